@@ -1,0 +1,1 @@
+"""`python -m jobkit VERB`: one small file a verb."""

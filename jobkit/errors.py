@@ -1,0 +1,43 @@
+"""Every error a user can cause. Each message says what was found, what is allowed and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
+
+
+class JobkitError(Exception):
+    """Base of all errors with a message meant for the user; shown in a line or two, without a traceback."""
+
+    exit_code = EXIT_FAILED
+
+
+class InputError(JobkitError):
+    """The YAML, the command line or the environment is wrong; nothing was started."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class SchedulerError(JobkitError):
+    """A scheduler command is missing, failed or did not answer; nothing was queued."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class CheckpointError(JobkitError):
+    """A checkpoint could not be written or read; the message says which one is still good."""
+
+
+class DistributedError(JobkitError):
+    """The tasks of an attempt do not form the one process group they were started for."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the allowed name closest to `name`, or an empty string."""
+    matches = get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

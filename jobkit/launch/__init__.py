@@ -1,0 +1,1 @@
+"""Outside the job: plan, submit, supervise, decide. Nothing in here imports torch."""

@@ -1,0 +1,52 @@
+"""The one way jobkit writes a file: whole or not at all, and on the disk before anyone is told of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the entries of a directory (a rename, a new file) durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """Replace `path` with `data`. A reader, or a crash at any instant, sees the old file or the new one.
+
+    `durable=False` skips the fsync: for files that are only a view of something durable, like a progress report.
+    """
+    # Two hosts of one cluster may share a pid: the name of the temporary holds both.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_dir(path.parent)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """`write_atomic` of a value as indented JSON."""
+    write_atomic(path, json.dumps(value, indent=1) + "\n", durable=durable)
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, or None where there is no such file or it is not whole."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

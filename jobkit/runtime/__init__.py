@@ -1,0 +1,1 @@
+"""Inside the job: process group, notices, the context and its loop."""
