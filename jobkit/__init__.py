@@ -1,0 +1,24 @@
+"""jobkit runs PyTorch training on a workstation or a Slurm cluster and brings every run to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jobkit.errors import JobkitError
+    from jobkit.runtime.context import Context
+    from jobkit.runtime.init import init
+
+__all__ = ["Context", "JobkitError", "init"]
+__version__ = "0.1.0"
+
+_HOMES = {"Context": "jobkit.runtime.context", "init": "jobkit.runtime.init", "JobkitError": "jobkit.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: the submitting side imports this package and must not pay for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jobkit' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

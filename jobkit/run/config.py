@@ -1,0 +1,233 @@
+"""What a YAML may say, and the way from file, demo, user's clusters and command line to one resolved Config."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from jobkit.errors import InputError
+from jobkit.run.duration import parse_seconds
+from jobkit.run.strict import build
+from jobkit.run.yamlfile import parse_value, read_yaml
+
+
+def _at_least(minimum: int) -> Callable[[int], None]:
+    def check(value: int) -> None:
+        if value < minimum:
+            raise ValueError(f"{minimum} or more")
+
+    return check
+
+
+def _check_name(value: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        raise ValueError("letters, digits, '.', '_' and '-' (it names the run directory and the job)")
+
+
+def _check_task(value: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        raise ValueError("module:callable, as in mytask:train")
+
+
+def _check_every(value: str | int) -> None:
+    if value == "auto" or (isinstance(value, int) and value > 0):
+        return
+    if isinstance(value, int) or value.isdigit():
+        raise ValueError("auto, a number of steps above 0, or a time like 10min")
+    try:
+        parse_seconds(value)
+    except ValueError:
+        raise ValueError("auto, a number of steps, or a time like 10min") from None
+
+
+def _field(check: Callable[[Any], object], default: Any = dataclasses.MISSING) -> Any:
+    if default is dataclasses.MISSING:
+        return field(metadata={"check": check})
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one attempt is given. None of it changes what is computed, so it is not part of a run's identity."""
+
+    nodes: int = _field(_at_least(1), 1)
+    """Machines; `--local` simulates them on one."""
+    tasks_per_node: int = _field(_at_least(1), 1)
+    """Processes (ranks) a node: one for each GPU, as a rule."""
+    gpus_per_task: int = _field(_at_least(0), 0)
+    """GPUs a rank; 0 trains on the CPU."""
+    cpus_per_task: int = _field(_at_least(1), 1)
+    """CPU cores a rank, data loader workers included."""
+    time: str | int = _field(parse_seconds, "1:00:00")
+    """Time limit of one attempt, not of the run: a job that runs out of it is requeued and continues."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def seconds(self) -> int:
+        """The time limit in seconds."""
+        return parse_seconds(self.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many are kept. The final one, and one at a graceful stop, always are."""
+
+    every: str | int = _field(_check_every, "auto")
+    """`auto` (5 minutes), a number of steps, or a time like 10min."""
+    keep: int = _field(_at_least(1), 3)
+    """Newest checkpoints kept; an older one goes only when a newer one is durable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One experiment, resolved: no interpolation, demo or override is left in it."""
+
+    name: str = _field(_check_name)
+    """Beginning of the run directory's and the job's name."""
+    task: str = _field(_check_task)
+    """module:callable, importable from where the command is typed; called with a jobkit.Context."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """The training function's own, free-form: ctx.params."""
+    inputs: list[str] = field(default_factory=list)
+    """Files and folders that must exist before anything is queued, as a rule interpolated from params."""
+    seed: int = 0
+    """Decides initial weights, order of samples and all random numbers."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Type that ctx.autocast() computes in."""
+    resources: Resources = field(default_factory=Resources)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Named places to run: `h100: {scheduler: slurm, partition: h100, constraint: ib}`; any sbatch option."""
+
+    def to_yaml(self) -> str:
+        """The config as YAML that `load` reads back to an equal one."""
+        return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(self)))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config and what a person should be told about how it came to be."""
+
+    config: Config
+    notes: list[str]
+
+
+def user_config_path() -> Path:
+    """The user's own file of clusters: $JOBKIT_CONFIG, else jobkit/config.yaml under $XDG_CONFIG_HOME or ~/.config."""
+    if path := os.environ.get("JOBKIT_CONFIG"):
+        return Path(path)
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "jobkit" / "config.yaml"
+
+
+def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) -> Loaded:
+    """The config of a YAML: its demo merged where it applies, then the overrides, then interpolated and checked.
+
+    `demo` forces the YAML's `demo:` section on or off; None leaves it to the section's own `unless_env`.
+    Raises InputError, naming file, line and key, for anything that is not right.
+    """
+    values, lines = read_yaml(path)
+    notes: list[str] = []
+
+    def where(key: str) -> str:
+        if key in overridden:
+            return f"command line: {key}"
+        for candidate in (f"demo.{key}", key) if notes else (key,):
+            if candidate in lines:
+                return f"{path}:{lines[candidate]}: {candidate}"
+        return f"{path}: {key}" if key else f"{path}"
+
+    overridden: set[str] = set()
+    values, note = _apply_demo(path, values, lines, demo)
+    if note:
+        notes.append(note)
+    merged = OmegaConf.create(values)
+    for text in overrides:
+        key, value = _split_override(text)
+        overridden.add(key)
+        try:
+            OmegaConf.update(merged, key, value, force_add=True)
+        except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
+            raise InputError(f"command line: {text}: {_first_line(error)}") from None
+    config = build(Config, _resolve(merged, where), where)
+    return Loaded(dataclasses.replace(config, clusters=_user_clusters() | config.clusters), notes)
+
+
+def read_resolved(path: Path) -> Config:
+    """The Config that `to_yaml` wrote."""
+    values, lines = read_yaml(path)
+    return build(Config, values, lambda key: f"{path}:{lines.get(key, 1)}: {key}")
+
+
+def _apply_demo(
+    path: Path, values: dict[str, Any], lines: Mapping[str, int], forced: bool | None
+) -> tuple[dict[str, Any], str | None]:
+    """`values` less the demo section, which is merged over the rest where it applies, and the line that says so."""
+    demo = values.pop("demo", None)
+    if demo is None:
+        if forced:
+            raise InputError(f"{path}: --demo: this file has no `demo:` section")
+        return values, None
+    if not isinstance(demo, dict):
+        raise InputError(f"{path}:{lines['demo']}: demo: found {demo!r}, expected a mapping")
+    variable = demo.pop("unless_env", None)
+    if variable is not None and not isinstance(variable, str):
+        raise InputError(f"{path}:{lines['demo.unless_env']}: demo.unless_env: found {variable!r}, expected a variable")
+    unset = variable is not None and not os.environ.get(variable)
+    if not (unset if forced is None else forced):
+        return values, None
+    reason = f"{variable} is not set" if unset else "--demo"
+    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), OmegaConf.create(demo)))
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items()}, f"{reason}: using the small recipe (`demo:` in {path})"
+
+
+def _split_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.\-]*(\[\d+\])?", key):
+        raise InputError(f"command line: {text!r}: expected key=value, as in params.lr=1e-3")
+    try:
+        return key, parse_value(value)
+    except Exception:  # a YAML error of whatever kind: the value was one person's typing
+        raise InputError(f"command line: {text!r}: the value is not valid YAML; quote it") from None
+
+
+def _resolve(merged: Any, where: Callable[[str], str]) -> dict[str, Any]:
+    try:
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "")
+        raise InputError(f"{where(key)}: {_first_line(error)}") from None
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UserConfig:
+    clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def _user_clusters() -> dict[str, dict[str, Any]]:
+    path = user_config_path()
+    if not path.exists():
+        return {}
+    values, lines = read_yaml(path)
+    return build(_UserConfig, values, lambda key: f"{path}:{lines.get(key, 1)}: {key}").clusters
+
+

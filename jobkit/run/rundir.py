@@ -1,0 +1,180 @@
+"""The run directory: the one owner of every file name in it, and of who may write."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from jobkit.errors import InputError, nearest
+from jobkit.run.config import Config, read_resolved
+from jobkit.run.files import read_json, write_atomic, write_json
+from jobkit.run.journal import Journal
+from jobkit.run.status import Status, derive
+
+
+class RunDir:
+    """Paths and small files of one run; holds no state of its own, so any process may make one at any time."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+
+    @property
+    def name(self) -> str:
+        """`<name>-<hash8>`, also the job's name."""
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def status_file(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def progress_file(self) -> Path:
+        """The running attempt's own report, a few times a second at most; never the truth."""
+        return self.path / "progress.json"
+
+    @property
+    def lease_file(self) -> Path:
+        """The attempt that owns this directory: {attempt, job_id, host, pid}."""
+        return self.path / "lease.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def code(self) -> Path:
+        """Snapshots of the user's code, one folder a version."""
+        return self.path / "code"
+
+    @property
+    def final(self) -> Path:
+        return self.path / "final"
+
+    @property
+    def submitit(self) -> Path:
+        """Submitit's own folder: pickles and batch scripts."""
+        return self.path / "logs" / "submitit"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / str(attempt)
+
+    def rank_log(self, attempt: int, rank: int, stream: str = "out") -> Path:
+        return self.logs(attempt) / f"rank_{rank}.{stream}"
+
+    def rendezvous_file(self, attempt: int) -> Path:
+        """Where rank 0 of an attempt says on which address and port the others find it."""
+        return self.logs(attempt) / "rendezvous.json"
+
+    def notice_file(self, attempt: int) -> Path:
+        """Why jobkit itself asked this attempt to stop: {cause}; absent when somebody else did."""
+        return self.logs(attempt) / "notice.json"
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.path / "events.jsonl")
+
+    def submission_lock(self) -> FileLock:
+        """Held while deciding about, and making, one submission; lives beside the runs so that it can precede them."""
+        locks = self.path.parent / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        return FileLock(locks / f"{self.name}.submit")
+
+    def alive_lock(self) -> FileLock:
+        """Held by a local attempt's controller as long as it lives: the kernel lets go of it however that ends."""
+        locks = self.path.parent / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        return FileLock(locks / f"{self.name}.alive")
+
+    def exists(self) -> bool:
+        return self.config_file.exists()
+
+    def config(self) -> Config:
+        """The resolved config this run was last submitted with."""
+        return read_resolved(self.config_file)
+
+    def write_config(self, config: Config) -> None:
+        write_atomic(self.config_file, config.to_yaml())
+
+    def status(self) -> Status:
+        """What the journal and the running attempt's report say; a scheduler is not asked."""
+        return derive(self.journal.read(), read_json(self.progress_file))
+
+    def write_status(self) -> Status:
+        """Bring status.json up to date with the journal, and return what it says."""
+        status = self.status()
+        write_json(self.status_file, status.as_dict(), durable=False)
+        return status
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Append to the journal and let status.json follow."""
+        self.journal.append(event, **fields)
+        self.write_status()
+
+    def owner(self) -> int | None:
+        """The attempt that holds the lease, or None where there is none yet."""
+        lease = read_json(self.lease_file)
+        return int(lease["attempt"]) if isinstance(lease, dict) and "attempt" in lease else None
+
+
+def default_runs_dir() -> Path:
+    """$JOBKIT_RUNS, else ./runs."""
+    return Path(os.environ.get("JOBKIT_RUNS") or "runs").absolute()
+
+
+def all_runs(runs_dir: Path) -> list[RunDir]:
+    """Every run under a runs directory, the most recently changed first."""
+    found = [RunDir(config.parent) for config in runs_dir.glob("*/config.yaml")]
+    return sorted(found, key=_last_change, reverse=True)
+
+
+def _last_change(run: RunDir) -> float:
+    journal = run.journal.path
+    return journal.stat().st_mtime if journal.exists() else 0.0
+
+
+def versions(runs_dir: Path, name: str) -> Iterator[RunDir]:
+    """The run directories of one identity, oldest first: `name`, then `name-2`, `name-3` ... made by --fresh."""
+    number, run = 1, RunDir(runs_dir / name)
+    while run.exists():
+        yield run
+        number += 1
+        run = RunDir(runs_dir / f"{name}-{number}")
+
+
+def next_version(runs_dir: Path, name: str) -> RunDir:
+    """The run directory that --fresh makes next."""
+    number = sum(1 for _ in versions(runs_dir, name)) + 1
+    return RunDir(runs_dir / (name if number == 1 else f"{name}-{number}"))
+
+
+def find_run(text: str, runs_dir: Path) -> RunDir:
+    """The run a person means: a path, a run's name, the unique beginning of one, or a job id.
+
+    Raises InputError naming the nearest run, or the several that match.
+    """
+    for candidate in (Path(text), runs_dir / text):
+        if RunDir(candidate).exists():
+            return RunDir(candidate.resolve())
+    runs = all_runs(runs_dir)
+    matches = [run for run in runs if run.name.startswith(text)]
+    if re.fullmatch(r"\d+", text):
+        matches = matches or [run for run in runs if run.status().job_id == text]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise InputError(f"{text!r} is the beginning of {len(matches)} runs: {', '.join(r.name for r in matches[:5])}")
+    names = [run.name for run in runs]
+    raise InputError(f"no run {text!r} in {runs_dir}{nearest(text, names)}; `python -m jobkit list` shows them")

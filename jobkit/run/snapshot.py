@@ -1,0 +1,119 @@
+"""A copy of the user's code for each submission, so that what runs is what was submitted, requeues included."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from jobkit.errors import InputError
+from jobkit.run.files import read_json, write_json
+
+SOURCE_SUFFIXES = frozenset(
+    ".py .pyi .pyx .c .cc .cpp .cu .cuh .h .hpp .sh .yaml .yml .json .toml .cfg .ini .txt .j2".split()
+)
+MAX_FILE_BYTES = 2 << 20  # above that it is data, not code
+MAX_FILES = 5000
+MANIFEST = ".snapshot.json"
+
+
+def take(source: Path, code_dir: Path, skip: Path, needed: Path | None = None) -> str:
+    """Copy the code under `source` into `code_dir/<digest>` and return the digest (12 hex digits of its content).
+
+    In a git checkout: the files git tracks or would (not the ignored ones, unless `needed` is one of them); elsewhere:
+    files that look like source. Nothing below `skip` (the runs directory) is copied. The same code is stored once.
+    Raises InputError when there are too many files for this to be a project's folder.
+    """
+    files = {str(file): _digest(source / file) for file in _list(source, skip, needed)}
+    digest = hashlib.sha256("\n".join(f"{name} {files[name]}" for name in sorted(files)).encode()).hexdigest()[:12]
+    destination = code_dir / digest
+    if destination.exists():
+        return digest
+    staging = code_dir / f".{digest}.{os.getpid()}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for folder in {staging / Path(name).parent for name in files}:
+        folder.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        shutil.copyfile(source / name, staging / name)
+    write_json(staging / MANIFEST, files, durable=False)
+    staging.rename(destination)
+    return digest
+
+
+def verify(code_dir: Path, digest: str) -> list[str]:
+    """What is wrong with a snapshot, as lines; empty when every file is as it was taken.
+
+    An attempt asks this before it runs: a file that a crash or a hand has changed is refused, not trained with.
+    """
+    root = code_dir / digest
+    files = read_json(root / MANIFEST)
+    if not isinstance(files, dict):
+        return [f"{root}: no snapshot"]
+    return [
+        f"{root / name}: not as it was submitted"
+        for name, expected in files.items()
+        if not (root / name).is_file() or _digest(root / name) != expected
+    ]
+
+
+def changes(code_dir: Path, old: str, new: str) -> list[str]:
+    """The files that differ between two snapshots, as `+ added`, `- removed` and `~ changed` lines."""
+    before, after = read_json(code_dir / old / MANIFEST) or {}, read_json(code_dir / new / MANIFEST) or {}
+    lines = [f"+ {name}" for name in after if name not in before]
+    lines += [f"- {name}" for name in before if name not in after]
+    lines += [f"~ {name}" for name in after if name in before and after[name] != before[name]]
+    return sorted(lines, key=lambda line: line[2:])
+
+
+def _list(source: Path, skip: Path, needed: Path | None) -> list[Path]:
+    found = _git_files(source)
+    if found is None or (needed is not None and needed not in found):
+        found = list(_walk(source, skip))
+    kept = []
+    for file in sorted(found):
+        full = source / file
+        if skip in full.parents or not full.is_file() or full.stat().st_size > MAX_FILE_BYTES:
+            continue
+        kept.append(file)
+        if len(kept) > MAX_FILES:
+            raise InputError(f"{source}: more than {MAX_FILES} code files; run the command in the project's own folder")
+    return kept
+
+
+def _git_files(source: Path) -> list[Path] | None:
+    """Tracked and would-be-tracked files below `source`, or None where git does not answer for it."""
+    command = ["git", "-C", str(source), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        answer = subprocess.run(command, capture_output=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if answer.returncode != 0:
+        return None
+    return [Path(name) for name in os.fsdecode(answer.stdout).split("\0")[:-1]]
+
+
+def _walk(source: Path, skip: Path) -> Iterator[Path]:
+    seen = 0
+    for folder, subfolders, names in os.walk(source):
+        here = Path(folder)
+        subfolders[:] = [
+            one
+            for one in subfolders
+            if not one.startswith(".")
+            and one not in ("__pycache__", "node_modules")
+            and here / one != skip
+            and not (here / one / "pyvenv.cfg").exists()
+        ]
+        seen += len(names)
+        if seen > 20 * MAX_FILES:
+            raise InputError(f"{source}: too many files to look for code in; run the command in the project's own folder")
+        yield from ((here / one).relative_to(source) for one in names if Path(one).suffix in SOURCE_SUFFIXES)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+

@@ -1,0 +1,91 @@
+"""Building a dataclass from a mapping without forgiving anything: an unknown key or a wrong type is named, with its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jobkit.errors import InputError, nearest
+
+T = TypeVar("T")
+Where = Callable[[str], str]  # dotted key -> "file:line: key", the beginning of an error message
+
+
+def build(cls: type[T], values: Any, where: Where, prefix: str = "") -> T:
+    """An instance of the dataclass `cls` from `values`; nested dataclasses are built likewise.
+
+    A field's metadata may hold `check`, a function that raises ValueError, with what is allowed as its text.
+    Raises InputError naming the place and the key, what was found, what is allowed and the nearest valid name.
+    """
+    key_here = prefix.rstrip(".")
+    if not isinstance(values, Mapping):
+        raise InputError(f"{where(key_here)}: found {values!r}, expected a mapping with {_names(cls)}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            raise InputError(
+                f"{where(f'{prefix}{key}')}: unknown key{nearest(str(key), fields)} (allowed: {_names(cls)})"
+            )
+    arguments: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in values:
+            arguments[name] = _value(hints[name], values[name], where, f"{prefix}{name}", field.metadata.get("check"))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise InputError(f"{where(f'{prefix}{name}')}: missing; it is required")
+    return cls(**arguments)
+
+
+def _names(cls: type[Any]) -> str:
+    return ", ".join(field.name for field in dataclasses.fields(cls))
+
+
+def _value(kind: Any, value: Any, where: Where, key: str, check: Callable[[Any], object] | None) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return build(typing.cast("type[Any]", kind), value, where, f"{key}.")
+    if not _matches(kind, value):
+        raise InputError(f"{where(key)}: found {value!r}, expected {describe(kind)}")
+    if typing.get_origin(kind) is typing.Literal and value not in typing.get_args(kind):
+        allowed = [str(one) for one in typing.get_args(kind)]
+        raise InputError(f"{where(key)}: found {value!r}, allowed: {', '.join(allowed)}{nearest(str(value), allowed)}")
+    if check is not None:
+        try:
+            check(value)
+        except ValueError as error:
+            raise InputError(f"{where(key)}: found {value!r}, expected {error}") from None
+    return value
+
+
+def _matches(kind: Any, value: Any) -> bool:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return True
+    if origin is typing.Literal:
+        return isinstance(value, str)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(one, value) for one in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_matches(arguments[0], one) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_matches(arguments[1], one) for one in value.values())
+    if kind in (int, float) and isinstance(value, bool):
+        return False  # `nodes: yes` is a mistake, though bool is an int to Python
+    return isinstance(value, kind)
+
+
+def describe(kind: Any) -> str:
+    """A type in the words of a YAML's author."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(one) for one in arguments)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin is list:
+        return f"a list of {describe(arguments[0])}"
+    if kind is dict or origin is dict:
+        return "a mapping"
+    words = {int: "a whole number", str: "a text", bool: "true or false", float: "a number", type(None): "nothing"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))

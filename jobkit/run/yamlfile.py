@@ -1,0 +1,80 @@
+"""Reading YAML so that what a person wrote is what the program gets, and so that an error can name the line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobkit.errors import InputError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 less its traps: `1e-3` is a number here, `1:00:00` is a time and not 3600, a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands here twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    _INT, re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf)$"),
+    list("-+0123456789."),
+)
+
+
+def parse_value(text: str) -> Any:
+    """The value of one YAML scalar or flow collection, as it stands behind `key=` on a command line."""
+    return yaml.load(text, _Loader)
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in a file, and the line (from 1) on which each dotted key stands.
+
+    Raises InputError with file and line for a file that is missing, not YAML, or not a mapping.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    try:
+        node = yaml.compose(text, _Loader)
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else f"{path}"
+        raise InputError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
+    lines: dict[str, int] = {}
+    _collect_lines(node, "", lines)
+    return value, lines
+
+
+def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key_node, value_node in node.value:
+        key = f"{prefix}{key_node.value}"
+        lines[key] = key_node.start_mark.line + 1
+        _collect_lines(value_node, f"{key}.", lines)
