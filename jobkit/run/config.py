@@ -122,6 +122,8 @@ class Loaded:
 
     config: Config
     notes: list[str]
+    where: Callable[[str], str]
+    """A dotted key's place, `file:line: key`: the beginning of an error message about it."""
 
 
 def user_config_path() -> Path:
@@ -162,7 +164,7 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
         except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
             raise InputError(f"command line: {text}: {_first_line(error)}") from None
     config = build(Config, _resolve(merged, where), where)
-    return Loaded(dataclasses.replace(config, clusters=_user_clusters() | config.clusters), notes)
+    return Loaded(dataclasses.replace(config, clusters=_user_clusters() | config.clusters), notes, where)
 
 
 def read_resolved(path: Path) -> Config:
@@ -229,5 +231,3 @@ def _user_clusters() -> dict[str, dict[str, Any]]:
         return {}
     values, lines = read_yaml(path)
     return build(_UserConfig, values, lambda key: f"{path}:{lines.get(key, 1)}: {key}").clusters
-
-

@@ -13,7 +13,27 @@ from jobkit.errors import InputError
 from jobkit.run.files import read_json, write_json
 
 SOURCE_SUFFIXES = frozenset(
-    ".py .pyi .pyx .c .cc .cpp .cu .cuh .h .hpp .sh .yaml .yml .json .toml .cfg .ini .txt .j2".split()
+    [
+        ".py",
+        ".pyi",
+        ".pyx",
+        ".c",
+        ".cc",
+        ".cpp",
+        ".cu",
+        ".cuh",
+        ".h",
+        ".hpp",
+        ".sh",
+        ".yaml",
+        ".yml",
+        ".json",
+        ".toml",
+        ".cfg",
+        ".ini",
+        ".txt",
+        ".j2",
+    ]
 )
 MAX_FILE_BYTES = 2 << 20  # above that it is data, not code
 MAX_FILES = 5000
@@ -110,10 +130,11 @@ def _walk(source: Path, skip: Path) -> Iterator[Path]:
         ]
         seen += len(names)
         if seen > 20 * MAX_FILES:
-            raise InputError(f"{source}: too many files to look for code in; run the command in the project's own folder")
+            raise InputError(
+                f"{source}: too many files to look for code in; run the command in the project's own folder"
+            )
         yield from ((here / one).relative_to(source) for one in names if Path(one).suffix in SOURCE_SUFFIXES)
 
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-

@@ -50,12 +50,18 @@ class Status:
     error: str | None = None
     cluster: str | None = None
     """Where the run was last submitted to."""
+    scheduler: str | None = None
+    """`slurm` or `local`: who knows the job of that id."""
     job_id: str | None = None
     checkpoint: int | None = None
     """Step of the newest durable checkpoint."""
     cancel_requested: bool = False
     submitting: bool = False
     """A submission began and neither its success nor its failure was recorded."""
+    before_submission: str = INTERRUPTED
+    """The state to fall back to when it failed."""
+    code: str = ""
+    """The code snapshot of the newest submission."""
 
     @property
     def attempt(self) -> Attempt | None:
@@ -89,31 +95,34 @@ def _apply(status: Status, event: Event) -> None:
 
 
 def _submitting(status: Status, event: Event) -> None:
+    status.before_submission = status.state
     status.submitting = True
+    status.state, status.error, status.cancel_requested = QUEUED, None, False
+    status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
+    status.code = str(event.get("code", ""))
 
 
 def _submitted(status: Status, event: Event) -> None:
-    status.submitting = False
-    status.state, status.error, status.cancel_requested = QUEUED, None, False
-    status.cluster, status.job_id = event.get("cluster"), event.get("job_id")
+    status.submitting = False  # the job may have started, and even ended, before the submitter could write this
+    status.job_id = event.get("job_id")
 
 
 def _submit_failed(status: Status, event: Event) -> None:
     status.submitting = False
+    status.state = status.before_submission
 
 
 def _started(status: Status, event: Event) -> None:
     status.submitting = False
-    status.state = RUNNING
-    status.cluster, status.job_id = event.get("cluster"), event.get("job_id")
+    status.state, status.job_id = RUNNING, event.get("job_id")
     status.attempts.append(
         Attempt(
             id=int(event["attempt"]),
-            cluster=str(event.get("cluster")),
+            cluster=str(status.cluster),
             job_id=str(event.get("job_id")),
             started=float(event["time"]),
             host=str(event.get("host", "")),
-            code=str(event.get("code", "")),
+            code=status.code,
         )
     )
 

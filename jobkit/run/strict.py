@@ -1,4 +1,4 @@
-"""Building a dataclass from a mapping without forgiving anything: an unknown key or a wrong type is named, with its place."""
+"""Building a dataclass from a mapping, strictly: an unknown key or a wrong type is named, with its place."""
 
 from __future__ import annotations
 

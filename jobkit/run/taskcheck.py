@@ -1,4 +1,4 @@
-"""Would the task import? Answered from its source, since importing it would cost seconds of torch at every submission."""
+"""Would the task import? Answered from its source: importing it would cost seconds of torch at every submission."""
 
 from __future__ import annotations
 

@@ -1,0 +1,157 @@
+"""One choice for all ranks: the newest checkpoint that verifies, and how it is read."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from jobkit.checkpoint.planner import BytesLoadPlanner
+from jobkit.checkpoint.staging import SHARED, local_key, tree_key
+from jobkit.checkpoint.state import named_tensors, unescape, unflatten
+from jobkit.checkpoint.storage import RawReader
+from jobkit.checkpoint.store import Manifest, Store
+from jobkit.checkpoint.team import Team, describe
+from jobkit.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint read back."""
+
+    step: int
+    """Steps done."""
+    path: Path
+    shared: dict[str, Any]
+    local: Any
+    """This rank's own tree; None where the checkpoint was written by fewer ranks."""
+    manifest: Manifest
+    set_aside: list[tuple[int, str]]
+    """(step, reason) of the newer ones that did not verify."""
+
+
+class Reader:
+    """Chooses and loads on all ranks together."""
+
+    def __init__(self, store: Store, team: Team) -> None:
+        self._store = store
+        self._team = team
+        self.set_aside: list[tuple[int, str]] = []
+
+    def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> Loaded | None:
+        """See `Checkpointer.load_newest`."""
+        self.set_aside = []
+        for step in self._team.lead(self._candidates):
+            manifest, problems = self._check(step)
+            if manifest is not None and not problems:
+                return self._load(step, manifest, templates, names)
+            reason = "; ".join(problems)
+            self._team.lead(lambda step=step, reason=reason: str(self._store.set_aside(step, reason)))  # type: ignore[misc]
+            self.set_aside.append((step, reason))
+        return None
+
+    def _candidates(self) -> list[int]:
+        self._store.recover()
+        return self._store.steps()
+
+    def _check(self, step: int) -> tuple[Manifest | None, list[str]]:
+        """The manifest as rank 0 reads it, and what rank 0 too finds wrong with the files."""
+        manifest, problem = self._team.lead(lambda: self._manifest(step))
+        if manifest is None:
+            return None, [problem]
+        reports = self._team.gather(lambda: self._verify_share(step, manifest))
+        suspects = [name for report in reports for name in report.problems]
+        if not suspects:
+            return manifest, []
+        # A checkpoint is condemned only by two witnesses: one node may have a bad mount, disk cache or memory.
+        confirmed = self._team.lead(lambda: self._store.verify(step, suspects, manifest))
+        if not confirmed:
+            seen = "; ".join(
+                f"rank {rank} on {report.host}: {problem}"
+                for rank, report in enumerate(reports)
+                for problem in report.problems.values()
+            )
+            raise CheckpointError(f"the checkpoint of step {step} is good on rank 0, but not everywhere: {seen}")
+        return manifest, confirmed
+
+    def _manifest(self, step: int) -> tuple[Manifest | None, str]:
+        try:
+            return self._store.manifest(step), ""
+        except CheckpointError as error:
+            return None, str(error)
+
+    def _verify_share(self, step: int, manifest: Manifest) -> _Report:
+        mine = sorted(manifest.files)[self._team.rank :: self._team.world_size]
+        problems = {name: found[0] for name in mine if (found := self._store.verify(step, [name], manifest))}
+        return _Report(socket.gethostname(), problems)
+
+    def _load(
+        self, step: int, manifest: Manifest, templates: Mapping[str, Any], names: Collection[str] | None
+    ) -> Loaded:
+        reader = RawReader(self._store.path(step))
+        state: dict[str, Any] = {}
+        self._team.gather(lambda: state.update(self._targets(reader, templates, names)))
+        try:
+            load(
+                state,
+                storage_reader=reader,
+                planner=BytesLoadPlanner(),
+                process_group=self._team.group,
+                no_dist=self._team.group is None,
+            )
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            raise CheckpointError(
+                f"the checkpoint of step {step} is whole but cannot be loaded on rank {rank}: {describe(cause)}"
+            ) from error
+        trees = _trees(state)
+        mine = local_key(self._team.rank)
+        shared = {unescape(key.removeprefix(f"{SHARED}.")): tree for key, tree in trees.items() if key != mine}
+        return Loaded(step, self._store.path(step), shared, trees.get(mine), manifest, list(self.set_aside))
+
+    def _targets(
+        self, reader: RawReader, templates: Mapping[str, Any], names: Collection[str] | None
+    ) -> dict[str, Any]:
+        """A place for every tensor and object this rank wants, by DCP's key."""
+        live = {
+            f"{tree_key(SHARED, name)}/{path}": tensor
+            for name, tree in templates.items()
+            for path, tensor in named_tensors(tree).items()
+            if isinstance(tensor, DTensor)
+        }
+        wanted = None if names is None else {tree_key(SHARED, name) for name in names}
+        targets: dict[str, Any] = {}
+        for key, saved in reader.read_metadata().state_dict_metadata.items():
+            tree = key.split("/", 1)[0]
+            is_shared = tree.startswith(f"{SHARED}.") and (wanted is None or tree in wanted)
+            if not is_shared and tree != local_key(self._team.rank):
+                continue
+            if not isinstance(saved, TensorStorageMetadata):
+                targets[key] = b""
+            else:
+                targets[key] = live[key] if key in live else torch.empty(saved.size, dtype=saved.properties.dtype)
+        return targets
+
+
+@dataclass(frozen=True)
+class _Report:
+    host: str
+    problems: dict[str, str]
+
+
+def _trees(state: dict[str, Any]) -> dict[str, Any]:
+    """Put the trees together: a key without a slash is a skeleton, the others are its tensors."""
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in state.items():
+        tree, slash, path = key.partition("/")
+        if slash:
+            tensors.setdefault(tree, {})[path] = value
+    return {key: unflatten(value, tensors.get(key, {})) for key, value in state.items() if "/" not in key}

@@ -1,0 +1,190 @@
+"""The copy the training loop waits for: tensors into host memory that is reused from save to save."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from jobkit.checkpoint.state import escape, flatten
+
+_SLAB = 256 << 20  # torch rounds pinned memory up to a power of two: slabs of one waste nothing
+_ALIGNMENT = 64
+
+SHARED, LOCAL = "shared", "local"
+
+
+def tree_key(kind: str, name: str) -> str:
+    """The key of a tree's skeleton; those of its tensors are this, a slash and the tensor's path."""
+    return f"{kind}.{escape(name)}"
+
+
+def local_key(rank: int) -> str:
+    """The key of the tree that belongs to one rank."""
+    return tree_key(LOCAL, f"{rank:05d}")
+
+
+class HostBuffers:
+    """Host memory laid out for one set of tensors; laid out anew only when names, shapes or dtypes change."""
+
+    def __init__(self) -> None:
+        self._layout: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._views: dict[str, torch.Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of the tensors, complete on return, valid until the next call."""
+        layout = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
+        if layout != self._layout:
+            self._views = {}  # the old memory goes before the new comes
+            self._views = _allocate(layout, pin=bool(devices))
+            self._layout = layout
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                self._views[key].copy_(tensor, non_blocking=True)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return self._views
+
+
+def _allocate(layout: Mapping[str, tuple[torch.Size, torch.dtype]], pin: bool) -> dict[str, torch.Tensor]:
+    sizes = {key: shape.numel() * dtype.itemsize for key, (shape, dtype) in layout.items()}
+    left = sum(_aligned(size) for size in sizes.values())
+    slab, used = torch.empty(0, dtype=torch.uint8), 0
+    views = {}
+    for key, (shape, dtype) in layout.items():
+        if used + sizes[key] > slab.numel():
+            slab, used = _memory(max(min(left, _SLAB), sizes[key]), pin), 0
+        views[key] = slab[used : used + sizes[key]].view(dtype).view(shape)
+        used += _aligned(sizes[key])
+        left -= _aligned(sizes[key])
+    return views
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _memory(size: int, pin: bool) -> torch.Tensor:
+    if pin:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            pass  # the host has no more memory to pin: a slower copy is better than no checkpoint
+    return torch.empty(size, dtype=torch.uint8)
+
+
+@dataclass
+class Staged:
+    """This rank's part of one save: what it will write, and what the ranks must agree on."""
+
+    items: list[tuple[WriteItem, torch.Tensor | bytes]] = field(default_factory=list)
+    shared: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    """Of each shared tree, the ranks that hold it and a digest of its names, shapes and dtypes."""
+    nbytes: int = 0
+    problem: str | None = None
+    """Why the state could not be copied: makes the save fail on all ranks."""
+
+
+class Stager:
+    """Decides which tensors this rank writes and copies those. It talks to no other rank."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._buffers = HostBuffers()
+        self._owners: dict[str, tuple[tuple[list[int], Sequence[int]], list[int]]] = {}
+        self._chunks: dict[str, tuple[Any, list[WriteItem]]] = {}
+
+    def stage(self, shared: Mapping[str, Any], local: Any, held_by: Mapping[str, Sequence[int]]) -> Staged:
+        """Copy this rank's part of the trees; a failure is a `problem`, for the other ranks to learn of."""
+        staged = Staged()
+        try:
+            self._stage(staged, shared, local, held_by)
+        except Exception as error:
+            staged.problem = f"the state cannot be copied: {type(error).__name__}: {error}"
+        return staged
+
+    def _stage(
+        self, staged: Staged, shared: Mapping[str, Any], local: Any, held_by: Mapping[str, Sequence[int]]
+    ) -> None:
+        mine: dict[str, torch.Tensor] = {}
+        skeletons: dict[str, bytes] = {}
+        for name, tree in shared.items():
+            prefix = tree_key(SHARED, name)
+            holders = held_by.get(name, range(self._world_size))
+            skeleton, tensors = flatten(tree)
+            staged.shared[prefix] = (tuple(holders), _digest_of_shapes(tensors))
+            if self._rank == holders[0]:
+                skeletons[prefix] = skeleton
+            mine.update((f"{prefix}/{key}", tensor) for key, tensor in self._owned(prefix, tensors, holders).items())
+        prefix = local_key(self._rank)
+        skeletons[prefix], tensors = flatten(local)
+        mine.update((f"{prefix}/{key}", tensor) for key, tensor in tensors.items())
+        with torch.no_grad():
+            parts = {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in mine.items()}
+        copies = self._buffers.copy(parts)
+        staged.nbytes = sum(copy.nbytes for copy in copies.values())
+        for key, tensor in mine.items():
+            staged.items.extend((item, copies[key]) for item in self._items_of(key, tensor))
+        staged.items.extend((WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), skeletons[key]) for key in skeletons)
+
+    def _owned(self, prefix: str, tensors: dict[str, torch.Tensor], holders: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The tensors this rank copies: its shard of every DTensor, and its share of the replicated ones."""
+        if len(holders) == 1:
+            return tensors
+        sizes = [0 if isinstance(tensor, DTensor) else tensor.nbytes for tensor in tensors.values()]
+        known = self._owners.get(prefix)
+        if known is None or known[0] != (sizes, holders):
+            known = self._owners[prefix] = ((sizes, holders), balance(sizes, holders))
+        return {
+            key: tensor
+            for (key, tensor), owner in zip(tensors.items(), known[1], strict=True)
+            if owner == self._rank or isinstance(tensor, DTensor)
+        }
+
+    def _items_of(self, key: str, tensor: torch.Tensor) -> list[WriteItem]:
+        """How DCP describes this rank's chunk of a tensor; kept, for a DTensor computes it anew at some cost."""
+        layout: Any = (tensor.shape, tensor.dtype)
+        if isinstance(tensor, DTensor):
+            layout = (*layout, tensor.device_mesh, tensor.placements)
+        known = self._chunks.get(key)
+        if known is None or known[0] != layout:
+            known = self._chunks[key] = (layout, _write_items(key, tensor))
+        return known[1]
+
+
+def _write_items(key: str, tensor: torch.Tensor) -> list[WriteItem]:
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            return []  # a mesh of other ranks
+        items: list[WriteItem] = tensor.__create_write_items__(key, tensor)
+        return items
+    origin = torch.Size([0] * tensor.dim())
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=origin, sizes=tensor.shape),
+        properties=TensorProperties(dtype=tensor.dtype),
+        size=tensor.shape,
+    )
+    return [WriteItem(MetadataIndex(key, origin), WriteItemType.TENSOR, tensor_data=data)]
+
+
+def balance(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Give each size to a rank, the largest first to the rank with the least: the same on every rank that asks."""
+    loads = dict.fromkeys(ranks, 0)
+    owners = [ranks[0]] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = min(loads, key=loads.__getitem__)
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
+def _digest_of_shapes(tensors: Mapping[str, torch.Tensor]) -> str:
+    described = repr([(key, tuple(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()])
+    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,318 @@
+"""Raw bytes for torch.distributed.checkpoint: one file a rank, its checksum taken while it is written."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import queue
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from jobkit.checkpoint.store import FileDigest
+
+INDEX = "index.pickle"
+
+_BLOCK = 4 << 20  # large enough that a system call costs nothing, small enough to be in the cache for the checksum
+_FLUSH = 64 << 20
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a saved object lies; a tensor has a shape and a dtype, a pickled object has not."""
+
+    file: str
+    offset: int
+    length: int
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class _WholeFile:
+    """Travels among the write results: how the coordinator learns of each rank's file."""
+
+    file: str
+    digest: FileDigest
+
+
+class _Helper(threading.Thread):
+    """Applies `action` to what it is given, in order, until closed."""
+
+    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._action = action
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self.give = self._queue.put
+        self.start()
+
+    def run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    self._action(item)
+            except BaseException as error:
+                self._error = error
+
+    def close(self) -> BaseException | None:
+        """Wait until all is done; the error that ended it, if one did."""
+        self._queue.put(None)
+        self.join()
+        return self._error
+
+
+class ChecksummedFile:
+    """A new file, durable when closed without an error.
+
+    Two helper threads work while the caller writes, all three without the GIL: one takes the checksum, one has the
+    disk begin with what the page cache holds, so that little is left for the last fsync.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.size = 0
+        self._crc = 0
+        self._small = bytearray()
+        self._unflushed = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._checksummer = _Helper("checkpoint-crc", self._checksum)
+        self._flusher = _Helper("checkpoint-flush", os.fdatasync)
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes; their memory must not change until the file is closed."""
+        self.size += len(data)
+        if len(data) < _BLOCK // 4:
+            self._small += data
+            if len(self._small) >= _BLOCK:
+                self._put_small()
+            return
+        self._put_small()
+        for start in range(0, len(data), _BLOCK):
+            self._put(data[start : start + _BLOCK])
+
+    @property
+    def digest(self) -> FileDigest:
+        """Size and checksum, once the file is closed."""
+        return FileDigest(self.size, self._crc)
+
+    def _put_small(self) -> None:
+        if self._small:
+            small, self._small = bytes(self._small), bytearray()
+            self._put(small)
+
+    def _put(self, block: memoryview | bytes) -> None:
+        self._checksummer.give(block)
+        rest = memoryview(block)
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+        self._unflushed += len(block)
+        if self._unflushed >= _FLUSH:
+            self._flusher.give(self._fd)
+            self._unflushed = 0
+
+    def _checksum(self, block: memoryview | bytes) -> None:
+        self._crc = zlib.crc32(block, self._crc)
+
+    def __enter__(self) -> ChecksummedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._put_small()
+        finally:
+            # The kernel reports a failed flush once: what the helper was told, the last fsync is not.
+            failures = [self._flusher.close(), self._checksummer.close()]
+            try:
+                if error is None:
+                    os.fsync(self._fd)
+            finally:
+                os.close(self._fd)
+        for failure in failures:
+            if failure is not None and error is None:
+                raise failure
+
+
+class RawWriter(StorageWriter):
+    """Writes each rank's items into one file of `directory`; at the end the coordinator's `files` has all digests."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.directory = directory
+        self.files: dict[str, FileDigest] = {}
+        self._file = f"rank_{rank:05d}.bin"
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: an instance writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the directory is made with the first file."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and fsync this rank's file."""
+        # The coordinator made the directory; a shared file system may not show it here yet.
+        self.directory.mkdir(exist_ok=True)
+        results = []
+        with ChecksummedFile(self.directory / self._file) as file:
+            for item in plan.items:
+                value = planner.resolve_data(item)
+                data = _bytes_of(value)
+                extent = Extent(self._file, file.size, len(data))
+                if isinstance(value, torch.Tensor):
+                    extent = replace(extent, shape=tuple(value.shape), dtype=value.dtype)
+                results.append(WriteResult(item.index, len(data), extent))
+                file.write(data)
+        results.append(WriteResult(None, 0, _WholeFile(self._file, file.digest)))  # type: ignore[arg-type]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index of all ranks' items."""
+        everything = [result for one_rank in results for result in one_rank]
+        metadata.storage_data = {
+            result.index: result.storage_data for result in everything if isinstance(result.storage_data, Extent)
+        }
+        with ChecksummedFile(self.directory / INDEX) as file:
+            file.write(memoryview(pickle.dumps(metadata)))
+        self.files = {
+            whole.file: whole.digest for result in everything if isinstance(whole := result.storage_data, _WholeFile)
+        }
+        self.files[INDEX] = file.digest
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: the directory is given to the constructor."""
+        return False
+
+
+class RawReader(StorageReader):
+    """Reads what `RawWriter` wrote; a contiguous CPU tensor is read in place, of a slice only its rows are read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: an instance reads one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, read once."""
+        if self._metadata is None:
+            metadata: Metadata = pickle.loads((self.directory / INDEX).read_bytes())
+            self._metadata = metadata
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: `read_metadata` has come before."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's tensors and hand it the pickled objects."""
+        extents: dict[Any, Extent] = self.read_metadata().storage_data
+        by_file: dict[str, list[tuple[Extent, ReadItem]]] = {}
+        for item in plan.items:
+            extent = extents[item.storage_index]
+            by_file.setdefault(extent.file, []).append((extent, item))
+        for name, wanted in by_file.items():
+            with (self.directory / name).open("rb", buffering=0) as file:
+                for extent, item in sorted(wanted, key=lambda pair: pair[0].offset):
+                    _read_item(file, extent, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: the directory is given to the constructor."""
+        return False
+
+
+def _read_item(file: io.FileIO, extent: Extent, item: ReadItem, planner: LoadPlanner) -> None:
+    if item.type == LoadItemType.BYTE_IO:
+        data = bytearray(extent.length)
+        _read_exactly(file, extent.offset, memoryview(data))
+        planner.load_bytes(item, io.BytesIO(data))
+        return
+    target = planner.resolve_tensor(item).detach()
+    if target.numel():
+        _read_slice(file, extent, tuple(item.storage_offsets), tuple(item.lengths), target)
+    planner.commit_tensor(item, target)
+
+
+def _read_slice(
+    file: io.FileIO, extent: Extent, starts: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor
+) -> None:
+    """Read the box (starts, lengths) of a saved tensor into a tensor of the shape `lengths`."""
+    if extent.shape is None or extent.dtype is None:
+        raise ValueError(f"{extent.file}: a pickled object where a tensor was expected")
+    shape, offset = extent.shape, extent.offset
+    if shape:  # rows are contiguous in the file: read only those asked for
+        offset += starts[0] * math.prod(shape[1:]) * extent.dtype.itemsize
+        shape, starts = (lengths[0], *shape[1:]), (0, *starts[1:])
+    in_place = (
+        target.device.type == "cpu" and target.is_contiguous() and target.dtype == extent.dtype and shape == lengths
+    )
+    source = target if in_place else torch.empty(shape, dtype=extent.dtype)
+    _read_exactly(file, offset, _raw(source))
+    if not in_place:
+        for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            source = source.narrow(dim, start, length)
+        target.copy_(source)
+
+
+def _read_exactly(file: io.FileIO, offset: int, target: memoryview) -> None:
+    file.seek(offset)
+    while target:
+        count = file.readinto(target)
+        if not count:
+            raise EOFError(f"{file.name}: ends before byte {offset + len(target)}")
+        target = target[count:]
+
+
+def _bytes_of(value: torch.Tensor | io.BytesIO) -> memoryview:
+    if isinstance(value, io.BytesIO):
+        return value.getbuffer()
+    return _raw(value.detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of any dtype."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,253 @@
+"""The directory of checkpoints: each one complete or absent, checked against its checksums, the newest few kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobkit.errors import CheckpointError
+from jobkit.run.files import fsync_dir, write_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+
+_STEP = re.compile(r"step_(\d{8,})")
+_STAGING, _TRASH, _REPLACED = ".staging_", ".trash_", ".replaced_"
+_BLOCK = 4 << 20
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size in bytes and CRC-32 of one file of a checkpoint."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of; `extra` is the caller's own JSON."""
+
+    step: int
+    world_size: int
+    files: dict[str, FileDigest]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value that `from_json` reads, with the format's version and a checksum over the rest."""
+        body = {"format": FORMAT, **asdict(self)}
+        return {**body, "checksum": _checksum(body)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Manifest:
+        """The manifest of a JSON value; ValueError where it is not one that `to_json` made."""
+        if not isinstance(value, dict):
+            raise ValueError("is not an object")
+        body = {key: item for key, item in value.items() if key != "checksum"}
+        if value.get("checksum") != _checksum(body):
+            raise ValueError("does not match its own checksum")
+        if body["format"] != FORMAT:
+            raise ValueError(f"has format {body['format']}; this version of jobkit reads format {FORMAT}")
+        files = {name: FileDigest(**digest) for name, digest in body["files"].items()}
+        return cls(body["step"], body["world_size"], files, body["extra"])
+
+
+def _checksum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+class Store:
+    """The checkpoints under `root`; a step in a name is the number of steps done.
+
+    `attempt` keeps the unfinished files of two attempts apart. `patience` is for how many seconds a missing file is
+    looked for again: a shared file system may show it late.
+    """
+
+    def __init__(self, root: Path, *, attempt: str = "0", patience: float = 5.0) -> None:
+        self.root = Path(root)
+        self.attempt = attempt
+        self.patience = patience
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is or would be."""
+        return self.root / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, newest first, not yet verified."""
+        try:
+            names = [entry.name for entry in self.root.iterdir()]
+        except FileNotFoundError:
+            return []
+        return sorted((int(match[1]) for name in names if (match := _STEP.fullmatch(name))), reverse=True)
+
+    # Writing
+
+    def staging(self, step: int) -> Path:
+        """Where this attempt puts the files of a checkpoint together."""
+        return self.root / f"{_STAGING}{self.path(step).name}.{self.attempt}"
+
+    def stage(self, step: int) -> Path:
+        """Make an empty staging directory."""
+        staging = self.staging(step)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        return staging
+
+    def publish(self, manifest: Manifest) -> Path:
+        """Make the staged files the checkpoint of their step; they are on the disk already, their names may not be."""
+        staging, final = self.staging(manifest.step), self.path(manifest.step)
+        replaced = self.root / f"{_REPLACED}{final.name}"
+        write_json(staging / MANIFEST, manifest.to_json())
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)  # a crash before the next line is what `recover` is for
+        try:
+            staging.rename(final)
+        except OSError:
+            self.recover()
+            raise
+        fsync_dir(self.root)
+        self._point_latest_to(final.name)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return final
+
+    def _point_latest_to(self, name: str) -> None:
+        temporary = self.root / f".{LATEST}.{self.attempt}"
+        try:
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(name)
+            temporary.replace(self.root / LATEST)
+        except OSError as error:  # a convenience for people: nothing reads it, some file systems have no links
+            log.warning("cannot point %s to %s: %s", self.root / LATEST, name, error)
+
+    # Removing
+
+    def retain(self, keep: int) -> list[int]:
+        """Remove all but the newest `keep` (at least one) and return the steps removed."""
+        removed = self.steps()[max(keep, 1) :]
+        for step in removed:
+            trash = self.root / f"{_TRASH}{self.path(step).name}.{self.attempt}"
+            shutil.rmtree(trash, ignore_errors=True)
+            self.path(step).rename(trash)  # never half a checkpoint under a name that counts
+            shutil.rmtree(trash, ignore_errors=True)
+        return removed
+
+    def set_aside(self, step: int, reason: str) -> Path:
+        """Rename a checkpoint so that it is never considered again, and leave the reason in it."""
+        source = self.path(step)
+        target = source.with_name(f"{source.name}.corrupt")
+        number = 2
+        while target.exists():
+            target, number = source.with_name(f"{source.name}.corrupt-{number}"), number + 1
+        source.rename(target)
+        fsync_dir(self.root)
+        try:
+            (target / "REASON").write_text(reason + "\n")
+        except OSError as error:
+            log.warning("cannot write the reason into %s: %s", target, error)
+        return target
+
+    def discard_staging(self, step: int) -> None:
+        """Remove what a failed save of this attempt left."""
+        shutil.rmtree(self.staging(step), ignore_errors=True)
+
+    def recover(self) -> None:
+        """Bring back checkpoints that were moved away for a new one of the same step which never came."""
+        for replaced in self._hidden(_REPLACED):
+            final = replaced.with_name(replaced.name[len(_REPLACED) :])
+            if not final.exists():
+                replaced.rename(final)
+                fsync_dir(self.root)
+
+    def clean(self) -> None:
+        """Remove what dead attempts left unfinished. Only for the one owner of the run: it may not be writing yet."""
+        self.recover()
+        for prefix in (_REPLACED, _STAGING, _TRASH):
+            for leftover in self._hidden(prefix):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _hidden(self, prefix: str) -> list[Path]:
+        return sorted(self.root.glob(f"{prefix}step_*"))
+
+    # Verifying
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a checkpoint; CheckpointError says what is wrong with it."""
+        path = self.path(step) / MANIFEST
+        try:
+            if not self._appears(path, time.monotonic() + self.patience):
+                raise CheckpointError(f"{MANIFEST} is missing")
+            manifest = Manifest.from_json(json.loads(path.read_bytes()))
+        except PermissionError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{MANIFEST} is not valid: {error}") from error
+        if manifest.step != step:
+            raise CheckpointError(f"{MANIFEST} is that of step {manifest.step}")
+        return manifest
+
+    def verify(self, step: int, files: Iterable[str] | None = None, manifest: Manifest | None = None) -> list[str]:
+        """What is wrong with a checkpoint, or with some of its files: a sentence each, none where all is well.
+
+        PermissionError is raised, not returned: it tells of this machine and not of the checkpoint.
+        """
+        try:
+            manifest = manifest or self.manifest(step)
+        except CheckpointError as error:
+            return [str(error)]
+        deadline = time.monotonic() + self.patience
+        problems = [
+            self._problem(self.path(step) / name, manifest.files[name], deadline)
+            for name in (manifest.files if files is None else files)
+        ]
+        return [problem for problem in problems if problem]
+
+    def _problem(self, path: Path, expected: FileDigest, deadline: float) -> str | None:
+        try:
+            if not self._appears(path, deadline):
+                return f"{path.name} is missing"
+            found = digest_of(path)
+        except PermissionError:
+            raise
+        except OSError as error:
+            return f"{path.name} cannot be read: {error.strerror}"
+        if found.size != expected.size:
+            return f"{path.name} has {found.size} bytes, not {expected.size}"
+        if found.crc32 != expected.crc32:
+            return f"{path.name} has checksum {found.crc32:08x}, not {expected.crc32:08x}"
+        return None
+
+    def _appears(self, path: Path, deadline: float) -> bool:
+        while not path.exists():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(min(0.1, self.patience))
+            for directory in (path.parent, self.root):
+                with contextlib.suppress(OSError):
+                    list(directory.iterdir())  # makes NFS ask the server again
+        return True
+
+
+def digest_of(path: Path) -> FileDigest:
+    """Size and checksum of a file, read once."""
+    size = crc = 0
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            crc = zlib.crc32(block[:count], crc)
+            size += count
+    return FileDigest(size, crc)

@@ -1,0 +1,215 @@
+"""Saves off the hot path: the training loop waits for a memory copy, a thread does everything after it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+from jobkit.checkpoint.planner import StagedSavePlanner
+from jobkit.checkpoint.reader import Loaded, Reader
+from jobkit.checkpoint.staging import Staged, Stager
+from jobkit.checkpoint.storage import RawWriter
+from jobkit.checkpoint.store import Manifest, Store
+from jobkit.checkpoint.team import Team, describe
+from jobkit.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+# What DCP says of every save and load of a single process, which is no news here.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended: `error` is None where the checkpoint is published and durable."""
+
+    step: int
+    path: Path
+    stall: float
+    """Seconds for which `save` held the training loop, waiting for the save before it included."""
+    seconds: float
+    """Seconds from the call of `save` until the checkpoint was durable, or had failed."""
+    nbytes: int
+    """Bytes of tensors that this rank wrote."""
+    error: CheckpointError | None = None
+
+
+class PendingSave:
+    """A save under way."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._ended = threading.Event()
+        self._saved: Saved | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def outcome(self, timeout: float | None = None) -> Saved:
+        """How it ended, once it has; TimeoutError after `timeout` seconds."""
+        self._ended.wait(timeout)
+        if self._saved is None:
+            raise TimeoutError(f"the checkpoint of step {self.step} is not written after {timeout} s")
+        return self._saved
+
+    def wait(self, timeout: float | None = None) -> Saved:
+        """`outcome`, but raises the CheckpointError of a save that failed."""
+        saved = self.outcome(timeout)
+        if saved.error is not None:
+            raise saved.error
+        return saved
+
+    def _end(self, saved: Saved) -> None:
+        self._saved = saved
+        self._ended.set()
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of a store, on all ranks together.
+
+    `group` is a gloo group of all ranks that nothing else uses; None for a single rank, which then needs no process
+    group at all. `rank` is the rank in it. The newest `keep` checkpoints stay. `may_publish` is asked on rank 0 at the
+    last moment: an attempt that has lost its lease must not publish.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        keep: int = 3,
+        may_publish: Callable[[], bool] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, found {keep}")
+        self.store = store
+        self._team = Team(rank, world_size, group)
+        self._reader = Reader(store, self._team)
+        self._stager = Stager(rank, world_size)
+        self._keep = keep
+        self._may_publish = may_publish
+        self._thread: threading.Thread | None = None
+
+    @property
+    def set_aside(self) -> list[tuple[int, str]]:
+        """The checkpoints that `load_newest` found bad, as (step, reason)."""
+        return self._reader.set_aside
+
+    def save(
+        self,
+        step: int,
+        shared: Mapping[str, Any],
+        local: Any = None,
+        extra: Callable[[], dict[str, Any]] | None = None,
+        on_done: Callable[[Saved], None] | None = None,
+        held_by: Mapping[str, Sequence[int]] | None = None,
+    ) -> PendingSave:
+        """Copy the state and return; the checkpoint of `step` steps done appears later, or does not.
+
+        `shared`: state_dicts by name, the same on all ranks (replicated tensors or DTensors); of one that only some
+        ranks have, as a pipeline's stage, `held_by` gives those ranks, in the same order on each. `local`: this rank's
+        own tree. `extra`: JSON for the manifest, asked for on rank 0 at the end. `on_done` is called on every rank, in
+        the background thread, also for a save that failed. Nothing is raised here: a failure on any rank is the
+        `error` of the outcome on all. Waits for the save before it.
+        """
+        started = time.perf_counter()
+        self.wait()
+        pending = PendingSave(step)
+        staged = self._stager.stage(shared, local, held_by or {})
+        stall = time.perf_counter() - started
+
+        def finish() -> None:
+            error = None
+            try:
+                self._write(step, staged, extra)
+            except (Exception, CheckpointException) as cause:
+                error = CheckpointError(f"the checkpoint of step {step} was not written: {_reason(cause)}")
+            saved = Saved(step, self.store.path(step), stall, time.perf_counter() - started, staged.nbytes, error)
+            try:
+                if on_done is not None:
+                    on_done(saved)
+            except Exception:
+                log.exception("on_done failed for the checkpoint of step %d", step)
+            pending._end(saved)
+            if error is None:
+                self._retain()
+
+        self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+        return pending
+
+    def wait(self) -> None:
+        """Return when no save is under way; how they ended is for their PendingSave to say."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Wait, and give the host memory back."""
+        self.wait()
+        self._stager = Stager(self._team.rank, self._team.world_size)
+
+    def load_newest(
+        self, templates: Mapping[str, Any] | None = None, names: Collection[str] | None = None
+    ) -> Loaded | None:
+        """The newest checkpoint that verifies on all ranks, or None where there is none. Collective.
+
+        One that does not verify is set aside by rank 0, appears in `set_aside`, and the one before is taken.
+        `templates`: live trees by name; their DTensors are filled in place and returned where the saved tree has a
+        tensor at the same path. All other tensors come whole, on the CPU. `names`: which shared trees to read, all
+        where None. Raises CheckpointError where a good checkpoint cannot be read into the templates, or where a rank
+        sees files damaged or missing that rank 0 sees whole: that is the node's fault, not the checkpoint's.
+        """
+        self.wait()
+        return self._reader.load_newest(templates or {}, names)
+
+    def _write(self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None) -> None:
+        """Write, agree, publish; raises on all ranks or on none."""
+        writer = RawWriter(self.store.staging(step), self._team.rank)
+        try:
+            self._team.lead(lambda: self.store.stage(step))
+            save_distributed(
+                {},
+                storage_writer=writer,
+                planner=StagedSavePlanner(staged),
+                process_group=self._team.group,
+                no_dist=self._team.group is None,
+            )
+            self._team.lead(lambda: self._publish(step, writer, extra))
+        finally:
+            if self._team.rank == 0:
+                self.store.discard_staging(step)
+
+    def _publish(self, step: int, writer: RawWriter, extra: Callable[[], dict[str, Any]] | None) -> None:
+        manifest = Manifest(step, self._team.world_size, writer.files, extra() if extra else {})
+        if self._may_publish is not None and not self._may_publish():
+            raise CheckpointError("another attempt owns the run by now")
+        self.store.publish(manifest)
+
+    def _retain(self) -> None:
+        if self._team.rank == 0:
+            try:
+                self.store.retain(self._keep)
+            except OSError as error:
+                log.warning("old checkpoints could not be removed: %s", error)
+
+
+def _reason(error: BaseException) -> str:
+    """The first failure among the ranks, in a line."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {describe(cause)}"
+    return describe(error)

@@ -1,0 +1,37 @@
+"""jobkit cancel RUN: stop it for good; a running one leaves a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.launch import job
+from jobkit.run import status as states
+from jobkit.run.rundir import default_runs_dir, find_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN and `--runs-dir`."""
+    parser.add_argument("run_name", metavar="RUN", help="name, beginning of a name, path or job id")
+    parser.add_argument(
+        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
+    found = find_run(arguments.run_name, (arguments.runs_dir or default_runs_dir()).absolute())
+    before = job.current_status(found)
+    if before.state not in (states.QUEUED, states.RUNNING):
+        print(f"{found.name} is {before.state} already; nothing to cancel")
+        return EXIT_FINISHED
+    status = job.cancel(found)
+    if status.state != states.CANCELLED:
+        print(f"{found.name} is still {status.state}: it was asked to stop; python -m jobkit status {found.name}")
+        return EXIT_FAILED if status.state in (states.QUEUED, states.RUNNING) else EXIT_FINISHED
+    safe = (
+        f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
+    )
+    print(f"{found.name} cancelled at step {status.step}; {safe}. The command that submitted it would continue it")
+    return EXIT_FINISHED

@@ -1,0 +1,49 @@
+"""jobkit list: every run, the latest first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from jobkit.errors import EXIT_FINISHED, SchedulerError
+from jobkit.launch import job
+from jobkit.run.rundir import RunDir, all_runs, default_runs_dir
+from jobkit.run.status import Status
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--json` and `--runs-dir`."""
+    parser.add_argument("--json", action="store_true", help="for programs: a list of {run, ...status}")
+    parser.add_argument(
+        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table."""
+    runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
+    found = [(run, _status(run)) for run in all_runs(runs_dir)]
+    if arguments.json:
+        print(json.dumps([{"run": run.name, **status.as_dict()} for run, status in found], indent=1))
+        return EXIT_FINISHED
+    if not found:
+        print(f"no runs in {runs_dir}; python -m jobkit.submit EXP.yaml makes one")
+        return EXIT_FINISHED
+    rows = [("RUN", "STATE", "STEP", "ATTEMPTS", "WHERE", "JOB")] + [_row(run, status) for run, status in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    return EXIT_FINISHED
+
+
+def _status(run: RunDir) -> Status:
+    try:
+        return job.current_status(run)
+    except SchedulerError:
+        return run.status()  # the list of what is on disk must not depend on a controller being up
+
+
+def _row(run: RunDir, status: Status) -> tuple[str, ...]:
+    step = f"{status.step}/{status.total_steps}" if status.total_steps else str(status.step)
+    return run.name, status.state, step, str(len(status.attempts)), status.cluster or "-", status.job_id or "-"

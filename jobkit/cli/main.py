@@ -1,0 +1,48 @@
+"""The `jobkit` command: dispatches to one file a verb, and imports only that one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from jobkit.errors import JobkitError
+
+VERBS = {
+    "submit": "run an experiment, or continue it",
+    "list": "the runs in the runs directory",
+    "status": "how a run stands",
+    "logs": "what its ranks printed",
+    "cancel": "stop it for good, with a checkpoint",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; a JobkitError becomes its message and exit code."""
+    parser = argparse.ArgumentParser(
+        prog="jobkit", description="Run PyTorch training here or on Slurm, and never lose a run."
+    )
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["submit"]:
+        from jobkit import submit
+
+        return submit.main(arguments[1:])
+    for verb, summary in VERBS.items():
+        subparser = subparsers.add_parser(verb, help=summary, description=summary)
+        if verb in arguments[:1]:
+            module = import_module(f"jobkit.cli.{verb}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except JobkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `jobkit list | head`
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,130 @@
+"""The job of a run: submit it, ask whether it lives, cancel it; Slurm or this machine behind one set of functions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+
+from filelock import Timeout
+
+from jobkit.errors import JobkitError
+from jobkit.launch.plan import LaunchPlan
+from jobkit.run import status as states
+from jobkit.run.files import read_json, write_json
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+from jobkit.scheduler import slurm
+
+# What a job's last state in Slurm means for a run whose ranks could not say it themselves.
+_CAUSES = {
+    "CANCELLED": "cancelled",
+    "TIMEOUT": "timeout",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node_failure",
+    "OUT_OF_MEMORY": "out_of_memory",
+}
+
+
+def is_alive(run: RunDir, status: Status) -> bool:
+    """Whether the job that the journal speaks of is queued or running; raises SchedulerError when Slurm is mute."""
+    if status.job_id is None:
+        return False
+    if status.scheduler == "slurm":
+        job = slurm.show_job(status.job_id)
+        return job is not None and not job.ended
+    lock = run.alive_lock()
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def current_status(run: RunDir) -> Status:
+    """The run's status; where its job is gone without a last word, the journal gets one first."""
+    status = run.status()
+    if status.state not in (states.QUEUED, states.RUNNING) or status.submitting or is_alive(run, status):
+        return status
+    status = run.status()  # its last word may have come while the scheduler was asked
+    if status.state not in (states.QUEUED, states.RUNNING):
+        return status
+    job = slurm.show_job(status.job_id) if status.scheduler == "slurm" and status.job_id else None
+    cause = _CAUSES.get(job.state, "lost") if job else "lost"
+    attempt = status.attempt.id if status.attempt and status.state == states.RUNNING else None
+    if cause == "cancelled" or status.cancel_requested:
+        run.record("cancelled", attempt=attempt)
+    elif attempt is not None:
+        run.record("interrupted", attempt=attempt, cause=cause)
+    else:
+        run.record("requeue_failed", error=f"job {status.job_id} left the queue without having run ({cause})")
+    return run.status()
+
+
+@dataclass(frozen=True)
+class Started:
+    """A job's id, and for a local one the process that controls it."""
+
+    job_id: str
+    controller: subprocess.Popen[bytes] | None = None
+
+
+def submit(plan: LaunchPlan, *, foreground: bool = False) -> Started:
+    """Start a plan: a job in Slurm's queue, or a controller process on this machine."""
+    if plan.scheduler == "slurm":
+        from jobkit.launch.slurm import submit as submit_slurm
+
+        return Started(submit_slurm(plan))
+    from jobkit.launch.local import start
+
+    controller = start(plan, foreground=foreground)
+    return Started(str(controller.pid), controller)
+
+
+def settle(run: RunDir) -> Status:
+    """The status with no submission left in the air; the caller holds the submission lock, so none is under way.
+
+    One that was cut off between sbatch and the journal is found in the queue by its name, which is the run's.
+    """
+    status = current_status(run)
+    if status.submitting:
+        found = slurm.jobs_named(run.name) if status.scheduler == "slurm" else []
+        if found:
+            run.record("submitted", job_id=found[0])
+        else:
+            run.record("submit_failed", error="the submission was cut off")
+        status = current_status(run)
+    return status
+
+
+def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:
+    """Stop the run for good, with a checkpoint where it is running; returns its status afterwards."""
+    status = current_status(run)
+    if status.state not in (states.QUEUED, states.RUNNING):
+        return status
+    run.record("cancel_requested")
+    if status.state == states.RUNNING and status.attempt:
+        write_json(run.notice_file(status.attempt.id), {"cause": "cancelled"})
+    if status.scheduler == "slurm" and status.job_id:
+        slurm.cancel(status.job_id)
+    else:
+        _signal_controller(run)
+    deadline = time.monotonic() + wait_seconds
+    while status.state in (states.QUEUED, states.RUNNING) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        status = current_status(run)
+    return status
+
+
+def _signal_controller(run: RunDir) -> None:
+    lease = read_json(run.lease_file)
+    host = os.uname().nodename
+    if not isinstance(lease, dict) or lease.get("host") != host:
+        where = lease.get("host") if isinstance(lease, dict) else "another machine"
+        raise JobkitError(f"{run.name} runs on {where}; cancel it there")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(lease["pid"]), signal.SIGTERM)

@@ -1,0 +1,139 @@
+"""The options a cluster entry may hold: Submitit's parameters, all other options of sbatch, and our resources."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from submitit.slurm import slurm as submitit_slurm
+
+from jobkit.errors import InputError, nearest
+from jobkit.run.config import Resources
+
+# sbatch(1), long options that Submitit's signature does not have; they pass through its additional_parameters.
+OTHER_SBATCH = frozenset(
+    [
+        "acctg_freq",
+        "batch",
+        "bb",
+        "bbf",
+        "begin",
+        "cluster_constraint",
+        "clusters",
+        "container",
+        "contiguous",
+        "core_spec",
+        "cores_per_socket",
+        "cpu_freq",
+        "deadline",
+        "delay_boot",
+        "distribution",
+        "export_file",
+        "extra_node_info",
+        "get_user_env",
+        "gid",
+        "gpu_bind",
+        "gpu_freq",
+        "gpus",
+        "gpus_per_socket",
+        "gres_flags",
+        "hint",
+        "hold",
+        "kill_on_invalid_dep",
+        "licenses",
+        "mcs_label",
+        "mem_bind",
+        "mincpus",
+        "network",
+        "nice",
+        "no_kill",
+        "nodefile",
+        "ntasks_per_core",
+        "ntasks_per_gpu",
+        "ntasks_per_socket",
+        "overcommit",
+        "oversubscribe",
+        "power",
+        "prefer",
+        "priority",
+        "profile",
+        "propagate",
+        "reboot",
+        "reservation",
+        "sockets_per_node",
+        "spread_job",
+        "switches",
+        "thread_spec",
+        "threads_per_core",
+        "time_min",
+        "tmp",
+        "tres_per_task",
+        "uid",
+        "use_min_nodes",
+        "wait_all_nodes",
+        "export",
+    ]
+)
+
+RESOURCES = frozenset(field.name for field in dataclasses.fields(Resources))
+
+# Options whose value jobkit needs for itself, and where to say instead what a person wants by them.
+OWNED = {
+    "job_name": "the job's name is the run's; set `name`",
+    "ntasks_per_node": "set tasks_per_node",
+    "ntasks": "set nodes and tasks_per_node",
+    "output": "logs are in the run directory: `python -m jobkit logs RUN`",
+    "error": "logs are in the run directory: `python -m jobkit logs RUN`",
+    "open_mode": "a requeued job appends",
+    "signal": "set signal_delay_s",
+    "array": "one run is one job",
+    "requeue": "always on: that is how a preempted run continues",
+    "no_requeue": "a run that may not be requeued would be lost by a preemption",
+    "chdir": "the job starts where the command was typed",
+    "wrap": "set task",
+    "use_srun": "the tasks are always started by srun",
+    "array_parallelism": "one run is one job",
+    "stderr_to_stdout": "each rank has a file for either",
+    "num_gpus": "set gpus_per_task",
+}
+
+
+def split(
+    cluster: str, options: Mapping[str, Any], where: Callable[[str], str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A cluster entry as (resources it overrides, Submitit's parameters); `-` and `_` in a key are the same.
+
+    Raises InputError for an unknown key, with the nearest valid one, and for one that jobkit sets itself.
+    """
+    submitit = set(submitit_slurm._get_default_parameters())
+    allowed = (submitit | OTHER_SBATCH | RESOURCES) - set(OWNED)
+    resources: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
+    additional: dict[str, Any] = {}
+    for written, value in options.items():
+        key = str(written).replace("-", "_")
+        place = where(f"clusters.{cluster}.{written}")
+        if key == "scheduler":
+            continue
+        if key in OWNED:
+            raise InputError(f"{place}: jobkit sets this itself: {OWNED[key]}")
+        if key not in allowed:
+            raise InputError(f"{place}: not an option of sbatch{nearest(key, allowed)} (`man sbatch` lists them)")
+        if key in RESOURCES:
+            resources[key] = value
+        elif key == "additional_parameters":
+            additional.update(_mapping(value, place))
+        elif key in submitit:
+            parameters[key] = [value] if key in ("setup", "teardown") and isinstance(value, str) else value
+        else:
+            additional[key] = value
+    if additional:
+        parameters["additional_parameters"] = additional
+    return resources, parameters
+
+
+def _mapping(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{place}: found {value!r}, expected a mapping")
+    return value

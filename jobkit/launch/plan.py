@@ -1,0 +1,156 @@
+"""LaunchPlan: everything that a submission will do, as a value. --dry-run prints it, submit carries it out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobkit.errors import InputError, nearest
+from jobkit.launch import options
+from jobkit.run.config import Config, Resources
+from jobkit.run.duration import format_seconds
+from jobkit.run.rundir import RunDir
+from jobkit.run.strict import build
+from jobkit.scheduler.slurm import stop_margin
+
+SCHEDULERS = ("slurm", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """One submission of one run: where, with what, and the script."""
+
+    run: Path
+    config: Config
+    cluster: str
+    """The name after --cluster, or `local`."""
+    scheduler: str
+    """`slurm` or `local`."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Submitit's parameters for the batch script; empty for local."""
+
+    @property
+    def task_command(self) -> list[str]:
+        """What every rank executes; Submitit's pickle in that folder names the run directory and little more."""
+        # Signals are ignored from the first instruction on, and exec keeps it so until the worker can take notice of
+        # them: one that comes during the imports would otherwise kill the task.
+        guard = 'trap "" TERM USR2; exec "$@"'
+        submitit = [sys.executable, "-u", "-m", "submitit.core._submit", str(RunDir(self.run).submitit)]
+        return ["sh", "-c", guard, "jobkit", *submitit]
+
+    def describe(self) -> str:
+        """The plan in words, for --dry-run."""
+        resources = self.config.resources
+        ranks = f"{resources.nodes} node(s) x {resources.tasks_per_node} task(s) = {resources.world_size} rank(s)"
+        devices = f"{resources.gpus_per_task} GPU(s)" if resources.gpus_per_task else "CPU"
+        return (
+            f"run directory: {self.run}\ncluster:       {self.cluster} ({self.scheduler})\n"
+            f"ranks:         {ranks}, {devices} and {resources.cpus_per_task} core(s) each\n"
+            f"time limit:    {format_seconds(resources.seconds) if self.scheduler == 'slurm' else 'none'}"
+        )
+
+
+def make_plan(run: Path, config: Config, cluster: str, where: Callable[[str], str] = lambda key: key) -> LaunchPlan:
+    """The plan for a config on a cluster: `local`, `slurm`, or a name under `clusters:`.
+
+    Raises InputError for a cluster that is not there and for an option that is not one.
+    """
+    entry = _entry(config, cluster, where)
+    scheduler = entry.get("scheduler", cluster if cluster in SCHEDULERS else "slurm")
+    if scheduler not in SCHEDULERS:
+        raise InputError(
+            f"{where(f'clusters.{cluster}.scheduler')}: found {scheduler!r}, allowed: {', '.join(SCHEDULERS)}"
+        )
+    overridden, parameters = options.split(cluster, entry, where)
+    values = dataclasses.asdict(config.resources) | overridden
+    resources = build(Resources, values, lambda key: where(f"clusters.{cluster}.{key}"))
+    config = dataclasses.replace(config, resources=resources)
+    if scheduler == "local":
+        _check_local_gpus(resources)
+        return LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler)
+    plan = LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler)
+    return dataclasses.replace(plan, parameters=_sbatch_parameters(run, resources, parameters))
+
+
+def _entry(config: Config, cluster: str, where: Callable[[str], str]) -> Mapping[str, Any]:
+    if cluster in config.clusters:
+        return config.clusters[cluster]
+    if cluster in SCHEDULERS:
+        return {}
+    known = [*config.clusters, *SCHEDULERS]
+    raise InputError(
+        f"--cluster {cluster}: no such cluster{nearest(cluster, known)} (known: {', '.join(dict.fromkeys(known))}; "
+        f"add it under `clusters:` in the YAML or in your own config file)"
+    )
+
+
+def _sbatch_parameters(run: Path, resources: Resources, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    ours: dict[str, Any] = {
+        "job_name": run.name,
+        "time": math.ceil(resources.seconds / 60),  # Slurm's own resolution
+        "nodes": resources.nodes,
+        "ntasks_per_node": resources.tasks_per_node,
+        "cpus_per_task": resources.cpus_per_task,
+        "signal_delay_s": round(stop_margin(math.ceil(resources.seconds / 60) * 60)),
+        "wckey": None,  # Submitit's default names itself; a cluster that checks keys would refuse it
+    }
+    if resources.gpus_per_task:
+        ours["gpus_per_task"] = resources.gpus_per_task
+    merged = {**ours, **parameters}
+    merged["additional_parameters"] = {"requeue": True, **parameters.get("additional_parameters", {})}
+    return merged
+
+
+def _check_local_gpus(resources: Resources) -> None:
+    wanted = resources.world_size * resources.gpus_per_task
+    if wanted and (found := visible_gpus()) < wanted:
+        how = "CUDA_VISIBLE_DEVICES allows" if "CUDA_VISIBLE_DEVICES" in os.environ else "this machine has"
+        raise InputError(
+            f"resources: {resources.world_size} ranks of {resources.gpus_per_task} GPU(s) need {wanted}, {how} {found}: "
+            "set resources.tasks_per_node and resources.nodes to fit, or resources.gpus_per_task=0 for the CPU"
+        )
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs that a local task would see, told without a CUDA library."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([one for one in listed.split(",") if one.strip() and one.strip() != "-1"])
+    drivers = Path("/proc/driver/nvidia/gpus")
+    return len(list(drivers.iterdir())) if drivers.is_dir() else 0
+
+
+def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
+    """(setup, command, teardown) of the batch script around srun, in the shell's words."""
+    attempt = f"{shlex.quote(sys.executable)} -m jobkit.launch.attempt"
+    run = shlex.quote(str(plan.run))
+    own = list(plan.parameters.get("setup") or [])
+    setup = [
+        *(["set -e", *own, "set +e"] if own else []),  # a module that does not load must not train without it
+        f'jobkit_exports="$({attempt} begin {run})" || exit 1',
+        'eval "$jobkit_exports"',
+    ]
+    arguments = [
+        "--unbuffered",
+        "--kill-on-bad-exit=1",  # without it the other ranks of a dead one hang until the time limit
+        f"--cpus-per-task={plan.config.resources.cpus_per_task}",  # srun no longer inherits sbatch's (since 22.05)
+        *(plan.parameters.get("srun_args") or []),
+    ]
+    srun = " ".join(["srun", *map(shlex.quote, arguments)])
+    logs = '--output="$JOBKIT_LOGS/rank_%t.out" --error="$JOBKIT_LOGS/rank_%t.err"'
+    # Submitit exports SUBMITIT_EXECUTOR=slurm; ours is the environment that leaves signals to jobkit's notices.
+    command = f"SUBMITIT_EXECUTOR=jobkit {srun} {logs} {shlex.join(plan.task_command)}"
+    teardown = [
+        "jobkit_rc=$?",
+        *(plan.parameters.get("teardown") or []),
+        f'{attempt} end {run} "$jobkit_rc"',
+        "exit $?",
+    ]
+    return setup, command, teardown

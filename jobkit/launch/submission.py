@@ -1,0 +1,126 @@
+"""One submission: refuse what is wrong, find or make the run, start it at most once."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobkit.errors import InputError, JobkitError
+from jobkit.launch import job
+from jobkit.launch.plan import LaunchPlan, make_plan
+from jobkit.run import snapshot
+from jobkit.run import status as states
+from jobkit.run.config import Config
+from jobkit.run.identity import run_name
+from jobkit.run.rundir import RunDir, next_version, versions
+from jobkit.run.status import Status
+from jobkit.run.taskcheck import check_task
+from jobkit.scheduler import slurm
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a submission did: `started` is None where there was nothing to start."""
+
+    run: RunDir
+    status: Status
+    """The run's status before this submission."""
+    started: job.Started | None
+    code_changes: list[str]
+
+
+def check(config: Config, source: Path) -> Path | None:
+    """Refuse a config that would fail in the job; returns the task's file relative to `source`, where it is below it.
+
+    Raises InputError for a task that does not import and for a missing input.
+    """
+    module = check_task(config.task, source)
+    for path in config.inputs:
+        if not Path(path).expanduser().exists():
+            raise InputError(f"inputs: {path}: no such file or directory; the task needs it before it can start")
+    return module
+
+
+def choose_run(config: Config, runs_dir: Path, fresh: bool) -> RunDir:
+    """The run directory of a config: its newest version, or with `fresh` the next one."""
+    name = run_name(config)
+    if fresh:
+        return next_version(runs_dir, name)
+    existing = list(versions(runs_dir, name))
+    return existing[-1] if existing else RunDir(runs_dir / name)
+
+
+def submit(
+    config: Config,
+    cluster: str,
+    *,
+    source: Path,
+    runs_dir: Path,
+    fresh: bool = False,
+    foreground: bool = False,
+    where: Callable[[str], str] = lambda key: key,
+) -> Outcome:
+    """Start the run of `config`, or continue it, unless it is finished or under way already.
+
+    Two submissions of one config at the same time start one job: the second waits for the first to have decided.
+    Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
+    """
+    task_file = check(config, source)
+    make_plan(choose_run(config, runs_dir, fresh).path, config, cluster, where)  # refuse before anything is touched
+    _check_writable(runs_dir)
+    name_lock = RunDir(runs_dir / run_name(config)).submission_lock()
+    with name_lock:
+        run = choose_run(config, runs_dir, fresh)
+        plan = make_plan(run.path, config, cluster, where)
+        if not run.exists():
+            with _removed_on_error(run):
+                return _start(run, plan, Status(), source, task_file, foreground)
+        status = job.settle(run)
+        if status.state in (states.FINISHED, states.QUEUED, states.RUNNING):
+            return Outcome(run, status, None, [])
+        return _start(run, plan, status, source, task_file, foreground)
+
+
+def _start(
+    run: RunDir, plan: LaunchPlan, before: Status, source: Path, task_file: Path | None, foreground: bool
+) -> Outcome:
+    if plan.scheduler == "slurm" and not slurm.available():
+        raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
+    for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
+        folder.mkdir(parents=True, exist_ok=True)
+    code = snapshot.take(source, run.code, skip=run.path.parent, needed=task_file)
+    changed = snapshot.changes(run.code, before.code, code) if before.code and before.code != code else []
+    run.write_config(plan.config)
+    run.record("submitting", cluster=plan.cluster, scheduler=plan.scheduler, code=code, code_changes=changed)
+    try:
+        started = job.submit(plan, foreground=foreground)
+    except JobkitError as error:
+        run.record("submit_failed", error=str(error))
+        raise
+    run.record("submitted", job_id=started.job_id)
+    return Outcome(run, before, started, changed)
+
+
+@contextlib.contextmanager
+def _removed_on_error(run: RunDir) -> Iterator[None]:
+    """A first submission that fails leaves no run directory behind."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def _check_writable(runs_dir: Path) -> None:
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=runs_dir):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"runs directory {runs_dir}: not writable ({error.strerror}); set --runs-dir or JOBKIT_RUNS"
+        ) from None

@@ -1,0 +1,477 @@
+"""jobkit.Context: what a training function is given, and the loop that survives."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from jobkit.checkpoint.reader import Loaded
+from jobkit.checkpoint.state import rng_state, set_rng_state
+from jobkit.checkpoint.writer import PendingSave, Saved
+from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
+from jobkit.run.duration import parse_seconds
+from jobkit.runtime.session import Session
+from jobkit.train.data import Loader, derive_seed
+from jobkit.train.evaluate import PerSample, evaluate
+
+AUTO_CHECKPOINT_SECONDS = 300
+AGREEMENT_SECONDS = 0.1
+"""Ranks compare notes about stopping about this often: a fraction of a millisecond, so well under 1 % of the time."""
+
+PERFORMANCE_SECONDS = 1.0
+"""How often the loop logs its own curves (learning rate, samples and time a step, epoch)."""
+
+
+class Stopped(SystemExit):
+    """Raised out of the loop, on every rank, after the checkpoint: this attempt is over, the run is not.
+
+    A SystemExit, so that `except Exception` in a training function does not catch it, and a plain script ends with
+    exit code 75.
+    """
+
+    def __init__(self, cause: str, step: int) -> None:
+        super().__init__(EXIT_RESUMABLE)
+        self.cause = cause
+        self.step = step
+
+
+class Context:
+    """One rank's view of a run. See the README for a training function that uses all of it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.params: DictConfig = OmegaConf.create(session.config.params)
+        """The YAML's `params`, read-only."""
+        OmegaConf.set_readonly(self.params, True)
+        self.seed: int = session.config.seed
+        self.step: int = 0
+        """The step the loop is in, from 0; after the loop, the number of steps done."""
+        self._tracked: dict[str, Any] = {}
+        self._loaded: Loaded | None = session.checkpointer.load_newest()
+        self._total: int | None = None
+        self._logged: dict[str, Any] = {}
+        self._images: list[tuple[str, torch.Tensor]] = []
+        self._loop_positions: dict[str, int] | None = None
+        """Where the tracked loaders stood when the current step began; None outside the loop."""
+        self._pending: PendingSave | None = None
+        self._durable_step: int | None = self._loaded.step if self._loaded else None
+        self._pace = _Pace()
+        self._every_steps, self._every_seconds = _checkpoint_interval(session.config.checkpoint.every)
+        self._last_save = time.monotonic()
+        for step, reason in session.checkpointer.set_aside:
+            session.record("set_aside", step=step, reason=reason)
+        _seed_everything(derive_seed(self.seed, "init"))  # equal on all ranks: equal initial weights
+        if self._loaded:
+            self.step = self._loaded.step
+        session.start_metrics((self._loaded.manifest.extra.get("tensorboard", {}) if self._loaded else {}), self.step)
+
+    # Where and who
+
+    @property
+    def rank(self) -> int:
+        """This process among all, from 0."""
+        return self._session.topology.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+        return self._session.topology.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._session.topology.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes files."""
+        return self._session.is_main
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._session.device
+
+    @property
+    def attempt(self) -> int:
+        """How many times the run has been started, this one included."""
+        return self._session.attempt
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self._session.run.path
+
+    # Building blocks
+
+    def parallelize(self, module: torch.nn.Module) -> torch.nn.Module:
+        """`module` on this rank's device, its gradients averaged over the ranks (DDP) where there are several."""
+        module = module.to(self.device)
+        if self.world_size == 1:
+            return module
+        return DistributedDataParallel(module, device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
+        """An endless iterator over this rank's shares of global batches; see jobkit.train.data.Loader."""
+        place = {"rank": self.rank, "world_size": self.world_size, "device": self.device, "seed": self.seed}
+        return Loader(dataset, global_batch_size=global_batch_size, **{**place, **options})
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The YAML's `precision` for the code inside: nothing for fp32, torch.autocast for bf16."""
+        if self._session.config.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._session.control.barrier()
+
+    # State
+
+    def track(self, **objects: Any) -> None:
+        """Make objects part of the checkpoint, by name; where the run is being continued they are restored here.
+
+        Anything with state_dict and load_state_dict. Raises CheckpointError for one whose state does not fit.
+        """
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
+            if self._loaded:
+                self._restore(name, value)
+            self._tracked[name] = value
+
+    def _restore(self, name: str, value: Any) -> None:
+        assert self._loaded is not None
+        if name not in self._loaded.shared:
+            raise CheckpointError(
+                f"{self._loaded.path.name} has no {name!r} (it has: {', '.join(self._loaded.shared)}); "
+                "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
+            )
+        try:
+            _unwrapped(value).load_state_dict(self._loaded.shared[name])
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} does not take its state from {self._loaded.path.name}: {error}; "
+                "the code or the params that build it changed: undo that, or submit with --fresh"
+            ) from error
+
+    # The loop
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield step numbers up to `total`, from where the run stands; checkpoint and stop in between as needed.
+
+        A step ends where the loop asks for the next one. Raises Stopped, on every rank, after a notice to stop.
+        """
+        self._begin_loop(total)
+        while self.step < total:
+            self._loop_positions = self._positions()
+            yield self.step
+            self.step += 1
+            self._flush_logs(self.step - 1)
+            self._boundary()
+        self._loop_positions = None
+        if self._durable_step != self.step:
+            self._save(wait=True)
+
+    def _begin_loop(self, total: int) -> None:
+        self._total = total
+        if self._loaded:
+            if missing := set(self._loaded.shared) - set(self._tracked):
+                raise CheckpointError(
+                    f"{self._loaded.path.name} has {', '.join(sorted(missing))}, which the code no longer tracks; "
+                    "call ctx.track with it before ctx.steps, or submit with --fresh"
+                )
+            self._session.record("resumed", step=self.step, total_steps=total, checkpoint=self._loaded.path.name)
+        else:
+            self._session.record("resumed", step=0, total_steps=total, checkpoint=None)
+        local = self._loaded.local if self._loaded else None
+        if local is not None:
+            set_rng_state(local["rng"], self.device)
+        else:  # a new run, or a rank that the run did not have before: dropout differs from rank to rank
+            _seed_everything(derive_seed(self.seed, "train", self.rank, self.step))
+        self._loaded = None  # its tensors are in the model by now
+        self._report_progress()
+        self._pace.start(self.step)
+        self._last_save = time.monotonic()
+
+    def _boundary(self) -> None:
+        """Between two steps: measure, agree, save or stop."""
+        session, pace = self._session, self._pace
+        due = self._every_steps is not None and self.step % self._every_steps == 0
+        if pace.agree_at <= self.step:
+            seconds = pace.measure(self.step)
+            by_time = session.is_main and self._every_seconds is not None
+            by_time = by_time and time.monotonic() - self._last_save >= (self._every_seconds or 0)
+            told, by_time_agreed, slowest = session.control.maximum(session.notices.pending, by_time, seconds)
+            due = due or bool(by_time_agreed)
+            pace.agree_after(self.step, slowest)
+            if told:
+                self._stop_if_told()
+            self._log_performance()
+        if due and self.step != self._total:
+            self._save()
+        self._report_progress()
+
+    def _stop_if_told(self) -> None:
+        """Every rank is here: ask why, and unless it was a false alarm save and leave."""
+        cause = self._session.control.from_main(self._session.cause.find() if self.is_main else None)
+        if cause is None:
+            self._session.notices.clear()
+            return
+        self._stop(str(cause))
+
+    def _stop(self, cause: str) -> None:
+        if self._durable_step != self.step and self._total is not None:
+            self._save(wait=True, final_attempt=True)
+        self._session.record("interrupted", cause=cause, step=self._durable_step or 0)
+        raise Stopped(cause, self.step)
+
+    def _save(self, *, wait: bool = False, final_attempt: bool = False) -> None:
+        """Checkpoint the state as of `self.step` steps done."""
+        session, step = self._session, self.step
+        if self._pending is not None and self._pending.step == step:
+            pending = self._pending
+        else:
+            position = session.mark_metrics()
+            pending = self._pending = session.checkpointer.save(
+                step,
+                {name: _unwrapped(value).state_dict() for name, value in self._tracked.items()},
+                {"rng": rng_state(self.device)},
+                extra=lambda: {"tensorboard": position.result(timeout=60)},
+                on_done=self._saved,
+            )
+        self._last_save = time.monotonic()
+        if wait:
+            outcome = pending.outcome()
+            if outcome.error is not None and not final_attempt:
+                raise outcome.error
+
+    def _saved(self, saved: Saved) -> None:
+        """In the writer's thread, on every rank."""
+        if saved.error is None:
+            self._durable_step = saved.step
+            self._session.record(
+                "checkpoint", step=saved.step, seconds=round(saved.seconds, 4), stall=round(saved.stall, 4)
+            )
+            if self._session.metrics is not None:
+                self._session.metrics.scalars(saved.step, {"perf/checkpoint_seconds": saved.seconds})
+        elif self.is_main:
+            self._session.record("checkpoint_failed", step=saved.step, error=str(saved.error))
+            print(f"jobkit: {saved.error}; training goes on, step {self._durable_step or 0} is safe", flush=True)
+
+    def _positions(self) -> dict[str, int]:
+        return {name: value.position for name, value in self._tracked.items() if isinstance(value, Loader)}
+
+    # Logging
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Scalars for TensorBoard at the current step, rank 0's: numbers, or one-element tensors, not synchronised."""
+        if self.is_main:
+            for tag, value in values.items():
+                self._logged[tag] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def log_image(self, tag: str, image: torch.Tensor) -> None:
+        """An image for TensorBoard at the current step: CHW, uint8 or float in [0, 1]."""
+        if self.is_main:
+            self._images.append((tag, image.detach().clone()))
+
+    def _flush_logs(self, step: int) -> None:
+        """Hand a whole step's values on: one that was broken off half-way is logged when it is repeated."""
+        metrics = self._session.metrics
+        if metrics is None:
+            return
+        if self._logged:
+            metrics.scalars(step, self._logged)
+            self._logged = {}
+        for tag, image in self._images:
+            metrics.image(step, tag, image)
+        self._images = []
+
+    def _log_performance(self) -> None:
+        metrics, sample = self._session.metrics, self._pace.sample(self.step)
+        if metrics is None or sample is None:
+            return
+        values: dict[str, Any] = {"perf/step_seconds": sample}
+        loaders = [value for value in self._tracked.values() if isinstance(value, Loader)]
+        if loaders:
+            values["perf/samples_per_second"] = loaders[0].global_batch_size / sample
+            values["perf/epoch"] = loaders[0].epoch
+        for value in self._tracked.values():
+            if isinstance(value, torch.optim.Optimizer):
+                values["train/lr"] = value.param_groups[0]["lr"]
+                break
+        metrics.scalars(self.step - 1, values)
+
+    def _report_progress(self) -> None:
+        self._session.progress["step"] = self.step
+        self._session.progress["total_steps"] = self._total
+        self._session.progress["steps_per_second"] = self._pace.steps_per_second
+
+    # Evaluation
+
+    def evaluate(self, function: PerSample, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> float:
+        """The mean of `function(batch, ids)`, one value a sample, over the dataset; all ranks work, all get the same.
+
+        The training's random numbers are untouched. A notice to stop is obeyed in here too, where that repeats
+        nothing: before a step's first batch is drawn, and outside the loop. So evaluate at the top of a step.
+        """
+        return evaluate(
+            function,
+            dataset,
+            batch_size=batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+            seed=self.seed,
+            total=self._session.control.sum,
+            between_batches=self._evaluation_boundary,
+            **options,
+        )
+
+    def _evaluation_boundary(self) -> None:
+        told, touched = self._session.control.maximum(
+            self._session.notices.pending,
+            self._loop_positions is not None and self._loop_positions != self._positions(),
+        )
+        if told and not touched:
+            self._logged, self._images = {}, []  # this step will be logged when it is done
+            self._stop_if_told()
+
+    # The end
+
+    def finish(self, result: Any = None) -> None:
+        """The function has returned: export the weights, record the result, and make everything durable."""
+        session = self._session
+        if self._total is not None and self._durable_step != self.step:
+            self._save(wait=True)  # the loop was left early, by `break`
+        self._flush_logs(self.step)
+        result = to_json(result)
+        if session.is_main:
+            self._export()
+            if session.metrics is not None:
+                session.metrics.hparams(_flat(self.params), _numbers(result))
+        session.checkpointer.wait()
+        if session.metrics is not None:
+            session.metrics.mark().result(timeout=60)
+        self._report_progress()
+        session.record("finished", step=self.step, result=result)
+
+    def _export(self) -> None:
+        """final/<name>.safetensors for each tracked module: complete or absent."""
+        from safetensors.torch import save_model
+
+        modules = {name: value for name, value in self._tracked.items() if isinstance(value, torch.nn.Module)}
+        final = self._session.run.final
+        final.mkdir(exist_ok=True)
+        for name, module in modules.items():
+            temporary = final / f".{name}.safetensors.tmp"
+            save_model(_unwrapped(module), str(temporary))
+            temporary.replace(final / f"{name}.safetensors")
+
+
+class _Pace:
+    """How long steps take, and at which step the ranks next compare notes."""
+
+    def __init__(self) -> None:
+        self.agree_at = 0
+        self.steps_per_second: float | None = None
+        self._since_step, self._since = 0, 0.0
+        self._sampled_step, self._sampled = 0, 0.0
+
+    def start(self, step: int) -> None:
+        self.agree_at = step + 1
+        self._since_step, self._since = step, time.perf_counter()
+        self._sampled_step, self._sampled = step, self._since
+
+    def measure(self, step: int) -> float:
+        """Seconds a step since the last agreement."""
+        now = time.perf_counter()
+        seconds = (now - self._since) / max(1, step - self._since_step)
+        self._since_step, self._since = step, now
+        return seconds
+
+    def agree_after(self, step: int, seconds_a_step: float) -> None:
+        """The next agreement: after AGREEMENT_SECONDS at this pace, the same step on every rank."""
+        self.agree_at = step + max(1, min(64, int(AGREEMENT_SECONDS / max(seconds_a_step, 1e-6))))
+
+    def sample(self, step: int) -> float | None:
+        """Seconds a step, once every PERFORMANCE_SECONDS, else None."""
+        now = time.perf_counter()
+        if now - self._sampled < PERFORMANCE_SECONDS or step == self._sampled_step:
+            return None
+        seconds = (now - self._sampled) / (step - self._sampled_step)
+        self._sampled_step, self._sampled = step, now
+        self.steps_per_second = 1 / seconds
+        return seconds
+
+
+def _checkpoint_interval(every: str | int) -> tuple[int | None, float | None]:
+    """(steps, seconds) between two checkpoints; one of them is None."""
+    if every == "auto":
+        return None, AUTO_CHECKPOINT_SECONDS
+    if isinstance(every, int):
+        return every, None
+    return None, parse_seconds(every)
+
+
+def _unwrapped(value: Any) -> Any:
+    """The module inside DDP's, so that a checkpoint is the same for one rank and for many."""
+    return value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def to_json(value: Any) -> Any:
+    """`value` as JSON has it: one-element tensors become numbers. Raises JobkitError for what has no such form."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): to_json(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(one) for one in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    try:
+        json.dumps(value)
+    except TypeError:
+        raise JobkitError(
+            f"the training function returned a {type(value).__name__}: return what JSON can hold"
+        ) from None
+    return value
+
+
+def _numbers(result: Any) -> dict[str, float]:
+    """The numbers of a result, as metrics for TensorBoard's HPARAMS page."""
+    if not isinstance(result, Mapping):
+        return {}
+    return {f"final/{key}": float(value) for key, value in result.items() if isinstance(value, (int, float))}
+
+
+def _flat(params: DictConfig) -> dict[str, Any]:
+    """Nested params as `a.b` -> number, text or bool."""
+    flat: dict[str, Any] = {}
+
+    def walk(node: Any, prefix: str) -> None:
+        for key, value in node.items():
+            if isinstance(value, Mapping):
+                walk(value, f"{prefix}{key}.")
+            else:
+                flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+
+    walk(OmegaConf.to_container(params), "")
+    return flat

@@ -1,0 +1,50 @@
+"""Notices to stop: signals and the deadline. A handler sets a flag; all that follows happens at a step boundary."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+
+class Notices:
+    """What this process has been told. One for each process, since signal handlers are."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The last signal received: SIGTERM, SIGUSR2 or SIGINT."""
+        self.deadline: float | None = None
+        """When to stop for the time limit's sake, in seconds since the epoch."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a reason to ask the scheduler what is going on."""
+        return self.signal is not None or (self.deadline is not None and time.time() >= self.deadline)
+
+    def install(self) -> None:
+        """Take SIGTERM, SIGUSR2 and SIGINT from here on; in the main thread only."""
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.signal = number
+
+    def clear(self) -> None:
+        """Forget a signal that turned out to be no reason to stop."""
+        self.signal = None
+
+
+NOTICES = Notices()
+
+
+def follow_parent() -> None:
+    """Get SIGTERM when the process that started this one dies (Linux): a rank is never left behind as an orphan."""
+    PR_SET_PDEATHSIG = 1
+    parent = os.getppid()
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    except (OSError, AttributeError):
+        return  # not Linux: the controller's own care is what there is
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,107 @@
+"""What a rank of an attempt has at hand: its place in the world, its run, and the services that the context uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jobkit.checkpoint.store import Store
+from jobkit.checkpoint.writer import Checkpointer
+from jobkit.run.config import Config
+from jobkit.run.files import write_json
+from jobkit.run.rundir import RunDir
+from jobkit.runtime.cause import CauseFinder
+from jobkit.runtime.distributed import Control, Topology
+from jobkit.runtime.metrics import MetricLog, Position, rewind
+from jobkit.runtime.notices import NOTICES, Notices
+
+
+@dataclass
+class Session:
+    """One rank's services; rank 0 alone writes to the journal, to TensorBoard and to the progress report."""
+
+    run: RunDir
+    config: Config
+    attempt: int
+    topology: Topology
+    device: torch.device
+    control: Control
+    checkpointer: Checkpointer
+    cause: CauseFinder
+    notices: Notices = NOTICES
+    metrics: MetricLog | None = None
+    progress: dict[str, Any] = field(default_factory=dict)
+    on_progress: Callable[[dict[str, Any]], None] | None = None
+    """Where a function runs without a follower outside, who draws its progress bar."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.topology.rank == 0
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Journal an event of this attempt, once: on rank 0."""
+        if self.is_main:
+            self.run.record(event, attempt=self.attempt, **fields)
+
+    def start_metrics(self, position: Position, first_step: int) -> None:
+        """Cut TensorBoard's files back to a checkpoint's position and continue them from there."""
+        if self.is_main:
+            rewind(self.run.tensorboard, position)
+            self.metrics = MetricLog(self.run.tensorboard, first_step, self._report)
+
+    def mark_metrics(self) -> Future[Position]:
+        """The position after everything logged so far, once it is on the disk."""
+        if self.metrics is not None:
+            return self.metrics.mark()
+        nothing: Future[Position] = Future()
+        nothing.set_result({})
+        return nothing
+
+    def _report(self, latest: dict[str, float]) -> None:
+        shown = {tag: value for tag, value in latest.items() if not tag.startswith("perf/")}
+        report = {
+            "attempt": self.attempt,
+            "time": time.time(),
+            **self.progress,
+            "values": dict(list(shown.items())[:4]),
+        }
+        write_json(self.run.progress_file, report, durable=False)
+        if self.on_progress is not None:
+            self.on_progress(report)
+
+    def close(self) -> None:
+        """Finish what is being written, on all ranks together, and leave the process group."""
+        self.checkpointer.close()
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = None
+        if dist.is_initialized():
+            self.control.barrier()  # rank 0 holds the store: it leaves with the others, not before
+            dist.destroy_process_group()
+
+
+def open_session(run: RunDir, config: Config, attempt: int, topology: Topology, device: torch.device) -> Session:
+    """The session of a rank whose process group, if it needs one, stands."""
+    control = Control(topology.world_size)
+    store = Store(run.checkpoints, attempt=str(attempt))
+    if topology.rank == 0:
+        store.clean()
+    checkpointer = Checkpointer(
+        store,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        # A group of its own: the writing thread's collectives must not meet the training's.
+        group=dist.new_group(backend="gloo") if topology.world_size > 1 else None,
+        keep=config.checkpoint.keep,
+        may_publish=lambda: run.owner() == attempt,
+    )
+    cause = CauseFinder(run, attempt, NOTICES)
+    if topology.rank == 0:
+        cause.set_deadline()
+    return Session(run, config, attempt, topology, device, control, checkpointer, cause)

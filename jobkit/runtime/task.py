@@ -1,0 +1,85 @@
+"""One rank of one attempt, from the run directory to the end of the training function."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from submitit.core.job_environment import JobEnvironment
+
+from jobkit.run.config import Config
+from jobkit.run.files import write_json
+from jobkit.run.rundir import RunDir
+from jobkit.runtime.context import Context, Stopped
+from jobkit.runtime.distributed import Topology, choose_device, join
+from jobkit.runtime.session import Session, open_session
+
+
+def run_rank(path: str) -> None:
+    """Run the task of the run directory `path` as the rank that Submitit's environment says this process is."""
+    run = RunDir(path)
+    config = run.config()
+    attempt = int(os.environ["JOBKIT_ATTEMPT"])
+    topology = topology_of(JobEnvironment())
+    context: Context | None = None
+    try:
+        topology.check(config.resources.world_size)
+        _use_snapshot(Path(os.environ["JOBKIT_CODE"]))
+        function = load_task(config.task)  # before the group forms: an import that fails should not keep others waiting
+        session = _join(run, config, attempt, topology)
+        context = Context(session)
+        result = function(context)
+        context.finish(result)
+    except Stopped as stopped:
+        print(f"jobkit: stopped at step {stopped.step}: {stopped.cause}", flush=True)
+    except BaseException as error:
+        _write_error(run, attempt, topology.rank, context.step if context else None, error)
+        raise
+    session.close()
+
+
+def topology_of(environment: Any) -> Topology:
+    """The Topology that a Submitit JobEnvironment describes; nodes have equally many tasks."""
+    nodes = environment.num_nodes
+    return Topology(
+        rank=environment.global_rank,
+        world_size=environment.num_tasks,
+        local_rank=environment.local_rank,
+        local_world_size=max(1, environment.num_tasks // nodes),
+        node=environment.node,
+        nodes=nodes,
+    )
+
+
+def _join(run: RunDir, config: Config, attempt: int, topology: Topology) -> Session:
+    device = choose_device(config.resources.gpus_per_task, topology.local_rank, topology.local_world_size)
+    join(topology, device, run.rendezvous_file(attempt))
+    return open_session(run, config, attempt, topology, device)
+
+
+def _use_snapshot(code: Path) -> None:
+    """Import the user's modules from the snapshot, not from the folder where they may have changed since."""
+    here = Path.cwd()
+    sys.path[:] = [str(code)] + [entry for entry in sys.path if entry != "" and Path(entry) != here]
+
+
+def load_task(task: str) -> Callable[[Context], Any]:
+    """The callable that `module:callable` names."""
+    module, _, name = task.partition(":")
+    function: Callable[[Context], Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _write_error(run: RunDir, attempt: int, rank: int, step: int | None, error: BaseException) -> None:
+    """For the end of the attempt to find: the traceback itself goes to the rank's own log."""
+    summary = f"{type(error).__name__}: {error}".strip()
+    report = {"time": time.time(), "error": f"rank {rank}: {summary}", "rank": rank, "step": step}
+    try:
+        write_json(run.logs(attempt) / f"error_{rank}.json", report)
+    except OSError as problem:
+        print(f"jobkit: the error could not be written down: {problem}", file=sys.stderr)

@@ -1,0 +1,142 @@
+"""python -m jobkit.submit EXP.yaml: parse, plan, launch, follow."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobkit.errors import EXIT_FINISHED, JobkitError
+
+if TYPE_CHECKING:
+    from jobkit.launch.submission import Outcome
+    from jobkit.run.config import Loaded
+
+DESCRIPTION = "Run the experiment of a YAML on this machine or a Slurm cluster; the same command continues it."
+EPILOG = (
+    "Exit codes: 0 finished or submitted, 1 the run failed, 2 the input is wrong and nothing was started, "
+    "75 interrupted: the same command continues the run."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `jobkit submit`, which is the same program."""
+    parser.add_argument("experiment", type=Path, metavar="EXP.yaml", help="what to train")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, as in params.lr=3e-4")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--local", action="store_true", help="on this machine (default where there is no sbatch)")
+    place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` (default: slurm if there)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and the script; start nothing"
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="local: in the background, print where it runs and return"
+    )
+    parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
+    parser.add_argument("--fresh", action="store_true", help="a new run, even though one with this config exists")
+    parser.add_argument("--demo", action=argparse.BooleanOptionalAction, help="force the YAML's `demo:` on or off")
+    parser.add_argument(
+        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run it; a JobkitError becomes its message and exit code."""
+    parser = argparse.ArgumentParser(prog="python -m jobkit.submit", description=DESCRIPTION, epilog=EPILOG)
+    add_arguments(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        return run(arguments)
+    except JobkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """One submission, as the command line says; returns the exit code."""
+    from jobkit.launch.submission import choose_run, submit
+    from jobkit.run.config import load
+    from jobkit.run.rundir import default_runs_dir
+    from jobkit.scheduler import slurm
+
+    loaded = load(arguments.experiment, arguments.overrides, arguments.demo)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
+    runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
+    source = Path.cwd()
+    if arguments.dry_run:
+        return _dry_run(loaded, cluster, choose_run(loaded.config, runs_dir, arguments.fresh).path, source)
+    foreground = not arguments.detach
+    outcome = submit(
+        loaded.config,
+        cluster,
+        source=source,
+        runs_dir=runs_dir,
+        fresh=arguments.fresh,
+        foreground=foreground,
+        where=loaded.where,
+    )
+    return _report(outcome, arguments, foreground)
+
+
+def _dry_run(loaded: Loaded, cluster: str, run: Path, source: Path) -> int:
+    from jobkit.launch.plan import make_plan
+    from jobkit.launch.submission import check
+
+    check(loaded.config, source)
+    plan = make_plan(run, loaded.config, cluster, loaded.where)
+    print(f"{plan.config.to_yaml()}---\n{plan.describe()}")
+    if plan.scheduler == "slurm":
+        from jobkit.launch.slurm import script
+
+        print(f"---\n{script(plan)}")
+    return EXIT_FINISHED
+
+
+def _report(outcome: Outcome, arguments: argparse.Namespace, foreground: bool) -> int:
+    """Say what the submission did, and stay with the run where that was asked for."""
+    run, before = outcome.run, outcome.status
+    if outcome.started is None:
+        return _report_nothing_started(outcome, arguments.follow)
+    if before.attempts:
+        print(f"continuing {run.name} ({before.state}) from step {before.checkpoint or 0}", file=sys.stderr)
+    if outcome.code_changes:
+        print(f"the code changed since it was last submitted: {', '.join(outcome.code_changes[:8])}", file=sys.stderr)
+    controller = outcome.started.controller
+    if controller is not None and foreground:
+        from jobkit.launch.follow import follow_local
+
+        return follow_local(run, controller)
+    where = "process" if controller else "job"
+    print(f"{where} {outcome.started.job_id}\nrun directory {run.path}")
+    print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
+    if arguments.follow:
+        from jobkit.launch.follow import follow_slurm
+
+        return follow_slurm(run)
+    return EXIT_FINISHED
+
+
+def _report_nothing_started(outcome: Outcome, follow: bool) -> int:
+    from jobkit.run import status as states
+
+    run, status = outcome.run, outcome.status
+    if status.state == states.FINISHED:
+        print(f"already finished, at step {status.step}: {run.path}\n--fresh starts a new run of the same config")
+        return EXIT_FINISHED
+    where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
+    print(f"already {status.state}: {where}\nrun directory {run.path}")
+    if follow:
+        from jobkit.launch.follow import follow_slurm
+
+        return follow_slurm(run)
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
