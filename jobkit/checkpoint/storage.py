@@ -33,6 +33,7 @@ from jobkit.checkpoint.store import FileDigest
 INDEX = "index.pickle"
 
 _BLOCK = 4 << 20  # large enough that a system call costs nothing, small enough to be in the cache for the checksum
+_PIECES = 512  # half of what one writev takes on Linux
 _FLUSH = 64 << 20
 
 
@@ -91,7 +92,8 @@ class ChecksummedFile:
     def __init__(self, path: Path) -> None:
         self.size = 0
         self._crc = 0
-        self._small = bytearray()
+        self._batch: list[memoryview] = []
+        self._batched = 0
         self._unflushed = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._checksummer = _Helper("checkpoint-crc", self._checksum)
@@ -100,37 +102,36 @@ class ChecksummedFile:
     def write(self, data: memoryview) -> None:
         """Append bytes; their memory must not change until the file is closed."""
         self.size += len(data)
-        if len(data) < _BLOCK // 4:
-            self._small += data
-            if len(self._small) >= _BLOCK:
-                self._put_small()
-            return
-        self._put_small()
         for start in range(0, len(data), _BLOCK):
-            self._put(data[start : start + _BLOCK])
+            piece = data[start : start + _BLOCK]
+            self._batch.append(piece)
+            self._batched += len(piece)
+            if self._batched >= _BLOCK or len(self._batch) == _PIECES:
+                self._write_batch()
 
     @property
     def digest(self) -> FileDigest:
         """Size and checksum, once the file is closed."""
         return FileDigest(self.size, self._crc)
 
-    def _put_small(self) -> None:
-        if self._small:
-            small, self._small = bytes(self._small), bytearray()
-            self._put(small)
-
-    def _put(self, block: memoryview | bytes) -> None:
-        self._checksummer.give(block)
-        rest = memoryview(block)
+    def _write_batch(self) -> None:
+        batch, self._batch, self._batched = self._batch, [], 0
+        self._checksummer.give(batch)
+        rest = list(batch)
         while rest:
-            rest = rest[os.write(self._fd, rest) :]
-        self._unflushed += len(block)
+            written = os.writev(self._fd, rest)
+            self._unflushed += written
+            while rest and written >= len(rest[0]):
+                written -= len(rest.pop(0))
+            if rest:
+                rest[0] = rest[0][written:]
         if self._unflushed >= _FLUSH:
             self._flusher.give(self._fd)
             self._unflushed = 0
 
-    def _checksum(self, block: memoryview | bytes) -> None:
-        self._crc = zlib.crc32(block, self._crc)
+    def _checksum(self, batch: list[memoryview]) -> None:
+        for piece in batch:
+            self._crc = zlib.crc32(piece, self._crc)
 
     def __enter__(self) -> ChecksummedFile:
         return self
@@ -140,7 +141,7 @@ class ChecksummedFile:
     ) -> None:
         try:
             if error is None:
-                self._put_small()
+                self._write_batch()
         finally:
             # The kernel reports a failed flush once: what the helper was told, the last fsync is not.
             failures = [self._flusher.close(), self._checksummer.close()]

@@ -113,7 +113,8 @@ def _check_local_gpus(resources: Resources) -> None:
     if wanted and (found := visible_gpus()) < wanted:
         how = "CUDA_VISIBLE_DEVICES allows" if "CUDA_VISIBLE_DEVICES" in os.environ else "this machine has"
         raise InputError(
-            f"resources: {resources.world_size} ranks of {resources.gpus_per_task} GPU(s) need {wanted}, {how} {found}: "
+            f"resources: {resources.world_size} rank(s) of {resources.gpus_per_task} GPU(s) need {wanted}, "
+            f"{how} {found}: "
             "set resources.tasks_per_node and resources.nodes to fit, or resources.gpus_per_task=0 for the CPU"
         )
 

@@ -54,8 +54,8 @@ class CauseFinder:
             job, now = self._ask(), time.time()
             if job is not None and (cause := slurm.stop_cause(job, self.margin, now)):
                 return cause
-            by_timer = job is not None and self.notices.signal == signal.SIGUSR2
-            if by_timer and slurm.early_timeout_signal(job, self.margin, now):
+            by_timer = self.notices.signal == signal.SIGUSR2
+            if job is not None and by_timer and slurm.early_timeout_signal(job, self.margin, now):
                 return None  # the deadline, which is exact, will say when
             if job is None and self.notices.deadline is not None and now >= self.notices.deadline:
                 return "timeout"

@@ -360,6 +360,7 @@ class Context:
         if session.is_main:
             self._export()
             if session.metrics is not None:
+                session.metrics.scalars(self.step, _numbers(result))
                 session.metrics.hparams(_flat(self.params), _numbers(result))
         session.checkpointer.wait()
         if session.metrics is not None:

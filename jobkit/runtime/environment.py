@@ -6,9 +6,13 @@ import os
 from typing import Any, ClassVar
 
 from submitit.core.job_environment import JobEnvironment
+from submitit.core.logger import get_logger
 from submitit.slurm.slurm import SlurmJobEnvironment
 
 from jobkit.runtime.notices import NOTICES, follow_parent
+
+if os.environ.get("SUBMITIT_EXECUTOR") == "jobkit":
+    get_logger().setLevel("WARNING")  # a rank's log is for what the user's code prints
 
 _LOCAL = {
     "job_id": "JOBKIT_JOB_ID",

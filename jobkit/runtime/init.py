@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from jobkit.errors import InputError
 from jobkit.run.config import Config, load
@@ -67,7 +68,7 @@ def init(
     run.record("started", attempt=attempt, job_id=str(os.getpid()), host=socket.gethostname())
     NOTICES.install()
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     if gpus is None:
         gpus = 1 if torch.cuda.is_available() else 0
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")

@@ -34,7 +34,7 @@ MAX_MARGIN_SECONDS = 90.0
 
 
 def stop_margin(limit: float) -> float:
-    """Seconds before the end of a time limit of `limit` seconds at which an attempt stops: a fifth of it, at most 90."""
+    """Seconds before the end of a time limit of `limit` seconds to stop at: a fifth of it, at most 90."""
     return min(MAX_MARGIN_SECONDS, 0.2 * limit)
 
 
