@@ -1,0 +1,45 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+from slurm_cluster import Cluster, MissingPackages
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    """A real Slurm cluster of four nodes, one for each test process; jobs are cancelled when it ends."""
+    # Not tmp_path: Slurm's sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="jobkit-slurm-", dir="/tmp") as directory:
+        cluster = Cluster(directory)
+        try:
+            cluster.up()
+        except MissingPackages as missing:
+            if os.environ.get("JOBKIT_REQUIRE_SLURM") == "1":
+                pytest.fail(str(missing))
+            pytest.skip(f"no Slurm on this machine; {missing}")
+        try:
+            yield cluster
+        finally:
+            cluster.down()
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory for a Slurm of one test's own: its sockets need a short path."""
+    if shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin") is None:
+        if os.environ.get("JOBKIT_REQUIRE_SLURM") == "1":
+            pytest.fail("slurmctld is not installed")
+        pytest.skip("no Slurm on this machine")
+    with tempfile.TemporaryDirectory(prefix="jobkit-slurm-", dir="/tmp") as directory:
+        yield Path(directory) / "s"
