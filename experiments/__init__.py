@@ -1,0 +1,1 @@
+"""Experiments: a YAML and the training function it names. User code: what jobkit asks a person to write."""
