@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +44,7 @@ class HostBuffers:
         layout = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         if layout != self._layout:
-            self._views = {}  # the old memory goes before the new comes
+            self._layout, self._views = {}, {}  # the old memory goes before the new comes
             self._views = _allocate(layout, pin=bool(devices))
             self._layout = layout
         with torch.no_grad():
@@ -77,7 +79,10 @@ def _memory(size: int, pin: bool) -> torch.Tensor:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             pass  # the host has no more memory to pin: a slower copy is better than no checkpoint
-    return torch.empty(size, dtype=torch.uint8)
+    block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults in the first copy
+    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 @dataclass
@@ -120,7 +125,7 @@ class Stager:
             prefix = tree_key(SHARED, name)
             holders = held_by.get(name, range(self._world_size))
             skeleton, tensors = flatten(tree)
-            staged.shared[prefix] = (tuple(holders), _digest_of_shapes(tensors))
+            staged.shared[prefix] = (tuple(holders), _digest_of_shapes(tensors) if self._world_size > 1 else "")
             if self._rank == holders[0]:
                 skeletons[prefix] = skeleton
             mine.update((f"{prefix}/{key}", tensor) for key, tensor in self._owned(prefix, tensors, holders).items())
@@ -150,7 +155,7 @@ class Stager:
         }
 
     def _items_of(self, key: str, tensor: torch.Tensor) -> list[WriteItem]:
-        """How DCP describes this rank's chunk of a tensor; kept, for a DTensor computes it anew at some cost."""
+        """How DCP describes this rank's chunk of a tensor; kept, because a DTensor computes it at some cost."""
         layout: Any = (tensor.shape, tensor.dtype)
         if isinstance(tensor, DTensor):
             layout = (*layout, tensor.device_mesh, tensor.placements)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from jobkit.checkpoint.reader import Loaded
@@ -24,6 +23,7 @@ from jobkit.run.duration import parse_seconds
 from jobkit.runtime.session import Session
 from jobkit.train.data import Loader, derive_seed
 from jobkit.train.evaluate import PerSample, evaluate
+from jobkit.train.parallel import data_parallel, unwrapped
 
 AUTO_CHECKPOINT_SECONDS = 300
 AGREEMENT_SECONDS = 0.1
@@ -120,7 +120,7 @@ class Context:
         module = module.to(self.device)
         if self.world_size == 1:
             return module
-        return DistributedDataParallel(module, device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        return data_parallel(module, self.device)
 
     def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
         """An endless iterator over this rank's shares of global batches; see jobkit.train.data.Loader."""
@@ -159,7 +159,7 @@ class Context:
                 "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
             )
         try:
-            _unwrapped(value).load_state_dict(self._loaded.shared[name])
+            unwrapped(value).load_state_dict(self._loaded.shared[name])
         except Exception as error:
             raise CheckpointError(
                 f"{name} does not take its state from {self._loaded.path.name}: {error}; "
@@ -246,7 +246,7 @@ class Context:
             position = session.mark_metrics()
             pending = self._pending = session.checkpointer.save(
                 step,
-                {name: _unwrapped(value).state_dict() for name, value in self._tracked.items()},
+                {name: unwrapped(value).state_dict() for name, value in self._tracked.items()},
                 {"rng": rng_state(self.device)},
                 extra=lambda: {"tensorboard": position.result(timeout=60)},
                 on_done=self._saved,
@@ -377,7 +377,7 @@ class Context:
         final.mkdir(exist_ok=True)
         for name, module in modules.items():
             temporary = final / f".{name}.safetensors.tmp"
-            save_model(_unwrapped(module), str(temporary))
+            save_model(unwrapped(module), str(temporary))
             temporary.replace(final / f"{name}.safetensors")
 
 
@@ -424,11 +424,6 @@ def _checkpoint_interval(every: str | int) -> tuple[int | None, float | None]:
     if isinstance(every, int):
         return every, None
     return None, parse_seconds(every)
-
-
-def _unwrapped(value: Any) -> Any:
-    """The module inside DDP's, so that a checkpoint is the same for one rank and for many."""
-    return value.module if isinstance(value, DistributedDataParallel) else value
 
 
 def _seed_everything(seed: int) -> None:

@@ -1,0 +1,164 @@
+"""Whatever interrupts a run, its weights are those of the run that nothing interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster
+from support import Project, assert_each_step_once, events, names, queue, status, step, wait_for, weights
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights after an uninterrupted run of 4 ranks, on this machine."""
+    project = Project(tmp_path_factory.mktemp("uninterrupted"))
+    project.submit("--local")
+    (run,) = project.runs
+    assert_each_step_once(run, STEPS)
+    assert status(run)["state"] == "finished"
+    return weights(run)
+
+
+def causes(run: Path) -> list[str]:
+    return [attempt["cause"] for attempt in status(run)["attempts"]]
+
+
+def is_over(run: Path) -> bool:
+    return status(run).get("state") in ("finished", "failed", "cancelled")
+
+
+def interrupt_when(run: Path, attempt: int, at_step: int, action: Callable[[], object]) -> None:
+    """Wait until an attempt is well on its way, then do something to it, and wait until it has ended."""
+    wait_for(
+        f"step {at_step} in attempt {attempt}",
+        lambda: len(status(run).get("attempts", [])) == attempt and step(run) >= at_step,
+        run,
+    )
+    action()
+    wait_for(f"the end of attempt {attempt}", lambda: status(run)["attempts"][attempt - 1]["cause"], run)
+
+
+def test_preempted_twice_on_slurm(slurm: Cluster, tmp_path: Path, uninterrupted: bytes) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", "params.sleep=0.1")
+    (run,) = project.runs
+    job = status(run)["job_id"]
+    interrupt_when(run, 1, 10, lambda: slurm.preempt(job))
+    interrupt_when(run, 2, 30, lambda: slurm.preempt(job))
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["preempted", "preempted", "finished"]
+    assert {attempt["job_id"] for attempt in status(run)["attempts"]} == {job}
+    assert weights(run) == uninterrupted
+    assert_each_step_once(run, STEPS)
+
+
+def test_timed_out_twice_on_slurm(slurm: Cluster, tmp_path: Path, uninterrupted: bytes) -> None:
+    project = Project(tmp_path, slurm.env)
+    # One minute is Slurm's shortest limit; its --signal comes at once then, a minute early, and must not stop the run.
+    project.submit("--cluster", "slurm", "resources.time=0:01:00", "params.sleep=1.6")
+    (run,) = project.runs
+    wait_for("the end", lambda: is_over(run), run, seconds=400)
+    assert causes(run)[-1] == "finished"
+    assert causes(run).count("timeout") >= 2
+    assert set(causes(run)[:-1]) == {"timeout"}
+    assert weights(run) == uninterrupted
+    assert_each_step_once(run, STEPS)
+
+
+def test_interrupted_twice_on_this_machine(tmp_path: Path, uninterrupted: bytes) -> None:
+    project = Project(tmp_path)
+    for attempt, (number, at_step) in enumerate([(signal.SIGINT, 10), (signal.SIGTERM, 30)], start=1):
+        process = project.start("submit", "toy.yaml", "--local", "params.sleep=0.05")
+        wait_for("a run directory", lambda: project.runs)
+        (run,) = project.runs
+        interrupt_when(run, attempt, at_step, lambda: process.send_signal(number))  # noqa: B023
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 75, errors
+        assert "the same command continues" in errors
+    project.submit("--local", "params.sleep=0.05")
+    assert causes(run) == ["user", "user", "finished"]
+    assert weights(run) == uninterrupted
+    assert_each_step_once(run, STEPS)
+
+
+def test_a_killed_foreground_command_leaves_a_checkpoint_and_no_process(tmp_path: Path, uninterrupted: bytes) -> None:
+    project = Project(tmp_path)
+    process = project.start("submit", "toy.yaml", "--local", "params.sleep=0.05")
+    wait_for("a run directory", lambda: project.runs)
+    (run,) = project.runs
+    interrupt_when(run, 1, 10, process.kill)
+    process.communicate(timeout=60)
+    controller = int(status(run)["job_id"])
+    wait_for("the end of the controller", lambda: not Path(f"/proc/{controller}").exists(), run)
+    project.submit("--local", "params.sleep=0.05")
+    assert causes(run) == ["user", "finished"]
+    assert weights(run) == uninterrupted
+
+
+def test_preemption_with_a_user_signal_instead_of_sigterm(
+    tmp_path: Path, uninterrupted: bytes, short_dir: Path
+) -> None:
+    with Cluster(short_dir, nodes=2, user_signal=True) as cluster:
+        project = Project(tmp_path, cluster.env)
+        project.submit("--cluster", "slurm", "params.sleep=0.1")
+        (run,) = project.runs
+        interrupt_when(run, 1, 10, lambda: cluster.preempt(status(run)["job_id"]))
+        wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["preempted", "finished"]
+    assert weights(run) == uninterrupted
+    assert_each_step_once(run, STEPS)
+
+
+def test_scancel_is_final_and_leaves_a_checkpoint(slurm: Cluster, tmp_path: Path, uninterrupted: bytes) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", "params.sleep=0.1")
+    (run,) = project.runs
+    job = status(run)["job_id"]
+    interrupt_when(run, 1, 10, lambda: slurm.command("scancel", job))
+    wait_for("an empty queue", lambda: job not in queue(slurm), run)
+    assert status(run)["state"] == "cancelled"
+    assert "requeued" not in names(run)
+    assert status(run)["checkpoint"] >= 10
+    project.submit("--cluster", "slurm", "params.sleep=0.1")
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["cancelled", "finished"]
+    assert status(run)["attempts"][1]["job_id"] != job
+    assert weights(run) == uninterrupted
+    assert_each_step_once(run, STEPS)
+
+
+def test_jobkit_cancel_is_final_wherever_the_run_is(slurm: Cluster, tmp_path: Path) -> None:
+    project = Project(tmp_path, slurm.env)
+    for place in ("--local", "--cluster=slurm"):
+        project.submit(place, "--detach", f"params.place={place}", "params.sleep=0.1")
+        run = project.run_of(f"params.place={place}", "params.sleep=0.1")
+        wait_for("some steps", lambda: step(run) >= 5, run)  # noqa: B023
+        printed = project.jobkit("cancel", run.name).stdout
+        assert "cancelled at step" in printed
+        assert status(run)["state"] == "cancelled"
+        assert events(run)[-1]["event"] in ("interrupted", "cancelled")
+    wait_for("an empty queue", lambda: not queue(slurm))
+
+
+def test_a_run_moves_between_slurm_and_this_machine(slurm: Cluster, tmp_path: Path, uninterrupted: bytes) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", "params.sleep=0.1")
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 10, run)
+    project.jobkit("cancel", run.name)
+    project.submit("--local", "params.sleep=0.1")
+    assert [attempt["cluster"] for attempt in status(run)["attempts"]] == ["slurm", "local"]
+    assert weights(run) == uninterrupted
+
+
+def test_cuda_visible_devices_reaches_local_tasks_as_the_user_set_it(tmp_path: Path) -> None:
+    project = Project(tmp_path, {"CUDA_VISIBLE_DEVICES": "4,5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    project.submit("--local", "params.steps=2", "resources.nodes=1")
+    assert status(project.runs[0])["result"]["visible"] == "4,5"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") != "4,5"
