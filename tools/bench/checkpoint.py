@@ -1,0 +1,128 @@
+"""What a checkpoint costs: how long the training loop stands still, and how long until the checkpoint is durable.
+
+Everything is measured in one process, the candidates in turn, so that a busy machine slows all of them:
+    python tools/bench/checkpoint.py --megabytes 512 --repeats 7 --dir DIRECTORY
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from jobkit.checkpoint.store import Store
+from jobkit.checkpoint.writer import Checkpointer
+from jobkit.run.files import fsync_dir
+
+Times = dict[str, list[float]]
+
+
+def make_state(megabytes: int) -> dict[str, torch.Tensor]:
+    """Tensors of 1/4, 1/8 ... of the size, and the rest in a hundred small ones."""
+    numbers = megabytes * (1 << 20) // 4
+    sizes = [numbers // 4, numbers // 4, numbers // 8, numbers // 8, numbers // 8]
+    sizes += [(numbers - sum(sizes)) // 100] * 100
+    return {f"tensor_{index}": torch.randn(size) for index, size in enumerate(sizes)}
+
+
+def timed(times: Times, name: str, action: Callable[[], object]) -> None:
+    """Run and note the seconds it took."""
+    started = time.perf_counter()
+    action()
+    times.setdefault(name, []).append(time.perf_counter() - started)
+
+
+class Plain:
+    """What cannot be beaten: a copy into memory that is there, a write and an fsync of the same bytes."""
+
+    def __init__(self, state: dict[str, torch.Tensor], root: Path) -> None:
+        self.state = state
+        self.path = root / "plain.bin"
+        self.copies = {key: tensor.clone() for key, tensor in state.items()}
+
+    def copy(self) -> None:
+        for key, tensor in self.state.items():
+            self.copies[key].copy_(tensor)
+
+    def write(self) -> None:
+        with self.path.open("wb", buffering=0) as file:
+            for tensor in self.copies.values():
+                rest = tensor.view(torch.uint8).numpy().data
+                while rest:
+                    rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+
+def one_round(times: Times, round_: int, plain: Plain, ours: Checkpointer, root: Path) -> None:
+    """Every candidate once; what one wrote is removed before the next is timed."""
+    state = plain.state
+    timed(times, "copy", plain.copy)
+    timed(times, "write+fsync", plain.write)
+    plain.path.unlink()
+    fsync_dir(root)  # what a removal leaves to do is not the next one's to pay
+
+    saved = ours.save(round_, {"state": state}).wait()
+    times.setdefault("save: stall", []).append(saved.stall)
+    times.setdefault("save: durable", []).append(saved.seconds)
+    ours.wait()
+    shutil.rmtree(saved.path)
+    fsync_dir(root)
+
+    target = root / "async"
+    futures: list[Any] = []
+    timed(times, "async_save: stall", lambda: futures.append(dcp.async_save({"state": state}, checkpoint_id=target)))
+    futures[0].result()
+    shutil.rmtree(target)
+    fsync_dir(root)
+
+
+def report(times: Times) -> None:
+    """Medians with their spread, then one JSON line a ratio."""
+    for name, seconds in times.items():
+        low, middle, high = min(seconds), statistics.median(seconds), max(seconds)
+        print(f"{name:34} {middle * 1e3:8.1f} ms   ({low * 1e3:.1f} .. {high * 1e3:.1f})")
+    for name, base, target in (
+        ("save: stall", "copy", 1.5),
+        ("save: durable", "write+fsync", 1.3),
+        ("async_save: stall", "save: stall", None),
+    ):
+        pairs = [over / under for over, under in zip(times[name], times[base], strict=True)]
+        ratio = statistics.median(times[name]) / statistics.median(times[base])
+        line = {"ratio": f"{name} / {base}", "value": round(ratio, 3), "target": target}
+        print(json.dumps({**line, "spread": [round(min(pairs), 3), round(max(pairs), 3)], "repeats": len(pairs)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    root = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=args.dir))
+    try:
+        plain = Plain(make_state(args.megabytes), root)
+        ours = Checkpointer(Store(root / "checkpoints"))
+        one_round({}, 0, plain, ours, root)  # the first allocates
+        times: Times = {}
+        for round_ in range(1, args.repeats + 1):
+            one_round(times, round_, plain, ours, root)
+        report(times)
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

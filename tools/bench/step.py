@@ -1,0 +1,109 @@
+"""What `ctx.steps` and `ctx.log` cost, against the same loop written by hand around the same DDP module.
+
+Blocks of both kinds alternate within one run, so that a busy machine slows both:
+    python tools/bench/step.py --ranks 1 2 --milliseconds 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+YAML = """\
+name: step
+task: step:train
+params: {{milliseconds: {milliseconds}, blocks: 24, block_steps: 50}}
+resources: {{tasks_per_node: {ranks}}}
+"""
+
+
+def train(ctx: Any) -> dict[str, Any]:
+    """The task: returns the ratios of the blocks and the microseconds of a boundary."""
+    import torch
+
+    p = ctx.params
+    model = ctx.parallelize(torch.nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    ctx.track(model=model, optimizer=optimizer)
+    data = torch.randn(32, 256)
+    # Work of a known length in torch's own kernels, which leave the interpreter to other threads as training does.
+    matrix, product = torch.randn(256, 256), torch.empty(256, 256)
+
+    def work(repeats: int) -> None:
+        for _ in range(repeats):
+            torch.mm(matrix, matrix, out=product)
+
+    started = time.perf_counter()
+    work(200)
+    repeats = max(1, round(p.milliseconds / 1e3 / ((time.perf_counter() - started) / 200)))
+
+    def body() -> torch.Tensor:
+        work(repeats)
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    steps = ctx.steps(10**9)
+    ratios, boundaries, step_ms = [], [], []
+    for _ in range(200):  # until the first agreements have set the pace
+        next(steps)
+        ctx.log({"train/loss": body()})
+    for block in range(p.blocks):
+        times = {}
+        for kind in ("ours", "hand") if block % 2 else ("hand", "ours"):
+            ctx.barrier()
+            started = time.perf_counter()
+            for _ in range(p.block_steps):
+                if kind == "ours":
+                    next(steps)
+                    ctx.log({"train/loss": body()})
+                else:
+                    body()
+            times[kind] = (time.perf_counter() - started) / p.block_steps
+            time.sleep(0.05)
+        ratios.append(times["ours"] / times["hand"])
+        step_ms.append(times["hand"] * 1e3)
+    for _ in range(500):
+        started = time.perf_counter()
+        next(steps)
+        boundaries.append((time.perf_counter() - started) * 1e6)
+    return {"ratios": ratios, "boundary_us": boundaries, "step_ms": step_ms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--milliseconds", type=float, default=10.0)
+    arguments = parser.parse_args()
+    for ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder:
+            project = Path(folder)
+            shutil.copy(__file__, project / "step.py")
+            (project / "step.yaml").write_text(YAML.format(milliseconds=arguments.milliseconds, ranks=ranks))
+            command = [sys.executable, "-m", "jobkit.submit", "step.yaml", "--local"]
+            done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            (status,) = project.glob("runs/*/status.json")
+            result = json.loads(status.read_text())["result"]
+        ratios, boundary = sorted(result["ratios"]), result["boundary_us"]
+        print(f"{ranks} rank(s), a step of {statistics.median(result['step_ms']):.1f} ms by hand:")
+        quartiles = [round(value, 4) for value in statistics.quantiles(ratios, n=4)]
+        print(
+            json.dumps({"step_over_hand": round(statistics.median(ratios), 4), "target": 1.02, "quartiles": quartiles})
+        )
+        print(json.dumps({"boundary_us": round(statistics.median(boundary), 1), "target": 50 if ranks == 1 else None}))
+
+
+if __name__ == "__main__":
+    main()

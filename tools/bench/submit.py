@@ -1,0 +1,102 @@
+"""What a submission costs: `jobkit.submit` until the job id, against ten lines of bare Submitit; and `--help`.
+
+Starts a private Slurm for itself:
+    python tools/bench/submit.py --repeats 9
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from slurm_cluster import Cluster
+
+TASK = "def train(ctx):\n    return None\n"
+
+YAML = """\
+name: bench
+task: mytask:train
+params: {number: 0}
+resources: {nodes: 2, tasks_per_node: 2, time: "0:05:00"}
+clusters: {slurm: {partition: low, hold: true}}
+"""
+
+BARE = """\
+import submitit
+
+from mytask import train
+
+executor = submitit.SlurmExecutor(folder="logs")
+executor.update_parameters(
+    partition="low", time=5, nodes=2, ntasks_per_node=2, cpus_per_task=1, additional_parameters={"hold": True}
+)
+print(executor.submit(train, None).job_id)
+"""
+
+
+def seconds(command: list[str], folder: Path, environment: dict[str, str]) -> float:
+    """Wall time of a command that must succeed."""
+    started = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    elapsed = time.perf_counter() - started
+    if done.returncode:
+        raise SystemExit(f"{command}: {done.stderr}")
+    return elapsed
+
+
+def spread(values: list[float]) -> str:
+    return f"median {statistics.median(values):.3f} s, {min(values):.3f} to {max(values):.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    repeats = parser.parse_args().repeats
+    python = sys.executable
+    ours: list[float] = []
+    bare: list[float] = []
+    help_: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
+        project = Path(folder) / "project"
+        project.mkdir()
+        (project / "mytask.py").write_text(TASK)
+        (project / "bare.py").write_text(BARE)
+        (project / "bench.yaml").write_text(YAML)
+        with Cluster(Path(folder) / "slurm", nodes=2) as cluster:
+            environment = {**os.environ, **cluster.env}
+            for repeat in range(repeats + 1):
+                submit = [python, "-m", "jobkit.submit", "bench.yaml", "--cluster", "slurm", f"params.number={repeat}"]
+                times = (
+                    seconds(submit, project, environment),
+                    seconds([python, "bare.py"], project, environment),
+                    seconds([python, "-m", "jobkit.submit", "--help"], project, environment),
+                )
+                if repeat:  # the first warms the disk's cache
+                    for values, value in zip((ours, bare, help_), times, strict=True):
+                        values.append(value)
+    print(f"jobkit.submit: {spread(ours)}\nbare Submitit: {spread(bare)}\n--help:        {spread(help_)}")
+    ratios = [one / other for one, other in zip(ours, bare, strict=True)]
+    print(
+        json.dumps(
+            {
+                "submit_over_bare": round(statistics.median(ratios), 2),
+                "target": 4.0,
+                "spread": [round(min(ratios), 2), round(max(ratios), 2)],
+            }
+        )
+    )
+    print(json.dumps({"submit_seconds": round(statistics.median(ours), 3), "target": 0.5}))
+    print(json.dumps({"help_seconds": round(statistics.median(help_), 3), "target": 0.25}))
+
+
+if __name__ == "__main__":
+    main()
