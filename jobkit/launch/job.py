@@ -85,10 +85,16 @@ def submit(plan: LaunchPlan, *, foreground: bool = False) -> Started:
     return Started(str(controller.pid), controller)
 
 
-def settle(run: RunDir) -> Status:
-    """The status with no submission left in the air; the caller holds the submission lock, so none is under way.
+ENDING_SECONDS = 30.0
+"""How long a submission waits for a job whose run has stopped already to be gone, or requeued."""
 
-    One that was cut off between sbatch and the journal is found in the queue by its name, which is the run's.
+
+def settle(run: RunDir) -> Status:
+    """The status with nothing in the air; the caller holds the submission lock, so no submission is under way.
+
+    One that was cut off between sbatch and the journal is found in the queue by its name, which is the run's. A job
+    that has stopped training but not yet ended is waited for: it may be about to requeue itself.
+    Raises JobkitError when it does not end.
     """
     status = current_status(run)
     if status.submitting:
@@ -98,7 +104,21 @@ def settle(run: RunDir) -> Status:
         else:
             run.record("submit_failed", error="the submission was cut off")
         status = current_status(run)
+    deadline = time.monotonic() + ENDING_SECONDS
+    while status.state in (states.INTERRUPTED, states.CANCELLED, states.FAILED) and _still_ending(run, status):
+        if time.monotonic() > deadline:
+            raise JobkitError(
+                f"{run.name} is {status.state}, but its job {status.job_id} has not ended; try again later"
+            )
+        time.sleep(0.3)
+        status = current_status(run)
     return status
+
+
+def _still_ending(run: RunDir, status: Status) -> bool:
+    if status.scheduler == "slurm" and not slurm.available():
+        return False  # continued on a machine without Slurm: whoever is still there has lost the lease
+    return is_alive(run, status)
 
 
 def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:

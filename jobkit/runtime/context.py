@@ -26,8 +26,8 @@ from jobkit.train.evaluate import PerSample, evaluate
 from jobkit.train.parallel import data_parallel, unwrapped
 
 AUTO_CHECKPOINT_SECONDS = 300
-AGREEMENT_SECONDS = 0.1
-"""Ranks compare notes about stopping about this often: a fraction of a millisecond, so well under 1 % of the time."""
+AGREEMENT_SECONDS = 0.25
+"""Ranks compare notes about stopping about this often, or once a step where steps are longer than that."""
 
 PERFORMANCE_SECONDS = 1.0
 """How often the loop logs its own curves (learning rate, samples and time a step, epoch)."""
@@ -404,7 +404,7 @@ class _Pace:
 
     def agree_after(self, step: int, seconds_a_step: float) -> None:
         """The next agreement: after AGREEMENT_SECONDS at this pace, the same step on every rank."""
-        self.agree_at = step + max(1, min(64, int(AGREEMENT_SECONDS / max(seconds_a_step, 1e-6))))
+        self.agree_at = step + max(1, min(256, int(AGREEMENT_SECONDS / max(seconds_a_step, 1e-6))))
 
     def sample(self, step: int) -> float | None:
         """Seconds a step, once every PERFORMANCE_SECONDS, else None."""

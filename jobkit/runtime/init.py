@@ -95,10 +95,18 @@ def _draw_progress(context: Script) -> None:
 
 
 def _at_exit(context: Script) -> None:
-    if not context._finished:
-        context._session.checkpointer.wait()
-        if context._session.metrics is not None:
-            context._session.metrics.close()
-        status = context._session.run.status()
-        if status.attempt and status.attempt.ended is None:
-            context._session.record("interrupted", cause="left", step=context._durable_step or 0)
+    """The script ended without `finish`: on a stop, by an exception, or by an oversight."""
+    if context._finished:
+        return
+    session = context._session
+    session.checkpointer.wait()
+    if session.metrics is not None:
+        session.metrics.close()
+    status = session.run.status()
+    if status.attempt is None or status.attempt.ended is not None:
+        return
+    error = getattr(sys, "last_value", None)  # what the interpreter has just printed the traceback of
+    if error is not None and not isinstance(error, KeyboardInterrupt):
+        session.record("failed", cause="crashed", error=f"{type(error).__name__}: {error}")
+    else:
+        session.record("interrupted", cause="left", step=context._durable_step or 0)

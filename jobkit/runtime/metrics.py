@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -42,17 +41,19 @@ class MetricLog:
         self._latest: dict[str, float] = {}
         # purge_step: a TensorBoard that is watching right now forgets the points that rewind() took back.
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None, max_queue=1000, flush_secs=5)
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._closing = False
         self._thread = threading.Thread(target=self._work, name="jobkit-metrics", daemon=True)
         self._thread.start()
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         """Log numbers, or tensors of one element, which are read later and never wait for the device here."""
-        self._queue.put(lambda: self._write_scalars(step, values))
+        self._waiting.append(lambda: self._write_scalars(step, values))
 
     def image(self, step: int, tag: str, image: torch.Tensor) -> None:
         """Log one image: CHW, uint8 or float in [0, 1]."""
-        self._queue.put(lambda: self._writer.add_image(tag, image.cpu(), step))
+        self._waiting.append(lambda: self._writer.add_image(tag, image.cpu(), step))
 
     def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Log the run's parameters with its final metrics, for TensorBoard's HPARAMS page."""
@@ -62,36 +63,38 @@ class MetricLog:
             for summary in hparams(dict(parameters), dict(metrics)):
                 self._writer._get_file_writer().add_summary(summary)
 
-        self._queue.put(write)
+        self._waiting.append(write)
 
     def mark(self) -> Future[Position]:
         """A future of the position after everything logged so far is on the disk."""
         future: Future[Position] = Future()
-        self._queue.put(lambda: self._resolve(future))
+        self._waiting.append(lambda: self._resolve(future))
+        self._wake.set()
         return future
 
     def close(self) -> None:
         """Write what is left and stop."""
-        self._queue.put(None)
+        self._closing = True
+        self._wake.set()
         self._thread.join()
 
     def _work(self) -> None:
-        next_tick = 0.0
-        while True:
-            try:
-                job = self._queue.get(timeout=TICK_SECONDS)
-                if job is None:
-                    break
-                job()
-            except queue.Empty:
-                pass
-            except OSError as error:  # a full disk costs points of a curve, not the training
-                print(f"jobkit: TensorBoard: {error}", file=sys.stderr)
-            if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + TICK_SECONDS
-                self._on_tick(self._latest)
+        # Woken by the clock and not by each value: a training step must not pay for a switch of threads.
+        while not self._closing:
+            self._wake.wait(TICK_SECONDS)
+            self._wake.clear()
+            self._drain()
+            self._on_tick(self._latest)
+        self._drain()
         self._writer.close()
         self._on_tick(self._latest)
+
+    def _drain(self) -> None:
+        while self._waiting:
+            try:
+                self._waiting.popleft()()
+            except OSError as error:  # a full disk costs points of a curve, not the training
+                print(f"jobkit: TensorBoard: {error}", file=sys.stderr)
 
     def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
         for tag, value in values.items():
