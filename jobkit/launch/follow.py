@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.launch import job
 from jobkit.run import status as states
@@ -22,7 +18,6 @@ from jobkit.run.status import Status
 
 POLL_SECONDS = 0.2
 ASK_SCHEDULER_SECONDS = 10.0
-PLAIN_LINE_SECONDS = 10.0
 
 _OVER = (states.FINISHED, states.FAILED, states.CANCELLED)
 
@@ -50,53 +45,6 @@ class Tail:
         whole = text[: text.rfind(b"\n") + 1]
         self.positions[attempt] = self.positions.get(attempt, 0) + len(whole)
         return whole.decode(errors="replace").splitlines()
-
-
-class Display:
-    """A progress bar on a terminal, a line now and then elsewhere; the run's own output stands above it."""
-
-    def __init__(self, name: str) -> None:
-        # Errors and progress go where they do not end up in a pipe of results.
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[values]}"),
-            console=self.console,
-            transient=False,
-        )
-        self.name = name
-        self.task: TaskID | None = None
-        self.last_line = 0.0
-        self.last_step = -1
-
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
-
-    def show(self, progress: dict[str, Any]) -> None:
-        """Draw a report {step, total_steps, steps_per_second, values}."""
-        step, total = progress.get("step", 0), progress.get("total_steps")
-        if total is None:
-            return  # the training function has not reached its loop yet
-        rate = progress.get("steps_per_second")
-        rate_text = f"{rate:.3g} step/s" if rate else ""
-        values = "  ".join(f"{name} {value:.4g}" for name, value in (progress.get("values") or {}).items())
-        if self.console.is_terminal:
-            if self.task is None:
-                self.task = self.progress.add_task(self.name, total=total, rate=rate_text, values=values)
-                self.progress.start()
-            self.progress.update(self.task, completed=step, total=total, rate=rate_text, values=values)
-        elif step != self.last_step and (time.monotonic() - self.last_line > PLAIN_LINE_SECONDS or step == total):
-            self.last_line, self.last_step = time.monotonic(), step
-            self.say(f"step {step}/{total}  {rate_text}  {values}".rstrip())
-
-    def close(self) -> None:
-        if self.task is not None:
-            self.progress.stop()
 
 
 def follow_local(run: RunDir, controller: subprocess.Popen[bytes]) -> int:
@@ -194,8 +142,3 @@ def _counting_stops() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def stderr(text: str) -> None:
-    """One line for a person, beside the output that programs read."""
-    print(text, file=sys.stderr, flush=True)

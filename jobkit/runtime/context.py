@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -18,19 +17,16 @@ from torch.utils.data import Dataset
 from jobkit.checkpoint.reader import Loaded
 from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.checkpoint.writer import PendingSave, Saved
-from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
+from jobkit.errors import EXIT_RESUMABLE, CheckpointError
 from jobkit.run.duration import parse_seconds
+from jobkit.runtime.pace import Pace
+from jobkit.runtime.results import flat, numbers, to_json
 from jobkit.runtime.session import Session
 from jobkit.train.data import Loader, derive_seed
 from jobkit.train.evaluate import PerSample, evaluate
 from jobkit.train.parallel import data_parallel, unwrapped
 
 AUTO_CHECKPOINT_SECONDS = 300
-AGREEMENT_SECONDS = 0.25
-"""Ranks compare notes about stopping about this often, or once a step where steps are longer than that."""
-
-PERFORMANCE_SECONDS = 1.0
-"""How often the loop logs its own curves (learning rate, samples and time a step, epoch)."""
 
 
 class Stopped(SystemExit):
@@ -66,7 +62,7 @@ class Context:
         """Where the tracked loaders stood when the current step began; None outside the loop."""
         self._pending: PendingSave | None = None
         self._durable_step: int | None = self._loaded.step if self._loaded else None
-        self._pace = _Pace()
+        self._pace = Pace()
         self._every_steps, self._every_seconds = _checkpoint_interval(session.config.checkpoint.every)
         self._last_save = time.monotonic()
         for step, reason in session.checkpointer.set_aside:
@@ -360,8 +356,8 @@ class Context:
         if session.is_main:
             self._export()
             if session.metrics is not None:
-                session.metrics.scalars(self.step, _numbers(result))
-                session.metrics.hparams(_flat(self.params), _numbers(result))
+                session.metrics.scalars(self.step, numbers(result))
+                session.metrics.hparams(flat(self.params), numbers(result))
         session.checkpointer.wait()
         if session.metrics is not None:
             session.metrics.mark().result(timeout=60)
@@ -381,42 +377,6 @@ class Context:
             temporary.replace(final / f"{name}.safetensors")
 
 
-class _Pace:
-    """How long steps take, and at which step the ranks next compare notes."""
-
-    def __init__(self) -> None:
-        self.agree_at = 0
-        self.steps_per_second: float | None = None
-        self._since_step, self._since = 0, 0.0
-        self._sampled_step, self._sampled = 0, 0.0
-
-    def start(self, step: int) -> None:
-        self.agree_at = step + 1
-        self._since_step, self._since = step, time.perf_counter()
-        self._sampled_step, self._sampled = step, self._since
-
-    def measure(self, step: int) -> float:
-        """Seconds a step since the last agreement."""
-        now = time.perf_counter()
-        seconds = (now - self._since) / max(1, step - self._since_step)
-        self._since_step, self._since = step, now
-        return seconds
-
-    def agree_after(self, step: int, seconds_a_step: float) -> None:
-        """The next agreement: after AGREEMENT_SECONDS at this pace, the same step on every rank."""
-        self.agree_at = step + max(1, min(256, int(AGREEMENT_SECONDS / max(seconds_a_step, 1e-6))))
-
-    def sample(self, step: int) -> float | None:
-        """Seconds a step, once every PERFORMANCE_SECONDS, else None."""
-        now = time.perf_counter()
-        if now - self._sampled < PERFORMANCE_SECONDS or step == self._sampled_step:
-            return None
-        seconds = (now - self._sampled) / (step - self._sampled_step)
-        self._sampled_step, self._sampled = step, now
-        self.steps_per_second = 1 / seconds
-        return seconds
-
-
 def _checkpoint_interval(every: str | int) -> tuple[int | None, float | None]:
     """(steps, seconds) between two checkpoints; one of them is None."""
     if every == "auto":
@@ -430,44 +390,3 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-
-
-def to_json(value: Any) -> Any:
-    """`value` as JSON has it: one-element tensors become numbers. Raises JobkitError for what has no such form."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): to_json(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(one) for one in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    try:
-        json.dumps(value)
-    except TypeError:
-        raise JobkitError(
-            f"the training function returned a {type(value).__name__}: return what JSON can hold"
-        ) from None
-    return value
-
-
-def _numbers(result: Any) -> dict[str, float]:
-    """The numbers of a result, as metrics for TensorBoard's HPARAMS page."""
-    if not isinstance(result, Mapping):
-        return {}
-    return {f"final/{key}": float(value) for key, value in result.items() if isinstance(value, (int, float))}
-
-
-def _flat(params: DictConfig) -> dict[str, Any]:
-    """Nested params as `a.b` -> number, text or bool."""
-    flat: dict[str, Any] = {}
-
-    def walk(node: Any, prefix: str) -> None:
-        for key, value in node.items():
-            if isinstance(value, Mapping):
-                walk(value, f"{prefix}{key}.")
-            else:
-                flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
-
-    walk(OmegaConf.to_container(params), "")
-    return flat

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from jobkit.display import Display
 from jobkit.errors import InputError
 from jobkit.run.config import Config, load
 from jobkit.run.files import write_json
@@ -87,8 +88,6 @@ def _config(name: str | None, params: Mapping[str, Any] | None, seed: int) -> Co
 
 def _draw_progress(context: Script) -> None:
     """The bar that a follower would draw outside."""
-    from jobkit.launch.follow import Display
-
     display = Display(context.run_dir.name)
     context._session.on_progress = display.show
     atexit.register(display.close)

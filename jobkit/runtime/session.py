@@ -64,7 +64,8 @@ class Session:
         return nothing
 
     def _report(self, latest: dict[str, float]) -> None:
-        shown = {tag: value for tag, value in latest.items() if not tag.startswith("perf/")}
+        own = ("perf/", "final/", "train/lr")  # the user's values are what a progress bar has room for
+        shown = {tag: value for tag, value in latest.items() if not tag.startswith(own)}
         report = {
             "attempt": self.attempt,
             "time": time.time(),

@@ -1,0 +1,54 @@
+"""What a training function returns, and its params, in the forms that JSON and TensorBoard take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from jobkit.errors import JobkitError
+
+
+def to_json(value: Any) -> Any:
+    """`value` as JSON has it: one-element tensors become numbers. Raises JobkitError for what has no such form."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): to_json(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(one) for one in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    try:
+        json.dumps(value)
+    except TypeError:
+        raise JobkitError(
+            f"the training function returned a {type(value).__name__}: return what JSON can hold"
+        ) from None
+    return value
+
+
+def numbers(result: Any) -> dict[str, float]:
+    """The numbers of a result, as metrics for TensorBoard's HPARAMS page."""
+    if not isinstance(result, Mapping):
+        return {}
+    return {f"final/{key}": float(value) for key, value in result.items() if isinstance(value, (int, float))}
+
+
+def flat(params: DictConfig) -> dict[str, Any]:
+    """Nested params as `a.b` -> number, text or bool."""
+    flat: dict[str, Any] = {}
+
+    def walk(node: Any, prefix: str) -> None:
+        for key, value in node.items():
+            if isinstance(value, Mapping):
+                walk(value, f"{prefix}{key}.")
+            else:
+                flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+
+    walk(OmegaConf.to_container(params), "")
+    return flat
