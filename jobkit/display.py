@@ -35,6 +35,7 @@ class Display:
         self.last_step = -1
 
     def say(self, text: str) -> None:
+        """Print a line above the bar."""
         self.console.print(text, markup=False)
 
     def show(self, progress: dict[str, Any]) -> None:
@@ -55,5 +56,6 @@ class Display:
             self.say(f"step {step}/{total}  {rate_text}  {values}".rstrip())
 
     def close(self) -> None:
+        """Leave the bar as it stands."""
         if self.task is not None:
             self.progress.stop()

@@ -29,6 +29,10 @@ class SchedulerError(JobkitError):
     exit_code = EXIT_BAD_INPUT
 
 
+class SchedulerTimeout(SchedulerError):
+    """A scheduler did not answer in time: what it was asked to do may have been done."""
+
+
 class CheckpointError(JobkitError):
     """A checkpoint could not be written or read; the message says which one is still good."""
 

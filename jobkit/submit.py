@@ -88,7 +88,7 @@ def _dry_run(loaded: Loaded, cluster: str, run: Path, source: Path) -> int:
     from jobkit.launch.plan import make_plan
     from jobkit.launch.submission import check
 
-    check(loaded.config, source)
+    check(loaded.config, source, loaded.where)
     plan = make_plan(run, loaded.config, cluster, loaded.where)
     print(f"{plan.config.to_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":

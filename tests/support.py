@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,8 @@ def assert_each_step_once(run: Path, steps: int, ranks: int = 4) -> None:
     assert logged_steps(run) == list(range(steps)), describe(run)
 
 
-def queue(cluster: Any, names_only: Sequence[str] = ("--format=%i",)) -> list[str]:
-    """Ids of the jobs in a Slurm's queue."""
-    return str(cluster.command("squeue", "--noheader", *names_only)).split()
+def queue(cluster: Any, project: Project) -> list[str]:
+    """Ids of this project's jobs in a Slurm's queue, which other tests share."""
+    listed = str(cluster.command("squeue", "--noheader", "--format=%i %j")).splitlines()
+    own = {run.name for run in project.runs}
+    return [line.split()[0] for line in listed if line.split()[1] in own]

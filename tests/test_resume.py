@@ -121,7 +121,7 @@ def test_scancel_is_final_and_leaves_a_checkpoint(slurm: Cluster, tmp_path: Path
     (run,) = project.runs
     job = status(run)["job_id"]
     interrupt_when(run, 1, 10, lambda: slurm.command("scancel", job))
-    wait_for("an empty queue", lambda: job not in queue(slurm), run)
+    wait_for("an empty queue", lambda: job not in queue(slurm, project), run)
     assert status(run)["state"] == "cancelled"
     assert "requeued" not in names(run)
     assert status(run)["checkpoint"] >= 10
@@ -143,7 +143,7 @@ def test_jobkit_cancel_is_final_wherever_the_run_is(slurm: Cluster, tmp_path: Pa
         assert "cancelled at step" in printed
         assert status(run)["state"] == "cancelled"
         assert events(run)[-1]["event"] in ("interrupted", "cancelled")
-    wait_for("an empty queue", lambda: not queue(slurm))
+    wait_for("an empty queue", lambda: not queue(slurm, project))
 
 
 def test_a_run_moves_between_slurm_and_this_machine(slurm: Cluster, tmp_path: Path, uninterrupted: bytes) -> None:
@@ -162,3 +162,20 @@ def test_cuda_visible_devices_reaches_local_tasks_as_the_user_set_it(tmp_path: P
     project.submit("--local", "params.steps=2", "resources.nodes=1")
     assert status(project.runs[0])["result"]["visible"] == "4,5"
     assert os.environ.get("CUDA_VISIBLE_DEVICES") != "4,5"
+
+
+def test_a_step_longer_than_the_time_limit_leaves_is_requeued_from_the_last_checkpoint(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    project = Project(tmp_path, slurm.env)
+    (project.path / "mytask.py").write_text(
+        "import time\n"
+        "def train(ctx):\n"
+        "    for step in ctx.steps(3):\n"
+        "        if step == 2 and ctx.attempt == 1: time.sleep(300)\n"
+    )
+    project.submit("--cluster", "slurm", "resources.time=0:01:00", "checkpoint.every=1")
+    (run,) = project.runs
+    wait_for("the end", lambda: is_over(run), run, seconds=200)
+    assert causes(run) == ["timeout", "finished"]
+    assert status(run)["attempts"][1]["first_step"] == 2

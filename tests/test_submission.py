@@ -24,7 +24,7 @@ def test_two_simultaneous_submissions_start_one_job(project: Project, slurm: Clu
     assert [process.returncode for process in processes] == [0] * 4
     (run,) = project.runs
     assert names(run).count("submitted") == 1
-    assert len(queue(slurm)) == 1
+    assert len(queue(slurm, project)) == 1
     assert sum("already" in text for text in printed) == 3
     project.jobkit("cancel", run.name)
 
@@ -48,7 +48,7 @@ def test_a_job_cancelled_while_it_waits_is_cancelled_and_can_be_resumed(project:
     project.submit("--cluster", "slurm", *with_hold)
     assert status(run)["state"] == "queued"
     project.jobkit("cancel", run.name)
-    assert status(run)["state"] == "cancelled" and not queue(slurm)
+    assert status(run)["state"] == "cancelled" and not queue(slurm, project)
 
 
 def test_a_submission_cut_off_after_sbatch_is_found_again(project: Project, slurm: Cluster) -> None:
@@ -61,7 +61,7 @@ def test_a_submission_cut_off_after_sbatch_is_found_again(project: Project, slur
     journal.write_text("".join(lines[:-1]))  # as if the process had died between sbatch and the journal
     again = project.submit("--cluster", "slurm", "clusters.slurm.hold=true", *LONG).stdout
     assert "already queued" in again and job in again
-    assert queue(slurm) == [job]
+    assert queue(slurm, project) == [job]
     project.jobkit("cancel", run.name)
 
 
@@ -130,7 +130,7 @@ def test_a_failing_task_fails_the_run_with_its_error_and_the_other_ranks_end(pro
     project.submit("--cluster", "slurm")
     wait_for("the end on Slurm", lambda: len(status(run)["attempts"]) == 2 and status(run)["state"] == "failed", run)
     assert "rank 1: ValueError: no such luck" in status(run)["error"]
-    wait_for("an empty queue", lambda: not queue(slurm))
+    wait_for("an empty queue", lambda: not queue(slurm, project))
 
 
 def test_follow_shows_a_slurm_run_to_its_end(project: Project) -> None:
@@ -157,7 +157,7 @@ def test_detach_returns_at_once_and_logs_follow_to_the_end(tmp_path: Path) -> No
 def test_dry_run_prints_config_and_script_and_starts_nothing(project: Project, slurm: Cluster) -> None:
     printed = project.submit("--cluster", "slurm", "--dry-run", "resources.nodes=3").stdout
     assert "nodes: 3" in printed and "#SBATCH --nodes=3" in printed and "#SBATCH --requeue" in printed
-    assert "srun" in printed and not project.runs and not queue(slurm)
+    assert "srun" in printed and not project.runs and not queue(slurm, project)
     assert "run directory" in project.submit("--local", "--dry-run").stdout
 
 

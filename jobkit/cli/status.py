@@ -13,6 +13,7 @@ from jobkit.run import status as states
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir, default_runs_dir, find_run
 from jobkit.run.status import Attempt, Status
+from jobkit.scheduler import slurm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,9 @@ def describe(run: RunDir, status: Status) -> list[str]:
     lines = [f"{run.name}: {status.state}, {steps}"]
     if status.state in (states.QUEUED, states.RUNNING):
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
+    if status.state == states.QUEUED and status.scheduler == "slurm" and status.job_id:
+        waiting = slurm.show_job(status.job_id)
+        lines += [f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)"] if waiting else []
     lines += [_attempt_line(attempt) for attempt in status.attempts]
     if status.checkpoint is not None:
         lines.append(f"newest checkpoint: step {status.checkpoint}")

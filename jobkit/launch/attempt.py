@@ -126,6 +126,9 @@ def _end_on_slurm(run: RunDir, returncode: int, job_id: str) -> int:
         return EXIT_FINISHED if state in (status.FINISHED, status.CANCELLED) else EXIT_FAILED
     # Journalled first: from the moment Slurm agrees, this script may be killed at any line.
     run.record("requeued", job_id=job_id, cause=decision.reason)
+    job = _ask(job_id)
+    if job is not None and job.requeued_by_slurm:
+        return EXIT_FINISHED
     try:
         slurm.requeue(job_id)
     except SchedulerError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -116,24 +117,52 @@ def split(
         place = where(f"clusters.{cluster}.{written}")
         if key == "scheduler":
             continue
-        if key in OWNED:
-            raise InputError(f"{place}: jobkit sets this itself: {OWNED[key]}")
+        _refuse_owned(key, place)
         if key not in allowed:
             raise InputError(f"{place}: not an option of sbatch{nearest(key, allowed)} (`man sbatch` lists them)")
         if key in RESOURCES:
             resources[key] = value
         elif key == "additional_parameters":
-            additional.update(_mapping(value, place))
+            additional.update(_additional(value, place))
         elif key in submitit:
-            parameters[key] = [value] if key in ("setup", "teardown") and isinstance(value, str) else value
+            parameters[key] = _texts(key, value, place) if key in _TEXTS else _scalar(value, place)
         else:
-            additional[key] = value
+            additional[key] = _scalar(value, place)
     if additional:
         parameters["additional_parameters"] = additional
     return resources, parameters
 
 
-def _mapping(value: Any, place: str) -> dict[str, Any]:
+# Options that are lists of texts: how one text is made into such a list.
+_TEXTS: dict[str, Callable[[str], list[str]]] = {
+    "setup": lambda text: [text],
+    "teardown": lambda text: [text],
+    "srun_args": shlex.split,
+}
+
+
+def _texts(key: str, value: Any, place: str) -> list[str]:
+    if isinstance(value, str):
+        return _TEXTS[key](value)
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return value
+    raise InputError(f"{place}: found {value!r}, expected a text or a list of texts")
+
+
+def _scalar(value: Any, place: str) -> Any:
+    if isinstance(value, (str, int, float)):  # bool is an int
+        return value
+    raise InputError(f"{place}: found {value!r}, expected one value, as sbatch takes it")
+
+
+def _additional(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{place}: found {value!r}, expected a mapping")
+    for key in value:
+        _refuse_owned(str(key).replace("-", "_"), f"{place}.{key}")
     return value
+
+
+def _refuse_owned(key: str, place: str) -> None:
+    if key in OWNED:
+        raise InputError(f"{place}: jobkit sets this itself: {OWNED[key]}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobkit.errors import InputError, JobkitError
+from jobkit.errors import InputError, JobkitError, SchedulerTimeout
 from jobkit.launch import job
 from jobkit.launch.plan import LaunchPlan, make_plan
 from jobkit.run import snapshot
@@ -33,15 +33,15 @@ class Outcome:
     code_changes: list[str]
 
 
-def check(config: Config, source: Path) -> Path | None:
+def check(config: Config, source: Path, where: Callable[[str], str] = lambda key: key) -> Path | None:
     """Refuse a config that would fail in the job; returns the task's file relative to `source`, where it is below it.
 
     Raises InputError for a task that does not import and for a missing input.
     """
-    module = check_task(config.task, source)
+    module = check_task(config.task, source, where("task"))
     for path in config.inputs:
         if not Path(path).expanduser().exists():
-            raise InputError(f"inputs: {path}: no such file or directory; the task needs it before it can start")
+            raise InputError(f"{where('inputs')}: {path}: no such file or directory; the task needs it to start")
     return module
 
 
@@ -69,7 +69,7 @@ def submit(
     Two submissions of one config at the same time start one job: the second waits for the first to have decided.
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
-    task_file = check(config, source)
+    task_file = check(config, source, where)
     make_plan(choose_run(config, runs_dir, fresh).path, config, cluster, where)  # refuse before anything is touched
     _check_writable(runs_dir)
     name_lock = RunDir(runs_dir / run_name(config)).submission_lock()
@@ -90,14 +90,21 @@ def _start(
 ) -> Outcome:
     if plan.scheduler == "slurm" and not slurm.available():
         raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
-    for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
-        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: cannot be made ({error.strerror}); set --runs-dir or JOBKIT_RUNS"
+        ) from None
     code = snapshot.take(source, run.code, skip=run.path.parent, needed=task_file)
     changed = snapshot.changes(run.code, before.code, code) if before.code and before.code != code else []
     run.write_config(plan.config)
     run.record("submitting", cluster=plan.cluster, scheduler=plan.scheduler, code=code, code_changes=changed)
     try:
         started = job.submit(plan, foreground=foreground)
+    except SchedulerTimeout:
+        raise  # the job may be in the queue: the next submission looks for it
     except JobkitError as error:
         run.record("submit_failed", error=str(error))
         raise
@@ -107,10 +114,12 @@ def _start(
 
 @contextlib.contextmanager
 def _removed_on_error(run: RunDir) -> Iterator[None]:
-    """A first submission that fails leaves no run directory behind."""
+    """A first submission that is refused leaves no run directory behind."""
     try:
         yield
-    except BaseException:
+    except SchedulerTimeout:
+        raise
+    except JobkitError:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
 

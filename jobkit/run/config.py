@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from jobkit.errors import InputError
 from jobkit.run.duration import parse_seconds
 from jobkit.run.strict import build
-from jobkit.run.yamlfile import parse_value, read_yaml
+from jobkit.run.yamlfile import dump, parse_value, read_yaml
 
 
 def _at_least(minimum: int) -> Callable[[int], None]:
@@ -113,7 +113,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """The config as YAML that `load` reads back to an equal one."""
-        return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(self)))
+        return dump(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
@@ -144,18 +144,21 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
     notes: list[str] = []
 
     def where(key: str) -> str:
-        if key in overridden:
+        if any(key == one or key.startswith(f"{one}.") for one in overridden):
             return f"command line: {key}"
+        if key in user_places:
+            return user_places[key]
         for candidate in (f"demo.{key}", key) if notes else (key,):
             if candidate in lines:
                 return f"{path}:{lines[candidate]}: {candidate}"
         return f"{path}: {key}" if key else f"{path}"
 
     overridden: set[str] = set()
+    own_clusters, user_places = _user_clusters()
     values, note = _apply_demo(path, values, lines, demo)
     if note:
         notes.append(note)
-    merged = OmegaConf.create(values)
+    merged = _create(values, path)
     for text in overrides:
         key, value = _split_override(text)
         overridden.add(key)
@@ -164,7 +167,7 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
         except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
             raise InputError(f"command line: {text}: {_first_line(error)}") from None
     config = build(Config, _resolve(merged, where), where)
-    return Loaded(dataclasses.replace(config, clusters=_user_clusters() | config.clusters), notes, where)
+    return Loaded(dataclasses.replace(config, clusters=own_clusters | config.clusters), notes, where)
 
 
 def read_resolved(path: Path) -> Config:
@@ -191,9 +194,17 @@ def _apply_demo(
     if not (unset if forced is None else forced):
         return values, None
     reason = f"{variable} is not set" if unset else "--demo"
-    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), OmegaConf.create(demo)))
+    merged = OmegaConf.to_container(OmegaConf.merge(_create(values, path), _create(demo, path)))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items()}, f"{reason}: using the small recipe (`demo:` in {path})"
+
+
+def _create(values: dict[str, Any], path: Path) -> Any:
+    try:
+        return OmegaConf.create(values)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        key = getattr(error, "full_key", None)
+        raise InputError(f"{path}: {f'{key}: ' if key else ''}{_first_line(error)}") from None
 
 
 def _split_override(text: str) -> tuple[str, Any]:
@@ -225,9 +236,11 @@ class _UserConfig:
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def _user_clusters() -> dict[str, dict[str, Any]]:
+def _user_clusters() -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The clusters of the user's own file, and the place of each dotted key in it."""
     path = user_config_path()
     if not path.exists():
-        return {}
+        return {}, {}
     values, lines = read_yaml(path)
-    return build(_UserConfig, values, lambda key: f"{path}:{lines.get(key, 1)}: {key}").clusters
+    clusters = build(_UserConfig, values, lambda key: f"{path}:{lines.get(key, 1)}: {key}").clusters
+    return clusters, {key: f"{path}:{line}: {key}" for key, line in lines.items()}

@@ -58,8 +58,8 @@ class Status:
     cancel_requested: bool = False
     submitting: bool = False
     """A submission began and neither its success nor its failure was recorded."""
-    before_submission: str = INTERRUPTED
-    """The state to fall back to when it failed."""
+    before_submission: tuple[str, str | None] = (INTERRUPTED, None)
+    """The state and error to fall back to when it failed."""
     code: str = ""
     """The code snapshot of the newest submission."""
 
@@ -95,7 +95,8 @@ def _apply(status: Status, event: Event) -> None:
 
 
 def _submitting(status: Status, event: Event) -> None:
-    status.before_submission = status.state
+    if status.attempts or status.state != QUEUED:
+        status.before_submission = (status.state, status.error)
     status.submitting = True
     status.state, status.error, status.cancel_requested = QUEUED, None, False
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
@@ -109,7 +110,7 @@ def _submitted(status: Status, event: Event) -> None:
 
 def _submit_failed(status: Status, event: Event) -> None:
     status.submitting = False
-    status.state = status.before_submission
+    status.state, status.error = status.before_submission
 
 
 def _started(status: Status, event: Event) -> None:
@@ -130,6 +131,7 @@ def _started(status: Status, event: Event) -> None:
 def _resumed(status: Status, event: Event) -> None:
     status.step = int(event["step"])
     status.total_steps = event.get("total_steps", status.total_steps)
+    status.checkpoint = status.step if event.get("checkpoint") else None
     if status.attempt:
         status.attempt.first_step = status.step
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from jobkit.errors import InputError, nearest
 
 
-def check_task(task: str, root: Path) -> Path | None:
+def check_task(task: str, root: Path, place: str = "task") -> Path | None:
     """Check that `module:callable` can be imported from `root`, and return the module's file, relative to `root`.
 
     Looked at: the module is there, it and the modules of the user's own that it imports at their top are valid Python,
@@ -19,13 +19,17 @@ def check_task(task: str, root: Path) -> Path | None:
     Raises InputError saying which of these is not so.
     """
     module, _, name = task.partition(":")
-    spec = _find(module, root, f"task: {task}")
+    parents = module.split(".")[:-1]
+    seen: dict[Path, set[str] | None] = {}
+    for depth in range(1, len(parents) + 1):  # importing a module runs the packages that it is in
+        _check_module(".".join(parents[:depth]), root, f"{place}: {task}", seen)
+    spec = _find(module, root, f"{place}: {task}")
     if spec.origin is None or not spec.origin.endswith(".py"):
-        raise InputError(f"task: {task}: {module} is not a Python file (found {spec.origin or 'a plain folder'})")
+        raise InputError(f"{place}: {task}: {module} is not a Python file (found {spec.origin or 'a plain folder'})")
     file = Path(spec.origin)
-    defined = _check_file(file, module, root, set())
+    defined = _check_file(file, module, root, seen)
     if defined is not None and name not in defined:
-        raise InputError(f"task: {task}: {file} defines no {name!r}{nearest(name, defined)}")
+        raise InputError(f"{place}: {task}: {file} defines no {name!r}{nearest(name, defined)}")
     return file.relative_to(root) if root in file.parents else None
 
 
@@ -48,9 +52,9 @@ def _find(module: str, root: Path, what: str) -> importlib.machinery.ModuleSpec:
     return spec
 
 
-def _check_file(file: Path, module: str, root: Path, seen: set[Path]) -> set[str] | None:
+def _check_file(file: Path, module: str, root: Path, seen: dict[Path, set[str] | None]) -> set[str] | None:
     """The names a module defines at its top, or None when a star import leaves that open."""
-    seen.add(file)
+    seen[file] = None  # a circle of imports ends here
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
@@ -61,34 +65,65 @@ def _check_file(file: Path, module: str, root: Path, seen: set[Path]) -> set[str
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             star |= any(alias.name == "*" for alias in node.names)
-            for wanted in _imported(node, module, file.name == "__init__.py"):
-                _check_import(wanted, f"{file}:{node.lineno}", root, seen)
+            _check_import(node, module, file, root, seen)
         names |= _bound(node)
-    return None if star else names
+    seen[file] = None if star else names
+    return seen[file]
 
 
-def _imported(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> list[str]:
+def _check_import(
+    node: ast.Import | ast.ImportFrom, module: str, file: Path, root: Path, seen: dict[Path, set[str] | None]
+) -> None:
+    place = f"{file}:{node.lineno}"
     if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if not node.level:
-        return [node.module or ""]
-    parents = module.split(".")[: (None if is_package else -1)]
-    base = parents[: len(parents) - (node.level - 1)]
-    return [".".join([*base, node.module] if node.module else base)]
-
-
-def _check_import(wanted: str, place: str, root: Path, seen: set[Path]) -> None:
-    top = wanted.split(".")[0]
-    if top in sys.builtin_module_names or top in sys.stdlib_module_names:
+        for alias in node.names:
+            _check_module(alias.name, root, f"{place}: import {alias.name}", seen)
         return
-    own = importlib.machinery.PathFinder.find_spec(top, [str(root)])
-    if own is None:
-        if importlib.util.find_spec(top) is None:
-            raise InputError(f"{place}: import {wanted}: no module {top!r}; install it, or correct the name")
+    source = "." * node.level + (node.module or "")
+    wanted = _absolute(node, module, file)
+    if wanted is None:
+        raise InputError(f"{place}: import {source}{node.names[0].name}: a relative import in a module of no package")
+    what = f"{place}: from {source} import"
+    found = _check_module(wanted, root, f"{place}: import {wanted}", seen)
+    if found is None:
         return  # an installed package: what is in it is not ours to read
-    spec = _find(wanted, root, f"{place}: import {wanted}")
-    if spec.origin and spec.origin.endswith(".py") and Path(spec.origin) not in seen:
-        _check_file(Path(spec.origin), wanted, root, seen)
+    folder, defined = found
+    for alias in node.names:
+        if alias.name == "*" or defined is None or alias.name in defined or alias.name.startswith("__"):
+            continue
+        if folder is None:
+            raise InputError(f"{what} {alias.name}: {wanted} defines no {alias.name!r}{nearest(alias.name, defined)}")
+        _check_module(f"{wanted}.{alias.name}", root, f"{what} {alias.name}", seen)
+
+
+def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str | None:
+    """The dotted module of a `from` import; None for a relative one that leaves the packages there are."""
+    if not node.level:
+        return node.module
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    base = package[: len(package) - (node.level - 1)] if node.level > 1 else package
+    return ".".join([*base, *([node.module] if node.module else [])]) if base else None
+
+
+def _check_module(
+    wanted: str, root: Path, what: str, seen: dict[Path, set[str] | None]
+) -> tuple[str | None, set[str] | None] | None:
+    """Check a module of the user's own: (its folder if it is a package, the names it defines); None for others'."""
+    top = wanted.split(".")[0]
+    if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "__main__":
+        return None
+    if importlib.machinery.PathFinder.find_spec(top, [str(root)]) is None:
+        if importlib.util.find_spec(top) is None:
+            raise InputError(f"{what}: no module {top!r}; install it, or correct the name")
+        return None
+    spec = _find(wanted, root, what)
+    folder = next(iter(spec.submodule_search_locations), None) if spec.submodule_search_locations else None
+    if not (spec.origin and spec.origin.endswith(".py")):
+        return folder, set()
+    file = Path(spec.origin)
+    if file not in seen:
+        _check_file(file, wanted, root, seen)
+    return folder, seen[file]
 
 
 def _bound(node: ast.stmt) -> set[str]:

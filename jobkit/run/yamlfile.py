@@ -12,33 +12,58 @@ from jobkit.errors import InputError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 less its traps: `1e-3` is a number here, `1:00:00` is a time and not 3600, a key stands once."""
+    """YAML 1.1 less its traps: `1e-3` is a number, `1:00:00` and a date are texts, a key is one and stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, (str, int)) or isinstance(key, bool):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found the key {key!r}, expected a text", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} stands here twice", key_node.start_mark
                 )
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
 
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_INT, _FLOAT, _MERGE = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:merge"
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT, "tag:yaml.org,2002:timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(
-        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf)$"
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|\.[0-9]+([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf|\.nan)$"
     ),
     list("-+0123456789."),
 )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that this loader, or another reader of YAML 1.1, would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeLoader.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeLoader.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
+
+
+def dump(value: Any) -> str:
+    """YAML that `read_yaml` reads back to an equal value."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def parse_value(text: str) -> Any:
@@ -63,7 +88,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else f"{path}"
-        raise InputError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise InputError(f"{place}: not valid YAML: {problem}") from None
+    except (ValueError, TypeError) as error:  # a scalar whose tag promises what it is not
+        raise InputError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
     lines: dict[str, int] = {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 
-from jobkit.errors import SchedulerError
+from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.run.files import read_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.notices import Notices
@@ -26,6 +27,8 @@ class CauseFinder:
         self.notices = notices
         self.job_id = slurm.current_job() if os.environ.get("JOBKIT_SCHEDULER") == "slurm" else None
         self.margin = 0.0
+        self.found = False
+        """Whether `find` has named a cause: from then on this attempt is ending."""
 
     def set_deadline(self) -> None:
         """Learn when Slurm will end this attempt, and whether it is being stopped already.
@@ -39,11 +42,34 @@ class CauseFinder:
             return
         self.margin = slurm.stop_margin(job.end - job.start)
         self.notices.deadline = job.end - self.margin
+        self._start_last_call(job.end - self.margin / 3)
         if slurm.stop_cause(job, self.margin, time.time()):
             self.notices.signal = signal.SIGTERM
 
+    def _start_last_call(self, when: float) -> None:
+        """End this rank, and with it the step, shortly before Slurm ends the job: a step takes longer than the margin.
+
+        The batch script must outlive the ranks to requeue the job; at the time limit Slurm kills them all at once.
+        """
+
+        def call() -> None:
+            if self.found:
+                return  # the ranks agreed to stop, and are saving
+            self.run.record("interrupted", attempt=self.attempt, cause="timeout")
+            print("jobkit: out of time within one step; the job is requeued from its last checkpoint", flush=True)
+            os._exit(EXIT_RESUMABLE)
+
+        timer = threading.Timer(max(0.0, when - time.time()), call)
+        timer.daemon = True
+        timer.start()
+
     def find(self) -> str | None:
         """preempted, timeout, cancelled, user or signal; None for a false alarm."""
+        cause = self._find()
+        self.found = cause is not None
+        return cause
+
+    def _find(self) -> str | None:
         notice = read_json(self.run.notice_file(self.attempt))
         if isinstance(notice, dict) and notice.get("cause"):
             return str(notice["cause"])

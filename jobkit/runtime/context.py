@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
@@ -20,9 +18,9 @@ from jobkit.checkpoint.writer import PendingSave, Saved
 from jobkit.errors import EXIT_RESUMABLE, CheckpointError
 from jobkit.run.duration import parse_seconds
 from jobkit.runtime.pace import Pace
-from jobkit.runtime.results import flat, numbers, to_json
+from jobkit.runtime.results import flat, literal, numbers, to_json
 from jobkit.runtime.session import Session
-from jobkit.train.data import Loader, derive_seed
+from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.evaluate import PerSample, evaluate
 from jobkit.train.parallel import data_parallel, unwrapped
 
@@ -47,7 +45,7 @@ class Context:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.params: DictConfig = OmegaConf.create(session.config.params)
+        self.params: DictConfig = OmegaConf.create(literal(session.config.params))
         """The YAML's `params`, read-only."""
         OmegaConf.set_readonly(self.params, True)
         self.seed: int = session.config.seed
@@ -67,7 +65,7 @@ class Context:
         self._last_save = time.monotonic()
         for step, reason in session.checkpointer.set_aside:
             session.record("set_aside", step=step, reason=reason)
-        _seed_everything(derive_seed(self.seed, "init"))  # equal on all ranks: equal initial weights
+        seed_generators(derive_seed(self.seed, "init"))  # equal on all ranks: equal initial weights
         if self._loaded:
             self.step = self._loaded.step
         session.start_metrics((self._loaded.manifest.extra.get("tensorboard", {}) if self._loaded else {}), self.step)
@@ -195,7 +193,7 @@ class Context:
         if local is not None:
             set_rng_state(local["rng"], self.device)
         else:  # a new run, or a rank that the run did not have before: dropout differs from rank to rank
-            _seed_everything(derive_seed(self.seed, "train", self.rank, self.step))
+            seed_generators(derive_seed(self.seed, "train", self.rank, self.step))
         self._loaded = None  # its tensors are in the model by now
         self._report_progress()
         self._pace.start(self.step)
@@ -384,9 +382,3 @@ def _checkpoint_interval(every: str | int) -> tuple[int | None, float | None]:
     if isinstance(every, int):
         return every, None
     return None, parse_seconds(every)
-
-
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)

@@ -84,21 +84,28 @@ class MetricLog:
             self._wake.wait(TICK_SECONDS)
             self._wake.clear()
             self._drain()
-            self._on_tick(self._latest)
         self._drain()
-        self._writer.close()
-        self._on_tick(self._latest)
+        self._try(self._writer.close)
 
     def _drain(self) -> None:
         while self._waiting:
-            try:
-                self._waiting.popleft()()
-            except OSError as error:  # a full disk costs points of a curve, not the training
-                print(f"jobkit: TensorBoard: {error}", file=sys.stderr)
+            self._try(self._waiting.popleft())
+        self._try(lambda: self._on_tick(self._latest))
+
+    @staticmethod
+    def _try(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # a full disk or a value that is none costs points of a curve, not the training
+            print(f"jobkit: TensorBoard: {error}", file=sys.stderr, flush=True)
 
     def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
         for tag, value in values.items():
-            number = float(value)
+            try:
+                number = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                print(f"jobkit: ctx.log: {tag} at step {step} is not one number: {error}", file=sys.stderr, flush=True)
+                continue
             self._latest[tag] = number
             self._writer.add_scalar(tag, number, step)
 
@@ -111,5 +118,5 @@ class MetricLog:
                     os.fsync(stream.fileno())
                     position[file.name] = os.fstat(stream.fileno()).st_size
             future.set_result(position)
-        except OSError as error:
+        except Exception as error:  # for the checkpoint to say: it must not wait for ever
             future.set_exception(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,16 +14,29 @@ from omegaconf import DictConfig, OmegaConf
 from jobkit.errors import JobkitError
 
 
+def literal(value: Any) -> Any:
+    """`value` for OmegaConf to take as it is: what looks like an interpolation was resolved at submission already."""
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    if isinstance(value, dict):
+        return {key: literal(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [literal(one) for one in value]
+    return value
+
+
 def to_json(value: Any) -> Any:
     """`value` as JSON has it: one-element tensors become numbers. Raises JobkitError for what has no such form."""
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        return to_json(value.tolist())
     if isinstance(value, Mapping):
         return {str(key): to_json(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(one) for one in value]
     if isinstance(value, np.generic):
-        return value.item()
+        return to_json(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no NaN
     try:
         json.dumps(value)
     except TypeError:
@@ -50,5 +64,5 @@ def flat(params: DictConfig) -> dict[str, Any]:
             else:
                 flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
 
-    walk(OmegaConf.to_container(params), "")
+    walk(OmegaConf.to_container(params, resolve=True), "")
     return flat

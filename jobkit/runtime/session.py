@@ -42,6 +42,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.topology.rank == 0
 
     def record(self, event: str, **fields: Any) -> None:

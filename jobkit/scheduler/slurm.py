@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from datetime import datetime
 
-from jobkit.errors import SchedulerError
+from jobkit.errors import SchedulerError, SchedulerTimeout
 
 # States in which Slurm will do nothing more with a job by itself.
 ENDED = frozenset(
@@ -52,7 +52,7 @@ def command(*arguments: str, timeout: float = 30.0) -> str:
             f"{arguments[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
         ) from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(
+        raise SchedulerTimeout(
             f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (scontrol ping)"
         ) from None
     if done.returncode:
@@ -95,8 +95,9 @@ class JobInfo:
         return self.state in ENDED
 
     @property
-    def pending(self) -> bool:
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING")
+    def requeued_by_slurm(self) -> bool:
+        """Whether its processes are ending and it is in the queue again already, so that its next end is not known."""
+        return self.state == "COMPLETING" and self.end is None
 
 
 def show_job(job_id: str) -> JobInfo | None:
@@ -138,12 +139,16 @@ def stop_cause(job: JobInfo, margin: float, now: float) -> str | None:
     `margin` is how many seconds before its time limit a job of ours stops; `now` is in seconds since the epoch.
     SIGTERM means both preemption and scancel, USR2 both preemption and the time limit: only the job's record tells.
     """
+    if job.reason == "TimeLimit" or job.state == "TIMEOUT":
+        return "timeout"
+    if job.requeued_by_slurm:
+        return "preempted"
+    if job.state in ("CANCELLED", "COMPLETING"):
+        return "cancelled"  # before the next: a job may be cancelled while it is being preempted
     if job.preempted:
         return "preempted"
-    if job.end is not None and job.state in ("RUNNING", "TIMEOUT") and now >= job.end - margin:
+    if job.end is not None and job.state == "RUNNING" and now >= job.end - margin:
         return "timeout"
-    if job.state in ("CANCELLED", "COMPLETING"):
-        return "cancelled"
     return None
 
 

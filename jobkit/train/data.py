@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,6 +19,34 @@ def derive_seed(*parts: object) -> int:
     """A 63-bit seed from any printable parts; equal parts give equal seeds on every machine and Python."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_cpu_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generator, and leave those of accelerators alone."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and all of torch's generators."""
+    seed_cpu_generators(seed)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Put Python's, NumPy's and torch's CPU generator, and the device's if it is a GPU, back as they were."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)  # type: ignore[arg-type]
 
 
 class SampleOrder:
@@ -71,7 +100,7 @@ class _Shares(Sampler[list[tuple[int, int]]]):
             number += 1
 
 
-class _SeededDataset(Dataset[T], Generic[T]):
+class SeededDataset(Dataset[T], Generic[T]):
     """Gives each sample random numbers of its own, so that augmentation depends on (seed, epoch, sample) alone.
 
     Then a sample looks the same whichever rank and worker loads it, and after a resume. The generators of the training
@@ -84,19 +113,11 @@ class _SeededDataset(Dataset[T], Generic[T]):
 
     def __getitem__(self, key: tuple[int, int]) -> T:
         epoch, index = key
-        in_worker = get_worker_info() is not None  # a worker has nobody else's generators to spare
-        before = None if in_worker else (torch.get_rng_state(), random.getstate(), np.random.get_state())
         seed = derive_seed(self.seed, "sample", epoch, index)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        try:
+        # A worker process has nobody else's generators to spare.
+        with nullcontext() if get_worker_info() is not None else preserved_generators():
+            seed_cpu_generators(seed)
             return self.dataset[index]
-        finally:
-            if before is not None:
-                torch.set_rng_state(before[0])
-                random.setstate(before[1])
-                np.random.set_state(before[2])
 
 
 class Loader:
@@ -129,7 +150,7 @@ class Loader:
         self.position = 0
         """Global batches handed out."""
         self._order = SampleOrder(len(dataset), global_batch_size, seed, shuffle)  # type: ignore[arg-type]
-        self._seeded = _SeededDataset(dataset, seed)
+        self._seeded = SeededDataset(dataset, seed)
         self._num_workers, self._collate_fn = num_workers, collate_fn
         self._iterator: Iterator[Any] | None = None
 

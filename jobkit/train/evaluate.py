@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from jobkit.train.data import derive_seed, to_device
+from jobkit.train.data import SeededDataset, derive_seed, preserved_generators, seed_generators, to_device
 
 PerSample = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -38,14 +38,14 @@ def evaluate(
     length = len(dataset)  # type: ignore[arg-type]
     batches = math.ceil(length / batch_size)
     values = torch.zeros(length, dtype=torch.float64)
-    accelerators = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=accelerators):
+    seeded = SeededDataset(dataset, seed)
+    with torch.no_grad(), preserved_generators(device):
         for round_start in range(0, batches, world_size):
             number = round_start + rank
             if number < batches:
                 ids = torch.arange(number * batch_size, min(length, (number + 1) * batch_size))
-                torch.manual_seed(derive_seed(seed, "evaluate", number))
-                batch = to_device(collate_fn([dataset[int(one)] for one in ids]), device)
+                seed_generators(derive_seed(seed, "evaluate", number))
+                batch = to_device(collate_fn([seeded[(0, int(one))] for one in ids]), device)
                 result = function(batch, ids.to(device))
                 if result.shape != ids.shape:
                     raise ValueError(

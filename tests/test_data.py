@@ -1,0 +1,302 @@
+"""The same samples in the same order with the same random numbers, whatever the ranks, workers and resumes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from jobkit.train.data import Loader, SampleOrder, derive_seed, to_device
+from jobkit.train.evaluate import evaluate
+
+WORLD_SIZES = [1, 2, 3, 5]
+SIZES = [(1, 1), (7, 3), (10, 5), (13, 4), (5, 8), (97, 16), (3, 20)]
+"""(length of the dataset, global batch size)."""
+
+
+class Augmented(Dataset[Any]):
+    """Sample `i` is [i, and a random number of each of the three generators that augmentations draw from]."""
+
+    def __init__(self, length: int = 23) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def generators() -> tuple[Any, ...]:
+    """The state of this process's random numbers, to compare."""
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), (name, list(keys), *rest)
+
+
+def take(loader: Loader, count: int) -> list[list[list[float]]]:
+    return [batch.tolist() for batch in itertools.islice(loader, count)]
+
+
+# The order of samples
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("length", "size"), SIZES)
+def test_every_sample_comes_exactly_once_an_epoch(length: int, size: int, shuffle: bool) -> None:
+    order = SampleOrder(length, size, seed=3, shuffle=shuffle)
+    epochs = 4
+    stream = [one for number in range(epochs * length // size + 1) for one in order.batch(number)][: epochs * length]
+    assert Counter(stream) == Counter((epoch, sample) for epoch in range(epochs) for sample in range(length))
+    assert [epoch for epoch, _ in stream] == sorted(epoch for epoch, _ in stream)
+
+
+def test_epochs_and_seeds_differ_in_their_order_and_nothing_else_does() -> None:
+    def epoch(number: int, seed: int) -> list[int]:
+        return [sample for _, sample in SampleOrder(50, 50, seed, shuffle=True).batch(number)]
+
+    orders = [epoch(number, seed) for number in range(3) for seed in range(3)]
+    assert len({tuple(order) for order in orders}) == 9
+    assert epoch(2, 1) == epoch(2, 1)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("length", "size"), SIZES)
+def test_the_ranks_shares_are_the_global_batch_in_order(length: int, size: int, world_size: int) -> None:
+    order = SampleOrder(length, size, seed=0, shuffle=True)
+    for number in range(5):
+        shares = [order.share(number, rank, world_size) for rank in range(world_size)]
+        assert list(itertools.chain.from_iterable(shares)) == order.batch(number)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_batch_does_not_depend_on_which_was_asked_for_before() -> None:
+    order = SampleOrder(13, 4, seed=0, shuffle=True)
+    forwards = [order.batch(number) for number in range(12)]
+    assert [order.batch(number) for number in reversed(range(12))] == forwards[::-1]
+
+
+def test_without_shuffling_the_samples_come_as_they_lie() -> None:
+    order = SampleOrder(5, 3, seed=0, shuffle=False)
+    assert [sample for number in range(5) for _, sample in order.batch(number)] == [*range(5)] * 3
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        Loader(Augmented(0), global_batch_size=1)
+
+
+def test_a_global_batch_too_small_for_the_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="global_batch_size 2"):
+        Loader(Augmented(), global_batch_size=2, world_size=3)
+
+
+def test_seeds_do_not_depend_on_the_process() -> None:
+    assert derive_seed(1, "order", 2) == 1671847539343688486  # another value would change every resumed run
+    assert len({derive_seed(*parts) for parts in [(1,), ("1",), (1, 1), (11,), ()]}) == 5
+
+
+# The loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_at_any_position_goes_on_with_the_same_stream(workers: int) -> None:
+    whole = take(Loader(Augmented(), global_batch_size=6, seed=1), 10)
+    for position in range(0, 10, 1 if workers == 0 else 4):
+        before = Loader(Augmented(), global_batch_size=6, seed=1, num_workers=workers)
+        assert take(before, position) == whole[:position]
+        after = Loader(Augmented(), global_batch_size=6, seed=1, num_workers=workers)
+        after.load_state_dict(before.state_dict())
+        assert take(after, 10 - position) == whole[position:]
+        assert after.position == 10
+
+
+def test_what_the_workers_have_read_ahead_is_not_counted_as_used() -> None:
+    loader = Loader(Augmented(), global_batch_size=6, num_workers=2)
+    next(loader)
+    assert loader.state_dict()["position"] == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_augmentation_is_the_same_for_any_number_of_workers_and_ranks(workers: int) -> None:
+    def loader(**options: int) -> Loader:
+        return Loader(Augmented(), global_batch_size=6, seed=1, **options)
+
+    whole = take(loader(), 8)
+    assert take(loader(num_workers=workers), 8) == whole
+    shares = [take(loader(num_workers=workers, rank=rank, world_size=3), 8) for rank in range(3)]
+    assert [list(itertools.chain.from_iterable(parts)) for parts in zip(*shares, strict=True)] == whole
+
+
+def test_a_sample_looks_different_in_each_epoch_and_for_each_seed() -> None:
+    def looks(seed: int) -> list[tuple[float, ...]]:
+        stream = itertools.chain.from_iterable(take(Loader(Augmented(4), global_batch_size=4, seed=seed), 3))
+        return [tuple(sample[1:]) for sample in stream]
+
+    assert len({*looks(0), *looks(1)}) == 24
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_trainings_random_numbers_are_untouched(workers: int) -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    before = generators()
+    take(Loader(Augmented(), global_batch_size=6, num_workers=workers), 5)
+    assert generators() == before
+
+
+def test_random_numbers_are_put_back_when_a_sample_cannot_be_read() -> None:
+    class Damaged(Augmented):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            super().__getitem__(index)
+            raise OSError(f"sample {index}")
+
+    before = generators()
+    with pytest.raises(OSError, match="sample"):
+        next(Loader(Damaged(), global_batch_size=6))
+    assert generators() == before
+
+
+@pytest.mark.parametrize(("key", "state"), [("length", (24, 6)), ("global_batch_size", (23, 5))])
+def test_the_state_of_another_dataset_is_refused_by_what_differs(key: str, state: tuple[int, int]) -> None:
+    other = Loader(Augmented(state[0]), global_batch_size=state[1]).state_dict()
+    loader = Loader(Augmented(), global_batch_size=6)
+    with pytest.raises(ValueError, match=key):
+        loader.load_state_dict(other)
+    assert loader.position == 0
+
+
+def test_a_state_is_taken_over_on_another_number_of_ranks() -> None:
+    loader = Loader(Augmented(), global_batch_size=6)
+    take(loader, 3)
+    state, rest = loader.state_dict(), take(loader, 2)
+    halves = [Loader(Augmented(), global_batch_size=6, rank=rank, world_size=2) for rank in range(2)]
+    for half in halves:
+        half.load_state_dict(state)
+    assert [first + second for first, second in zip(*(take(half, 2) for half in halves), strict=True)] == rest
+
+
+def test_the_epoch_counts_samples() -> None:
+    loader = Loader(Augmented(20), global_batch_size=5)
+    take(loader, 6)
+    assert loader.epoch == 1.5
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_a_batch_keeps_its_shape_on_its_way_to_the_device() -> None:
+    one = torch.ones(1)
+    batch = {"list": [one, "text"], "tuple": (one, 3), "named": Pair(one, None), "bytes": b"x"}
+    moved = to_device(batch, torch.device("meta"))
+    assert [type(moved[key]) for key in moved] == [list, tuple, Pair, bytes]
+    assert [moved["list"][0].device.type, moved["tuple"][0].device.type, moved["named"].left.device.type] == [
+        "meta"
+    ] * 3
+    assert (moved["list"][1], moved["tuple"][1], moved["bytes"]) == ("text", 3, b"x")
+
+
+# Evaluation
+
+
+def noisy(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A value a sample that depends on the sample, its batch and random numbers, and does not add up exactly."""
+    assert torch.equal(batch[:, 0].long(), ids)
+    return (batch[:, 0].float() + 0.1) / 3 + torch.rand(len(ids)) * batch.shape[0]
+
+
+def over_ranks(
+    world_size: int, length: int, function: Callable[[Any, torch.Tensor], torch.Tensor] = noisy, **options: Any
+) -> list[float]:
+    """What each rank of `world_size` gets, one after the other in this process, their tensors summed between them."""
+    parts: list[torch.Tensor] = []
+
+    def collect(values: torch.Tensor) -> torch.Tensor:
+        parts.append(values.clone())
+        return values
+
+    def evaluated(rank: int, total: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "total": total}
+        return evaluate(function, Indexed(length), batch_size=4, **place, **options)
+
+    for rank in range(world_size):
+        evaluated(rank, collect)
+    return [evaluated(rank, lambda _: torch.stack(parts).sum(0)) for rank in range(world_size)]
+
+
+class Indexed(Dataset[Any]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 17, 29, 97])
+def test_evaluation_is_bit_identical_for_any_number_of_ranks(length: int) -> None:
+    (alone,) = over_ranks(1, length)
+    for world_size in WORLD_SIZES:
+        assert over_ranks(world_size, length) == [alone] * world_size
+
+
+@pytest.mark.parametrize("length", [1, 4, 17])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_evaluation_counts_each_sample_exactly_once(length: int, world_size: int) -> None:
+    seen: list[int] = []
+
+    def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        seen.extend(ids.tolist())
+        return batch[:, 0]
+
+    assert over_ranks(world_size, length, value) == [sum(range(length)) / length] * world_size
+    assert Counter(seen) == dict.fromkeys(range(length), 2)  # over_ranks goes round twice
+
+
+def test_evaluation_leaves_the_trainings_random_numbers_and_gradients_alone() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    before = generators()
+    evaluate(lambda batch, ids: noisy(batch, ids) * weight, Augmented(), batch_size=4)
+    assert torch.is_grad_enabled()
+    assert generators()[0] == before[0]
+
+
+def test_evaluation_of_samples_that_draw_random_numbers_leaves_those_of_the_training_alone() -> None:
+    before = generators()
+    evaluate(noisy, Augmented(), batch_size=4)
+    assert generators() == before
+
+
+def test_evaluation_of_samples_that_draw_random_numbers_is_reproducible() -> None:
+    def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return batch[:, 1:].sum(1)
+
+    assert len({evaluate(value, Augmented(), batch_size=4) for _ in range(3)}) == 1
+
+
+def test_every_rank_comes_by_between_batches_equally_often() -> None:
+    for world_size in WORLD_SIZES:
+        calls = [0] * world_size
+        for rank in range(world_size):
+
+            def count(rank: int = rank, calls: list[int] = calls) -> None:
+                calls[rank] += 1
+
+            evaluate(noisy, Indexed(17), batch_size=4, rank=rank, world_size=world_size, between_batches=count)
+        assert len(set(calls)) == 1
+
+
+def test_a_function_that_returns_one_value_for_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="one value for each of 4"):
+        evaluate(lambda batch, ids: batch.mean(), Indexed(8), batch_size=4)
