@@ -1,0 +1,53 @@
+"""The README says what there is: its keys, commands and options exist, its example runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from support import Project, status
+
+from jobkit.cli.main import VERBS
+from jobkit.run.config import CheckpointConfig, Config, Resources
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def block(begins: str) -> str:
+    """The code block that has this text in it."""
+    return next(text for text in re.findall(r"```\w*\n(.*?)```", README, re.DOTALL) if begins in text)
+
+
+@pytest.mark.parametrize(
+    ("cls", "prefix"), [(Config, ""), (Resources, "resources."), (CheckpointConfig, "checkpoint.")]
+)
+def test_every_key_of_the_yaml_is_in_the_table(cls: type, prefix: str) -> None:
+    table = "\n".join(line for line in README.splitlines() if line.startswith("| `"))
+    for field in dataclasses.fields(cls):
+        if not dataclasses.is_dataclass(field.type) and field.name not in ("resources", "checkpoint"):
+            assert f"`{prefix}{field.name}`" in table
+
+
+def test_every_option_and_verb_in_the_readme_exists(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    known = project.jobkit("submit", "--help").stdout + "--wrap --partition --nodes --exclusive --res --logdir"
+    known += "".join(project.jobkit(verb, "--help").stdout for verb in VERBS if verb != "submit")
+    for option in set(re.findall(r"--[a-z][a-z-]+", README)):
+        assert option in known, option
+    for verb in re.findall(r"-m jobkit (\w+)", README):
+        assert verb in VERBS
+    for file in re.findall(r"(?:tools|experiments|docs)/[\w./]+\.\w+", README):
+        assert (ROOT / file).exists(), file
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.path / "toy.yaml").write_text(block("task: mytask:train"))
+    (project.path / "mytask.py").write_text(block("def train(ctx)"))
+    project.submit("--local")
+    (run,) = project.runs
+    assert (status(run)["state"], status(run)["step"]) == ("finished", 400)
+    assert status(run)["result"]["weight_norm"] > 0
