@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,9 +81,21 @@ def run(arguments: argparse.Namespace) -> int:
         runs_dir=runs_dir,
         fresh=arguments.fresh,
         foreground=foreground,
+        command=_continuing(arguments),
         where=loaded.where,
     )
     return _report(outcome, arguments, foreground)
+
+
+def _continuing(arguments: argparse.Namespace) -> str:
+    """The command that continues the run: this one, without what belongs to this submission alone."""
+    # The interpreter by its name only where that name means this one, as in an activated environment.
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    words = [python, "-m", "jobkit.submit", str(arguments.experiment), *arguments.overrides]
+    words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []
+    words += [] if arguments.demo is None else ["--demo" if arguments.demo else "--no-demo"]
+    words += ["--runs-dir", str(arguments.runs_dir)] if arguments.runs_dir else []
+    return shlex.join(words)
 
 
 def _dry_run(loaded: Loaded, cluster: str, run: Path, source: Path) -> int:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.launch import job
 from jobkit.run import status as states
-from jobkit.run.rundir import default_runs_dir, find_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN and `--runs-dir`."""
-    parser.add_argument("run_name", metavar="RUN", help="name, beginning of a name, path or job id")
-    parser.add_argument(
-        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
-    )
+    add_run(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
-    found = find_run(arguments.run_name, (arguments.runs_dir or default_runs_dir()).absolute())
+    found = chosen_run(arguments)
     before = job.current_status(found)
     if before.state not in (states.QUEUED, states.RUNNING):
         print(f"{found.name} is {before.state} already; nothing to cancel")
@@ -33,5 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
     safe = (
         f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
     )
-    print(f"{found.name} cancelled at step {status.step}; {safe}. The command that submitted it would continue it")
+    print(f"{found.name} cancelled at step {status.step}; {safe}\nto continue it: {status.how_to_continue}")
     return EXIT_FINISHED

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
+from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.launch import job
-from jobkit.run.rundir import RunDir, all_runs, default_runs_dir
+from jobkit.run.rundir import RunDir, all_runs
 from jobkit.run.status import Status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`--json` and `--runs-dir`."""
     parser.add_argument("--json", action="store_true", help="for programs: a list of {run, ...status}")
-    parser.add_argument(
-        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
-    )
+    add_runs_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table."""
-    runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
-    found = [(run, _status(run)) for run in all_runs(runs_dir)]
+    found = [(run, _status(run)) for run in all_runs(runs_dir(arguments))]
     if arguments.json:
         print(json.dumps([{"run": run.name, **status.as_dict()} for run, status in found], indent=1))
         return EXIT_FINISHED
     if not found:
-        print(f"no runs in {runs_dir}; python -m jobkit.submit EXP.yaml makes one")
+        print(f"no runs in {runs_dir(arguments)}; python -m jobkit.submit EXP.yaml makes one")
         return EXIT_FINISHED
     rows = [("RUN", "STATE", "STEP", "ATTEMPTS", "WHERE", "JOB")] + [_row(run, status) for run, status in found]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

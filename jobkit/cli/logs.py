@@ -8,26 +8,24 @@ import sys
 import time
 from pathlib import Path
 
+from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.launch import job
 from jobkit.run import status as states
-from jobkit.run.rundir import RunDir, default_runs_dir, find_run
+from jobkit.run.rundir import RunDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, `-f`, `--rank`, `--attempt` and `--runs-dir`."""
-    parser.add_argument("run_name", metavar="RUN", help="name, beginning of a name, path or job id")
+    add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over, requeues included")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose output (default: 0)")
     parser.add_argument("--attempt", type=int, metavar="N", help="one attempt only (default: all)")
-    parser.add_argument(
-        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print standard output to stdout and standard error to stderr."""
-    found = find_run(arguments.run_name, (arguments.runs_dir or default_runs_dir()).absolute())
+    found = chosen_run(arguments)
     attempts = [attempt.id for attempt in found.status().attempts]
     if arguments.attempt is not None and arguments.attempt not in attempts:
         raise InputError(f"--attempt {arguments.attempt}: {found.name} has {attempts or 'none yet'}")

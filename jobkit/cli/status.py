@@ -5,29 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 
+from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED
 from jobkit.launch import job
 from jobkit.run import status as states
 from jobkit.run.duration import format_seconds
-from jobkit.run.rundir import RunDir, default_runs_dir, find_run
+from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
 from jobkit.scheduler import slurm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, `--json` and `--runs-dir`."""
-    parser.add_argument("run_name", metavar="RUN", help="name, beginning of a name, path or job id")
+    add_run(parser)
     parser.add_argument("--json", action="store_true", help="for programs: the same as status.json")
-    parser.add_argument(
-        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status, after the scheduler was asked whether the job lives."""
-    found = find_run(arguments.run_name, (arguments.runs_dir or default_runs_dir()).absolute())
+    found = chosen_run(arguments)
     status = job.current_status(found)
     if arguments.json:
         print(json.dumps(status.as_dict(), indent=1))
@@ -54,7 +51,7 @@ def describe(run: RunDir, status: Status) -> list[str]:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
     if status.state in (states.INTERRUPTED, states.FAILED, states.CANCELLED):
-        lines.append("the command that submitted it continues it")
+        lines.append(f"to continue it: {status.how_to_continue}")
     return lines
 
 

@@ -121,9 +121,12 @@ def announce_end(run: RunDir, status: Status, display: Display) -> None:
 
 
 def _safe(status: Status) -> str:
-    if status.checkpoint is None:
-        return "There is no checkpoint yet; the same command starts it again."
-    return f"Checkpoint of step {status.checkpoint} is safe; the same command continues from it."
+    kept = (
+        "There is no checkpoint yet"
+        if status.checkpoint is None
+        else f"The checkpoint of step {status.checkpoint} is safe"
+    )
+    return f"{kept}; the same command continues the run:\n  {status.how_to_continue}"
 
 
 def exit_code(status: Status) -> int:

@@ -62,10 +62,12 @@ def submit(
     runs_dir: Path,
     fresh: bool = False,
     foreground: bool = False,
+    command: str = "",
     where: Callable[[str], str] = lambda key: key,
 ) -> Outcome:
     """Start the run of `config`, or continue it, unless it is finished or under way already.
 
+    `source` is where the command was typed, `command` what to type there to continue the run.
     Two submissions of one config at the same time start one job: the second waits for the first to have decided.
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
@@ -78,16 +80,24 @@ def submit(
         plan = make_plan(run.path, config, cluster, where)
         if not run.exists():
             with _removed_on_error(run):
-                return _start(run, plan, Status(), source, task_file, foreground)
+                return _start(run, plan, Status(), Request(source, task_file, foreground, command))
         status = job.settle(run)
         if status.state in (states.FINISHED, states.QUEUED, states.RUNNING):
             return Outcome(run, status, None, [])
-        return _start(run, plan, status, source, task_file, foreground)
+        return _start(run, plan, status, Request(source, task_file, foreground, command))
 
 
-def _start(
-    run: RunDir, plan: LaunchPlan, before: Status, source: Path, task_file: Path | None, foreground: bool
-) -> Outcome:
+@dataclass(frozen=True)
+class Request:
+    """Where and how a submission was asked for."""
+
+    source: Path
+    task_file: Path | None
+    foreground: bool
+    command: str
+
+
+def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> Outcome:
     if plan.scheduler == "slurm" and not slurm.available():
         raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
     try:
@@ -97,12 +107,20 @@ def _start(
         raise InputError(
             f"{error.filename}: cannot be made ({error.strerror}); set --runs-dir or JOBKIT_RUNS"
         ) from None
-    code = snapshot.take(source, run.code, skip=run.path.parent, needed=task_file)
+    code = snapshot.take(request.source, run.code, skip=run.path.parent, needed=request.task_file)
     changed = snapshot.changes(run.code, before.code, code) if before.code and before.code != code else []
     run.write_config(plan.config)
-    run.record("submitting", cluster=plan.cluster, scheduler=plan.scheduler, code=code, code_changes=changed)
+    run.record(
+        "submitting",
+        cluster=plan.cluster,
+        scheduler=plan.scheduler,
+        code=code,
+        code_changes=changed,
+        command=request.command,
+        cwd=str(request.source),
+    )
     try:
-        started = job.submit(plan, foreground=foreground)
+        started = job.submit(plan, foreground=request.foreground)
     except SchedulerTimeout:
         raise  # the job may be in the queue: the next submission looks for it
     except JobkitError as error:

@@ -62,6 +62,15 @@ class Status:
     """The state and error to fall back to when it failed."""
     code: str = ""
     """The code snapshot of the newest submission."""
+    command: str = ""
+    """What to type to continue the run: the command of the newest submission."""
+    cwd: str = ""
+    """Where it was typed."""
+
+    @property
+    def how_to_continue(self) -> str:
+        """What to type, and where, in words."""
+        return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
 
     @property
     def attempt(self) -> Attempt | None:
@@ -101,6 +110,7 @@ def _submitting(status: Status, event: Event) -> None:
     status.state, status.error, status.cancel_requested = QUEUED, None, False
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
     status.code = str(event.get("code", ""))
+    status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
 
 
 def _submitted(status: Status, event: Event) -> None:
