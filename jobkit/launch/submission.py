@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from jobkit.errors import InputError, JobkitError, SchedulerTimeout
@@ -20,6 +22,9 @@ from jobkit.run.rundir import RunDir, next_version, versions
 from jobkit.run.status import Status
 from jobkit.run.taskcheck import check_task
 from jobkit.scheduler import slurm
+
+PLUGIN = "jobkit.runtime.environment:JobkitJobEnvironment"
+"""The entry point through which Submitit, in the job, finds jobkit's environment."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,9 @@ def check(config: Config, source: Path, where: Callable[[str], str] = lambda key
 
     Raises InputError for a task that does not import and for a missing input.
     """
+    plugins = {entry.value for entry in entry_points(group="submitit")}
+    if PLUGIN not in plugins:
+        raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
     module = check_task(config.task, source, where("task"))
     for path in config.inputs:
         if not Path(path).expanduser().exists():
