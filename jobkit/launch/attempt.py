@@ -119,9 +119,9 @@ def _was_cancelled(job_id: str) -> bool:
 def _end_on_slurm(run: RunDir, returncode: int, job_id: str) -> int:
     decision = end(run, returncode, "slurm", job_id)
     if not decision.requeue:
-        state = run.status().state
-        if state == status.INTERRUPTED and decision.reason not in ("user", "killed"):
+        if decision.failed:
             run.record("failed", cause="timeout", error=decision.reason)
+        state = run.status().state
         print(f"jobkit: {run.name}: {decision.reason}, not requeued", file=sys.stderr)
         return EXIT_FINISHED if state in (status.FINISHED, status.CANCELLED) else EXIT_FAILED
     # Journalled first: from the moment Slurm agrees, this script may be killed at any line.

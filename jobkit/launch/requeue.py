@@ -19,6 +19,8 @@ class Decision:
 
     requeue: bool
     reason: str
+    failed: bool = False
+    """Starting it again as it is would not help: the run has failed, though none of its ranks said so."""
 
 
 def decide(cause: str, attempts: Sequence[Attempt]) -> Decision:
@@ -28,9 +30,8 @@ def decide(cause: str, attempts: Sequence[Attempt]) -> Decision:
     if cause == "timeout":
         fruitless = _timeouts_without_progress(attempts)
         if fruitless >= MAX_TIMEOUTS_WITHOUT_PROGRESS:
-            return Decision(
-                False, f"ran out of time {fruitless} times without finishing one step: raise resources.time"
-            )
+            words = f"ran out of time {fruitless} times without finishing one step: raise resources.time"
+            return Decision(False, words, failed=True)
     return Decision(True, cause)
 
 
