@@ -73,7 +73,7 @@ def end(run: RunDir, returncode: int, scheduler: str, job_id: str) -> Decision:
         _record_hard_end(run, attempt.id, returncode, scheduler, job_id)
         now = run.status()
     cause = now.attempts[-1].cause or "crashed"
-    if now.cancel_requested or (scheduler == "slurm" and cause != "finished" and _was_cancelled(job_id)):
+    if cause != "finished" and (now.cancel_requested or (scheduler == "slurm" and _was_cancelled(job_id))):
         cause = "cancelled"  # a scancel during the last save: the job must not come back
         if now.state != status.CANCELLED:
             run.record("cancelled", attempt=attempt.id)
