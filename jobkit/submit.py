@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.errors import EXIT_FINISHED, JobkitError
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
 
 if TYPE_CHECKING:
     from jobkit.launch.submission import Outcome
@@ -55,11 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        print("interrupted; `python -m jobkit list` says whether it had been started", file=sys.stderr)
+        return EXIT_RESUMABLE
 
 
 def run(arguments: argparse.Namespace) -> int:
     """One submission, as the command line says; returns the exit code."""
+    from jobkit.launch import stops
     from jobkit.launch.submission import choose_run, submit
     from jobkit.run.config import load
     from jobkit.run.rundir import default_runs_dir
@@ -74,17 +76,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(loaded, cluster, choose_run(loaded.config, runs_dir, arguments.fresh).path, source)
     foreground = not arguments.detach
-    outcome = submit(
-        loaded.config,
-        cluster,
-        source=source,
-        runs_dir=runs_dir,
-        fresh=arguments.fresh,
-        foreground=foreground,
-        command=_continuing(arguments),
-        where=loaded.where,
-    )
-    return _report(outcome, arguments, foreground)
+    with stops.collected() as asked:
+        outcome = submit(
+            loaded.config,
+            cluster,
+            source=source,
+            runs_dir=runs_dir,
+            fresh=arguments.fresh,
+            foreground=foreground,
+            command=_continuing(arguments),
+            where=loaded.where,
+        )
+        if outcome.started is not None and outcome.started.controller is not None and foreground:
+            from jobkit.launch.follow import follow_local
+
+            _announce(outcome)
+            return follow_local(outcome.run, outcome.started.controller, asked)
+    return _report(outcome, follow=arguments.follow and not asked)
 
 
 def _continuing(arguments: argparse.Namespace) -> str:
@@ -112,44 +120,36 @@ def _dry_run(loaded: Loaded, cluster: str, run: Path, source: Path) -> int:
     return EXIT_FINISHED
 
 
-def _report(outcome: Outcome, arguments: argparse.Namespace, foreground: bool) -> int:
-    """Say what the submission did, and stay with the run where that was asked for."""
-    run, before = outcome.run, outcome.status
-    if outcome.started is None:
-        return _report_nothing_started(outcome, arguments.follow)
+def _announce(outcome: Outcome) -> None:
+    """Say what is being continued, and with what code."""
+    before = outcome.status
     if before.attempts:
-        print(f"continuing {run.name} ({before.state}) from step {before.checkpoint or 0}", file=sys.stderr)
+        print(f"continuing {outcome.run.name} ({before.state}) from step {before.checkpoint or 0}", file=sys.stderr)
     if outcome.code_changes:
         print(f"the code changed since it was last submitted: {', '.join(outcome.code_changes[:8])}", file=sys.stderr)
-    controller = outcome.started.controller
-    if controller is not None and foreground:
-        from jobkit.launch.follow import follow_local
-
-        return follow_local(run, controller)
-    where = "process" if controller else "job"
-    print(f"{where} {outcome.started.job_id}\nrun directory {run.path}")
-    print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
-    if arguments.follow:
-        from jobkit.launch.follow import follow_slurm
-
-        return follow_slurm(run)
-    return EXIT_FINISHED
 
 
-def _report_nothing_started(outcome: Outcome, follow: bool) -> int:
+def _report(outcome: Outcome, follow: bool) -> int:
+    """Say what the submission did, and stay with the run where that was asked for."""
     from jobkit.run import status as states
 
     run, status = outcome.run, outcome.status
-    if status.state == states.FINISHED:
+    if outcome.started is not None:
+        _announce(outcome)
+        where = "process" if outcome.started.controller else "job"
+        print(f"{where} {outcome.started.job_id}\nrun directory {run.path}")
+        print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
+    elif status.state == states.FINISHED:
         print(f"already finished, at step {status.step}: {run.path}\n--fresh starts a new run of the same config")
         return EXIT_FINISHED
-    where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
-    print(f"already {status.state}: {where}\nrun directory {run.path}")
-    if follow:
-        from jobkit.launch.follow import follow_slurm
+    else:
+        where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
+        print(f"already {status.state}: {where}\nrun directory {run.path}")
+    if not follow:
+        return EXIT_FINISHED
+    from jobkit.launch.follow import follow_slurm
 
-        return follow_slurm(run)
-    return EXIT_FINISHED
+    return follow_slurm(run)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def train(ctx):
     model = ctx.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Linear(32, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=ctx.params.steps)
-    loader = ctx.loader(Numbers(), global_batch_size=12)
+    loader = ctx.loader(Numbers(), global_batch_size=12, num_workers=ctx.params.get("workers", 0))
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     for step in ctx.steps(ctx.params.steps):
         loss = (model(next(loader)) - 1).square().mean()

@@ -20,8 +20,7 @@ from jobkit.runtime.metrics import MetricLog, rewind
 
 def written(folder: Path) -> Iterator[tuple[str, int, Any]]:
     """(tag, step, value) in the order in which the event files hold them."""
-    # events.out.tfevents.SECONDS.HOST.PID.NUMBER: attempts of this process, within a second, differ in the last.
-    for file in sorted(folder.glob("events.out.tfevents.*"), key=lambda file: int(file.suffix[1:])):
+    for file in sorted(folder.glob("events.out.tfevents.*")):
         for event in EventFileLoader(str(file)).Load():
             for value in event.summary.value:
                 yield value.tag, event.step, make_ndarray(value.tensor)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import Cluster
-from support import Project, assert_each_step_once, events, names, queue, status, step, wait_for, weights
+from support import Project, assert_each_step_once, events, logged_steps, names, queue, status, step, wait_for, weights
 
 STEPS = 60
 
@@ -115,9 +115,11 @@ def test_preemption_with_a_user_signal_instead_of_sigterm(
     assert_each_step_once(run, STEPS)
 
 
-def test_scancel_is_final_and_leaves_a_checkpoint(slurm: Cluster, tmp_path: Path, uninterrupted: bytes) -> None:
+def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
+    slurm: Cluster, tmp_path: Path, uninterrupted: bytes
+) -> None:
     project = Project(tmp_path, slurm.env)
-    project.submit("--cluster", "slurm", "params.sleep=0.1")
+    project.submit("--cluster", "slurm", "params.sleep=0.1", "params.workers=1")
     (run,) = project.runs
     job = status(run)["job_id"]
     interrupt_when(run, 1, 10, lambda: slurm.command("scancel", job))
@@ -125,7 +127,7 @@ def test_scancel_is_final_and_leaves_a_checkpoint(slurm: Cluster, tmp_path: Path
     assert status(run)["state"] == "cancelled"
     assert "requeued" not in names(run)
     assert status(run)["checkpoint"] >= 10
-    project.submit("--cluster", "slurm", "params.sleep=0.1")
+    project.submit("--cluster", "slurm", "params.sleep=0.1", "params.workers=1")
     wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["cancelled", "finished"]
     assert status(run)["attempts"][1]["job_id"] != job
@@ -179,3 +181,98 @@ def test_a_step_longer_than_the_time_limit_leaves_is_requeued_from_the_last_chec
     wait_for("the end", lambda: is_over(run), run, seconds=200)
     assert causes(run) == ["timeout", "finished"]
     assert status(run)["attempts"][1]["first_step"] == 2
+
+
+EVALUATING = """
+import time
+import torch
+
+def train(ctx):
+    model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ctx.track(model=model, optimizer=optimizer)
+    held_out = torch.utils.data.TensorDataset(torch.randn(20, 4))
+
+    def error(batch, ids):
+        time.sleep(ctx.params.slow if ctx.attempt == 1 else 0)
+        return (model(batch[0]) - 1).square().mean(1)
+
+    def step_once():
+        loss = (model(torch.randn(8, 4)) - 1).square().mean()
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+        return loss
+
+    for step in ctx.steps(12):
+        if ctx.params.late:
+            loss = step_once()
+        if step == 6:
+            (ctx.run_dir / "evaluating").touch()
+            ctx.log({"validation/loss": ctx.evaluate(error, held_out, batch_size=2)})
+        if not ctx.params.late:
+            loss = step_once()
+        ctx.log({"train/loss": loss})
+    return {"loss": loss.item()}
+"""
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at the top of a step", "after a step's update"])
+def test_a_stop_during_an_evaluation_leaves_the_run_exact(tmp_path: Path, late: bool) -> None:
+    finals = []
+    for slow in (0.0, 0.3):
+        project = Project(tmp_path / str(slow))
+        (project.path / "mytask.py").write_text(EVALUATING)
+        command = (
+            "--local",
+            "resources.nodes=1",
+            "resources.tasks_per_node=1",
+            f"params={{slow: {slow}, late: {late}}}",
+        )
+        if slow:
+            process = project.start("submit", "toy.yaml", *command)
+            wait_for("the evaluation", lambda: list(project.path.glob("runs/*/evaluating")))  # noqa: B023
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+            (run,) = project.runs
+            assert status(run)["step"] == (7 if late else 6)
+        project.submit(*command)
+        (run,) = project.runs
+        assert logged_steps(run) == list(range(12))
+        assert logged_steps(run, "validation/loss") == [6]
+        finals.append(weights(run))
+    assert finals[0] == finals[1]
+
+
+def test_a_stop_at_the_very_start_is_not_lost(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    process = project.start("submit", "toy.yaml", "--local", "params.sleep=0.2")
+    wait_for("an attempt", lambda: project.runs and "started" in names(project.runs[0]))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    (run,) = project.runs
+    assert process.returncode == 75
+    assert status(run)["state"] == "interrupted" and status(run)["step"] < 5
+
+
+def test_a_cancel_at_the_very_start_is_final(slurm: Cluster, tmp_path: Path) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", "params.sleep=0.2")
+    (run,) = project.runs
+    wait_for("an attempt", lambda: "started" in names(run), run)
+    project.jobkit("cancel", run.name)
+    assert status(run)["state"] == "cancelled"
+    wait_for("an empty queue", lambda: not queue(slurm, project), run)
+    assert "requeued" not in names(run)
+
+
+def test_a_run_killed_after_its_loop_finishes_all_the_same(tmp_path: Path, uninterrupted: bytes) -> None:
+    project = Project(tmp_path)
+    task = project.path / "mytask.py"
+    task.write_text(
+        task.read_text().replace("    return {", "    if ctx.attempt == 1: time.sleep(1); os._exit(9)\n    return {")
+    )
+    project.submit("--local", expect=1)
+    (run,) = project.runs
+    project.submit("--local")
+    assert status(run)["state"] == "finished" and status(run)["attempts"][1]["first_step"] == STEPS - 1
+    assert weights(run) == uninterrupted
+    assert logged_steps(run) == list(range(STEPS))

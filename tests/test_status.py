@@ -27,8 +27,8 @@ def started(attempt: int = 1, job: str = "7") -> Short:
     return ("started", {"attempt": attempt, "job_id": job, "host": "node1"})
 
 
-def resumed(step: int = 0) -> Short:
-    return ("resumed", {"attempt": 1, "step": step, "total_steps": 100})
+def resumed(step: int = 0, attempt: int = 1) -> Short:
+    return ("resumed", {"attempt": attempt, "step": step, "total_steps": 100})
 
 
 def checkpoint(step: int) -> Short:
@@ -70,7 +70,7 @@ STATES: list[tuple[str, list[Short], dict[str, Any]]] = [
     ("requeued as another job", [*RUNNING, interrupted("preempted", 40), requeued("8")], {"job_id": "8"}),
     (
         "back from the queue",
-        [*RUNNING, interrupted("preempted", 40), requeued(), started(2), resumed(40)],
+        [*RUNNING, interrupted("preempted", 40), requeued(), started(2), resumed(40, 2)],
         {"state": "running", "step": 40},
     ),
     (
@@ -99,7 +99,7 @@ STATES: list[tuple[str, list[Short], dict[str, Any]]] = [
     ("submitted again after a failure", [*RUNNING, FAILED, SUBMITTING], {"state": "queued", "error": None}),
     (
         "finished after a resume",
-        [*RUNNING, checkpoint(50), interrupted("timeout", 60), requeued(), started(2), resumed(60)]
+        [*RUNNING, checkpoint(50), interrupted("timeout", 60), requeued(), started(2), resumed(60, 2)]
         + [("finished", {"attempt": 2, "step": 100, "result": {"loss": 0.5}})],
         {"state": "finished", "step": 100, "result": {"loss": 0.5}, "error": None},
     ),
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_was_set_aside_is_not_called_the_newest() -> None:
 
 def test_each_attempt_remembers_where_it_ran_how_far_it_came_and_why_it_ended() -> None:
     status = of(
-        [*RUNNING, interrupted("preempted", 40), requeued(), started(2), resumed(40), ("finished", {"step": 100})]
+        [*RUNNING, interrupted("preempted", 40), requeued(), started(2), resumed(40, 2), ("finished", {"step": 100})]
     )
     first, second = status.attempts
     assert (first.id, first.cause, first.first_step, first.last_step) == (1, "preempted", 0, 40)
@@ -171,7 +171,7 @@ PROGRESS = [
     ("after the end it is the end that counts", [*RUNNING, interrupted("user", 40)], {"attempt": 1, "step": 42}, 40),
     (
         "an old one does not count for the next attempt",
-        [*RUNNING, interrupted("preempted", 40), requeued(), started(2), resumed(40)],
+        [*RUNNING, interrupted("preempted", 40), requeued(), started(2), resumed(40, 2)],
         {"attempt": 1, "step": 99},
         40,
     ),
@@ -315,3 +315,8 @@ def test_what_is_written_is_readable_by_the_group_as_the_umask_says(tmp_path: Pa
         assert (tmp_path / "status.json").stat().st_mode & 0o777 == 0o644
     finally:
         os.umask(before)
+
+
+def test_a_ghosts_last_words_do_not_end_the_attempt_that_runs_now() -> None:
+    status = of([*RUNNING, started(2), resumed(10, 2), interrupted("user", 5, attempt=1), ("finished", {"attempt": 1})])
+    assert (status.state, status.step, status.attempts[1].cause) == ("running", 10, None)

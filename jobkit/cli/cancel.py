@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
     found = chosen_run(arguments)
     before = job.current_status(found)
-    if before.state not in (states.QUEUED, states.RUNNING):
+    if not job.in_the_air(found, before):
         print(f"{found.name} is {before.state} already; nothing to cancel")
         return EXIT_FINISHED
     status = job.cancel(found)

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 from jobkit.cli.arguments import add_run, chosen_run
-from jobkit.errors import EXIT_FINISHED, InputError
+from jobkit.errors import EXIT_FINISHED, InputError, SchedulerError
 from jobkit.launch import job
-from jobkit.run import status as states
 from jobkit.run.rundir import RunDir
 
 
@@ -36,12 +35,20 @@ def run(arguments: argparse.Namespace) -> int:
             raise InputError(f"--rank {arguments.rank}: no log of this rank in {found.logs(attempts[-1])}")
         return EXIT_FINISHED
     with contextlib.suppress(KeyboardInterrupt):
-        while job.current_status(found).state in (states.QUEUED, states.RUNNING):
+        while _goes_on(found):
             for _ in range(10):  # the scheduler is asked less often than the disk
                 reader.print_new()
                 time.sleep(0.3)
         reader.print_new()
     return EXIT_FINISHED
+
+
+def _goes_on(run: RunDir) -> bool:
+    try:
+        return job.in_the_air(run, job.current_status(run))
+    except SchedulerError as error:
+        print(f"jobkit: {error}; still following", file=sys.stderr)
+        return True
 
 
 class _Reader:

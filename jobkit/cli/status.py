@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 import time
 
 from jobkit.cli.arguments import add_run, chosen_run
-from jobkit.errors import EXIT_FINISHED
+from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.launch import job
 from jobkit.run import status as states
 from jobkit.run.duration import format_seconds
@@ -25,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the status, after the scheduler was asked whether the job lives."""
     found = chosen_run(arguments)
-    status = job.current_status(found)
+    try:
+        status = job.current_status(found)
+    except SchedulerError as error:
+        print(f"{error}; what follows is what the run directory says", file=sys.stderr)
+        status = found.status()
     if arguments.json:
         print(json.dumps(status.as_dict(), indent=1))
     else:
@@ -40,8 +46,9 @@ def describe(run: RunDir, status: Status) -> list[str]:
     if status.state in (states.QUEUED, states.RUNNING):
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
     if status.state == states.QUEUED and status.scheduler == "slurm" and status.job_id:
-        waiting = slurm.show_job(status.job_id)
-        lines += [f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)"] if waiting else []
+        with contextlib.suppress(SchedulerError):
+            waiting = slurm.show_job(status.job_id)
+            lines += [f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)"] if waiting else []
     lines += [_attempt_line(attempt) for attempt in status.attempts]
     if status.checkpoint is not None:
         lines.append(f"newest checkpoint: step {status.checkpoint}")

@@ -77,7 +77,7 @@ def end(run: RunDir, returncode: int, scheduler: str, job_id: str) -> Decision:
         cause = "cancelled"  # a scancel during the last save: the job must not come back
         if now.state != status.CANCELLED:
             run.record("cancelled", attempt=attempt.id)
-    return decide(cause, now.attempts)
+    return decide(cause, now.attempts, now.checkpoint or 0)
 
 
 def _record_hard_end(run: RunDir, attempt: int, returncode: int, scheduler: str, job_id: str) -> None:
@@ -126,16 +126,22 @@ def _end_on_slurm(run: RunDir, returncode: int, job_id: str) -> int:
         return EXIT_FINISHED if state in (status.FINISHED, status.CANCELLED) else EXIT_FAILED
     # Journalled first: from the moment Slurm agrees, this script may be killed at any line.
     run.record("requeued", job_id=job_id, cause=decision.reason)
-    job = _ask(job_id)
-    if job is not None and job.requeued_by_slurm:
-        return EXIT_FINISHED
-    try:
-        slurm.requeue(job_id)
-    except SchedulerError as error:
-        run.record("requeue_failed", job_id=job_id, error=str(error))
-        print(f"jobkit: {run.name}: {error}; the same command continues it", file=sys.stderr)
-        return EXIT_RESUMABLE
-    return EXIT_FINISHED
+    problem = None
+    for pause in (0, 2, 10, 30, 60, 60):  # a controller that restarts is away for a minute or two
+        time.sleep(pause)
+        job = _ask(job_id)
+        if job is not None and job.requeued_by_slurm:
+            return EXIT_FINISHED
+        try:
+            slurm.requeue(job_id)
+        except SchedulerError as error:
+            problem = str(error)
+            print(f"jobkit: {run.name}: {problem}", file=sys.stderr)
+        else:
+            return EXIT_FINISHED
+    run.record("requeue_failed", job_id=job_id, error=problem)
+    print(f"jobkit: {run.name}: not requeued; the same command continues it", file=sys.stderr)
+    return EXIT_RESUMABLE
 
 
 def main(arguments: list[str]) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 
 from jobkit.display import Display
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.launch import job
 from jobkit.run import status as states
 from jobkit.run.files import read_json
@@ -25,17 +23,13 @@ _OVER = (states.FINISHED, states.FAILED, states.CANCELLED)
 class Tail:
     """The lines that rank 0 of each attempt has added to its output since the last call."""
 
-    def __init__(self, run: RunDir, rank: int = 0, from_end: bool = False) -> None:
+    def __init__(self, run: RunDir) -> None:
         self.run = run
-        self.rank = rank
         self.positions: dict[int, int] = {}
-        if from_end and (attempt := run.status().attempt):
-            file = run.rank_log(attempt.id, rank)
-            self.positions[attempt.id] = file.stat().st_size if file.exists() else 0
 
     def lines(self, attempt: int) -> list[str]:
         """Whole lines of that attempt not returned before."""
-        file = self.run.rank_log(attempt, self.rank)
+        file = self.run.rank_log(attempt, 0)
         try:
             with file.open("rb") as stream:
                 stream.seek(self.positions.get(attempt, 0))
@@ -47,22 +41,19 @@ class Tail:
         return whole.decode(errors="replace").splitlines()
 
 
-def follow_local(run: RunDir, controller: subprocess.Popen[bytes]) -> int:
-    """Show a local run until its controller ends. Ctrl-C or SIGTERM: checkpoint and stop; a second one kills.
+def follow_local(run: RunDir, controller: subprocess.Popen[bytes], asked: list[int]) -> int:
+    """Show a local run until its controller ends. A signal in `asked`: checkpoint and stop; a second one kills.
 
     Returns the exit code: 0 finished, 1 failed, 75 interrupted but resumable.
     """
     display, tail, stops = Display(run.name), Tail(run), 0
-    with _counting_stops() as asked:
-        while controller.poll() is None:
-            if len(asked) > stops:
-                stops = len(asked)
-                controller.send_signal(signal.SIGTERM)
-                display.say(
-                    "stopping: writing a checkpoint ... (once more kills without one)" if stops == 1 else "killing"
-                )
-            _refresh(run, run.status(), display, tail)
-            time.sleep(POLL_SECONDS)
+    while controller.poll() is None:
+        if len(asked) > stops:
+            stops = len(asked)
+            controller.send_signal(signal.SIGTERM if stops == 1 else signal.SIGINT)
+            display.say("stopping: writing a checkpoint ... (once more kills without one)" if stops == 1 else "killing")
+        _refresh(run, run.status(), display, tail)
+        time.sleep(POLL_SECONDS)
     _refresh(run, run.status(), display, tail)
     display.close()
     status = job.current_status(run)
@@ -77,13 +68,19 @@ def follow_slurm(run: RunDir) -> int:
     try:
         while True:
             status = run.status()
-            if time.monotonic() - asked_at > ASK_SCHEDULER_SECONDS:
-                asked_at, status = time.monotonic(), job.current_status(run)
+            over = status.state in _OVER
+            if time.monotonic() - asked_at > ASK_SCHEDULER_SECONDS and not over:
+                asked_at = time.monotonic()
+                try:
+                    status = job.current_status(run)
+                    over = not job.in_the_air(run, status)
+                except SchedulerError as error:
+                    display.say(f"{error}; still following")
             if (status.state, len(status.attempts)) != shown:
                 shown = (status.state, len(status.attempts))
                 display.say(f"{run.name}: {status.state} (job {status.job_id}, attempt {len(status.attempts)})")
             _refresh(run, status, display, tail)
-            if status.state in _OVER or (status.state == states.INTERRUPTED and not job.is_alive(run, status)):
+            if over:
                 display.close()
                 announce_end(run, status, display)
                 return exit_code(status)
@@ -132,16 +129,3 @@ def _safe(status: Status) -> str:
 def exit_code(status: Status) -> int:
     """0 finished, 1 failed, 75 anything that the same command continues."""
     return {states.FINISHED: EXIT_FINISHED, states.FAILED: EXIT_FAILED}.get(status.state, EXIT_RESUMABLE)
-
-
-@contextlib.contextmanager
-def _counting_stops() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP instead of dying from them."""
-    asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda received, _: asked.append(received)) for number in numbers}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

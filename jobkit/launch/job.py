@@ -73,6 +73,13 @@ class Started:
     controller: subprocess.Popen[bytes] | None = None
 
 
+def in_the_air(run: RunDir, status: Status) -> bool:
+    """Whether more will happen to the run by itself: queued, running, or about to be requeued by its job."""
+    if status.state in (states.QUEUED, states.RUNNING):
+        return True
+    return status.state == states.INTERRUPTED and _still_ending(run, status)
+
+
 def submit(plan: LaunchPlan, *, foreground: bool = False) -> Started:
     """Start a plan: a job in Slurm's queue, or a controller process on this machine."""
     if plan.scheduler == "slurm":
@@ -123,21 +130,26 @@ def _still_ending(run: RunDir, status: Status) -> bool:
 
 def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:
     """Stop the run for good, with a checkpoint where it is running; returns its status afterwards."""
-    status = current_status(run)
-    if status.state not in (states.QUEUED, states.RUNNING):
-        return status
-    run.record("cancel_requested")
+    with run.submission_lock():
+        status = current_status(run)
+        if status.submitting:
+            status = settle(run)
+        if not in_the_air(run, status):
+            return status
+        run.record("cancel_requested")
     if status.state == states.RUNNING and status.attempt:
         write_json(run.notice_file(status.attempt.id), {"cause": "cancelled"})
     if status.scheduler == "slurm" and status.job_id:
         slurm.cancel(status.job_id)
-    else:
+    elif is_alive(run, status):
         _signal_controller(run)
     deadline = time.monotonic() + wait_seconds
-    while status.state in (states.QUEUED, states.RUNNING) and time.monotonic() < deadline:
+    while in_the_air(run, status) and time.monotonic() < deadline:
         time.sleep(0.2)
         status = current_status(run)
-    return status
+    if status.state == states.INTERRUPTED:
+        run.record("cancelled")  # it had stopped already when the cancel came
+    return run.status()
 
 
 def _signal_controller(run: RunDir) -> None:

@@ -87,7 +87,7 @@ def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
 
 
 class Controller:
-    """Runs the attempts of one run on this machine until it ends."""
+    """Runs the attempts of one run on this machine until it ends. SIGTERM stops it gracefully, SIGINT kills."""
 
     def __init__(self, run: RunDir) -> None:
         self.run_dir = run
@@ -97,13 +97,19 @@ class Controller:
         self.stop_signals = 0
         self.lifeline = int(os.environ[LIFELINE]) if LIFELINE in os.environ else None
 
-    def run(self) -> int:
-        """All attempts; returns the exit code of the whole: 0 finished, 1 failed, 75 interrupted but resumable."""
+    def listen(self) -> None:
+        """Take signals from here on; before the lock is held, by which others know that there is someone to signal."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+
+    def run(self) -> int:
+        """All attempts; returns the exit code of the whole: 0 finished, 1 failed, 75 interrupted but resumable."""
         job_id = str(os.getpid())
         self._wait_for_pickle(job_id)
         while True:
+            if self.stop_signals:  # before there was a rank to tell
+                self.run_dir.record("interrupted", cause="user")
+                break
             begun = attempts.begin(self.run_dir, job_id, "local")
             self.attempt = begun.number
             returncode = self._run_tasks(begun, job_id)
@@ -115,13 +121,13 @@ class Controller:
         return {states.FINISHED: EXIT_FINISHED, states.FAILED: EXIT_FAILED}.get(state, EXIT_RESUMABLE)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self.stop_signals += 1  # what follows from it happens in the loop, not here
+        self.stop_signals += 2 if number == signal.SIGINT else 1  # what follows from it happens in the loop, not here
 
     def _wait_for_pickle(self, job_id: str) -> None:
         # Submitit names the pickle after our pid, so it is moved into place only after we were started.
         pickle = self.run_dir.submitit / f"{job_id}_submitted.pkl"
         for _ in range(6000):
-            if pickle.exists():
+            if pickle.exists() or self.stop_signals:
                 return
             time.sleep(0.01)
 
@@ -148,7 +154,7 @@ class Controller:
         resources = self.config.resources
         command = LaunchPlan(run=self.run_dir.path, config=self.config, cluster="local", scheduler="local").task_command
         shared = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != LIFELINE},
             **begun.environment,
             "SUBMITIT_EXECUTOR": "jobkit",
             "JOBKIT_JOB_ID": job_id,
@@ -191,6 +197,8 @@ class Controller:
 def main(arguments: list[str]) -> int:
     """`python -m jobkit.launch.local RUN`: control one run until it ends."""
     run = RunDir(Path(arguments[0]))
+    controller = Controller(run)
+    controller.listen()
     lock = run.alive_lock()
     try:
         # Whoever asks whether we live takes the lock for an instant.
@@ -199,7 +207,7 @@ def main(arguments: list[str]) -> int:
         print(f"jobkit: {run.name} is already being run by another controller", file=sys.stderr)
         return EXIT_FAILED
     try:
-        return Controller(run).run()
+        return controller.run()
     except attempts.NotRunnable as error:
         print(f"jobkit: {error}", file=sys.stderr)
         return EXIT_FAILED

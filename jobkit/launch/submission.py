@@ -88,11 +88,11 @@ def submit(
         plan = make_plan(run.path, config, cluster, where)
         if not run.exists():
             with _removed_on_error(run):
-                return _start(run, plan, Status(), Request(source, task_file, foreground, command))
+                return _start_or_refuse(run, plan, Status(), Request(source, task_file, foreground, command))
         status = job.settle(run)
         if status.state in (states.FINISHED, states.QUEUED, states.RUNNING):
             return Outcome(run, status, None, [])
-        return _start(run, plan, status, Request(source, task_file, foreground, command))
+        return _start_or_refuse(run, plan, status, Request(source, task_file, foreground, command))
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,20 @@ class Request:
     command: str
 
 
+def _start_or_refuse(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> Outcome:
+    try:
+        return _start(run, plan, before, request)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or run.path}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
+        ) from None
+
+
 def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> Outcome:
     if plan.scheduler == "slurm" and not slurm.available():
         raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
-    try:
-        for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{error.filename}: cannot be made ({error.strerror}); set --runs-dir or JOBKIT_RUNS"
-        ) from None
+    for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
+        folder.mkdir(parents=True, exist_ok=True)
     code = snapshot.take(request.source, run.code, skip=run.path.parent, needed=request.task_file)
     changed = snapshot.changes(run.code, before.code, code) if before.code and before.code != code else []
     run.write_config(plan.config)

@@ -28,8 +28,8 @@ def _at_least(minimum: int) -> Callable[[int], None]:
 
 
 def _check_name(value: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
-        raise ValueError("letters, digits, '.', '_' and '-' (it names the run directory and the job)")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError("letters, digits, '.', '_' and '-', at most 100 (it names the run directory and the job)")
 
 
 def _check_task(value: str) -> None:

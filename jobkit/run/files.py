@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
 
     `durable=False` skips the fsync: for files that are only a view of something durable, like a progress report.
     """
-    # Two hosts of one cluster may share a pid: the name of the temporary holds both.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    # Two hosts of one cluster may share a pid, and two threads one process: the temporary's name holds all three.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)

@@ -48,7 +48,9 @@ def take(source: Path, code_dir: Path, skip: Path, needed: Path | None = None) -
     Raises InputError when there are too many files for this to be a project's folder.
     """
     files = {str(file): _digest(source / file) for file in _list(source, skip, needed)}
-    digest = hashlib.sha256("\n".join(f"{name} {files[name]}" for name in sorted(files)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(
+        "\n".join(f"{name} {files[name]}" for name in sorted(files)).encode(errors="surrogateescape")
+    ).hexdigest()[:12]
     destination = code_dir / digest
     if destination.exists():
         return digest

@@ -99,7 +99,8 @@ def derive(events: Sequence[Event], progress: Mapping[str, Any] | None = None) -
 
 def _apply(status: Status, event: Event) -> None:
     handler = _HANDLERS.get(event["event"])
-    if handler:
+    ghost = status.attempt and event["event"] != "started" and event.get("attempt") not in (None, status.attempt.id)
+    if handler and not ghost:  # an old attempt's last words say nothing about the one that runs now
         handler(status, event)
 
 
@@ -153,7 +154,7 @@ def _checkpoint(status: Status, event: Event) -> None:
 def _end(status: Status, event: Event, state: str, cause: str) -> None:
     status.state = state
     attempt = status.attempt
-    if attempt:
+    if attempt and attempt.ended is None:
         attempt.ended, attempt.cause = float(event["time"]), cause
         if event.get("step") is not None:
             attempt.last_step = status.step = int(event["step"])

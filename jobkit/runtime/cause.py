@@ -30,21 +30,26 @@ class CauseFinder:
         self.found = False
         """Whether `find` has named a cause: from then on this attempt is ending."""
 
-    def set_deadline(self) -> None:
+    def look_around(self) -> None:
         """Learn when Slurm will end this attempt, and whether it is being stopped already.
 
-        Signals that came while the interpreter was starting are lost; the job's record still knows what they meant.
+        Signals that came while the interpreter was starting are lost; the notice and the job's record still know.
         """
-        if self.job_id is None:
-            return
-        job = self._ask()
+        if self._notice() is not None:
+            self.notices.signal = signal.SIGTERM
+        job = self._ask() if self.job_id is not None else None
         if job is None or job.end is None or job.start is None:
             return
         self.margin = slurm.stop_margin(job.end - job.start)
-        self.notices.deadline = job.end - self.margin
-        self._start_last_call(job.end - self.margin / 3)
         if slurm.stop_cause(job, self.margin, time.time()):
             self.notices.signal = signal.SIGTERM
+        else:
+            self.notices.deadline = job.end - self.margin
+            self._start_last_call(job.end - self.margin / 3)
+
+    def _notice(self) -> str | None:
+        notice = read_json(self.run.notice_file(self.attempt))
+        return str(notice["cause"]) if isinstance(notice, dict) and notice.get("cause") else None
 
     def _start_last_call(self, when: float) -> None:
         """End this rank, and with it the step, shortly before Slurm ends the job: a step takes longer than the margin.
@@ -55,9 +60,11 @@ class CauseFinder:
         def call() -> None:
             if self.found:
                 return  # the ranks agreed to stop, and are saving
-            self.run.record("interrupted", attempt=self.attempt, cause="timeout")
-            print("jobkit: out of time within one step; the job is requeued from its last checkpoint", flush=True)
-            os._exit(EXIT_RESUMABLE)
+            try:
+                self.run.record("interrupted", attempt=self.attempt, cause=self._find() or "timeout")
+                print("jobkit: out of time within one step; its last checkpoint is safe", flush=True)
+            finally:
+                os._exit(EXIT_RESUMABLE)
 
         timer = threading.Timer(max(0.0, when - time.time()), call)
         timer.daemon = True
@@ -70,9 +77,8 @@ class CauseFinder:
         return cause
 
     def _find(self) -> str | None:
-        notice = read_json(self.run.notice_file(self.attempt))
-        if isinstance(notice, dict) and notice.get("cause"):
-            return str(notice["cause"])
+        if (noticed := self._notice()) is not None:
+            return noticed
         if self.job_id is None:
             return "user" if self.notices.signal is not None else None
         until = time.monotonic() + ASK_SECONDS
@@ -92,7 +98,7 @@ class CauseFinder:
     def _ask(self) -> slurm.JobInfo | None:
         assert self.job_id is not None
         try:
-            return slurm.show_job(self.job_id)
+            return slurm.show_job(self.job_id, timeout=5.0)  # a save is waiting for the answer
         except SchedulerError as error:
             print(f"jobkit: {error}", file=sys.stderr)
             return None

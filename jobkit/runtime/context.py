@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from jobkit.checkpoint.reader import Loaded
 from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.checkpoint.writer import PendingSave, Saved
-from jobkit.errors import EXIT_RESUMABLE, CheckpointError
+from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
 from jobkit.run.duration import parse_seconds
 from jobkit.runtime.pace import Pace
 from jobkit.runtime.results import flat, literal, numbers, to_json
@@ -56,8 +56,9 @@ class Context:
         self._total: int | None = None
         self._logged: dict[str, Any] = {}
         self._images: list[tuple[str, torch.Tensor]] = []
-        self._loop_positions: dict[str, int] | None = None
-        """Where the tracked loaders stood when the current step began; None outside the loop."""
+        self._step_start: object = None
+        """What the current step had touched when it began: nothing; None outside the loop."""
+        self._optimizer_steps = 0
         self._pending: PendingSave | None = None
         self._durable_step: int | None = self._loaded.step if self._loaded else None
         self._pace = Pace()
@@ -65,6 +66,8 @@ class Context:
         self._last_save = time.monotonic()
         for step, reason in session.checkpointer.set_aside:
             session.record("set_aside", step=step, reason=reason)
+            if session.is_main:
+                print(f"jobkit: the checkpoint of step {step} is damaged and was set aside: {reason}", flush=True)
         seed_generators(derive_seed(self.seed, "init"))  # equal on all ranks: equal initial weights
         if self._loaded:
             self.step = self._loaded.step
@@ -144,6 +147,8 @@ class Context:
             if self._loaded:
                 self._restore(name, value)
             self._tracked[name] = value
+            if isinstance(value, torch.optim.Optimizer):
+                value.register_step_post_hook(self._count_optimizer_step)
 
     def _restore(self, name: str, value: Any) -> None:
         assert self._loaded is not None
@@ -169,16 +174,16 @@ class Context:
         """
         self._begin_loop(total)
         while self.step < total:
-            self._loop_positions = self._positions()
+            self._step_start = self._fingerprint()
             yield self.step
             self.step += 1
             self._flush_logs(self.step - 1)
             self._boundary()
-        self._loop_positions = None
-        if self._durable_step != self.step:
-            self._save(wait=True)
+        self._step_start = None
 
     def _begin_loop(self, total: int) -> None:
+        if self._total is not None:
+            raise JobkitError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
         self._total = total
         if self._loaded:
             if missing := set(self._loaded.shared) - set(self._tracked):
@@ -202,8 +207,13 @@ class Context:
     def _boundary(self) -> None:
         """Between two steps: measure, agree, save or stop."""
         session, pace = self._session, self._pace
+        if self.step == self._total:
+            return  # whatever it is, finishing is the quickest answer to it
         due = self._every_steps is not None and self.step % self._every_steps == 0
-        if pace.agree_at <= self.step:
+        # What the function does after the loop may need the last step's values, and may be killed: then that one step
+        # is repeated. The final checkpoint comes with the function's result.
+        due = due or self.step + 1 == self._total
+        if self.world_size == 1 or pace.agree_at <= self.step:
             seconds = pace.measure(self.step)
             by_time = session.is_main and self._every_seconds is not None
             by_time = by_time and time.monotonic() - self._last_save >= (self._every_seconds or 0)
@@ -213,7 +223,7 @@ class Context:
             if told:
                 self._stop_if_told()
             self._log_performance()
-        if due and self.step != self._total:
+        if due:
             self._save()
         self._report_progress()
 
@@ -227,14 +237,14 @@ class Context:
 
     def _stop(self, cause: str) -> None:
         if self._durable_step != self.step and self._total is not None:
-            self._save(wait=True, final_attempt=True)
+            self._save(wait=True, must=False)
         self._session.record("interrupted", cause=cause, step=self._durable_step or 0)
         raise Stopped(cause, self.step)
 
-    def _save(self, *, wait: bool = False, final_attempt: bool = False) -> None:
-        """Checkpoint the state as of `self.step` steps done."""
+    def _save(self, *, wait: bool = False, must: bool = True, extra: dict[str, Any] | None = None) -> None:
+        """Checkpoint the state as of `self.step` steps done; with `wait` a failure is raised, unless `must` is off."""
         session, step = self._session, self.step
-        if self._pending is not None and self._pending.step == step:
+        if self._pending is not None and self._pending.step == step and extra is None:
             pending = self._pending
         else:
             position = session.mark_metrics()
@@ -242,13 +252,13 @@ class Context:
                 step,
                 {name: unwrapped(value).state_dict() for name, value in self._tracked.items()},
                 {"rng": rng_state(self.device)},
-                extra=lambda: {"tensorboard": position.result(timeout=60)},
+                extra=lambda: {"tensorboard": position.result(timeout=60), **(extra or {})},
                 on_done=self._saved,
             )
         self._last_save = time.monotonic()
         if wait:
             outcome = pending.outcome()
-            if outcome.error is not None and not final_attempt:
+            if outcome.error is not None and must:
                 raise outcome.error
 
     def _saved(self, saved: Saved) -> None:
@@ -264,8 +274,13 @@ class Context:
             self._session.record("checkpoint_failed", step=saved.step, error=str(saved.error))
             print(f"jobkit: {saved.error}; training goes on, step {self._durable_step or 0} is safe", flush=True)
 
-    def _positions(self) -> dict[str, int]:
-        return {name: value.position for name, value in self._tracked.items() if isinstance(value, Loader)}
+    def _fingerprint(self) -> tuple[object, ...]:
+        """Changes as soon as a step draws a batch or a random number, or takes an optimizer's step."""
+        positions = [value.position for value in self._tracked.values() if isinstance(value, Loader)]
+        return positions, self._optimizer_steps, torch.get_rng_state().numpy().tobytes()
+
+    def _count_optimizer_step(self, *_: Any) -> None:
+        self._optimizer_steps += 1
 
     # Logging
 
@@ -318,7 +333,7 @@ class Context:
         """The mean of `function(batch, ids)`, one value a sample, over the dataset; all ranks work, all get the same.
 
         The training's random numbers are untouched. A notice to stop is obeyed in here too, where that repeats
-        nothing: before a step's first batch is drawn, and outside the loop. So evaluate at the top of a step.
+        nothing: before a step has drawn a batch or a random number. So evaluate at the top of a step.
         """
         return evaluate(
             function,
@@ -334,33 +349,46 @@ class Context:
         )
 
     def _evaluation_boundary(self) -> None:
-        told, touched = self._session.control.maximum(
-            self._session.notices.pending,
-            self._loop_positions is not None and self._loop_positions != self._positions(),
-        )
-        if told and not touched:
-            self._logged, self._images = {}, []  # this step will be logged when it is done
-            self._stop_if_told()
+        if self._total is not None and self._step_start is None:
+            return  # after the loop: going on to the end is what is left to do
+        self._pace.agree_next(self.step)
+        touched = self._step_start is not None and self._step_start != self._fingerprint()
+        told, touched_anywhere = self._session.control.maximum(self._session.notices.pending, touched)
+        if told and not touched_anywhere:
+            self._stop_if_told()  # what this step has logged so far is dropped: it will be logged again
 
     # The end
 
     def finish(self, result: Any = None) -> None:
-        """The function has returned: export the weights, record the result, and make everything durable."""
+        """The function has returned: export the weights, and make them, the state and the result durable."""
         session = self._session
-        if self._total is not None and self._durable_step != self.step:
-            self._save(wait=True)  # the loop was left early, by `break`
-        self._flush_logs(self.step)
         result = to_json(result)
         if session.is_main:
             self._export()
             if session.metrics is not None:
-                session.metrics.scalars(self.step, numbers(result))
+                self._logged.update(numbers(result))
                 session.metrics.hparams(flat(self.params), numbers(result))
-        session.checkpointer.wait()
-        if session.metrics is not None:
+        self._flush_logs(self.step)
+        if self._total is not None:
+            self._save(wait=True, extra={"result": result})
+        elif session.metrics is not None:
             session.metrics.mark().result(timeout=60)
         self._report_progress()
-        session.record("finished", step=self.step, result=result)
+        self._record_finished(result)
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether the checkpoint this attempt starts from was written after the training function had returned."""
+        return self._loaded is not None and "result" in self._loaded.manifest.extra
+
+    def finish_again(self) -> None:
+        """Record a result that an earlier attempt made durable, and died before it could record it."""
+        assert self._loaded is not None
+        self._record_finished(self._loaded.manifest.extra["result"])
+
+    def _record_finished(self, result: Any) -> None:
+        self._session.cause.found = True  # nothing is left that a time limit could interrupt
+        self._session.record("finished", step=self.step, result=result)
 
     def _export(self) -> None:
         """final/<name>.safetensors for each tracked module: complete or absent."""

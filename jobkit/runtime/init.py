@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from jobkit.display import Display
-from jobkit.errors import InputError
+from jobkit.errors import InputError, JobkitError
 from jobkit.run.config import Config, load
 from jobkit.run.files import write_json
 from jobkit.run.identity import run_name
@@ -31,6 +32,7 @@ class Script(Context):
     """A Context that ends with its script; `finish(result)` may end it earlier, with a result."""
 
     _finished = False
+    _lock: FileLock
 
     def finish(self, result: Any = None) -> None:
         """Record the result, export the weights and close."""
@@ -61,7 +63,10 @@ def init(
         folder.mkdir(parents=True, exist_ok=True)
     run.write_config(chosen)
     lock = run.alive_lock()
-    lock.acquire(timeout=10)  # held until this process ends: two scripts never write one run
+    try:
+        lock.acquire(timeout=10)
+    except Timeout:
+        raise JobkitError(f"{run.name} is being run by another process on this machine already") from None
     attempt = len(run.status().attempts) + 1
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     write_json(run.lease_file, {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
@@ -74,6 +79,7 @@ def init(
         gpus = 1 if torch.cuda.is_available() else 0
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     context = Script(open_session(run, chosen, attempt, Topology(), device))
+    context._lock = lock  # held until this process ends: two scripts never write one run
     _draw_progress(context)
     atexit.register(_at_exit, context)
     return context

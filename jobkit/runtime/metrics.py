@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -12,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import summary as summaries
 
 Position = dict[str, int]
 """Event file name -> its size in bytes: all that was written before one instant."""
@@ -29,18 +35,54 @@ def rewind(folder: Path, position: Mapping[str, int]) -> None:
             os.truncate(file, size)
 
 
+class EventFile:
+    """One event file, written without a thread of its own; what a full disk does not take is kept and tried again.
+
+    TensorBoard's EventFileWriter hands records to a thread which dies of a full disk, and its flush then never returns.
+    """
+
+    MAX_KEPT_BYTES = 64 << 20
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._kept = io.BytesIO()
+        self._size = 0
+        self.add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if first_step:
+            # A TensorBoard that is watching right now forgets the points that rewind() took back.
+            start = SessionLog(status=SessionLog.SessionStatus.Value("START"))
+            self.add(Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    def add(self, event: Event) -> None:
+        """Take an event; it is in the file after the next `write`."""
+        if self._kept.tell() < self.MAX_KEPT_BYTES:
+            RecordWriter(self._kept).write(event.SerializeToString())
+
+    def write(self, durable: bool = False) -> None:
+        """Append what was added; raises OSError, with the file cut back to whole records, when the disk is full."""
+        data = self._kept.getvalue()
+        with self.path.open("ab", buffering=0) as file:
+            try:
+                written = 0
+                while written < len(data):
+                    written += file.write(data[written:])
+            except OSError:
+                os.truncate(self.path, self._size)
+                raise
+            self._size += len(data)
+            self._kept = io.BytesIO()
+            if durable:
+                os.fsync(file.fileno())
+
+
 class MetricLog:
     """A thread that turns logged values into event files. Everything it is given is written in that order."""
 
     def __init__(self, folder: Path, first_step: int, on_tick: Callable[[dict[str, float]], None]) -> None:
-        # Imported on rank 0 alone: it costs a second, and as many seconds of CPU as there are ranks on a node.
-        from torch.utils.tensorboard import SummaryWriter
-
         self.folder = folder
         self._on_tick = on_tick
         self._latest: dict[str, float] = {}
-        # purge_step: a TensorBoard that is watching right now forgets the points that rewind() took back.
-        self._writer = SummaryWriter(str(folder), purge_step=first_step or None, max_queue=1000, flush_secs=5)
+        self._file = EventFile(folder, first_step)
         self._waiting: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -53,15 +95,14 @@ class MetricLog:
 
     def image(self, step: int, tag: str, image: torch.Tensor) -> None:
         """Log one image: CHW, uint8 or float in [0, 1]."""
-        self._waiting.append(lambda: self._writer.add_image(tag, image.cpu(), step))
+        self._waiting.append(lambda: self._add(summaries.image(tag, image.cpu().numpy(), dataformats="CHW"), step))
 
     def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Log the run's parameters with its final metrics, for TensorBoard's HPARAMS page."""
-        from torch.utils.tensorboard.summary import hparams
 
         def write() -> None:
-            for summary in hparams(dict(parameters), dict(metrics)):
-                self._writer._get_file_writer().add_summary(summary)
+            for summary in summaries.hparams(dict(parameters), dict(metrics)):
+                self._add(summary, 0)
 
         self._waiting.append(write)
 
@@ -85,11 +126,11 @@ class MetricLog:
             self._wake.clear()
             self._drain()
         self._drain()
-        self._try(self._writer.close)
 
     def _drain(self) -> None:
         while self._waiting:
             self._try(self._waiting.popleft())
+        self._try(self._file.write)
         self._try(lambda: self._on_tick(self._latest))
 
     @staticmethod
@@ -107,16 +148,15 @@ class MetricLog:
                 print(f"jobkit: ctx.log: {tag} at step {step} is not one number: {error}", file=sys.stderr, flush=True)
                 continue
             self._latest[tag] = number
-            self._writer.add_scalar(tag, number, step)
+            self._add(summaries.scalar(tag, number), step)
+
+    def _add(self, summary: Any, step: int) -> None:
+        self._file.add(Event(wall_time=time.time(), step=step, summary=summary))
 
     def _resolve(self, future: Future[Position]) -> None:
         try:
-            self._writer.flush()
-            position = {}
-            for file in self.folder.glob("events.out.tfevents.*"):
-                with file.open("rb") as stream:
-                    os.fsync(stream.fileno())
-                    position[file.name] = os.fstat(stream.fileno()).st_size
-            future.set_result(position)
+            self._try(lambda: self._file.write(durable=True))
+            files = self.folder.glob("events.out.tfevents.*")
+            future.set_result({file.name: file.stat().st_size for file in files})
         except Exception as error:  # for the checkpoint to say: it must not wait for ever
             future.set_exception(error)

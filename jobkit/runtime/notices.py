@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import time
@@ -26,6 +27,8 @@ class Notices:
         """Take SIGTERM, SIGUSR2 and SIGINT from here on; in the main thread only."""
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        # Slurm signals data loader workers too, and one that dies takes its rank with it, before the checkpoint.
+        os.register_at_fork(after_in_child=_block_signals)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.signal = number
@@ -38,13 +41,22 @@ class Notices:
 NOTICES = Notices()
 
 
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})
+
+
+def kill_children() -> None:
+    """End what this process forked and did not end: such children no longer listen to a polite signal."""
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
 def follow_parent() -> None:
     """Get SIGTERM when the process that started this one dies (Linux): a rank is never left behind as an orphan."""
     PR_SET_PDEATHSIG = 1
-    parent = os.getppid()
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     except (OSError, AttributeError):
         return  # not Linux: the controller's own care is what there is
-    if os.getppid() != parent:
+    if str(os.getppid()) != os.environ.get("JOBKIT_JOB_ID"):  # it died before we could say so
         os.kill(os.getpid(), signal.SIGTERM)

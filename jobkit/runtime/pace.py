@@ -7,6 +7,9 @@ import time
 AGREEMENT_SECONDS = 0.25
 """Ranks compare notes about stopping about this often, or once a step where steps are longer than that."""
 
+MAX_STEPS_BETWEEN_AGREEMENTS = 32
+"""So that steps which suddenly take a hundred times longer do not put a stop off for minutes."""
+
 PERFORMANCE_SECONDS = 1.0
 """How often the loop logs its own curves (learning rate, samples and time a step, epoch)."""
 
@@ -35,7 +38,12 @@ class Pace:
 
     def agree_after(self, step: int, seconds_a_step: float) -> None:
         """The next agreement: after AGREEMENT_SECONDS at this pace, the same step on every rank."""
-        self.agree_at = step + max(1, min(256, int(AGREEMENT_SECONDS / max(seconds_a_step, 1e-6))))
+        steps = int(AGREEMENT_SECONDS / max(seconds_a_step, 1e-6))
+        self.agree_at = step + max(1, min(MAX_STEPS_BETWEEN_AGREEMENTS, steps))
+
+    def agree_next(self, step: int) -> None:
+        """Agree after this step: it was an unusual one, as with an evaluation in it."""
+        self.agree_at = step + 1
 
     def sample(self, step: int) -> float | None:
         """Seconds a step, once every PERFORMANCE_SECONDS, else None."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ from jobkit.run.files import write_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.cause import CauseFinder
 from jobkit.runtime.distributed import Control, Topology
-from jobkit.runtime.metrics import MetricLog, Position, rewind
 from jobkit.runtime.notices import NOTICES, Notices
+
+if TYPE_CHECKING:
+    from jobkit.runtime.metrics import MetricLog, Position
 
 
 @dataclass
@@ -47,12 +49,15 @@ class Session:
 
     def record(self, event: str, **fields: Any) -> None:
         """Journal an event of this attempt, once: on rank 0."""
-        if self.is_main:
+        if self.is_main and self.run.owner() == self.attempt:
             self.run.record(event, attempt=self.attempt, **fields)
 
     def start_metrics(self, position: Position, first_step: int) -> None:
         """Cut TensorBoard's files back to a checkpoint's position and continue them from there."""
         if self.is_main:
+            # Imported on rank 0 alone: TensorBoard costs a second, times the ranks of a node.
+            from jobkit.runtime.metrics import MetricLog, rewind
+
             rewind(self.run.tensorboard, position)
             self.metrics = MetricLog(self.run.tensorboard, first_step, self._report)
 
@@ -105,5 +110,5 @@ def open_session(run: RunDir, config: Config, attempt: int, topology: Topology, 
     )
     cause = CauseFinder(run, attempt, NOTICES)
     if topology.rank == 0:
-        cause.set_deadline()
+        cause.look_around()
     return Session(run, config, attempt, topology, device, control, checkpointer, cause)

@@ -17,6 +17,7 @@ from jobkit.run.files import write_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.context import Context, Stopped
 from jobkit.runtime.distributed import Topology, choose_device, join
+from jobkit.runtime.notices import kill_children
 from jobkit.runtime.session import Session, open_session
 
 
@@ -33,13 +34,17 @@ def run_rank(path: str) -> None:
         function = load_task(config.task)  # before the group forms: an import that fails should not keep others waiting
         session = _join(run, config, attempt, topology)
         context = Context(session)
-        result = function(context)
-        context.finish(result)
+        if context.has_returned:
+            context.finish_again()
+        else:
+            context.finish(function(context))
     except Stopped as stopped:
         print(f"jobkit: stopped at step {stopped.step}: {stopped.cause}", flush=True)
     except BaseException as error:
         _write_error(run, attempt, topology.rank, context.step if context else None, error)
         raise
+    finally:
+        kill_children()
     session.close()
 
 

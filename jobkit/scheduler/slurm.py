@@ -100,10 +100,10 @@ class JobInfo:
         return self.state == "COMPLETING" and self.end is None
 
 
-def show_job(job_id: str) -> JobInfo | None:
+def show_job(job_id: str, timeout: float = 30.0) -> JobInfo | None:
     """The job as slurmctld knows it, or None once it has forgotten it (MinJobAge after its end)."""
     try:
-        text = command("scontrol", "--oneliner", "show", "job", job_id)
+        text = command("scontrol", "--oneliner", "show", "job", job_id, timeout=timeout)
     except SchedulerError as error:
         if "Invalid job id" in str(error):
             return None

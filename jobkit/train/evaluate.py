@@ -31,18 +31,19 @@ def evaluate(
 
     `ids` is an int64 tensor [len(batch)] of sample numbers. The batches are cut the same way for every world size and
     dealt out whole, so that no sample's value depends on how many ranks there are; `total` sums a float64 tensor
-    [len(dataset)] over the ranks. `between_batches` is called equally often on every rank. Gradients are off; random
-    numbers drawn by `function` come from (seed, batch), and the caller's generators are as before afterwards.
+    [len(dataset)] over the ranks. `between_batches` is called equally often on every rank, with the
+    caller's generators. Gradients are off; random numbers drawn by `function` come from (seed, batch), and the
+    caller's generators are as before afterwards.
     """
     device = device or torch.device("cpu")
     length = len(dataset)  # type: ignore[arg-type]
     batches = math.ceil(length / batch_size)
     values = torch.zeros(length, dtype=torch.float64)
     seeded = SeededDataset(dataset, seed)
-    with torch.no_grad(), preserved_generators(device):
-        for round_start in range(0, batches, world_size):
-            number = round_start + rank
-            if number < batches:
+    for round_start in range(0, batches, world_size):
+        number = round_start + rank
+        if number < batches:
+            with torch.no_grad(), preserved_generators(device):
                 ids = torch.arange(number * batch_size, min(length, (number + 1) * batch_size))
                 seed_generators(derive_seed(seed, "evaluate", number))
                 batch = to_device(collate_fn([seeded[(0, int(one))] for one in ids]), device)
@@ -52,6 +53,6 @@ def evaluate(
                         f"function returned shape {tuple(result.shape)}, expected one value for each of {len(ids)}"
                     )
                 values[ids] = result.detach().to("cpu", torch.float64)
-            between_batches()
+        between_batches()
     # Each sample is non-zero on one rank alone, so the sum is exact; fsum does not depend on an order.
     return math.fsum(total(values).tolist()) / length

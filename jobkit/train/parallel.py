@@ -17,13 +17,15 @@ def data_parallel(module: torch.nn.Module, device: torch.device) -> DistributedD
     pass of zeros, in the reverse order of the parameters, makes DDP settle before the first step.
     """
     wrapped = DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
-    forward = module.forward
+    own_forward = module.__dict__.get("forward")  # as a rule there is none, and the class's is used
     try:
         module.forward = lambda: _zero(module)
         wrapped().backward()
         wrapped.reducer._rebuild_buckets()
     finally:
-        module.forward = forward
+        del module.forward
+        if own_forward is not None:
+            module.forward = own_forward
     module.zero_grad(set_to_none=True)
     return wrapped
 
