@@ -125,6 +125,10 @@ def _announce(outcome: Outcome) -> None:
     before = outcome.status
     if before.attempts:
         print(f"continuing {outcome.run.name} ({before.state}) from step {before.checkpoint or 0}", file=sys.stderr)
+    _say_code_changes(outcome)
+
+
+def _say_code_changes(outcome: Outcome) -> None:
     if outcome.code_changes:
         print(f"the code changed since it was last submitted: {', '.join(outcome.code_changes[:8])}", file=sys.stderr)
 
@@ -137,14 +141,16 @@ def _report(outcome: Outcome, follow: bool) -> int:
     if outcome.started is not None:
         _announce(outcome)
         where = "process" if outcome.started.controller else "job"
-        print(f"{where} {outcome.started.job_id}\nrun directory {run.path}")
+        print(f"{where} {outcome.started.job_id}\nrun directory {run.path}", flush=True)
         print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
     elif status.state == states.FINISHED:
         print(f"already finished, at step {status.step}: {run.path}\n--fresh starts a new run of the same config")
+        _say_code_changes(outcome)
         return EXIT_FINISHED
     else:
         where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
-        print(f"already {status.state}: {where}\nrun directory {run.path}")
+        print(f"already {status.state}: {where}\nrun directory {run.path}", flush=True)
+        _say_code_changes(outcome)
     if not follow:
         return EXIT_FINISHED
     from jobkit.launch.follow import follow_slurm

@@ -177,3 +177,20 @@ def test_a_named_cluster_comes_from_the_users_own_config(project: Project, slurm
     job = slurm.job(status(run)["job_id"])
     assert (job["Partition"], job["NumNodes"], job["Comment"]) == ("high", "3-3", "mine")
     project.jobkit("cancel", run.name)
+
+
+def test_a_model_or_loader_that_is_not_tracked_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    task = project.path / "mytask.py"
+    task.write_text(task.read_text().replace("ctx.track(model=model, ", "ctx.track("))
+    assert "not tracked" in project.submit("--local", "resources.nodes=1", expect=1).stderr
+    assert status(project.runs[0])["step"] == 0
+
+
+def test_an_edit_after_the_end_is_told_and_a_slip_in_a_parameter_too(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.submit("--local", "params.steps=3", "resources.nodes=1")
+    task = project.path / "mytask.py"
+    task.write_text(task.read_text() + "\n")
+    assert "~ mytask.py" in project.submit("--local", "params.steps=3").stderr
+    assert "did you mean 'steps'?" in project.submit("--local", "params.stepz=3", "--dry-run").stderr

@@ -90,9 +90,9 @@ def _record_hard_end(run: RunDir, attempt: int, returncode: int, scheduler: str,
     if cause is not None:
         run.record("interrupted", attempt=attempt, cause=cause)
         return
-    error = first_error(run, attempt) or {
-        "error": f"the ranks ended with exit code {returncode} and without a traceback"
-    }
+    killed = returncode in (-9, 137)
+    how = "a rank was killed (SIGKILL: out of memory?)" if killed else f"the ranks ended with exit code {returncode}"
+    error = first_error(run, attempt) or {"error": f"{how}, without a traceback"}
     run.record("failed", attempt=attempt, cause="crashed", **error)
 
 

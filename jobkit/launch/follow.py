@@ -111,7 +111,7 @@ def announce_end(run: RunDir, status: Status, display: Display) -> None:
         attempt = status.attempt
         display.say(f"failed at {steps}: {status.error}")
         if attempt:
-            display.say(f"traceback: {run.rank_log(attempt.id, 0, 'err')} and its neighbours")
+            display.say(f"tracebacks: {run.logs(attempt.id)}/rank_*.err")
         display.say(_safe(status))
     else:
         display.say(f"{status.state} at {steps}. {_safe(status)}")

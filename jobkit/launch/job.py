@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from filelock import Timeout
 
-from jobkit.errors import JobkitError
+from jobkit.errors import JobkitError, SchedulerError
 from jobkit.launch.plan import LaunchPlan
 from jobkit.run import status as states
 from jobkit.run.files import read_json, write_json
@@ -105,7 +105,13 @@ def settle(run: RunDir) -> Status:
     """
     status = current_status(run)
     if status.submitting:
-        found = slurm.jobs_named(run.name) if status.scheduler == "slurm" else []
+        try:
+            found = slurm.jobs_named(run.name) if status.scheduler == "slurm" else []
+        except SchedulerError as error:
+            raise SchedulerError(
+                f"an earlier submission of {run.name} was cut off, and only Slurm knows whether it is queued: {error}. "
+                "Repeat this where Slurm answers, or start a new run with --fresh"
+            ) from None
         if found:
             run.record("submitted", job_id=found[0])
         else:

@@ -91,8 +91,15 @@ def submit(
                 return _start_or_refuse(run, plan, Status(), Request(source, task_file, foreground, command))
         status = job.settle(run)
         if status.state in (states.FINISHED, states.QUEUED, states.RUNNING):
-            return Outcome(run, status, None, [])
+            return Outcome(run, status, None, _code_changes(run, status, source, task_file))
         return _start_or_refuse(run, plan, status, Request(source, task_file, foreground, command))
+
+
+def _code_changes(run: RunDir, before: Status, source: Path, task_file: Path | None) -> list[str]:
+    """What changed in the code since the run's newest submission, in lines."""
+    if not before.code:
+        return []
+    return snapshot.changes(run.code, before.code, snapshot.scan(source, run.path.parent, task_file))
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,8 @@ def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> O
         raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
     for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
         folder.mkdir(parents=True, exist_ok=True)
+    changed = _code_changes(run, before, request.source, request.task_file)
     code = snapshot.take(request.source, run.code, skip=run.path.parent, needed=request.task_file)
-    changed = snapshot.changes(run.code, before.code, code) if before.code and before.code != code else []
     run.write_config(plan.config)
     run.record(
         "submitting",

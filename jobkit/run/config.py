@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from jobkit.errors import InputError
+from jobkit.errors import InputError, nearest
 from jobkit.run.duration import parse_seconds
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, parse_value, read_yaml
@@ -148,11 +148,12 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
             return f"command line: {key}"
         if key in user_places:
             return user_places[key]
-        for candidate in (f"demo.{key}", key) if notes else (key,):
+        for candidate in (f"demo.{key}", key) if note else (key,):
             if candidate in lines:
                 return f"{path}:{lines[candidate]}: {candidate}"
         return f"{path}: {key}" if key else f"{path}"
 
+    note: str | None = None
     overridden: set[str] = set()
     own_clusters, user_places = _user_clusters()
     values, note = _apply_demo(path, values, lines, demo)
@@ -162,6 +163,7 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
     for text in overrides:
         key, value = _split_override(text)
         overridden.add(key)
+        notes += _new_parameter(merged, key)
         try:
             OmegaConf.update(merged, key, value, force_add=True)
         except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
@@ -197,6 +199,16 @@ def _apply_demo(
     merged = OmegaConf.to_container(OmegaConf.merge(_create(values, path), _create(demo, path)))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items()}, f"{reason}: using the small recipe (`demo:` in {path})"
+
+
+def _new_parameter(merged: Any, key: str) -> list[str]:
+    """A note about an override that adds to params and looks like a slip: params are free-form, so it is no error."""
+    parent, _, name = key.rpartition(".")
+    siblings = OmegaConf.select(merged, parent, throw_on_resolution_failure=False) if parent else None
+    if not key.startswith("params.") or not isinstance(siblings, DictConfig) or name in siblings:
+        return []
+    hint = nearest(name, [str(one) for one in siblings])
+    return [f"note: {key} is a new parameter{hint}"] if hint else []
 
 
 def _create(values: dict[str, Any], path: Path) -> Any:

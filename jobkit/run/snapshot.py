@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jobkit.errors import InputError
@@ -40,6 +40,11 @@ MAX_FILES = 5000
 MANIFEST = ".snapshot.json"
 
 
+def scan(source: Path, skip: Path, needed: Path | None = None) -> dict[str, str]:
+    """What `take` would copy: file name -> digest of its content."""
+    return {str(file): _digest(source / file) for file in _list(source, skip, needed)}
+
+
 def take(source: Path, code_dir: Path, skip: Path, needed: Path | None = None) -> str:
     """Copy the code under `source` into `code_dir/<digest>` and return the digest (12 hex digits of its content).
 
@@ -47,7 +52,7 @@ def take(source: Path, code_dir: Path, skip: Path, needed: Path | None = None) -
     files that look like source. Nothing below `skip` (the runs directory) is copied. The same code is stored once.
     Raises InputError when there are too many files for this to be a project's folder.
     """
-    files = {str(file): _digest(source / file) for file in _list(source, skip, needed)}
+    files = scan(source, skip, needed)
     digest = hashlib.sha256(
         "\n".join(f"{name} {files[name]}" for name in sorted(files)).encode(errors="surrogateescape")
     ).hexdigest()[:12]
@@ -82,9 +87,9 @@ def verify(code_dir: Path, digest: str) -> list[str]:
     ]
 
 
-def changes(code_dir: Path, old: str, new: str) -> list[str]:
-    """The files that differ between two snapshots, as `+ added`, `- removed` and `~ changed` lines."""
-    before, after = read_json(code_dir / old / MANIFEST) or {}, read_json(code_dir / new / MANIFEST) or {}
+def changes(code_dir: Path, old: str, after: Mapping[str, str]) -> list[str]:
+    """How scanned files differ from a snapshot, as `+ added`, `- removed` and `~ changed` lines."""
+    before = read_json(code_dir / old / MANIFEST) or {}
     lines = [f"+ {name}" for name in after if name not in before]
     lines += [f"- {name}" for name in before if name not in after]
     lines += [f"~ {name}" for name in after if name in before and after[name] != before[name]]

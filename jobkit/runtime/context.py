@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Context:
         self.step: int = 0
         """The step the loop is in, from 0; after the loop, the number of steps done."""
         self._tracked: dict[str, Any] = {}
+        self._made: list[tuple[str, Any]] = []
+        """What ctx.parallelize and ctx.loader made: a checkpoint without it would be worthless."""
         self._loaded: Loaded | None = session.checkpointer.load_newest()
         self._total: int | None = None
         self._logged: dict[str, Any] = {}
@@ -115,14 +117,18 @@ class Context:
     def parallelize(self, module: torch.nn.Module) -> torch.nn.Module:
         """`module` on this rank's device, its gradients averaged over the ranks (DDP) where there are several."""
         module = module.to(self.device)
-        if self.world_size == 1:
-            return module
-        return data_parallel(module, self.device)
+        if self.world_size > 1:
+            module = data_parallel(module, self.device)
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            self._made.append(("the model of ctx.parallelize", module))
+        return module
 
     def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
         """An endless iterator over this rank's shares of global batches; see jobkit.train.data.Loader."""
         place = {"rank": self.rank, "world_size": self.world_size, "device": self.device, "seed": self.seed}
-        return Loader(dataset, global_batch_size=global_batch_size, **{**place, **options})
+        loader = Loader(dataset, global_batch_size=global_batch_size, **{**place, **options})
+        self._made.append(("the loader of ctx.loader", loader))
+        return loader
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The YAML's `precision` for the code inside: nothing for fp32, torch.autocast for bf16."""
@@ -184,6 +190,13 @@ class Context:
     def _begin_loop(self, total: int) -> None:
         if self._total is not None:
             raise JobkitError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
+        tracked = [unwrapped(value) for value in self._tracked.values()]
+        for what, value in self._made:
+            if not any(unwrapped(value) is one for one in tracked):
+                raise JobkitError(
+                    f"{what} is not tracked, so a run that is interrupted would lose it: "
+                    "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps"
+                )
         self._total = total
         if self._loaded:
             if missing := set(self._loaded.shared) - set(self._tracked):
@@ -322,6 +335,12 @@ class Context:
                 break
         metrics.scalars(self.step - 1, values)
 
+    def wait_for_save(self, seconds: float) -> None:
+        """Give a checkpoint that is being written this long to become durable: the function has failed meanwhile."""
+        if self._pending is not None:
+            with suppress(TimeoutError):
+                self._pending.outcome(seconds)
+
     def _report_progress(self) -> None:
         self._session.progress["step"] = self.step
         self._session.progress["total_steps"] = self._total
@@ -362,6 +381,8 @@ class Context:
     def finish(self, result: Any = None) -> None:
         """The function has returned: export the weights, and make them, the state and the result durable."""
         session = self._session
+        if self._total is None and self.is_main:
+            print("jobkit: the function returned without ctx.steps: there were no checkpoints", flush=True)
         result = to_json(result)
         if session.is_main:
             self._export()

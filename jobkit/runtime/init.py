@@ -22,6 +22,7 @@ from jobkit.run.config import Config, load
 from jobkit.run.files import write_json
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir, default_runs_dir
+from jobkit.run.status import FINISHED
 from jobkit.runtime.context import Context
 from jobkit.runtime.distributed import Topology, check_alone
 from jobkit.runtime.notices import NOTICES
@@ -67,7 +68,11 @@ def init(
         lock.acquire(timeout=10)
     except Timeout:
         raise JobkitError(f"{run.name} is being run by another process on this machine already") from None
-    attempt = len(run.status().attempts) + 1
+    before = run.status()
+    if before.state == FINISHED:
+        print(f"already finished, at step {before.step}: {run.path}; other params or another name make a new run")
+        raise SystemExit(0)
+    attempt = len(before.attempts) + 1
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     write_json(run.lease_file, {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
     run.record("submitting", cluster="local", scheduler="local")

@@ -42,6 +42,8 @@ def run_rank(path: str) -> None:
         print(f"jobkit: stopped at step {stopped.step}: {stopped.cause}", flush=True)
     except BaseException as error:
         _write_error(run, attempt, topology.rank, context.step if context else None, error)
+        if context is not None:
+            context.wait_for_save(seconds=3.0)
         raise
     finally:
         kill_children()

@@ -53,11 +53,14 @@ def command(*arguments: str, timeout: float = 30.0) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise SchedulerTimeout(
-            f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (scontrol ping)"
+            f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (`scontrol ping`){_NO_SLURM}"
         ) from None
     if done.returncode:
         raise SchedulerError(explain(arguments[0], done.stderr or done.stdout))
     return done.stdout
+
+
+_NO_SLURM = " (does SLURM_CONF name a cluster that is gone? `unset SLURM_CONF`; without a cluster, use --local)"
 
 
 def explain(program: str, stderr: str) -> str:
@@ -68,6 +71,8 @@ def explain(program: str, stderr: str) -> str:
         hint = " (`sinfo` lists the partitions; set clusters.<name>.partition)"
     elif "invalid account" in words.lower():
         hint = " (`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account)"
+    elif "configuration source" in words.lower() or "resolve_ctls" in words.lower():
+        return f"{program}: no Slurm is configured here{_NO_SLURM}"
     elif "contact slurm controller" in words.lower() or "connection refused" in words.lower():
         hint = " (the controller is down or SLURM_CONF points elsewhere: `scontrol ping`; the same command works later)"
     return f"{program}: {words or 'failed without a word'}{hint}"
