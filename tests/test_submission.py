@@ -48,7 +48,8 @@ def test_a_job_cancelled_while_it_waits_is_cancelled_and_can_be_resumed(project:
     project.submit("--cluster", "slurm", *with_hold)
     assert status(run)["state"] == "queued"
     project.jobkit("cancel", run.name)
-    assert status(run)["state"] == "cancelled" and not queue(slurm, project)
+    assert status(run)["state"] == "cancelled"
+    wait_for("an empty queue", lambda: not queue(slurm, project), run)
 
 
 def test_a_submission_cut_off_after_sbatch_is_found_again(project: Project, slurm: Cluster) -> None:

@@ -27,6 +27,8 @@ class CauseFinder:
         self.notices = notices
         self.job_id = slurm.current_job() if os.environ.get("JOBKIT_SCHEDULER") == "slurm" else None
         self.margin = 0.0
+        self.last_call: float | None = None
+        """When a rank that is still within a step has to end, in seconds since the epoch."""
         self.found = False
         """Whether `find` has named a cause: from then on this attempt is ending."""
 
@@ -45,24 +47,28 @@ class CauseFinder:
             self.notices.signal = signal.SIGTERM
         else:
             self.notices.deadline = job.end - self.margin
-            self._start_last_call(job.end - self.margin / 3)
+            self.last_call = job.end - self.margin / 2
 
     def _notice(self) -> str | None:
         notice = read_json(self.run.notice_file(self.attempt))
         return str(notice["cause"]) if isinstance(notice, dict) and notice.get("cause") else None
 
-    def _start_last_call(self, when: float) -> None:
-        """End this rank, and with it the step, shortly before Slurm ends the job: a step takes longer than the margin.
+    def start_last_call(self, when: float | None, is_main: bool) -> None:
+        """End this rank at `when`, shortly before Slurm ends the job: a step takes longer than the margin.
 
-        The batch script must outlive the ranks to requeue the job; at the time limit Slurm kills them all at once.
+        Every rank does it, at the time rank 0 has learnt: the batch script must outlive the ranks to requeue the job,
+        and at the time limit Slurm kills them all at once.
         """
+        if when is None:
+            return
 
         def call() -> None:
             if self.found:
                 return  # the ranks agreed to stop, and are saving
             try:
-                self.run.record("interrupted", attempt=self.attempt, cause=self._find() or "timeout")
-                print("jobkit: out of time within one step; its last checkpoint is safe", flush=True)
+                if is_main:
+                    self.run.record("interrupted", attempt=self.attempt, cause=self._find() or "timeout")
+                    print("jobkit: out of time within one step; its last checkpoint is safe", flush=True)
             finally:
                 os._exit(EXIT_RESUMABLE)
 

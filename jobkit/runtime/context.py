@@ -246,6 +246,7 @@ class Context:
         if cause is None:
             self._session.notices.clear()
             return
+        self._session.cause.found = True  # on every rank: from here on they are saving
         self._stop(str(cause))
 
     def _stop(self, cause: str) -> None:

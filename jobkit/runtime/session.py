@@ -111,4 +111,6 @@ def open_session(run: RunDir, config: Config, attempt: int, topology: Topology, 
     cause = CauseFinder(run, attempt, NOTICES)
     if topology.rank == 0:
         cause.look_around()
+    last_call = control.from_main(cause.last_call)
+    cause.start_last_call(last_call if isinstance(last_call, float) else None, is_main=topology.rank == 0)
     return Session(run, config, attempt, topology, device, control, checkpointer, cause)
