@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -17,6 +18,7 @@ from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.checkpoint.writer import PendingSave, Saved
 from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
 from jobkit.run.duration import parse_seconds
+from jobkit.run.files import fsync_dir
 from jobkit.runtime.pace import Pace
 from jobkit.runtime.results import flat, literal, numbers, to_json
 from jobkit.runtime.session import Session
@@ -422,7 +424,10 @@ class Context:
         for name, module in modules.items():
             temporary = final / f".{name}.safetensors.tmp"
             save_model(unwrapped(module), str(temporary))
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
             temporary.replace(final / f"{name}.safetensors")
+        fsync_dir(final)
 
 
 def _checkpoint_interval(every: str | int) -> tuple[int | None, float | None]:
