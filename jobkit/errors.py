@@ -36,6 +36,9 @@ class SchedulerTimeout(SchedulerError):
 class CheckpointError(JobkitError):
     """A checkpoint could not be written or read; the message says which one is still good."""
 
+    errno: int | None = None
+    """The number of the OSError behind it, on whichever rank it was raised, where a disk is to blame."""
+
 
 class DistributedError(JobkitError):
     """The tasks of an attempt do not form the one process group they were started for."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from jobkit.errors import CheckpointError
+from jobkit.run.disk import disk_errno
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ class Team:
 
     def lead(self, action: Callable[[], T]) -> T:
         """The value that `action` returns on rank 0, on all ranks; CheckpointError on all where it raises."""
-        outcome: tuple[T | None, str | None] = (None, None)
+        outcome: tuple[T | None, CheckpointError | None] = (None, None)
         if self.rank == 0:
             outcome = _attempt(action)
         if self.group is not None:
@@ -33,7 +34,7 @@ class Team:
             outcome = box[0]
         value, problem = outcome
         if problem is not None:
-            raise CheckpointError(problem)
+            raise problem
         return cast(T, value)
 
     def gather(self, action: Callable[[], T]) -> list[T]:
@@ -44,15 +45,22 @@ class Team:
             dist.all_gather_object(outcomes, mine, group=self.group)
         for rank, (_, problem) in enumerate(outcomes):
             if problem is not None:
-                raise CheckpointError(problem if self.world_size == 1 else f"rank {rank}: {problem}")
+                raise problem if self.world_size == 1 else checkpoint_error(f"rank {rank}: {problem}", problem)
         return [value for value, _ in outcomes]
 
 
-def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
+def _attempt(action: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
     try:
         return action(), None
     except Exception as error:  # as text: not every exception can be sent
-        return None, describe(error)
+        return None, checkpoint_error(describe(error), error)
+
+
+def checkpoint_error(message: str, cause: BaseException) -> CheckpointError:
+    """A CheckpointError that still tells whether the disk is to blame."""
+    error = CheckpointError(message)
+    error.errno = disk_errno(cause) or None
+    return error
 
 
 def describe(error: BaseException) -> str:

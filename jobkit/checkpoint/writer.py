@@ -20,7 +20,7 @@ from jobkit.checkpoint.reader import Loaded, Reader
 from jobkit.checkpoint.staging import Staged, Stager
 from jobkit.checkpoint.storage import RawWriter
 from jobkit.checkpoint.store import Manifest, Store
-from jobkit.checkpoint.team import Team, describe
+from jobkit.checkpoint.team import Team, checkpoint_error, describe
 from jobkit.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,8 @@ class Checkpointer:
             try:
                 self._write(step, staged, extra)
             except (Exception, CheckpointException) as cause:
-                error = CheckpointError(f"the checkpoint of step {step} was not written: {_reason(cause)}")
+                reason, first = _reason(cause)
+                error = checkpoint_error(f"the checkpoint of step {step} was not written: {reason}", first)
             saved = Saved(step, self.store.path(step), stall, time.perf_counter() - started, staged.nbytes, error)
             try:
                 if on_done is not None:
@@ -207,9 +208,9 @@ class Checkpointer:
                 log.warning("old checkpoints could not be removed: %s", error)
 
 
-def _reason(error: BaseException) -> str:
-    """The first failure among the ranks, in a line."""
+def _reason(error: BaseException) -> tuple[str, BaseException]:
+    """The first failure among the ranks, in a line and as it is."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        return f"rank {rank}: {describe(cause)}"
-    return describe(error)
+        return f"rank {rank}: {describe(cause)}", cause
+    return describe(error), error

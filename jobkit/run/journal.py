@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -15,23 +16,39 @@ class Journal:
     """events.jsonl: one JSON object a line, with `time` (seconds since the epoch) and `event` first.
 
     A line is written by one write() to a file opened for appending, and fsynced: writers of one host never mix, and a
-    crash can leave at most a torn last line, which readers skip and the next writer ends.
+    crash can leave at most a torn last line, which readers skip and the next writer ends. A line that a full disk took
+    only a part of is taken back.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, event: str, **fields: Any) -> Event:
-        """Write one event and return it; raises OSError when it cannot be made durable."""
+        """Write one event and return it; raises OSError when it cannot be made durable.
+
+        `time=...` is for one that happened earlier than now.
+        """
         entry: Event = {"time": round(time.time(), 3), "event": event, **fields}
         line = json.dumps(entry, default=str) + "\n"
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(fd, (self._mend(fd) + line).encode())
-            os.fsync(fd)
+            self._write(fd, (self._mend(fd) + line).encode())
         finally:
             os.close(fd)
         return entry
+
+    @staticmethod
+    def _write(fd: int, data: bytes) -> None:
+        before, written = os.fstat(fd).st_size, 0
+        try:
+            while written < len(data):  # a disk that is just getting full takes a part, and says why the next time
+                written += os.write(fd, data[written:])
+            os.fsync(fd)
+        except OSError:
+            with contextlib.suppress(OSError):
+                if os.fstat(fd).st_size == before + written:  # nobody has written since
+                    os.ftruncate(fd, before)
+            raise
 
     @staticmethod
     def _mend(fd: int) -> str:

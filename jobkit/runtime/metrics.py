@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as summaries
 
+from jobkit.run.disk import Outage
+
 Position = dict[str, int]
-"""Event file name -> its size in bytes: all that was written before one instant."""
+"""Event file name -> its size in bytes with all that was logged before one instant."""
 
 TICK_SECONDS = 0.5
 
@@ -39,19 +42,29 @@ class EventFile:
     """One event file, written without a thread of its own; what a full disk does not take is kept and tried again.
 
     TensorBoard's EventFileWriter hands records to a thread which dies of a full disk, and its flush then never returns.
+    The next attempt cuts the file back or removes it. This process may still be alive then: it asks `may_write` first,
+    never makes the file a second time, and appends only to what it left.
     """
 
     MAX_KEPT_BYTES = 64 << 20
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, first_step: int, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._may_write = may_write
         self._kept = io.BytesIO()
         self._size = 0
+        self._exists = False
+        self._given_up = False
         self.add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if first_step:
             # A TensorBoard that is watching right now forgets the points that rewind() took back.
             start = SessionLog(status=SessionLog.SessionStatus.Value("START"))
             self.add(Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    @property
+    def size(self) -> int:
+        """The file's size with all that was added, be it in the file yet or not."""
+        return self._size + self._kept.tell()
 
     def add(self, event: Event) -> None:
         """Take an event; it is in the file after the next `write`."""
@@ -61,28 +74,69 @@ class EventFile:
     def write(self, durable: bool = False) -> None:
         """Append what was added; raises OSError, with the file cut back to whole records, when the disk is full."""
         data = self._kept.getvalue()
-        with self.path.open("ab", buffering=0) as file:
-            try:
-                written = 0
-                while written < len(data):
-                    written += file.write(data[written:])
-            except OSError:
-                os.truncate(self.path, self._size)
-                raise
-            self._size += len(data)
-            self._kept = io.BytesIO()
+        if self._given_up or not (data or durable) or not self._may_write():
+            return
+        try:
+            with io.FileIO(self.path, "ab", opener=self._open) as file:
+                self._exists = True
+                self._cut_back(file)
+                self._append(file, data, durable)
+        except FileNotFoundError:
+            self._give_up("is gone")
+            return
+        except _ShorterThanLeft:
+            self._give_up("was cut back by somebody else")
+            return
+        self._size += len(data)  # only now: a file system of the network may refuse it as late as at the close
+        self._kept = io.BytesIO()
+
+    def _open(self, path: str | Path, flags: int) -> int:
+        return os.open(path, flags & ~os.O_CREAT if self._exists else flags, 0o666)
+
+    def _append(self, file: io.FileIO, data: bytes, durable: bool) -> None:
+        try:
+            written = 0
+            while written < len(data):
+                written += file.write(data[written:])
             if durable:
                 os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError, _ShorterThanLeft):
+                self._cut_back(file)
+            raise
+
+    def _cut_back(self, file: io.FileIO) -> None:
+        """Take off what a write that failed has left behind the last whole record."""
+        size = os.fstat(file.fileno()).st_size
+        if size < self._size:
+            raise _ShorterThanLeft
+        if size > self._size:
+            os.ftruncate(file.fileno(), self._size)
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        print(f"jobkit: TensorBoard: {self.path} {why}; no more is written to it", file=sys.stderr, flush=True)
+
+
+class _ShorterThanLeft(Exception):
+    """The event file is not as this process left it."""
 
 
 class MetricLog:
     """A thread that turns logged values into event files. Everything it is given is written in that order."""
 
-    def __init__(self, folder: Path, first_step: int, on_tick: Callable[[dict[str, float]], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        first_step: int,
+        on_tick: Callable[[dict[str, float]], None],
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.folder = folder
         self._on_tick = on_tick
         self._latest: dict[str, float] = {}
-        self._file = EventFile(folder, first_step)
+        self._file = EventFile(folder, first_step, may_write)
+        self._outage = Outage("TensorBoard's event file", "Training goes on, its points are kept in memory.")
         self._waiting: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -107,7 +161,10 @@ class MetricLog:
         self._waiting.append(write)
 
     def mark(self) -> Future[Position]:
-        """A future of the position after everything logged so far is on the disk."""
+        """A future of the position after everything logged so far, once it is on the disk.
+
+        Where the disk does not take it, of the position that it will have there.
+        """
         future: Future[Position] = Future()
         self._waiting.append(lambda: self._resolve(future))
         self._wake.set()
@@ -130,14 +187,22 @@ class MetricLog:
     def _drain(self) -> None:
         while self._waiting:
             self._try(self._waiting.popleft())
-        self._try(self._file.write)
+        self._try(self._write)
         self._try(lambda: self._on_tick(self._latest))
+
+    def _write(self, durable: bool = False) -> None:
+        try:
+            self._file.write(durable)
+        except OSError as error:
+            self._outage.begin(error)
+        else:
+            self._outage.end()
 
     @staticmethod
     def _try(job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception as error:  # a full disk or a value that is none costs points of a curve, not the training
+        except Exception as error:  # a value that is none costs a point of a curve, not the training
             print(f"jobkit: TensorBoard: {error}", file=sys.stderr, flush=True)
 
     def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
@@ -155,8 +220,8 @@ class MetricLog:
 
     def _resolve(self, future: Future[Position]) -> None:
         try:
-            self._try(lambda: self._file.write(durable=True))
-            files = self.folder.glob("events.out.tfevents.*")
-            future.set_result({file.name: file.stat().st_size for file in files})
+            self._write(durable=True)
+            files = {file.name: file.stat().st_size for file in self.folder.glob("events.out.tfevents.*")}
+            future.set_result({**files, self._file.path.name: self._file.size})
         except Exception as error:  # for the checkpoint to say: it must not wait for ever
             future.set_exception(error)

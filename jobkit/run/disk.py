@@ -1,0 +1,58 @@
+"""A disk that is full, read-only or away for a while: no fault of the run, which goes on as long as it can."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+import time
+
+from jobkit.run.duration import format_seconds
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
+"""What a full, read-only or dead disk answers: trying again at once would not help, later it may."""
+
+# What libraries written in Rust, safetensors among them, make of an OSError.
+_IN_WORDS = re.compile(r"\(os error (\d+)\)")
+
+
+def disk_errno(error: BaseException | None) -> int:
+    """The number among DISK_ERRORS that an exception, or what caused it, carries; 0 where it is not the disk's."""
+    while error is not None:
+        number = getattr(error, "errno", None)
+        if number is None and (words := _IN_WORDS.search(str(error))):
+            number = int(words[1])
+        if number in DISK_ERRORS:
+            return int(number)
+        error = error.__cause__ or error.__context__
+    return 0
+
+
+def is_disk_error(error: BaseException | None) -> bool:
+    """Whether an exception, or what caused it, is the disk's."""
+    return disk_errno(error) != 0
+
+
+class Outage:
+    """A time in which something cannot be written: said once when it begins, and once when it is over."""
+
+    def __init__(self, what: str, meanwhile: str) -> None:
+        self.what = what
+        self.meanwhile = meanwhile
+        self._since: float | None = None
+
+    def begin(self, error: OSError) -> None:
+        """It could not be written, just now or still."""
+        if self._since is None:
+            self._since = time.monotonic()
+            _say(f"{self.what} cannot be written: {error}. {self.meanwhile}")
+
+    def end(self) -> None:
+        """It was written."""
+        if self._since is not None:
+            _say(f"{self.what} is written again, after {format_seconds(time.monotonic() - self._since)}")
+            self._since = None
+
+
+def _say(text: str) -> None:
+    print(f"jobkit: {text}", file=sys.stderr, flush=True)
