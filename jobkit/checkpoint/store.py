@@ -101,7 +101,7 @@ class Store:
     def stage(self, step: int) -> Path:
         """Make an empty staging directory."""
         staging = self.staging(step)
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
         staging.mkdir(parents=True)
         return staging
 
@@ -111,7 +111,7 @@ class Store:
         replaced = self.root / f"{_REPLACED}{final.name}"
         write_json(staging / MANIFEST, manifest.to_json())
         if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            _remove(replaced)
             final.rename(replaced)  # a crash before the next line is what `recover` is for
         try:
             staging.rename(final)
@@ -119,18 +119,24 @@ class Store:
             self.recover()
             raise
         fsync_dir(self.root)
-        self._point_latest_to(final.name)
-        shutil.rmtree(replaced, ignore_errors=True)
+        self._point_latest()
+        _remove(replaced)
         return final
 
-    def _point_latest_to(self, name: str) -> None:
-        temporary = self.root / f".{LATEST}.{self.attempt}"
+    def _point_latest(self) -> None:
+        """Let the link name the newest checkpoint; without one it goes."""
+        latest, temporary = self.root / LATEST, self.root / f".{LATEST}.{self.attempt}"
         try:
+            steps = self.steps()
+            if not steps:
+                latest.unlink(missing_ok=True)
+                return
             temporary.unlink(missing_ok=True)
-            temporary.symlink_to(name)
-            temporary.replace(self.root / LATEST)
+            temporary.symlink_to(self.path(steps[0]).name)
+            temporary.replace(latest)
         except OSError as error:  # a convenience for people: nothing reads it, some file systems have no links
-            log.warning("cannot point %s to %s: %s", self.root / LATEST, name, error)
+            log.warning("cannot point %s to the newest checkpoint: %s", latest, error)
+            _remove(temporary)
 
     # Removing
 
@@ -139,29 +145,30 @@ class Store:
         removed = self.steps()[max(keep, 1) :]
         for step in removed:
             trash = self.root / f"{_TRASH}{self.path(step).name}.{self.attempt}"
-            shutil.rmtree(trash, ignore_errors=True)
+            _remove(trash)
             self.path(step).rename(trash)  # never half a checkpoint under a name that counts
-            shutil.rmtree(trash, ignore_errors=True)
+            _remove(trash)
         return removed
 
     def set_aside(self, step: int, reason: str) -> Path:
-        """Rename a checkpoint so that it is never considered again, and leave the reason in it."""
+        """Leave the reason in a checkpoint and rename it so that it is never considered again."""
         source = self.path(step)
         target = source.with_name(f"{source.name}.corrupt")
         number = 2
         while target.exists():
             target, number = source.with_name(f"{source.name}.corrupt-{number}"), number + 1
+        try:
+            (source / "REASON").write_text(reason + "\n")  # first: no crash leaves one set aside without a reason
+        except OSError as error:
+            log.warning("cannot write the reason into %s: %s", source, error)
         source.rename(target)
         fsync_dir(self.root)
-        try:
-            (target / "REASON").write_text(reason + "\n")
-        except OSError as error:
-            log.warning("cannot write the reason into %s: %s", target, error)
+        self._point_latest()
         return target
 
     def discard_staging(self, step: int) -> None:
         """Remove what a failed save of this attempt left."""
-        shutil.rmtree(self.staging(step), ignore_errors=True)
+        _remove(self.staging(step))
 
     def recover(self) -> None:
         """Bring back checkpoints that were moved away for a new one of the same step which never came."""
@@ -174,9 +181,10 @@ class Store:
     def clean(self) -> None:
         """Remove what dead attempts left unfinished. Only for the one owner of the run: it may not be writing yet."""
         self.recover()
-        for prefix in (_REPLACED, _STAGING, _TRASH):
-            for leftover in self._hidden(prefix):
-                shutil.rmtree(leftover, ignore_errors=True)
+        links = self.root.glob(f".{LATEST}.*")
+        for leftover in [*self._hidden(_REPLACED), *self._hidden(_STAGING), *self._hidden(_TRASH), *links]:
+            _remove(leftover)
+        self._point_latest()
 
     def _hidden(self, prefix: str) -> list[Path]:
         return sorted(self.root.glob(f"{prefix}step_*"))
@@ -240,6 +248,15 @@ class Store:
                 with contextlib.suppress(OSError):
                     list(directory.iterdir())  # makes NFS ask the server again
         return True
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or what damage put in its place; what cannot be removed is left to the next `clean`."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def digest_of(path: Path) -> FileDigest:

@@ -15,6 +15,8 @@ VERBS = {
     "status": "how a run stands",
     "logs": "what its ranks printed",
     "cancel": "stop it for good, with a checkpoint",
+    "preempt": "rehearse a preemption: it stops, and continues by itself",
+    "resume": "continue it as it was last submitted",
 }
 
 

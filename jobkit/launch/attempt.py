@@ -1,25 +1,39 @@
 """Beginning and end of an attempt, around the ranks: who owns the run directory, why it ended, what comes next.
 
-The batch script runs `python -m jobkit.launch.attempt begin RUN` before srun and `... end RUN RC` after it; the local
-controller calls the same two functions. No torch: this must work when the training processes cannot.
+The batch script runs `python -m jobkit.launch.attempt begin RUN` before srun and `... end RUN ATTEMPT RC` after it; the
+local controller calls the same two functions. No torch: this must work when the training processes cannot.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError, SchedulerError
+from jobkit.launch.postmortem import Casualty, Death, dead_node_of, examine, first_casualty
 from jobkit.launch.requeue import Decision, decide
 from jobkit.run import snapshot, status
 from jobkit.run.files import read_json, write_json
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import Attempt
 from jobkit.scheduler import slurm
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 300.0
+"""How long the beginning and the end of an attempt wait for a run directory whose file server is away."""
+
+MAX_BLIND_RESTARTS = 10
+"""How often Slurm is asked to start a job again whose run directory stays away."""
 
 
 class NotRunnable(JobkitError):
@@ -40,15 +54,34 @@ def begin(run: RunDir, job_id: str, scheduler: str) -> Begun:
     if before.state in (status.FINISHED, status.CANCELLED) or before.cancel_requested:
         raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
     if before.attempt and before.attempt.ended is None:
-        # Its own end was never written: the batch script died with its node, or Slurm killed it without grace.
-        run.record("interrupted", attempt=before.attempt.id, cause="killed")
+        _bury(run, before.attempt, job_id, scheduler)
     if problems := snapshot.verify(run.code, before.code):
         raise NotRunnable(f"the code snapshot is damaged: {problems[0]}; submit the run again to take a new one")
     number = before.attempt.id + 1 if before.attempt else 1
     run.logs(number).mkdir(parents=True, exist_ok=True)
-    write_json(run.lease_file, {"attempt": number, "job_id": job_id, "host": socket.gethostname(), "pid": os.getpid()})
+    lease = {"attempt": number, "job_id": job_id, "host": socket.gethostname(), "pid": os.getpid()}
+    write_json(run.lease_file, lease | {"node": os.environ.get("SLURMD_NODENAME")})
     run.record("started", attempt=number, job_id=job_id, host=socket.gethostname())
     return Begun(number, _environment(run, number, scheduler, before.code))
+
+
+def _bury(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> None:
+    """Write the end of an attempt whose batch script died with its node, or was given no time, for the journal."""
+    lease = read_json(run.lease_file)
+    node = lease.get("node") if isinstance(lease, dict) else None
+    notice = read_json(run.notice_file(attempt.id))
+    death = Death("lost")
+    first = first_casualty(srun_said(run, attempt.id))
+    if first is not None and first.node_lost:
+        death = examine(run, attempt.id, 1, first, None)
+    elif isinstance(notice, dict) and notice.get("cause"):
+        death = Death(str(notice["cause"]))
+    elif scheduler == "slurm" and attempt.job_id == job_id:
+        # Slurm itself has put the job back: for the dead node of the batch script, or to make room.
+        dead = node and _has_died(node, attempt.started)
+        death = Death("node_failure", {"node": node, "error": f"node {node} died"}) if dead else Death("preempted")
+    _record_end(run, attempt.id, death)
+    run.record("requeued", job_id=job_id, cause=death.cause, by="slurm")
 
 
 def _environment(run: RunDir, number: int, scheduler: str, code: str) -> dict[str, str]:
@@ -59,48 +92,63 @@ def _environment(run: RunDir, number: int, scheduler: str, code: str) -> dict[st
         "JOBKIT_SCHEDULER": scheduler,
         "JOBKIT_LOGS": str(run.logs(number)),
         "JOBKIT_CODE": str(run.code / code),
+        "JOBKIT_BEGAN": str(time.time()),
         "OMP_NUM_THREADS": threads,  # torch would take every core of the machine for each rank
     }
 
 
-def end(run: RunDir, returncode: int, scheduler: str, job_id: str) -> Decision:
-    """Record why the attempt ended, unless its ranks did, and decide what comes next; the caller carries it out."""
+def end(
+    run: RunDir, number: int, job_id: str, *, first: Casualty | None = None, job: slurm.JobInfo | None = None
+) -> Decision:
+    """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
+
+    `first` is the first rank to die, where one did; `job` is Slurm's record of the job, None for a local one.
+    """
     now = run.status()
-    attempt = now.attempt
-    if attempt is None:
-        return Decision(False, "never started")
+    attempt = next((one for one in now.attempts if one.id == number), None)
+    if attempt is None or run.owner() != number:
+        return Decision("stop", "another attempt owns the run")
     if attempt.ended is None:
-        _record_hard_end(run, attempt.id, returncode, scheduler, job_id)
-        now = run.status()
-    cause = now.attempts[-1].cause or "crashed"
-    if cause != "finished" and (now.cancel_requested or (scheduler == "slurm" and _was_cancelled(job_id))):
-        cause = "cancelled"  # a scancel during the last save: the job must not come back
-        if now.state != status.CANCELLED:
-            run.record("cancelled", attempt=attempt.id)
-    return decide(cause, now.attempts, now.checkpoint or 0)
+        _record_end(run, number, examine(run, number, run.config().resources.nodes, first, job))
+    elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
+        run.record("cancelled", attempt=number)  # a scancel during the last save: the job must not come back
+    now = run.status()
+    if now.state in (status.FINISHED, status.CANCELLED):
+        return Decision("stop", now.state)
+    if now.state == status.QUEUED:
+        return Decision("stop", "in the queue again already")
+    if now.cancel_requested:
+        run.record("cancelled", attempt=number)
+        return Decision("stop", "cancelled")
+    decision = decide(
+        now.attempts,
+        run.config().retry,
+        excluded=now.excluded_nodes,
+        can_requeue=job is None or job.requeueable,
+    )
+    if decision.failed:
+        run.record("failed", attempt=number, cause=now.attempts[-1].cause, error=decision.reason)
+    for node in decision.exclude:
+        run.record("excluded", node=node)
+    return decision
 
 
-def _record_hard_end(run: RunDir, attempt: int, returncode: int, scheduler: str, job_id: str) -> None:
-    """The ranks ended without a word to the journal: they died, or were not given the time."""
-    notice = read_json(run.notice_file(attempt))
-    cause = notice.get("cause") if isinstance(notice, dict) else None
-    if cause is None and scheduler == "slurm":
-        job = _ask(job_id)
-        cause = slurm.stop_cause(job, margin=0.0, now=time.time()) if job else None
-    if cause is not None:
-        run.record("interrupted", attempt=attempt, cause=cause)
-        return
-    killed = returncode in (-9, 137)
-    how = "a rank was killed (SIGKILL: out of memory?)" if killed else f"the ranks ended with exit code {returncode}"
-    error = first_error(run, attempt) or {"error": f"{how}, without a traceback"}
-    run.record("failed", attempt=attempt, cause="crashed", **error)
+def _record_end(run: RunDir, attempt: int, death: Death) -> None:
+    """The ranks ended without a word to the journal: say what is known, and how far they had come."""
+    progress = read_json(run.progress_file)
+    seen = progress if isinstance(progress, dict) and progress.get("attempt") == attempt else {}
+    reached = {"reached": seen.get("step"), "last_seen": seen.get("time")}
+    run.record("interrupted", attempt=attempt, cause=death.cause, failure=death.failure, **reached)
 
 
-def first_error(run: RunDir, attempt: int) -> dict[str, object] | None:
-    """The earliest exception that a rank of this attempt wrote down: {error, rank, step}, or None."""
-    written = [read_json(file) for file in run.logs(attempt).glob("error_*.json")]
-    earliest = min((one for one in written if one), key=lambda one: float(one["time"]), default=None)
-    return {key: earliest[key] for key in ("error", "rank", "step")} if earliest else None
+def _has_died(node: str, since: float) -> bool:
+    try:
+        return slurm.died_since(node, since)
+    except SchedulerError:
+        return False
+
+
+# In the batch script
 
 
 def _ask(job_id: str) -> slurm.JobInfo | None:
@@ -111,54 +159,173 @@ def _ask(job_id: str) -> slurm.JobInfo | None:
         return None
 
 
-def _was_cancelled(job_id: str) -> bool:
+def _say(run: RunDir, text: str) -> None:
+    print(f"jobkit: {run.name}: {text}", file=sys.stderr, flush=True)
+
+
+def patiently(run: RunDir, action: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
+    """What `action` returns, tried until the run directory is there; raises the last OSError after `seconds`.
+
+    In a thread, since a file server that is gone does not answer at all; the main thread keeps the time.
+    """
+    outcome: list[T] = []
+    problem: list[BaseException] = [OSError(f"{run.path} does not answer")]
+
+    def attempt_it() -> None:
+        while not outcome:
+            try:
+                if not run.exists():
+                    raise FileNotFoundError(f"{run.config_file}: not there")
+                outcome.append(action())
+            except OSError as error:
+                problem[:] = [error]
+                time.sleep(1.0)
+            except BaseException as error:
+                problem[:] = [error]
+                return
+
+    thread = threading.Thread(target=attempt_it, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if outcome:
+        return outcome[0]
+    raise problem[0]
+
+
+def end_on_slurm(run: RunDir, number: int, returncode: int, job_id: str) -> int:
+    """`end`, and what follows from it, in the job itself; returns the exit code of the batch script.
+
+    Harmless to call twice: a job that is in the queue again already is left there.
+    """
+    if returncode:
+        _end_steps(job_id)
     job = _ask(job_id)
-    return job is not None and slurm.stop_cause(job, margin=0.0, now=time.time()) == "cancelled"
 
+    def decide_now() -> Decision:
+        return end(run, number, job_id, first=_first_to_die(run, number, returncode, job), job=job)
 
-def _end_on_slurm(run: RunDir, returncode: int, job_id: str) -> int:
-    decision = end(run, returncode, "slurm", job_id)
-    if not decision.requeue:
-        if decision.failed:
-            run.record("failed", cause="timeout", error=decision.reason)
+    try:
+        decision = patiently(run, decide_now)
+    except OSError as error:
+        _say(run, f"the run directory is away ({error}); starting again to look for it")
+        return _start_again_blindly(job_id)
+    if decision.action == "stop":
         state = run.status().state
-        print(f"jobkit: {run.name}: {decision.reason}, not requeued", file=sys.stderr)
-        return EXIT_FINISHED if state in (status.FINISHED, status.CANCELLED) else EXIT_FAILED
+        _say(run, f"{decision.reason}: not started again")
+        if state == status.INTERRUPTED:
+            return EXIT_RESUMABLE
+        return EXIT_FAILED if state == status.FAILED else EXIT_FINISHED
+    return _start_again(run, decision, job_id)
+
+
+def _end_steps(job_id: str) -> None:
+    """End ranks that have outlived their srun: it was killed, and they go on without it."""
+    try:
+        for _ in range(60):
+            if not slurm.steps(job_id):
+                return
+            slurm.signal_steps(job_id, "KILL")
+            time.sleep(0.5)
+    except SchedulerError as error:
+        print(f"jobkit: {error}", file=sys.stderr)
+
+
+def _first_to_die(run: RunDir, number: int, returncode: int, job: slurm.JobInfo | None) -> Casualty | None:
+    if returncode == 0:
+        return None
+    said = srun_said(run, number)
+    sys.stderr.write(said)  # where Slurm would have put it
+    if node := dead_node_of(job):
+        return Casualty(node=node, node_lost=True)
+    return first_casualty(said) or (Casualty(signal=returncode - 128) if returncode > 128 else None)
+
+
+def srun_said(run: RunDir, number: int) -> str:
+    """What srun has printed about an attempt so far."""
+    try:
+        return run.srun_log(number).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _start_again(run: RunDir, decision: Decision, job_id: str) -> int:
+    """Requeue the job, or where Slurm refuses let a new one follow it."""
+    refused = decision.action == "resubmit"
     # Journalled first: from the moment Slurm agrees, this script may be killed at any line.
     run.record("requeued", job_id=job_id, cause=decision.reason)
     problem = None
     for pause in (0, 2, 10, 30, 60, 60):  # a controller that restarts is away for a minute or two
         time.sleep(pause)
-        job = _ask(job_id)
-        if job is not None and job.requeued_by_slurm:
-            return EXIT_FINISHED
         try:
-            slurm.requeue(job_id)
+            job = slurm.show_job(job_id)
+            if job is None or not job.requeued_by_slurm:
+                if refused:
+                    _resubmit(run, job_id)
+                    return EXIT_FINISHED
+                slurm.requeue(job_id)
+            _exclude(run, job_id, job)
+            return EXIT_FINISHED
+        except slurm.Refused as error:
+            _say(run, f"{error}; a new job will follow this one")
+            refused = True
         except SchedulerError as error:
             problem = str(error)
-            print(f"jobkit: {run.name}: {problem}", file=sys.stderr)
-        else:
-            return EXIT_FINISHED
+            _say(run, problem)
     run.record("requeue_failed", job_id=job_id, error=problem)
-    print(f"jobkit: {run.name}: not requeued; the same command continues it", file=sys.stderr)
+    _say(run, "not started again; the same command continues it")
     return EXIT_RESUMABLE
 
 
+def _exclude(run: RunDir, job_id: str, job: slurm.JobInfo | None) -> None:
+    """Keep the job, which is in the queue by now, off the nodes that failed under it too often."""
+    if nodes := run.status().excluded_nodes:
+        before = [job.excluded] if job and job.excluded else []
+        slurm.exclude(job_id, ",".join(dict.fromkeys([*before, *nodes])))
+        _say(run, f"excluded from here on: {', '.join(nodes)}")
+
+
+def _resubmit(run: RunDir, job_id: str) -> None:
+    from jobkit.launch.slurm import resubmit
+
+    successor = resubmit(run, job_id, run.status().excluded_nodes)
+    run.record("requeued", job_id=successor, cause="resubmitted", predecessor=job_id)
+    _say(run, f"job {successor} continues it")
+
+
+def _start_again_blindly(job_id: str) -> int:
+    """The run directory cannot be read, so nothing can be decided or written: let the next start look again."""
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) >= MAX_BLIND_RESTARTS:
+        return EXIT_RESUMABLE
+    try:
+        slurm.requeue(job_id)
+    except SchedulerError as error:
+        print(f"jobkit: {error}", file=sys.stderr)
+        return EXIT_RESUMABLE
+    return EXIT_FINISHED
+
+
+def _begin_on_slurm(run: RunDir, job_id: str) -> int:
+    try:
+        begun = patiently(run, lambda: begin(run, job_id, "slurm"))
+    except NotRunnable as error:
+        _say(run, str(error))
+        return EXIT_FINISHED if run.status().state in (status.FINISHED, status.CANCELLED) else EXIT_FAILED
+    except OSError as error:
+        _say(run, f"cannot begin: {error}")
+        return _start_again_blindly(job_id) or EXIT_RESUMABLE
+    for name, value in begun.environment.items():
+        print(f"export {name}={shlex.quote(value)}")
+    return EXIT_FINISHED
+
+
 def main(arguments: list[str]) -> int:
-    """`begin RUN` prints the exports for the batch script; `end RUN RC` requeues where that is right."""
+    """`begin RUN` prints the exports for the batch script; `end RUN ATTEMPT RC` starts the job again where right."""
     verb, path, *rest = arguments
-    run = RunDir(Path(path))
-    job_id = slurm.current_job() or ""
+    run, job_id = RunDir(Path(path)), slurm.current_job() or ""
     if verb == "begin":
-        try:
-            begun = begin(run, job_id, "slurm")
-        except NotRunnable as error:
-            print(f"jobkit: {error}", file=sys.stderr)
-            return EXIT_FAILED
-        for name, value in begun.environment.items():
-            print(f"export {name}={shlex.quote(value)}")
-        return EXIT_FINISHED
-    return _end_on_slurm(run, int(rest[0]), job_id)
+        return _begin_on_slurm(run, job_id)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, at the time limit or after a requeue
+    return end_on_slurm(run, int(rest[0]), int(rest[1]), job_id)
 
 
 if __name__ == "__main__":

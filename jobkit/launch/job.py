@@ -19,15 +19,6 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 from jobkit.scheduler import slurm
 
-# What a job's last state in Slurm means for a run whose ranks could not say it themselves.
-_CAUSES = {
-    "CANCELLED": "cancelled",
-    "TIMEOUT": "timeout",
-    "PREEMPTED": "preempted",
-    "NODE_FAIL": "node_failure",
-    "OUT_OF_MEMORY": "out_of_memory",
-}
-
 
 def is_alive(run: RunDir, status: Status) -> bool:
     """Whether the job that the journal speaks of is queued or running; raises SchedulerError when Slurm is mute."""
@@ -54,7 +45,7 @@ def current_status(run: RunDir) -> Status:
     if status.state not in (states.QUEUED, states.RUNNING):
         return status
     job = slurm.show_job(status.job_id) if status.scheduler == "slurm" and status.job_id else None
-    cause = _CAUSES.get(job.state, "lost") if job else "lost"
+    cause = (slurm.stop_cause(job) if job else None) or "lost"
     attempt = status.attempt.id if status.attempt and status.state == states.RUNNING else None
     if cause == "cancelled" or status.cancel_requested:
         run.record("cancelled", attempt=attempt)
@@ -156,6 +147,28 @@ def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:
     if status.state == states.INTERRUPTED:
         run.record("cancelled")  # it had stopped already when the cancel came
     return run.status()
+
+
+def preempt(run: RunDir, *, grace: bool = True, wait_seconds: float = 60.0) -> Status:
+    """Rehearse a preemption: the attempt that runs is stopped, and the run continues by itself as after a real one.
+
+    Without `grace` its ranks are killed on the spot. Returns the status when that attempt has ended, or after
+    `wait_seconds`. Raises JobkitError for a run that is not running.
+    """
+    status = current_status(run)
+    attempt = status.attempt
+    if status.state != states.RUNNING or attempt is None:
+        raise JobkitError(f"{run.name} is {status.state}, not running: there is nothing to preempt")
+    write_json(run.notice_file(attempt.id), {"cause": "preempted", "grace": None if grace else 0})
+    if status.scheduler == "slurm" and status.job_id:
+        slurm.signal_steps(status.job_id, "TERM" if grace else "KILL")  # a local controller looks for the notice
+    deadline = time.monotonic() + wait_seconds
+    while time.monotonic() < deadline:
+        status = current_status(run)
+        if status.attempts[attempt.id - 1].ended is not None:
+            break
+        time.sleep(0.2)
+    return status
 
 
 def _signal_controller(run: RunDir) -> None:

@@ -6,7 +6,10 @@ the controller to stop, and the ranks get one signal from one place.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -21,16 +24,21 @@ from submitit.local import local as submitit_local
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.launch import attempt as attempts
 from jobkit.launch.plan import LaunchPlan
+from jobkit.launch.postmortem import Casualty
+from jobkit.launch.watch import KILL_AFTER_FAILURE_SECONDS, Watch, end_hung
 from jobkit.run import status as states
+from jobkit.run.config import Resources
 from jobkit.run.files import read_json, write_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.worker import Worker
+from jobkit.scheduler import slurm
 
 LIFELINE = "JOBKIT_LIFELINE"
 """Environment variable with a pipe's read end: its end of file means that the command in the foreground is gone."""
 
-KILL_AFTER_FAILURE_SECONDS = 5.0
-"""What the ranks beside a failed one get to write down their own error before they are killed."""
+
+LOOK_SECONDS = 0.25
+"""How often the controller looks for a notice, at the time limit and at the ranks' signs of life."""
 
 
 class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
@@ -93,6 +101,8 @@ class Controller:
         self.run_dir = run
         self.config = run.config()
         self.attempt = 0
+        self.ending = False
+        """Whether the ranks of this attempt have been told to stop."""
         self.tasks: list[subprocess.Popen[bytes]] = []
         self.stop_signals = 0
         self.lifeline = int(os.environ[LIFELINE]) if LIFELINE in os.environ else None
@@ -111,10 +121,10 @@ class Controller:
                 self.run_dir.record("interrupted", cause="user")
                 break
             begun = attempts.begin(self.run_dir, job_id, "local")
-            self.attempt = begun.number
-            returncode = self._run_tasks(begun, job_id)
-            decision = attempts.end(self.run_dir, returncode, "local", job_id)
-            if not decision.requeue or self.stop_signals:
+            self.attempt, self.ending = begun.number, False
+            first = self._run_tasks(begun, job_id)
+            decision = attempts.end(self.run_dir, begun.number, job_id, first=first)
+            if decision.action == "stop" or self.stop_signals:
                 break
             self.run_dir.record("requeued", job_id=job_id, cause=decision.reason)
         state = self.run_dir.status().state
@@ -131,24 +141,61 @@ class Controller:
                 return
             time.sleep(0.01)
 
-    def _run_tasks(self, begun: attempts.Begun, job_id: str) -> int:
-        """Start the ranks and wait for their end; the first bad exit code, or 0."""
+    def _run_tasks(self, begun: attempts.Begun, job_id: str) -> Casualty | None:
+        """Start the ranks and wait for their end; the first that ended badly, by itself."""
+        kills_before = kernel_oom_kills()
         self._start(begun, job_id)
-        told, failed_at = 0, None
+        limit = TimeLimit(self.config.resources)
+        watch = Watch.of(self.run_dir, self.attempt)
+        told, looked = 0, 0.0
+        first: Casualty | None = None
+        failed_at = 0.0
         try:
             while any(code is None for code in (task.poll() for task in self.tasks)):
                 self._watch_lifeline()
                 if self.stop_signals > told:
                     told = self.stop_signals
-                    self._stop_tasks(hard=told > 1)
-                if failed_at is None and any(task.returncode for task in self.tasks):
+                    self._stop_tasks("user")
+                    if told > 1:
+                        self._signal("KILL")
+                if first is None and (first := self._casualty(kills_before)) is not None:
                     failed_at = time.monotonic()
-                if failed_at is not None and time.monotonic() - failed_at > KILL_AFTER_FAILURE_SECONDS:
-                    self._stop_tasks(hard=True)  # a rank is dead: the others would wait for it for ever
+                if first is not None and time.monotonic() - failed_at > KILL_AFTER_FAILURE_SECONDS:
+                    self._signal("KILL")  # a rank is dead: the others would wait for it for ever
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    looked = time.monotonic()
+                    self._look_around(limit, watch)
                 time.sleep(0.05)
         finally:
-            self._stop_tasks(hard=True)
-        return next((task.returncode for task in self.tasks if task.returncode), 0)
+            first = first or self._casualty(kills_before)
+            self._signal("KILL")
+            for task in self.tasks:
+                task.wait()
+        return first
+
+    def _look_around(self, limit: TimeLimit, watch: Watch) -> None:
+        """What Slurm would do here: obey `jobkit preempt`, keep the time limit, end what hangs."""
+        notice = read_json(self.run_dir.notice_file(self.attempt))
+        if isinstance(notice, dict) and not self.ending:
+            self.ending = True
+            self._signal("KILL" if notice.get("grace") == 0 else "TERM")
+        if limit.is_over:
+            self._stop_tasks("timeout")
+            self._signal("KILL")
+        elif limit.is_near:
+            self._stop_tasks("timeout")
+        if error := watch.look():
+            end_hung(self.run_dir, self.attempt, error, self._signal)
+
+    def _casualty(self, kills_before: int) -> Casualty | None:
+        for rank, task in enumerate(self.tasks):
+            if code := task.returncode:
+                if code in (EXIT_RESUMABLE, -signal.SIGKILL) and self.ending:
+                    continue
+                by = -code if code < 0 else None
+                oom = by == signal.SIGKILL and kernel_oom_kills() > kills_before
+                return Casualty(rank=rank, signal=by, code=None if by else code, out_of_memory=oom)
+        return None
 
     def _start(self, begun: attempts.Begun, job_id: str) -> None:
         resources = self.config.resources
@@ -167,7 +214,14 @@ class Controller:
             own = {"JOBKIT_PROCID": str(rank), "JOBKIT_LOCALID": str(local_rank), "JOBKIT_NODEID": str(node)}
             with self._log(rank, "out") as out, self._log(rank, "err") as err:
                 self.tasks.append(
-                    subprocess.Popen(command, env=shared | own, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+                    subprocess.Popen(
+                        command,
+                        env=shared | own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,  # a group of its own: what it starts ends with it
+                    )
                 )
 
     def _log(self, rank: int, stream: str) -> IO[bytes]:
@@ -183,15 +237,57 @@ class Controller:
             self.lifeline = None
             self.stop_signals += 1
 
-    def _stop_tasks(self, *, hard: bool) -> None:
-        if not hard and read_json(self.run_dir.notice_file(self.attempt)) is None:
-            write_json(self.run_dir.notice_file(self.attempt), {"cause": "user"})
+    def _stop_tasks(self, cause: str) -> None:
+        """Ask the ranks to stop, once, and say why."""
+        if self.ending:
+            return
+        self.ending = True
+        if read_json(self.run_dir.notice_file(self.attempt)) is None:
+            with contextlib.suppress(OSError):  # a full disk must not keep the ranks from saving what they can
+                write_json(self.run_dir.notice_file(self.attempt), {"cause": cause})
+        self._signal("TERM")
+
+    def _signal(self, name: str) -> None:
+        """Send a signal to every rank; one that is not polite reaches what the rank has started, too."""
+        number = signal.Signals[f"SIG{name}"]
         for task in self.tasks:
-            if task.poll() is None:
-                task.send_signal(signal.SIGKILL if hard else signal.SIGTERM)
-        if hard:
-            for task in self.tasks:
-                task.wait()
+            with contextlib.suppress(ProcessLookupError):
+                if name != "TERM":
+                    os.killpg(task.pid, number)
+                elif task.poll() is None:
+                    task.send_signal(number)
+
+
+class TimeLimit:
+    """`resources.time` as Slurm would keep it, margin included; none where the YAML says nothing."""
+
+    def __init__(self, resources: Resources) -> None:
+        self.seconds = None if resources.time == "auto" else float(resources.seconds)
+        self._started = time.monotonic()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it is time to write the last checkpoint."""
+        return self._left(slurm.stop_margin(self.seconds or 0.0)) <= 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the attempt has had its time."""
+        return self._left(0.0) <= 0
+
+    def _left(self, margin: float) -> float:
+        if self.seconds is None:
+            return math.inf
+        return self._started + self.seconds - margin - time.monotonic()
+
+
+def kernel_oom_kills() -> int:
+    """How many processes the kernel, or this control group, has killed for lack of memory so far."""
+    count = 0
+    for file in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
+        with contextlib.suppress(OSError):
+            count += sum(int(number) for number in re.findall(r"^oom_kill (\d+)", file.read_text(), re.MULTILINE))
+    return count
 
 
 def main(arguments: list[str]) -> int:
@@ -211,6 +307,9 @@ def main(arguments: list[str]) -> int:
     except attempts.NotRunnable as error:
         print(f"jobkit: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except OSError as error:
+        print(f"jobkit: {run.name} cannot go on: {error}; the same command continues it", file=sys.stderr)
+        return EXIT_RESUMABLE
     finally:
         lock.release()
 

@@ -53,8 +53,14 @@ class LaunchPlan:
         return (
             f"run directory: {self.run}\ncluster:       {self.cluster} ({self.scheduler})\n"
             f"ranks:         {ranks}, {devices} and {resources.cpus_per_task} core(s) each\n"
-            f"time limit:    {format_seconds(resources.seconds) if self.scheduler == 'slurm' else 'none'}"
+            f"time limit:    {self._time_limit}"
         )
+
+    @property
+    def _time_limit(self) -> str:
+        resources = self.config.resources
+        endless = self.scheduler == "local" and resources.time == "auto"
+        return "none" if endless else f"{format_seconds(resources.seconds)} an attempt"
 
 
 def make_plan(run: Path, config: Config, cluster: str, where: Callable[[str], str] = lambda key: key) -> LaunchPlan:
@@ -133,10 +139,15 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
     attempt = f"{shlex.quote(sys.executable)} -m jobkit.launch.attempt"
     run = shlex.quote(str(plan.run))
     own = list(plan.parameters.get("setup") or [])
+    python = shlex.quote(sys.executable)
     setup = [
+        "trap : TERM",  # what follows srun must run, in the KillWait that Slurm leaves at a time limit
         *(["set -e", *own, "set +e"] if own else []),  # a module that does not load must not train without it
-        f'jobkit_exports="$({attempt} begin {run})" || exit 1',
+        f'jobkit_exports="$({attempt} begin {run})" || exit $?',
+        '[ -n "$jobkit_exports" ] || exit 0  # finished, or cancelled',
         'eval "$jobkit_exports"',
+        f'{python} -m jobkit.launch.watch {run} "$JOBKIT_ATTEMPT" &',
+        "jobkit_watch=$!; disown",
     ]
     arguments = [
         "--unbuffered",
@@ -147,11 +158,14 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
     srun = " ".join(["srun", *map(shlex.quote, arguments)])
     logs = '--output="$JOBKIT_LOGS/rank_%t.out" --error="$JOBKIT_LOGS/rank_%t.err"'
     # Submitit exports SUBMITIT_EXECUTOR=slurm; ours is the environment that leaves signals to jobkit's notices.
-    command = f"SUBMITIT_EXECUTOR=jobkit {srun} {logs} {shlex.join(plan.task_command)}"
+    said = '2>"$JOBKIT_LOGS/srun.err"'  # srun's own words tell who died first
+    command = f"SUBMITIT_EXECUTOR=jobkit {srun} {logs} {shlex.join(plan.task_command)} {said}"
     teardown = [
         "jobkit_rc=$?",
+        "trap '' TERM",
+        "kill -KILL $jobkit_watch 2>/dev/null",
         *(plan.parameters.get("teardown") or []),
-        f'{attempt} end {run} "$jobkit_rc"',
+        f'{attempt} end {run} "$JOBKIT_ATTEMPT" "$jobkit_rc"',
         "exit $?",
     ]
     return setup, command, teardown

@@ -2,49 +2,111 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from jobkit.run.config import UNLIMITED, RetryConfig
 from jobkit.run.status import Attempt
 
-REQUEUED_CAUSES = frozenset({"preempted", "timeout", "signal"})
-"""Not the run's fault: it continues, however often they happen."""
+Action = Literal["requeue", "resubmit", "stop"]
 
-MAX_TIMEOUTS_WITHOUT_PROGRESS = 3
+BUDGETS = {
+    "preempted": "preemption",
+    "signal": "preemption",
+    "timeout": "time_limit",
+    "node_failure": "node_failure",
+    "lost": "node_failure",
+    "crashed": "crash",
+    "out_of_memory": "crash",
+    "killed": "crash",
+    "hang": "crash",
+}
+"""Which budget of `retry:` an attempt's cause draws on; any other cause is final, or for a person to decide."""
+
+BLAMES_NODE = frozenset({"node_failure", "killed", "crashed", "out_of_memory", "hang"})
+"""Causes that count against a node, where one node was the first to fail."""
+
+_ADVICE = {
+    "timeout": "raise resources.time",
+    "out_of_memory": "use a smaller batch or ask for more memory",
+    "hang": "the stacks of all ranks are in the logs; raise `watchdog` if a step may take that long",
+}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the run is requeued, and the reason in words for the journal and the user."""
+    """What to do about a run, and why, in words for the journal and the user."""
 
-    requeue: bool
+    action: Action
     reason: str
     failed: bool = False
-    """Starting it again as it is would not help: the run has failed, though none of its ranks said so."""
+    """Only with `stop`: starting it again as it is would not help."""
+    exclude: tuple[str, ...] = ()
+    """Nodes not to use from here on, beside those excluded before."""
 
 
-def decide(cause: str, attempts: Sequence[Attempt], durable_step: int | None = None) -> Decision:
-    """The decision after the last of `attempts` ended by `cause`; `durable_step` is what its checkpoints reached.
+def decide(
+    attempts: Sequence[Attempt],
+    retry: RetryConfig | None = None,
+    *,
+    excluded: Sequence[str] = (),
+    can_requeue: bool = True,
+) -> Decision:
+    """The decision after the last of `attempts` has ended, by budgets that a newer checkpoint fills up again.
 
-    Without it the last attempt's own last step is taken for that.
+    `excluded` are the nodes excluded before; `can_requeue` is whether the scheduler would take the job back, else a
+    new job has to follow it.
     """
-    if cause not in REQUEUED_CAUSES:
-        return Decision(False, cause)
-    if cause == "timeout":
-        fruitless = _timeouts_without_progress(attempts, durable_step)
-        if fruitless >= MAX_TIMEOUTS_WITHOUT_PROGRESS:
-            words = f"ran out of time {fruitless} times without finishing one step: raise resources.time"
-            return Decision(False, words, failed=True)
-    return Decision(True, cause)
+    retry = retry or RetryConfig()
+    last = attempts[-1]
+    cause = last.cause or "lost"
+    if cause not in BUDGETS:
+        return Decision("stop", cause)
+    own = [attempt for attempt in attempts if attempt.submission == last.submission]
+    if words := _hopeless(own, retry):
+        return Decision("stop", words, failed=True)
+    again: Action = "requeue" if can_requeue else "resubmit"
+    return Decision(again, cause, exclude=_bad_nodes(own, retry.exclude_after, excluded))
 
 
-def _timeouts_without_progress(attempts: Sequence[Attempt], durable_step: int | None) -> int:
-    """How many of the last attempts ran out of time and left the run where they found it."""
-    reached = durable_step if durable_step is not None else (attempts[-1].last_step or 0)
-    count = 0
-    for attempt in reversed(attempts):
-        first = attempt.first_step or 0
-        if attempt.cause != "timeout" or reached > first:
-            break
-        count, reached = count + 1, first
-    return count
+def _hopeless(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
+    """Why one more attempt would end like the last ones, in words; None where there is hope."""
+    last = attempts[-1]
+    kind = BUDGETS[last.cause or "lost"]
+    failure = last.failure or {}
+    what = f"{failure['error']}" if failure.get("error") else f"{last.cause}"
+    if failure.get("everywhere") and not any((attempt.last_step or 0) > 0 for attempt in attempts):
+        return f"{what} (before the first step, on every node: not retried)"
+    advice = f": {_ADVICE[str(last.cause)]}" if last.cause in _ADVICE else ""
+    budget = getattr(retry, kind)
+    if budget != UNLIMITED:
+        if budget == 0:
+            return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
+        fruitless = sum(BUDGETS.get(attempt.cause or "lost") == kind for attempt in _since_progress(attempts))
+        if fruitless >= budget:
+            return f"{what}; {fruitless} attempt(s) without progress (retry.{kind}: {budget}){advice}"
+    if kind == "crash" and retry.crash != UNLIMITED and failure.get("step") is not None:
+        same = sum((attempt.failure or {}).get("step") == failure["step"] for attempt in attempts)
+        if same >= int(retry.crash):
+            return f"{what}; step {failure['step']} failed {same} times (retry.crash: {retry.crash}){advice}"
+    return None
+
+
+def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
+    """The last attempts, none of which left a checkpoint newer than there was before it."""
+    best, first = 0, 0
+    for number, attempt in enumerate(attempts):
+        # One that never resumed found the checkpoints that are there, and made none.
+        if attempt.first_step is not None and attempt.durable_step > max(best, attempt.first_step):
+            first = number + 1
+        best = max(best, attempt.durable_step)
+    return attempts[first:]
+
+
+def _bad_nodes(attempts: Sequence[Attempt], limit: int, excluded: Sequence[str]) -> tuple[str, ...]:
+    failures = [attempt.failure or {} for attempt in attempts if attempt.cause in BLAMES_NODE]
+    # The same error on all nodes is no node's fault.
+    blamed = Counter(str(one["node"]) for one in failures if one.get("node") and not one.get("everywhere"))
+    return tuple(node for node, count in sorted(blamed.items()) if count >= limit and node not in excluded)

@@ -48,6 +48,36 @@ def _check_every(value: str | int) -> None:
         raise ValueError("auto, a number of steps, or a time like 10min") from None
 
 
+def _check_watchdog(value: str | int) -> None:
+    if value not in ("auto", "off"):
+        try:
+            parse_seconds(value)
+        except ValueError:
+            raise ValueError("auto, off, or a time like 10min") from None
+
+
+def _check_mtbf(value: str | int) -> None:
+    if value != "auto":
+        try:
+            parse_seconds(value)
+        except ValueError:
+            raise ValueError("auto, or a time like 8h") from None
+
+
+def _check_budget(value: str | int) -> None:
+    if value != UNLIMITED and (isinstance(value, str) or value < 0):
+        raise ValueError(f"{UNLIMITED}, or a number of restarts, 0 or more")
+
+
+def _check_time(value: str | int) -> None:
+    if value != "auto":
+        parse_seconds(value)
+
+
+UNLIMITED = "unlimited"
+AUTO_TIME_SECONDS = 3600
+
+
 def _field(check: Callable[[Any], object], default: Any = dataclasses.MISSING) -> Any:
     if default is dataclasses.MISSING:
         return field(metadata={"check": check})
@@ -66,8 +96,11 @@ class Resources:
     """GPUs a rank; 0 trains on the CPU."""
     cpus_per_task: int = _field(_at_least(1), 1)
     """CPU cores a rank, data loader workers included."""
-    time: str | int = _field(parse_seconds, "1:00:00")
-    """Time limit of one attempt, not of the run: a job that runs out of it is requeued and continues."""
+    time: str | int = _field(_check_time, "auto")
+    """Time limit of one attempt, not of the run: a job that runs out of it is requeued and continues.
+
+    `auto` is an hour on Slurm and no limit on this machine.
+    """
 
     @property
     def world_size(self) -> int:
@@ -76,8 +109,8 @@ class Resources:
 
     @property
     def seconds(self) -> int:
-        """The time limit in seconds."""
-        return parse_seconds(self.time)
+        """The time limit in seconds, as Slurm gets it."""
+        return AUTO_TIME_SECONDS if self.time == "auto" else parse_seconds(self.time)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +118,30 @@ class CheckpointConfig:
     """When checkpoints are written and how many are kept. The final one, and one at a graceful stop, always are."""
 
     every: str | int = _field(_check_every, "auto")
-    """`auto` (5 minutes), a number of steps, or a time like 10min."""
+    """`auto` (from a checkpoint's measured cost and the time between failures), steps, or a time like 10min."""
     keep: int = _field(_at_least(1), 3)
     """Newest checkpoints kept; an older one goes only when a newer one is durable."""
+    mtbf: str | int = _field(_check_mtbf, "auto")
+    """For `every: auto`: the mean time between failures, or `auto` for what the run itself has seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryConfig:
+    """How many attempts that brought the run nowhere it may make, by what ended them; a new checkpoint counts anew.
+
+    The run fails when as many attempts ended that way without a checkpoint newer than they started from.
+    """
+
+    preemption: str | int = _field(_check_budget, UNLIMITED)
+    """Preempted, or sent a signal by somebody."""
+    time_limit: str | int = _field(_check_budget, 3)
+    """Out of `resources.time`."""
+    node_failure: str | int = _field(_check_budget, 10)
+    """A node died under the run."""
+    crash: str | int = _field(_check_budget, 3)
+    """An exception, a killed rank, out of memory, a hang. Also how often one step may fail at all."""
+    exclude_after: int = _field(_at_least(1), 2)
+    """Failures on one node after which Slurm is told not to use it for this run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +162,9 @@ class Config:
     """Type that ctx.autocast() computes in."""
     resources: Resources = field(default_factory=Resources)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    watchdog: str | int = _field(_check_watchdog, "auto")
+    """How long a step may take until its ranks count as hung: a time, `auto` (from the steps' measured time), `off`."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Named places to run: `h100: {scheduler: slurm, partition: h100, constraint: ib}`; any sbatch option."""
 

@@ -74,6 +74,14 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int, stream: str = "out") -> Path:
         return self.logs(attempt) / f"rank_{rank}.{stream}"
 
+    def error_file(self, attempt: int, rank: int) -> Path:
+        """What a rank that failed wrote down."""
+        return self.logs(attempt) / f"error_{rank}.json"
+
+    def srun_log(self, attempt: int) -> Path:
+        """What srun itself said, which is how one learns who died first."""
+        return self.logs(attempt) / "srun.err"
+
     def rendezvous_file(self, attempt: int) -> Path:
         """Where rank 0 of an attempt says on which address and port the others find it."""
         return self.logs(attempt) / "rendezvous.json"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jobkit.run.accounting import Account, Span, goodput, settle
 from jobkit.run.journal import Event
 
 QUEUED, RUNNING, INTERRUPTED, FINISHED, FAILED, CANCELLED = (
@@ -16,6 +17,24 @@ QUEUED, RUNNING, INTERRUPTED, FINISHED, FAILED, CANCELLED = (
     "failed",
     "cancelled",
 )
+
+CAUSES = {
+    "finished": "the training function returned",
+    "preempted": "someone with a better claim got the nodes",
+    "timeout": "the time limit",
+    "signal": "a signal of somebody's own",
+    "cancelled": "scancel or jobkit cancel",
+    "user": "Ctrl-C, or SIGTERM to a local run",
+    "crashed": "an exception, or an exit code other than 0",
+    "out_of_memory": "the host's or the GPU's memory was too small",
+    "killed": "a rank, or all, got SIGKILL from outside",
+    "hang": "no step in the time that `watchdog` allows",
+    "node_failure": "a node died",
+    "disk": "the run directory's disk is full, read-only or gone",
+    "lost": "the job vanished without a word",
+    "left": "the script ended without ctx.finish",
+}
+"""Why an attempt ends, in words."""
 
 
 @dataclass
@@ -28,13 +47,34 @@ class Attempt:
     started: float
     ended: float | None = None
     cause: str | None = None
-    """Why it ended: finished, preempted, timeout, cancelled, user, signal, crashed, lost; None while it runs."""
+    """Why it ended, one of CAUSES; None while it runs."""
     first_step: int | None = None
     """Steps done before this attempt, from the checkpoint it resumed."""
     last_step: int | None = None
-    """Steps done when it ended."""
+    """Steps done when it ended, those that no checkpoint holds included."""
     host: str = ""
     code: str = ""
+    submission: int = 0
+    """Which submission by a person it belongs to: budgets are counted for each anew."""
+    durable_step: int = 0
+    """Step of the newest checkpoint when it ended."""
+    failure: dict[str, Any] | None = None
+    """What is known of a hard end: {error, rank, step, samples, traceback, node, peak_bytes}, as far as it is."""
+    queued: float | None = None
+    """When it was put into the queue, in seconds since the epoch, as all times here."""
+    resumed: float | None = None
+    """When its loop began: what came before is start-up."""
+    last_seen: float | None = None
+    """When it was last known to have done a step."""
+    stalled: float = 0.0
+    """Seconds for which checkpoints held up the loop."""
+    account: Account | None = None
+    """Where its time went."""
+
+    @property
+    def ended_hard(self) -> bool:
+        """Whether its ranks could not say why it ended."""
+        return self.failure is not None
 
 
 @dataclass
@@ -66,6 +106,14 @@ class Status:
     """What to type to continue the run: the command of the newest submission."""
     cwd: str = ""
     """Where it was typed."""
+    submissions: int = 0
+    """How often a person has submitted it."""
+    excluded_nodes: list[str] = field(default_factory=list)
+    """Nodes that Slurm was told not to use for this submission: they failed under it too often."""
+    goodput: float | None = None
+    """Useful step time over wall time since the first start; 1 would be: nothing but new steps."""
+    queued: float | None = None
+    """When the next attempt was put into the queue."""
 
     @property
     def how_to_continue(self) -> str:
@@ -94,7 +142,34 @@ def derive(events: Sequence[Event], progress: Mapping[str, Any] | None = None) -
             status.step = max(status.step, int(progress.get("step") or 0))
         elif attempt.last_step is None:
             attempt.last_step = progress.get("step")
+        if attempt.ended is None or attempt.ended_hard:
+            attempt.last_seen = progress.get("time")
+    _account(status)
     return status
+
+
+def _account(status: Status) -> None:
+    """Where the time of each attempt went, and how much of all of it was useful."""
+    best = 0
+    for attempt in status.attempts:
+        last = attempt.last_step if attempt.ended or attempt.last_step else status.step
+        span = Span(
+            queued=attempt.queued,
+            started=attempt.started,
+            resumed=attempt.resumed,
+            last_seen=attempt.last_seen,
+            ended=attempt.ended,
+            first_step=attempt.first_step or 0,
+            last_step=max(last or 0, attempt.first_step or 0),
+            stalled=attempt.stalled,
+        )
+        attempt.account = settle(span, best)
+        best = max(best, span.last_step)
+    status.goodput = (
+        goodput([a.account for a in status.attempts if a.account], status.attempts[0].started)
+        if (status.attempts)
+        else None
+    )
 
 
 def _apply(status: Status, event: Event) -> None:
@@ -109,6 +184,8 @@ def _submitting(status: Status, event: Event) -> None:
         status.before_submission = (status.state, status.error)
     status.submitting = True
     status.state, status.error, status.cancel_requested = QUEUED, None, False
+    status.submissions, status.excluded_nodes = status.submissions + 1, []
+    status.queued = float(event["time"])
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
     status.code = str(event.get("code", ""))
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
@@ -135,6 +212,9 @@ def _started(status: Status, event: Event) -> None:
             started=float(event["time"]),
             host=str(event.get("host", "")),
             code=status.code,
+            submission=status.submissions,
+            durable_step=status.checkpoint or 0,
+            queued=status.queued,
         )
     )
 
@@ -143,21 +223,33 @@ def _resumed(status: Status, event: Event) -> None:
     status.step = int(event["step"])
     status.total_steps = event.get("total_steps", status.total_steps)
     status.checkpoint = status.step if event.get("checkpoint") else None
-    if status.attempt:
-        status.attempt.first_step = status.step
+    if attempt := status.attempt:
+        attempt.first_step = attempt.durable_step = status.step
+        attempt.resumed = float(event["time"])
 
 
 def _checkpoint(status: Status, event: Event) -> None:
     status.step = status.checkpoint = int(event["step"])
+    if attempt := status.attempt:
+        attempt.durable_step = status.checkpoint
+        attempt.stalled += float(event.get("stall", 0.0))
 
 
 def _end(status: Status, event: Event, state: str, cause: str) -> None:
-    status.state = state
     attempt = status.attempt
+    if attempt and attempt.ended is not None and status.state == QUEUED:
+        attempt.failure = None  # it was decided about while its ranks were still saving: their last words
+        attempt.last_step = event.get("step", attempt.last_step)
+        return
+    status.state = state
     if attempt and attempt.ended is None:
         attempt.ended, attempt.cause = float(event["time"]), cause
+        attempt.failure = event.get("failure")
         if event.get("step") is not None:
             attempt.last_step = status.step = int(event["step"])
+        if event.get("reached") is not None:
+            attempt.last_step = int(event["reached"])
+        attempt.last_seen = event.get("last_seen")
 
 
 def _interrupted(status: Status, event: Event) -> None:
@@ -168,6 +260,11 @@ def _interrupted(status: Status, event: Event) -> None:
 def _requeued(status: Status, event: Event) -> None:
     status.state = QUEUED
     status.job_id = event.get("job_id", status.job_id)
+    status.queued = float(event["time"])
+
+
+def _excluded(status: Status, event: Event) -> None:
+    status.excluded_nodes = sorted({*status.excluded_nodes, str(event["node"])})
 
 
 def _requeue_failed(status: Status, event: Event) -> None:
@@ -204,6 +301,7 @@ _HANDLERS = {
     "checkpoint": _checkpoint,
     "interrupted": _interrupted,
     "requeued": _requeued,
+    "excluded": _excluded,
     "requeue_failed": _requeue_failed,
     "finished": _finished,
     "failed": _failed,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
-import threading
 import time
 
-from jobkit.errors import EXIT_RESUMABLE, SchedulerError
+from jobkit.errors import SchedulerError
 from jobkit.run.files import read_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.notices import Notices
@@ -16,6 +16,9 @@ from jobkit.scheduler import slurm
 
 ASK_SECONDS = 2.0
 """How long to wait for Slurm's record to name a reason; the signal can overtake it."""
+
+SCRIPT_ASKS = 4
+"""How often, after a signal, Slurm is asked whether the batch script was killed."""
 
 
 class CauseFinder:
@@ -27,10 +30,7 @@ class CauseFinder:
         self.notices = notices
         self.job_id = slurm.current_job() if os.environ.get("JOBKIT_SCHEDULER") == "slurm" else None
         self.margin = 0.0
-        self.last_call: float | None = None
-        """When a rank that is still within a step has to end, in seconds since the epoch."""
-        self.found = False
-        """Whether `find` has named a cause: from then on this attempt is ending."""
+        self._script_asked = 0
 
     def look_around(self) -> None:
         """Learn when Slurm will end this attempt, and whether it is being stopped already.
@@ -40,66 +40,53 @@ class CauseFinder:
         if self._notice() is not None:
             self.notices.signal = signal.SIGTERM
         job = self._ask() if self.job_id is not None else None
-        if job is None or job.end is None or job.start is None:
+        if job is None:
             return
-        self.margin = slurm.stop_margin(job.end - job.start)
-        if slurm.stop_cause(job, self.margin, time.time()):
+        if job.limit is not None:
+            self.margin = slurm.stop_margin(job.limit)
+        if slurm.stop_cause(job, self.margin):
             self.notices.signal = signal.SIGTERM
-        else:
-            self.notices.deadline = job.end - self.margin
-            self.last_call = job.end - self.margin / 2
+        elif job.remaining is not None:
+            self.notices.deadline = time.monotonic() + job.remaining - self.margin
 
     def _notice(self) -> str | None:
         notice = read_json(self.run.notice_file(self.attempt))
         return str(notice["cause"]) if isinstance(notice, dict) and notice.get("cause") else None
 
-    def start_last_call(self, when: float | None, is_main: bool) -> None:
-        """End this rank at `when`, shortly before Slurm ends the job: a step takes longer than the margin.
-
-        Every rank does it, at the time rank 0 has learnt: the batch script must outlive the ranks to requeue the job,
-        and at the time limit Slurm kills them all at once.
-        """
-        if when is None:
-            return
-
-        def call() -> None:
-            if self.found:
-                return  # the ranks agreed to stop, and are saving
-            try:
-                if is_main:
-                    self.run.record("interrupted", attempt=self.attempt, cause=self._find() or "timeout")
-                    print("jobkit: out of time within one step; its last checkpoint is safe", flush=True)
-            finally:
-                os._exit(EXIT_RESUMABLE)
-
-        timer = threading.Timer(max(0.0, when - time.time()), call)
-        timer.daemon = True
-        timer.start()
-
     def find(self) -> str | None:
-        """preempted, timeout, cancelled, user or signal; None for a false alarm."""
-        cause = self._find()
-        self.found = cause is not None
-        return cause
-
-    def _find(self) -> str | None:
+        """preempted, timeout, cancelled, killed, user or signal; None for a false alarm."""
         if (noticed := self._notice()) is not None:
             return noticed
         if self.job_id is None:
             return "user" if self.notices.signal is not None else None
         until = time.monotonic() + ASK_SECONDS
         while True:
-            job, now = self._ask(), time.time()
-            if job is not None and (cause := slurm.stop_cause(job, self.margin, now)):
+            job = self._ask()
+            if job is not None and (cause := slurm.stop_cause(job, self.margin)):
                 return cause
             by_timer = self.notices.signal == signal.SIGUSR2
-            if job is not None and by_timer and slurm.early_timeout_signal(job, self.margin, now):
+            if job is not None and by_timer and slurm.early_timeout_signal(job, self.margin):
                 return None  # the deadline, which is exact, will say when
-            if job is None and self.notices.deadline is not None and now >= self.notices.deadline:
+            if job is None and self.notices.overdue:
                 return "timeout"
             if time.monotonic() >= until:
                 return "signal"  # someone's own `scancel --signal`: save, and go on in a new attempt
             time.sleep(0.3)
+
+    def replace_dead_script(self) -> None:
+        """Do the batch script's last work where it was killed: nobody else would start the job again.
+
+        For rank 0 to call twice a second. Slurm lets the ranks live for KillWait then, time enough for it, and with
+        luck for a checkpoint. Asked a few times: Slurm's second SIGTERM may hit the scontrol of the first.
+        """
+        if self.notices.signal is None or self.job_id is None or self._script_asked >= SCRIPT_ASKS:
+            return
+        self._script_asked += 1
+        job = self._ask()
+        if job is not None and job.script_died:
+            self._script_asked = SCRIPT_ASKS
+            end = [sys.executable, "-m", "jobkit.launch.attempt", "end", str(self.run.path), str(self.attempt), "0"]
+            subprocess.Popen(end, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _ask(self) -> slurm.JobInfo | None:
         assert self.job_id is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,20 @@ from jobkit.checkpoint.reader import Loaded
 from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.checkpoint.writer import PendingSave, Saved
 from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
+from jobkit.run.disk import disk_errno, is_disk_error
 from jobkit.run.duration import parse_seconds
 from jobkit.run.files import fsync_dir
+from jobkit.runtime.interval import AutoInterval, mean_time_between_failures
 from jobkit.runtime.pace import Pace
+from jobkit.runtime.pulse import peak_bytes
 from jobkit.runtime.results import flat, literal, numbers, to_json
 from jobkit.runtime.session import Session
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.evaluate import PerSample, evaluate
 from jobkit.train.parallel import data_parallel, unwrapped
 
-AUTO_CHECKPOINT_SECONDS = 300
+FULL_DISK_PAUSES = (1, 2, 4, 8, 15, 15, 15)
+"""Seconds between two tries to end a run whose disk is full."""
 
 
 class Stopped(SystemExit):
@@ -67,6 +72,8 @@ class Context:
         self._durable_step: int | None = self._loaded.step if self._loaded else None
         self._pace = Pace()
         self._every_steps, self._every_seconds = _checkpoint_interval(session.config.checkpoint.every)
+        self._auto = _auto_interval(session) if session.config.checkpoint.every == "auto" else None
+        self._told_interval = 0.0
         self._last_save = time.monotonic()
         for step, reason in session.checkpointer.set_aside:
             session.record("set_aside", step=step, reason=reason)
@@ -113,6 +120,16 @@ class Context:
     def run_dir(self) -> Path:
         """The run directory."""
         return self._session.run.path
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether a step is under way."""
+        return self._step_start is not None
+
+    def current_samples(self) -> list[int]:
+        """Ids of the samples that this rank's loaders handed out last: whom to suspect when a step fails."""
+        loaders = [value for _, value in self._made if isinstance(value, Loader)]
+        return [sample for loader in loaders for sample in loader.current_samples()]
 
     # Building blocks
 
@@ -185,9 +202,11 @@ class Context:
             self._step_start = self._fingerprint()
             yield self.step
             self.step += 1
+            self._session.pulse.beat()
             self._flush_logs(self.step - 1)
             self._boundary()
         self._step_start = None
+        self._session.pulse.end()
 
     def _begin_loop(self, total: int) -> None:
         if self._total is not None:
@@ -217,6 +236,7 @@ class Context:
         self._loaded = None  # its tensors are in the model by now
         self._report_progress()
         self._pace.start(self.step)
+        self._session.pulse.begin()
         self._last_save = time.monotonic()
 
     def _boundary(self) -> None:
@@ -230,9 +250,12 @@ class Context:
         due = due or self.step + 1 == self._total
         if self.world_size == 1 or pace.agree_at <= self.step:
             seconds = pace.measure(self.step)
-            by_time = session.is_main and self._every_seconds is not None
-            by_time = by_time and time.monotonic() - self._last_save >= (self._every_seconds or 0)
-            told, by_time_agreed, slowest = session.control.maximum(session.notices.pending, by_time, seconds)
+            every = self._auto.seconds if self._auto is not None else self._every_seconds
+            by_time = session.is_main and every is not None and time.monotonic() - self._last_save >= every
+            told, by_time_agreed, slowest, peak = session.control.maximum(
+                session.notices.pending, by_time, seconds, peak_bytes()
+            )
+            session.progress["peak_bytes"] = int(peak)
             due = due or bool(by_time_agreed)
             pace.agree_after(self.step, slowest)
             if told:
@@ -248,7 +271,7 @@ class Context:
         if cause is None:
             self._session.notices.clear()
             return
-        self._session.cause.found = True  # on every rank: from here on they are saving
+        self._session.pulse.stopping = True
         self._stop(str(cause))
 
     def _stop(self, cause: str) -> None:
@@ -279,6 +302,7 @@ class Context:
 
     def _saved(self, saved: Saved) -> None:
         """In the writer's thread, on every rank."""
+        self._session.pulse.beat()
         if saved.error is None:
             self._durable_step = saved.step
             self._session.record(
@@ -286,9 +310,20 @@ class Context:
             )
             if self._session.metrics is not None:
                 self._session.metrics.scalars(saved.step, {"perf/checkpoint_seconds": saved.seconds})
+            if self._auto is not None and self.is_main:
+                self._auto.observe(saved.stall, saved.seconds)
+                self._tell_interval(self._auto)
         elif self.is_main:
             self._session.record("checkpoint_failed", step=saved.step, error=str(saved.error))
             print(f"jobkit: {saved.error}; training goes on, step {self._durable_step or 0} is safe", flush=True)
+
+    def _tell_interval(self, auto: AutoInterval) -> None:
+        """Print and journal how often there will be a checkpoint, when that has changed by a quarter."""
+        if abs(auto.seconds - self._told_interval) > 0.25 * self._told_interval:
+            self._told_interval = auto.seconds
+            print(f"jobkit: {auto.explain()}", flush=True)
+            cost = {"cost": auto.cost, "mtbf": round(auto.mtbf)}
+            self._session.record("checkpoint_interval", seconds=round(auto.seconds, 2), **cost)
 
     def _fingerprint(self) -> tuple[object, ...]:
         """Changes as soon as a step draws a batch or a random number, or takes an optimizer's step."""
@@ -374,6 +409,7 @@ class Context:
         if self._total is not None and self._step_start is None:
             return  # after the loop: going on to the end is what is left to do
         self._pace.agree_next(self.step)
+        self._session.pulse.beat()
         touched = self._step_start is not None and self._step_start != self._fingerprint()
         told, touched_anywhere = self._session.control.maximum(self._session.notices.pending, touched)
         if told and not touched_anywhere:
@@ -387,14 +423,13 @@ class Context:
         if self._total is None and self.is_main:
             print("jobkit: the function returned without ctx.steps: there were no checkpoints", flush=True)
         result = to_json(result)
-        if session.is_main:
-            self._export()
-            if session.metrics is not None:
-                self._logged.update(numbers(result))
-                session.metrics.hparams(flat(self.params), numbers(result))
+        self._insist(self._export)
+        if session.is_main and session.metrics is not None:
+            self._logged.update(numbers(result))
+            session.metrics.hparams(flat(self.params), numbers(result))
         self._flush_logs(self.step)
         if self._total is not None:
-            self._save(wait=True, extra={"result": result})
+            self._insist(lambda: self._save(wait=True, extra={"result": result}))
         elif session.metrics is not None:
             session.metrics.mark().result(timeout=60)
         self._report_progress()
@@ -411,11 +446,38 @@ class Context:
         self._record_finished(self._loaded.manifest.extra["result"])
 
     def _record_finished(self, result: Any) -> None:
-        self._session.cause.found = True  # nothing is left that a time limit could interrupt
+        self._session.pulse.stopping = True  # nothing is left that a time limit could interrupt
         self._session.record("finished", step=self.step, result=result)
+        self._insist(self._session.write_journal)
+
+    def _insist(self, action: Callable[[], None]) -> None:
+        """Do, on all ranks together, what the run cannot end without; a disk that refuses it is given a minute.
+
+        After that, or when there is a notice to stop, it is the disk's error on all ranks, and for another attempt.
+        """
+        control, notices = self._session.control, self._session.notices
+        for pause in (*FULL_DISK_PAUSES, 0):
+            error: Exception | None = None
+            try:
+                action()
+            except Exception as raised:
+                if not is_disk_error(raised):
+                    raise
+                error = raised
+            number, told = control.maximum(disk_errno(error), notices.pending)
+            if not number:
+                return
+            if not pause or told:
+                raise error or OSError(int(number), f"{os.strerror(int(number))} on another rank")
+            if self.is_main:
+                what = error or os.strerror(int(number))
+                print(f"jobkit: cannot finish: {what}. Waiting for the disk ...", file=sys.stderr, flush=True)
+            time.sleep(pause)
 
     def _export(self) -> None:
-        """final/<name>.safetensors for each tracked module: complete or absent."""
+        """final/<name>.safetensors for each tracked module, by rank 0: complete or absent."""
+        if not self.is_main:
+            return
         from safetensors.torch import save_model
 
         modules = {name: value for name, value in self._tracked.items() if isinstance(value, torch.nn.Module)}
@@ -431,9 +493,19 @@ class Context:
 
 
 def _checkpoint_interval(every: str | int) -> tuple[int | None, float | None]:
-    """(steps, seconds) between two checkpoints; one of them is None."""
+    """(steps, seconds) between two checkpoints; at least one of them is None, both for `auto`."""
     if every == "auto":
-        return None, AUTO_CHECKPOINT_SECONDS
+        return None, None
     if isinstance(every, int):
         return every, None
     return None, parse_seconds(every)
+
+
+def _auto_interval(session: Session) -> AutoInterval:
+    """The interval to begin with, by what the run has seen so far."""
+    configured = session.config.checkpoint.mtbf
+    if not session.is_main:
+        return AutoInterval(0.0)  # rank 0 alone looks at the clock
+    if configured != "auto":
+        return AutoInterval(float(parse_seconds(configured)))
+    return AutoInterval(mean_time_between_failures(session.run.status().attempts[:-1]))

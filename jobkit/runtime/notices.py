@@ -16,12 +16,17 @@ class Notices:
         self.signal: int | None = None
         """The last signal received: SIGTERM, SIGUSR2 or SIGINT."""
         self.deadline: float | None = None
-        """When to stop for the time limit's sake, in seconds since the epoch."""
+        """When to stop for the time limit's sake, by the monotonic clock: a node's other one may be off."""
 
     @property
     def pending(self) -> bool:
         """Whether there is a reason to ask the scheduler what is going on."""
-        return self.signal is not None or (self.deadline is not None and time.time() >= self.deadline)
+        return self.signal is not None or self.overdue
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it is time to stop for the time limit's sake."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
     def install(self) -> None:
         """Take SIGTERM, SIGUSR2 and SIGINT from here on; in the main thread only."""

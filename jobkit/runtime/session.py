@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +19,15 @@ import torch.distributed as dist
 
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
+from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.config import Config
+from jobkit.run.disk import Outage
 from jobkit.run.files import write_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.cause import CauseFinder
 from jobkit.runtime.distributed import Control, Topology
 from jobkit.runtime.notices import NOTICES, Notices
+from jobkit.runtime.pulse import Pulse
 
 if TYPE_CHECKING:
     from jobkit.runtime.metrics import MetricLog, Position
@@ -39,8 +48,17 @@ class Session:
     notices: Notices = NOTICES
     metrics: MetricLog | None = None
     progress: dict[str, Any] = field(default_factory=dict)
+    pulse: Pulse = field(default_factory=Pulse)
     on_progress: Callable[[dict[str, Any]], None] | None = None
     """Where a function runs without a follower outside, who draws its progress bar."""
+    _unwritten: deque[dict[str, Any]] = field(default_factory=deque)
+    _status_is_old: bool = False
+    _recording: threading.Lock = field(default_factory=threading.Lock)
+    _journal_outage: Outage = field(
+        default_factory=lambda: Outage(
+            "the journal", "Training goes on, its events are kept in memory; the checkpoints that are there are safe."
+        )
+    )
 
     @property
     def is_main(self) -> bool:
@@ -48,9 +66,45 @@ class Session:
         return self.topology.rank == 0
 
     def record(self, event: str, **fields: Any) -> None:
-        """Journal an event of this attempt, once: on rank 0."""
-        if self.is_main and self.run.owner() == self.attempt:
-            self.run.record(event, attempt=self.attempt, **fields)
+        """Journal an event of this attempt, once: on rank 0. What the disk does not take now is written later."""
+        if self.is_main:
+            entry = {"event": event, "time": round(time.time(), 3), "attempt": self.attempt, **fields}
+            with self._recording:
+                self._unwritten.append(entry)
+            self._try_to_write_journal()
+
+    def write_journal(self) -> None:
+        """Write the events that are not in the journal yet, in their order; raises OSError when the disk is full."""
+        with self._recording:
+            if not (self._unwritten or self._status_is_old):
+                return
+            if not self.owns_run():
+                raise OSError(errno.EIO, "cannot be read", str(self.run.lease_file))
+            while self._unwritten:
+                self.run.journal.append(**self._unwritten[0])
+                self._unwritten.popleft()
+                self._status_is_old = True
+            self.run.write_status()
+            self._status_is_old = False
+            self._journal_outage.end()
+
+    def _try_to_write_journal(self) -> None:
+        try:
+            self.write_journal()
+        except OSError as error:
+            self._journal_outage.begin(error)
+
+    def owns_run(self) -> bool:
+        """Whether this attempt may write: not where the lease cannot be read. A ghost, which has lost it, ends here."""
+        owner = self.run.owner()
+        if owner is not None and owner != self.attempt:
+            print(
+                f"jobkit: attempt {owner} has taken {self.run.name} over; attempt {self.attempt} leaves without a word",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_RESUMABLE)
+        return owner is not None
 
     def start_metrics(self, position: Position, first_step: int) -> None:
         """Cut TensorBoard's files back to a checkpoint's position and continue them from there."""
@@ -59,7 +113,7 @@ class Session:
             from jobkit.runtime.metrics import MetricLog, rewind
 
             rewind(self.run.tensorboard, position)
-            self.metrics = MetricLog(self.run.tensorboard, first_step, self._report)
+            self.metrics = MetricLog(self.run.tensorboard, first_step, self._tick, self.owns_run)
 
     def mark_metrics(self) -> Future[Position]:
         """The position after everything logged so far, once it is on the disk."""
@@ -69,6 +123,12 @@ class Session:
         nothing.set_result({})
         return nothing
 
+    def _tick(self, latest: dict[str, float]) -> None:
+        """A few times a second, in the metrics' thread."""
+        if self.owns_run():
+            self._try_to_write_journal()
+            self._report(latest)
+
     def _report(self, latest: dict[str, float]) -> None:
         own = ("perf/", "final/", "train/lr")  # the user's values are what a progress bar has room for
         shown = {tag: value for tag, value in latest.items() if not tag.startswith(own)}
@@ -76,11 +136,14 @@ class Session:
             "attempt": self.attempt,
             "time": time.time(),
             **self.progress,
+            **self.pulse.report(),
             "values": dict(list(shown.items())[:4]),
         }
-        write_json(self.run.progress_file, report, durable=False)
+        with suppress(OSError):  # only a view, and the journal's own trouble has been said
+            write_json(self.run.progress_file, report, durable=False)
         if self.on_progress is not None:
             self.on_progress(report)
+        self.cause.replace_dead_script()
 
     def close(self) -> None:
         """Finish what is being written, on all ranks together, and leave the process group."""
@@ -111,6 +174,4 @@ def open_session(run: RunDir, config: Config, attempt: int, topology: Topology, 
     cause = CauseFinder(run, attempt, NOTICES)
     if topology.rank == 0:
         cause.look_around()
-    last_call = control.from_main(cause.last_call)
-    cause.start_last_call(last_call if isinstance(last_call, float) else None, is_main=topology.rank == 0)
     return Session(run, config, attempt, topology, device, control, checkpointer, cause)

@@ -5,24 +5,29 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from submitit.core.job_environment import JobEnvironment
 
+from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.config import Config
-from jobkit.run.files import write_json
+from jobkit.run.disk import is_disk_error
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.context import Context, Stopped
 from jobkit.runtime.distributed import Topology, choose_device, join
+from jobkit.runtime.failure import show_stacks_when_asked, write_report
 from jobkit.runtime.notices import kill_children
+from jobkit.runtime.output import survive_full_disks
 from jobkit.runtime.session import Session, open_session
 
 
 def run_rank(path: str) -> None:
     """Run the task of the run directory `path` as the rank that Submitit's environment says this process is."""
+    survive_full_disks()
+    show_stacks_when_asked()
     run = RunDir(path)
     config = run.config()
     attempt = int(os.environ["JOBKIT_ATTEMPT"])
@@ -41,9 +46,12 @@ def run_rank(path: str) -> None:
     except Stopped as stopped:
         print(f"jobkit: stopped at step {stopped.step}: {stopped.cause}", flush=True)
     except BaseException as error:
-        _write_error(run, attempt, topology.rank, context.step if context else None, error)
+        write_report(run, attempt, topology, context, error)
         if context is not None:
             context.wait_for_save(seconds=3.0)
+        if is_disk_error(error):
+            traceback.print_exc()
+            raise SystemExit(EXIT_RESUMABLE) from error  # the report may not have fit on the disk: this says it too
         raise
     finally:
         kill_children()
@@ -80,13 +88,3 @@ def load_task(task: str) -> Callable[[Context], Any]:
     module, _, name = task.partition(":")
     function: Callable[[Context], Any] = getattr(importlib.import_module(module), name)
     return function
-
-
-def _write_error(run: RunDir, attempt: int, rank: int, step: int | None, error: BaseException) -> None:
-    """For the end of the attempt to find: the traceback itself goes to the rank's own log."""
-    summary = f"{type(error).__name__}: {error}".strip()
-    report = {"time": time.time(), "error": f"rank {rank}: {summary}", "rank": rank, "step": step}
-    try:
-        write_json(run.logs(attempt) / f"error_{rank}.json", report)
-    except OSError as problem:
-        print(f"jobkit: the error could not be written down: {problem}", file=sys.stderr)

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -32,6 +34,9 @@ EARLY_SIGNAL_SECONDS = 60
 
 MAX_MARGIN_SECONDS = 90.0
 
+MAX_LIMIT_SECONDS = 300 * 86400.0
+"""Slurm shows a job without a limit as one of 365 days."""
+
 
 def stop_margin(limit: float) -> float:
     """Seconds before the end of a time limit of `limit` seconds to stop at: a fifth of it, at most 90."""
@@ -43,10 +48,10 @@ def available() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def command(*arguments: str, timeout: float = 30.0) -> str:
+def command(*arguments: str, timeout: float = 30.0, environment: Mapping[str, str] | None = None) -> str:
     """The output of one Slurm command; raises SchedulerError with Slurm's own words, in one line."""
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
     except FileNotFoundError:
         raise SchedulerError(
             f"{arguments[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
@@ -56,8 +61,14 @@ def command(*arguments: str, timeout: float = 30.0) -> str:
             f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (`scontrol ping`){_NO_SLURM}"
         ) from None
     if done.returncode:
-        raise SchedulerError(explain(arguments[0], done.stderr or done.stdout))
+        words = done.stderr or done.stdout
+        unknown = any(one in words for one in _UNKNOWN_OUTCOME)
+        raise (SchedulerTimeout if unknown else SchedulerError)(explain(arguments[0], words))
     return done.stdout
+
+
+# A controller that is stopped or too busy says neither yes nor no, and may do it later.
+_UNKNOWN_OUTCOME = ("Socket timed out on send/recv", "Unexpected message received")
 
 
 _NO_SLURM = " (does SLURM_CONF name a cluster that is gone? `unset SLURM_CONF`; without a cluster, use --local)"
@@ -74,7 +85,7 @@ def explain(program: str, stderr: str) -> str:
     elif "configuration source" in words.lower() or "resolve_ctls" in words.lower():
         return f"{program}: no Slurm is configured here{_NO_SLURM}"
     elif "contact slurm controller" in words.lower() or "connection refused" in words.lower():
-        hint = " (the controller is down or SLURM_CONF points elsewhere: `scontrol ping`; the same command works later)"
+        hint = f" {_AWAY}: `scontrol ping`; the same command works later)"
     return f"{program}: {words or 'failed without a word'}{hint}"
 
 
@@ -85,14 +96,36 @@ class JobInfo:
     job_id: str
     state: str
     reason: str
-    preempted: bool
-    """Slurm has chosen this job to make room (PreemptTime is set)."""
+    preempt_time: float | None
+    """When Slurm chose this job to make room, or when the grace time after that was over."""
     start: float | None
     """When this start of it began, seconds since the epoch."""
     end: float | None
     """When its time is over."""
+    elapsed: float
+    """Seconds it has been running, by the clock of whoever asked."""
     restarts: int
     nodes: str
+    requeueable: bool = True
+    """Whether it was submitted, or the cluster is set up, so that `scontrol requeue` takes it."""
+    excluded: str = ""
+    """ExcNodeList, as Slurm writes it."""
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds this start of it may run."""
+        return None if self.start is None or self.end is None else self.end - self.start
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until its time is over.
+
+        Within the job by the clock of its first node alone, which began it: that may not be the controller's.
+        """
+        if self.limit is None or self.limit > MAX_LIMIT_SECONDS:
+            return None
+        began = os.environ.get("JOBKIT_BEGAN")
+        return self.limit - (time.time() - float(began) if began else self.elapsed)
 
     @property
     def ended(self) -> bool:
@@ -103,6 +136,11 @@ class JobInfo:
     def requeued_by_slurm(self) -> bool:
         """Whether its processes are ending and it is in the queue again already, so that its next end is not known."""
         return self.state == "COMPLETING" and self.end is None
+
+    @property
+    def script_died(self) -> bool:
+        """Whether the batch script was killed: its ranks are being ended, and nobody is left to requeue the job."""
+        return self.reason == "JobLaunchFailure" and self.state in ("COMPLETING", "FAILED")
 
 
 def show_job(job_id: str, timeout: float = 30.0) -> JobInfo | None:
@@ -123,12 +161,26 @@ def parse_job(text: str) -> JobInfo:
         job_id=fields.get("JobId", ""),
         state=fields.get("JobState", "UNKNOWN"),
         reason=fields.get("Reason", ""),
-        preempted=_time(fields.get("PreemptTime")) is not None,
+        preempt_time=_time(fields.get("PreemptTime")),
         start=_time(fields.get("StartTime")),
         end=_time(fields.get("EndTime")),
+        elapsed=_duration(fields.get("RunTime", "")),
         restarts=int(fields.get("Restarts", 0)),
-        nodes=fields.get("NodeList", ""),
+        nodes=_value(fields.get("NodeList")),
+        requeueable=fields.get("Requeue", "1") != "0",
+        excluded=_value(fields.get("ExcNodeList")),
     )
+
+
+def _value(text: str | None) -> str:
+    return "" if text in (None, "(null)") else str(text)
+
+
+def _duration(text: str) -> float:
+    """Seconds of `[days-]hours:minutes:seconds`; 0 where it is something else."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
 
 
 def _time(text: str | None) -> float | None:
@@ -138,28 +190,53 @@ def _time(text: str | None) -> float | None:
         return None
 
 
-def stop_cause(job: JobInfo, margin: float, now: float) -> str | None:
-    """Why Slurm sends this running job signals: preempted, timeout, cancelled; None where it gives no reason.
+def stop_cause(job: JobInfo, margin: float = 0.0) -> str | None:
+    """Why Slurm sends this running job signals: preempted, timeout, cancelled, killed; None where it gives no reason.
 
-    `margin` is how many seconds before its time limit a job of ours stops; `now` is in seconds since the epoch.
+    `margin` is how many seconds before its time limit a job of ours stops.
     SIGTERM means both preemption and scancel, USR2 both preemption and the time limit: only the job's record tells.
     """
     if job.reason == "TimeLimit" or job.state == "TIMEOUT":
         return "timeout"
-    if job.requeued_by_slurm:
+    if job.script_died:
+        return "killed"
+    if job.requeued_by_slurm or job.state == "PREEMPTED":
         return "preempted"
+    if job.state == "NODE_FAIL" or job.reason == "NodeDown":
+        return "node_failure"
+    if job.state == "COMPLETING" and job.preempt_time and job.end is not None and job.end <= job.preempt_time + 1:
+        return "preempted"  # PreemptMode=CANCEL, without grace or after it; a scancel in the grace time ends later
     if job.state in ("CANCELLED", "COMPLETING"):
         return "cancelled"  # before the next: a job may be cancelled while it is being preempted
-    if job.preempted:
+    if job.state == "OUT_OF_MEMORY":
+        return "out_of_memory"
+    if job.preempt_time is not None:
         return "preempted"
-    if job.end is not None and job.state == "RUNNING" and now >= job.end - margin:
+    if job.remaining is not None and job.state == "RUNNING" and job.remaining <= margin:
         return "timeout"
     return None
 
 
-def early_timeout_signal(job: JobInfo, margin: float, now: float) -> bool:
+def early_timeout_signal(job: JobInfo, margin: float) -> bool:
     """Whether a USR2 that came now may be --signal's, which Slurm sends up to a minute before it was asked to."""
-    return job.end is not None and now >= job.end - margin - EARLY_SIGNAL_SECONDS - 5
+    return job.remaining is not None and job.remaining <= margin + EARLY_SIGNAL_SECONDS + 5
+
+
+def dead_node(nodes: str) -> str | None:
+    """The first of some nodes, in Slurm's notation, that is down or does not respond; None where all do."""
+    for line in command("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines():
+        name, _, state = line.partition(" ")
+        if state.endswith("*") or state.startswith(("down", "fail")):
+            return name
+    return None
+
+
+def died_since(node: str, when: float) -> bool:
+    """Whether a node is down, or its slurmd was started anew after `when`, in seconds since the epoch."""
+    fields = dict(re.findall(r"(\S+?)=(\S*)", command("scontrol", "--oneliner", "show", "node", node)))
+    started = _time(fields.get("SlurmdStartTime"))
+    down = re.search(r"DOWN|NOT_RESPONDING|\*", fields.get("State", "")) is not None
+    return down or started is None or started > when
 
 
 def jobs_named(name: str) -> list[str]:
@@ -172,13 +249,60 @@ def cancel(job_id: str) -> None:
     try:
         command("scancel", job_id)
     except SchedulerError as error:
-        if "Invalid job id" not in str(error):
+        if not _is_gone(error):
             raise
 
 
+class Refused(SchedulerError):
+    """Slurm will not do that with this job, now or later."""
+
+
 def requeue(job_id: str) -> None:
-    """Put a running job back into the queue: it starts again as the same job, with the same script."""
-    command("scontrol", "requeue", job_id)
+    """Put a job back into the queue: it starts again as the same job, with the same script.
+
+    Raises Refused where the job, or the cluster, does not allow that.
+    """
+    try:
+        command("scontrol", "requeue", job_id)
+    except SchedulerError as error:
+        if "pending execution" in str(error):
+            return  # it is there already
+        if isinstance(error, SchedulerTimeout) or is_away(error):
+            raise
+        raise Refused(str(error)) from None
+
+
+def is_away(error: SchedulerError) -> bool:
+    """Whether the controller did not answer, so that the same command may work later."""
+    return isinstance(error, SchedulerTimeout) or _AWAY in str(error)
+
+
+_AWAY = "(the controller is down or SLURM_CONF points elsewhere"
+
+
+def exclude(job_id: str, nodes: str) -> None:
+    """Replace the list of nodes that a job in the queue may not get."""
+    command("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}")
+
+
+def steps(job_id: str) -> list[str]:
+    """Ids of the steps of a job that srun started and that are not over."""
+    listed = command("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i").split()
+    return [step for step in listed if step.rpartition(".")[2].isdigit()]
+
+
+def signal_steps(job_id: str, name: str) -> None:
+    """Send a signal to every process of a job's steps, on all nodes; the batch script does not get it."""
+    for step in steps(job_id):
+        try:
+            command("scancel", f"--signal={name}", step)
+        except SchedulerError as error:
+            if not _is_gone(error):
+                raise
+
+
+def _is_gone(error: SchedulerError) -> bool:
+    return any(words in str(error) for words in ("Invalid job id", "already completing or completed"))
 
 
 def current_job() -> str | None:

@@ -149,6 +149,8 @@ class Loader:
         self.rank, self.world_size = rank, world_size
         self.position = 0
         """Global batches handed out."""
+        self.current: int | None = None
+        """Number of the global batch handed out last, or being loaded."""
         self._order = SampleOrder(len(dataset), global_batch_size, seed, shuffle)  # type: ignore[arg-type]
         self._seeded = SeededDataset(dataset, seed)
         self._num_workers, self._collate_fn = num_workers, collate_fn
@@ -170,6 +172,7 @@ class Loader:
     def __next__(self) -> Any:
         if self._iterator is None:
             self._iterator = self._start()
+        self.current = self.position
         batch = next(self._iterator)
         self.position += 1
         return to_device(batch, self.device)
@@ -187,6 +190,12 @@ class Loader:
                 generator=torch.Generator().manual_seed(0),
             )
         )
+
+    def current_samples(self) -> list[int]:
+        """Ids of this rank's samples in the current batch; none before the first."""
+        if self.current is None:
+            return []
+        return [sample for _, sample in self._order.share(self.current, self.rank, self.world_size)]
 
     def state_dict(self) -> dict[str, int]:
         """{position, length, global_batch_size}."""

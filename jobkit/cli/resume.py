@@ -1,0 +1,36 @@
+"""jobkit resume RUN: continue a run as it was last submitted, from wherever one stands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from jobkit import submit
+from jobkit.cli.arguments import add_run, chosen_run
+from jobkit.errors import InputError
+from jobkit.run.identity import run_name
+from jobkit.run.rundir import versions
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN, `--detach`, `--follow` and `--runs-dir`."""
+    add_run(parser)
+    parser.add_argument("--detach", action="store_true", help="local: in the background")
+    parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit the run's own resolved config again, to the same place, with the code as it is there now."""
+    found = chosen_run(arguments)
+    status = found.status()
+    newest = [*versions(found.path.parent, run_name(found.config()))][-1]
+    if newest.path != found.path:
+        raise InputError(f"{found.name} was begun anew as {newest.name}; only the newest can be continued")
+    place = ["--local"] if status.cluster in (None, "local") else ["--cluster", status.cluster]
+    stay = [flag for flag in ("detach", "follow") if getattr(arguments, flag)]
+    command = [str(found.config_file), *place, "--runs-dir", str(found.path.parent), *(f"--{flag}" for flag in stay)]
+    try:
+        os.chdir(status.cwd or ".")  # the task is imported from where it was submitted
+    except OSError as error:
+        raise InputError(f"{status.cwd}: {error.strerror}: {found.name} was submitted there") from None
+    return submit.main(command)
