@@ -7,11 +7,14 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.launch import job
 from jobkit.run import status as states
+from jobkit.run.accounting import Account
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
@@ -49,11 +52,19 @@ def describe(run: RunDir, status: Status) -> list[str]:
         with contextlib.suppress(SchedulerError):
             waiting = slurm.show_job(status.job_id)
             lines += [f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)"] if waiting else []
-    lines += [_attempt_line(attempt) for attempt in status.attempts]
+    for attempt in status.attempts:
+        lines += _attempt_lines(attempt)
+    if status.excluded_nodes:
+        lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (they failed under this run)")
+    if status.goodput is not None:
+        since = format_seconds(max(a.account.until for a in status.attempts if a.account) - status.attempts[0].started)
+        lines.append(f"goodput: {status.goodput:.0%} of the {since} since the first start were new steps")
     if status.checkpoint is not None:
         lines.append(f"newest checkpoint: step {status.checkpoint}")
     if status.error:
         lines.append(f"error: {status.error}")
+    if status.state == states.FAILED and status.attempt and status.attempt.failure:
+        lines += _failure_lines(status.attempt.failure)
     if status.result is not None:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
@@ -62,9 +73,41 @@ def describe(run: RunDir, status: Status) -> list[str]:
     return lines
 
 
-def _attempt_line(attempt: Attempt) -> str:
+def _attempt_lines(attempt: Attempt) -> list[str]:
     seconds = (attempt.ended or time.time()) - attempt.started
     first = "?" if attempt.first_step is None else attempt.first_step
     last = "..." if attempt.last_step is None else attempt.last_step
     cause = attempt.cause or "running"
-    return f"  attempt {attempt.id}: {cause}, steps {first} to {last}, {format_seconds(seconds)}, job {attempt.job_id}"
+    line = f"  attempt {attempt.id}: {cause}, steps {first} to {last}, {format_seconds(seconds)}, job {attempt.job_id}"
+    lost = _lost(attempt.account) if attempt.account else ""
+    lines = [f"{line}; {lost}" if lost else line]
+    if error := (attempt.failure or {}).get("error"):
+        lines.append(f"    {str(error).splitlines()[0]}")
+    return lines
+
+
+def _lost(account: Account) -> str:
+    """Where an attempt's time went, but for new steps; what took no second is left out."""
+    again = f"{account.repeated_steps} steps repeated"
+    spent = {
+        "in the queue": account.queue,
+        "start-up": account.startup,
+        again: account.repeated,
+        "checkpoints": account.checkpoints,
+        "until its end was noticed": account.ending,
+    }
+    parts = [f"{what} {seconds:.0f} s" for what, seconds in spent.items() if seconds >= 0.5]
+    if account.repeated_steps and account.repeated < 0.5:
+        parts.append(again)
+    return ", ".join(parts)
+
+
+def _failure_lines(failure: Mapping[str, Any]) -> list[str]:
+    """Where the last attempt failed, and on what."""
+    known = {"rank": failure.get("rank"), "step": failure.get("step"), "node": failure.get("node")}
+    lines = ["failed at: " + ", ".join(f"{what} {value}" for what, value in known.items() if value is not None)]
+    if samples := failure.get("samples"):
+        lines.append(f"samples of that rank's batch: {', '.join(map(str, samples))}")
+    if traceback := failure.get("traceback"):
+        lines += ["", *str(traceback).rstrip().splitlines(), ""]
+    return lines

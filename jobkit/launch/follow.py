@@ -47,12 +47,15 @@ def follow_local(run: RunDir, controller: subprocess.Popen[bytes], asked: list[i
     Returns the exit code: 0 finished, 1 failed, 75 interrupted but resumable.
     """
     display, tail, stops = Display(run.name), Tail(run), 0
+    told = 0
     while controller.poll() is None:
         if len(asked) > stops:
             stops = len(asked)
             controller.send_signal(signal.SIGTERM if stops == 1 else signal.SIGINT)
             display.say("stopping: writing a checkpoint ... (once more kills without one)" if stops == 1 else "killing")
-        _refresh(run, run.status(), display, tail)
+        status = run.status()
+        _refresh(run, status, display, tail)
+        told = _say_restarts(status, told, display)
         time.sleep(POLL_SECONDS)
     _refresh(run, run.status(), display, tail)
     display.close()
@@ -91,6 +94,15 @@ def follow_slurm(run: RunDir) -> int:
         return EXIT_FINISHED
 
 
+def _say_restarts(status: Status, told: int, display: Display) -> int:
+    """Say why attempts ended that others followed, from number `told` on; returns how many there are."""
+    followed = status.attempts[:-1]
+    for attempt in followed[told:]:
+        why = (attempt.failure or {}).get("error") or attempt.cause
+        display.say(f"attempt {attempt.id} ended: {why}; it goes on from step {attempt.durable_step}")
+    return max(told, len(followed))
+
+
 def _refresh(run: RunDir, status: Status, display: Display, tail: Tail) -> None:
     if not status.attempt:
         return
@@ -114,7 +126,8 @@ def announce_end(run: RunDir, status: Status, display: Display) -> None:
             display.say(f"tracebacks: {run.logs(attempt.id)}/rank_*.err")
         display.say(_safe(status))
     else:
-        display.say(f"{status.state} at {steps}. {_safe(status)}")
+        why = (status.attempt.failure or {}).get("error") if status.attempt else None
+        display.say(f"{status.state} at {steps}{f': {why}' if why else ''}. {_safe(status)}")
 
 
 def _safe(status: Status) -> str:
