@@ -54,6 +54,7 @@ def begin(run: RunDir, job_id: str, scheduler: str) -> Begun:
     if before.state in (status.FINISHED, status.CANCELLED) or before.cancel_requested:
         raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
     if before.attempt and before.attempt.ended is None:
+        _refuse_second_job(before, job_id, scheduler)
         _bury(run, before.attempt, job_id, scheduler)
     if problems := snapshot.verify(run.code, before.code):
         raise NotRunnable(f"the code snapshot is damaged: {problems[0]}; submit the run again to take a new one")
@@ -61,8 +62,19 @@ def begin(run: RunDir, job_id: str, scheduler: str) -> Begun:
     run.logs(number).mkdir(parents=True, exist_ok=True)
     lease = {"attempt": number, "job_id": job_id, "host": socket.gethostname(), "pid": os.getpid()}
     write_json(run.lease_file, lease | {"node": os.environ.get("SLURMD_NODENAME")})
+    run.failed_starts.unlink(missing_ok=True)
     run.record("started", attempt=number, job_id=job_id, host=socket.gethostname())
     return Begun(number, _environment(run, number, scheduler, before.code))
+
+
+def _refuse_second_job(before: status.Status, job_id: str, scheduler: str) -> None:
+    """Two jobs of one run may be in the queue after a controller that gave no answer: the first one runs it."""
+    assert before.attempt is not None
+    other = before.attempt.job_id
+    if scheduler == before.scheduler == "slurm" and other != job_id:
+        job = _ask(other)
+        if job is not None and job.state == "RUNNING":
+            raise NotRunnable(f"job {other} runs it already")
 
 
 def _bury(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> None:
@@ -106,7 +118,7 @@ def end(
     """
     now = run.status()
     attempt = next((one for one in now.attempts if one.id == number), None)
-    if attempt is None or run.owner() != number:
+    if attempt is None or run.owner() not in (number, None):
         return Decision("stop", "another attempt owns the run")
     if attempt.ended is None:
         _record_end(run, number, examine(run, number, run.config().resources.nodes, first, job))
@@ -305,14 +317,15 @@ def _start_again_blindly(job_id: str) -> int:
 
 
 def _begin_on_slurm(run: RunDir, job_id: str) -> int:
+    """Prints nothing where there is nothing to run; another exit code than 0 makes the script try another node."""
     try:
         begun = patiently(run, lambda: begin(run, job_id, "slurm"))
     except NotRunnable as error:
         _say(run, str(error))
-        return EXIT_FINISHED if run.status().state in (status.FINISHED, status.CANCELLED) else EXIT_FAILED
+        return EXIT_FINISHED
     except OSError as error:
         _say(run, f"cannot begin: {error}")
-        return _start_again_blindly(job_id) or EXIT_RESUMABLE
+        return EXIT_RESUMABLE
     for name, value in begun.environment.items():
         print(f"export {name}={shlex.quote(value)}")
     return EXIT_FINISHED

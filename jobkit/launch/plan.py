@@ -134,6 +134,23 @@ def visible_gpus() -> int:
     return len(list(drivers.iterdir())) if drivers.is_dir() else 0
 
 
+FAILED_STARTS = 3
+"""How many nodes in a row may be unable to begin an attempt."""
+
+# Without Python, which may be what the node lacks: a broken mount, a module that is not there.
+_ELSEWHERE = """\
+jobkit_elsewhere() {{  # this node cannot begin an attempt: start again on another one
+    trap '' TERM
+    echo "jobkit: $SLURMD_NODENAME cannot begin an attempt" >&2
+    echo "$SLURMD_NODENAME" >>{file}
+    [ "$(wc -l <{file})" -lt {tries} ] || exit 1
+    jobkit_excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ (]*\\).*/\\1/p')
+    scontrol requeue "$SLURM_JOB_ID" || exit 1
+    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${{jobkit_excluded:+$jobkit_excluded,}}$SLURMD_NODENAME"
+    exit 1
+}}"""
+
+
 def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
     """(setup, command, teardown) of the batch script around srun, in the shell's words."""
     attempt = f"{shlex.quote(sys.executable)} -m jobkit.launch.attempt"
@@ -142,9 +159,12 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
     python = shlex.quote(sys.executable)
     setup = [
         "trap : TERM",  # what follows srun must run, in the KillWait that Slurm leaves at a time limit
+        _ELSEWHERE.format(file=shlex.quote(str(RunDir(plan.run).failed_starts)), tries=FAILED_STARTS),
+        "trap jobkit_elsewhere EXIT",
         *(["set -e", *own, "set +e"] if own else []),  # a module that does not load must not train without it
         f'jobkit_exports="$({attempt} begin {run})" || exit $?',
-        '[ -n "$jobkit_exports" ] || exit 0  # finished, or cancelled',
+        "trap - EXIT",
+        '[ -n "$jobkit_exports" ] || exit 0  # finished, cancelled, or not to be run',
         'eval "$jobkit_exports"',
         f'{python} -m jobkit.launch.watch {run} "$JOBKIT_ATTEMPT" &',
         "jobkit_watch=$!; disown",
@@ -165,7 +185,11 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
         "trap '' TERM",
         "kill -KILL $jobkit_watch 2>/dev/null",
         *(plan.parameters.get("teardown") or []),
-        f'{attempt} end {run} "$JOBKIT_ATTEMPT" "$jobkit_rc"',
-        "exit $?",
+        "for jobkit_try in 1 2 3; do",
+        f'    {attempt} end {run} "$JOBKIT_ATTEMPT" "$jobkit_rc"',
+        "    jobkit_end=$?",
+        "    [ $jobkit_end -gt 128 ] || break  # it was killed itself",
+        "done",
+        "exit $jobkit_end",
     ]
     return setup, command, teardown

@@ -68,6 +68,11 @@ class RunDir:
         """Submitit's own folder: pickles and batch scripts."""
         return self.path / "logs" / "submitit"
 
+    @property
+    def failed_starts(self) -> Path:
+        """A line for each node in a row on which a batch script could not even begin an attempt."""
+        return self.submitit / "failed_starts"
+
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)
 

@@ -134,8 +134,13 @@ class JobInfo:
 
     @property
     def requeued_by_slurm(self) -> bool:
-        """Whether its processes are ending and it is in the queue again already, so that its next end is not known."""
-        return self.state == "COMPLETING" and self.end is None
+        """Whether its processes are ending and it is in the queue again already.
+
+        Within the job Slurm's count of restarts tells it at once, elsewhere a second later that its end is not known.
+        """
+        own = os.environ.get("SLURM_RESTART_COUNT") or ("0" if current_job() == self.job_id else None)
+        restarted = own is not None and self.restarts > int(own)
+        return self.state == "COMPLETING" and (self.end is None or restarted)
 
     @property
     def script_died(self) -> bool:
