@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobkit.errors import InputError
-from jobkit.run.config import CheckpointConfig, Config, Loaded, Resources, load, read_resolved
+from jobkit.run.config import UNLIMITED, CheckpointConfig, Config, Loaded, Resources, RetryConfig, load, read_resolved
 from jobkit.run.duration import format_seconds, parse_seconds
 from jobkit.run.identity import run_name
 from jobkit.run.yamlfile import parse_value
@@ -51,8 +51,48 @@ def test_what_is_not_written_has_its_default(tmp_path: Path) -> None:
     config = loaded(tmp_path, BASE).config
     assert config == Config(name="toy", task="mytask:train")
     assert (config.seed, config.precision, config.params, config.inputs, config.clusters) == (0, "fp32", {}, [], {})
-    assert config.resources == Resources(nodes=1, tasks_per_node=1, gpus_per_task=0, cpus_per_task=1, time="1:00:00")
-    assert config.checkpoint == CheckpointConfig(every="auto", keep=3)
+    assert config.resources == Resources(nodes=1, tasks_per_node=1, gpus_per_task=0, cpus_per_task=1, time="auto")
+    assert config.checkpoint == CheckpointConfig(every="auto", keep=3, mtbf="auto")
+    assert config.watchdog == "auto"
+    assert config.retry == RetryConfig(preemption=UNLIMITED, time_limit=3, node_failure=10, crash=3, exclude_after=2)
+
+
+ACCEPTED: list[tuple[str, Any]] = [
+    ("resources.time=auto", "auto"),
+    ("resources.time=30min", "30min"),
+    ("checkpoint.mtbf=auto", "auto"),
+    ("checkpoint.mtbf=8h", "8h"),
+    ("checkpoint.mtbf=90", 90),
+    ("watchdog=auto", "auto"),
+    ('watchdog="off"', "off"),
+    ("watchdog=10min", "10min"),
+    ("watchdog=5", 5),
+    ("retry.crash=0", 0),
+    ("retry.crash=unlimited", UNLIMITED),
+    ("retry.preemption=5", 5),
+    ("retry.time_limit=unlimited", UNLIMITED),
+    ("retry.node_failure=100", 100),
+    ("retry.exclude_after=1", 1),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), ACCEPTED, ids=[override for override, _ in ACCEPTED])
+def test_what_is_allowed_is_taken_as_it_is_written(tmp_path: Path, override: str, expected: Any) -> None:
+    found: Any = loaded(tmp_path, BASE, override).config
+    for name in override.partition("=")[0].split("."):
+        found = getattr(found, name)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_a_watchdog_may_be_off_without_quotes(tmp_path: Path) -> None:
+    for text in ("off", "'off'", '"off"'):
+        assert loaded(tmp_path, f"{BASE}watchdog: {text}\n").config.watchdog in ("off", False)
+    assert loaded(tmp_path, BASE, "watchdog=off").config.watchdog in ("off", False)
+
+
+def test_a_time_that_is_auto_is_an_hour_where_slurm_asks(tmp_path: Path) -> None:
+    assert loaded(tmp_path, BASE + "resources: {time: auto}\n").config.resources.seconds == 3600
 
 
 VALUES = [
@@ -182,6 +222,29 @@ REFUSED = [
     ("resources: {time: 5 parsecs}", ["resources.time: found '5 parsecs'"]),
     ("checkpoint: {every: 0}", ["checkpoint.every: found 0", "auto"]),
     ("checkpoint: {every: often}", ["checkpoint.every: found 'often'", "10min"]),
+    ("checkpoint: {mtbf: 0}", ["toy.yaml:3: checkpoint.mtbf: found 0", "auto, or a time like 8h"]),
+    ("checkpoint: {mtbf: rarely}", ["checkpoint.mtbf: found 'rarely'", "auto, or a time like 8h"]),
+    ("checkpoint: {mtbf: 1.5}", ["checkpoint.mtbf: found 1.5", "a text or a whole number"]),
+    ("checkpoint: {mtfb: 8h}", ["toy.yaml:3: checkpoint.mtfb", "did you mean 'mtbf'?", "every, keep, mtbf"]),
+    ("resources: {time: yes}", ["toy.yaml:3: resources.time: found True", "a text or a whole number"]),
+    ("resources: {time: Auto}", ["resources.time: found 'Auto'", "30min"]),
+    ("resources: {time: unlimited}", ["resources.time: found 'unlimited'", "30min"]),
+    ("retry: {crash: -1}", ["toy.yaml:3: retry.crash: found -1", "unlimited, or a number of", "0 or more"]),
+    ("retry: {crash: often}", ["retry.crash: found 'often'", "unlimited, or a number"]),
+    ("retry: {crash: '3'}", ["retry.crash: found '3'", "unlimited, or a number"]),
+    ("retry: {crash: 1.5}", ["retry.crash: found 1.5", "a text or a whole number"]),
+    ("retry: {crash: yes}", ["retry.crash: found True", "a text or a whole number"]),
+    ("retry: {preemption: -2}", ["toy.yaml:3: retry.preemption: found -2", "unlimited"]),
+    ("retry: {time_limit: 10min}", ["retry.time_limit: found '10min'", "unlimited"]),
+    ("retry: {node_failure: never}", ["retry.node_failure: found 'never'", "unlimited"]),
+    ("retry: {exclude_after: 0}", ["retry.exclude_after: found 0", "1 or more"]),
+    ("retry: {exclude_after: unlimited}", ["retry.exclude_after: found 'unlimited'", "a whole number"]),
+    ("retry:\n  crash: 1\n  crashes: 1", ["toy.yaml:5: retry.crashes", "did you mean 'crash'?", "allowed: preemption"]),
+    ("retry: 3", ["toy.yaml:3: retry: found 3", "a mapping with preemption"]),
+    ("watchdog: 0", ["toy.yaml:3: watchdog: found 0", "auto, off, or a time like 10min"]),
+    ("watchdog: never", ["watchdog: found 'never'", "auto, off, or a time like 10min"]),
+    ("watchdog: {every: 5}", ["watchdog: found {'every': 5}", "a text or a whole number"]),
+    ("watchdgo: 5min", ["toy.yaml:3: watchdgo", "did you mean 'watchdog'?"]),
     ("checkpoint: {keep: 0}", ["checkpoint.keep: found 0", "1 or more"]),
     ("precision: fp61", ["toy.yaml:3: precision: found 'fp61'", "allowed: fp32, bf16"]),
     ("precision: 16", ["precision: found 16", "fp32, bf16"]),
@@ -335,7 +398,9 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         seed=3,
         precision="bf16",
         resources=Resources(nodes=2, tasks_per_node=3, gpus_per_task=1, cpus_per_task=4, time="1:00:00"),
-        checkpoint=CheckpointConfig(every="10min", keep=2),
+        checkpoint=CheckpointConfig(every="10min", keep=2, mtbf="8h"),
+        retry=RetryConfig(preemption=9, time_limit=UNLIMITED, node_failure=0, crash=1, exclude_after=5),
+        watchdog="off",
         clusters={"h100": {"partition": "h100", "setup": ["module load cuda"]}},
     )
     defaults = Config(name="", task="")

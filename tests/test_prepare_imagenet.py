@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -98,22 +99,35 @@ def test_wrong_input_is_one_line_and_exit_code_2(source: Path, tmp_path: Path) -
 def test_ctrl_c_leaves_whole_images_and_the_same_command_continues(tmp_path: Path) -> None:
     source, box = tmp_path / "train", tmp_path / "train_4" / "box"
     (source / "n01").mkdir(parents=True)
-    noise(300, 300).save(source / "n01" / "0.JPEG")
-    for i in range(1, 1000):
-        os.link(source / "n01" / "0.JPEG", source / "n01" / f"{i}.JPEG")
+    noise(300, 300).save(source / "n01" / "000.JPEG")
+    for i in range(1, 400):
+        os.link(source / "n01" / "000.JPEG", source / "n01" / f"{i:03}.JPEG")
+    # Two images that do not come before we say so, one for each worker: the tool cannot have ended before Ctrl-C.
+    stuck = [source / "n01" / name for name in ("040.JPEG", "100.JPEG")]
+    for file in stuck:
+        file.unlink()
+        os.mkfifo(file)
     command = [sys.executable, str(TOOL), str(source), str(tmp_path), "--res", "4", "--workers", "2"]
     # A group of its own: Ctrl-C in a terminal reaches the workers too.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not list(box.glob("n01/*.png")) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while len(list(box.glob("n01/*.png"))) < 40 and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    _, message = process.communicate(timeout=30)
+    while process.poll() is None and time.monotonic() < deadline:
+        for file in stuck:
+            with contextlib.suppress(OSError):  # there is nobody who reads it
+                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+        time.sleep(0.02)
+    _, message = process.communicate(timeout=60)
     assert process.returncode == 130, message
     assert "the same command continues" in message
     assert "Traceback" not in message
     made = len(list(box.glob("n01/*.png")))
-    assert 0 < made < 1000
+    assert 40 <= made < 400
     assert not list(box.glob("n01/.*"))
+    for file in stuck:
+        file.unlink()
+        os.link(source / "n01" / "000.JPEG", file)
     again = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert f"{1000 - made} made, {made} already there, 0 broken" in again.stdout
+    assert f"{400 - made} made, {made} already there, 0 broken" in again.stdout

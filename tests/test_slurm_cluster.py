@@ -50,10 +50,11 @@ def test_a_job_runs_on_several_nodes_with_its_gpus(slurm: Cluster) -> None:
 
 
 def test_a_preempted_job_can_requeue_itself(slurm: Cluster, tmp_path: Path) -> None:
+    # SIGTERM may end the sleep, and with it the wait, a moment before the shell itself gets it: hence the loop.
     (tmp_path / "task.sh").write_text(
-        "trap 'test $SLURM_PROCID -ne 0 || scontrol requeue $SLURM_JOB_ID' TERM\n"
+        "trap 'test $SLURM_PROCID -ne 0 || scontrol requeue $SLURM_JOB_ID; exit' TERM\n"
         "echo attempt $SLURM_RESTART_COUNT\n"
-        'test -n "$SLURM_RESTART_COUNT" || { sleep 300 & wait; }\n'
+        'while test -z "$SLURM_RESTART_COUNT"; do sleep 300 & wait; done\n'
     )
     job_id = submit(slurm, f"srun sh {tmp_path}/task.sh", "--nodes=2", "--requeue")
     wait_until(lambda: (slurm.dir / f"{job_id}.out").exists() and len(output(slurm, job_id)) == 2, "two tasks to start")

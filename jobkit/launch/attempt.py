@@ -264,7 +264,7 @@ def _start_again(run: RunDir, decision: Decision, job_id: str) -> int:
     """Requeue the job, or where Slurm refuses let a new one follow it."""
     refused = decision.action == "resubmit"
     # Journalled first: from the moment Slurm agrees, this script may be killed at any line.
-    run.record("requeued", job_id=job_id, cause=decision.reason)
+    _try_record(run, "requeued", job_id=job_id, cause=decision.reason)
     problem = None
     for pause in (0, 2, 10, 30, 60, 60):  # a controller that restarts is away for a minute or two
         time.sleep(pause)
@@ -280,19 +280,31 @@ def _start_again(run: RunDir, decision: Decision, job_id: str) -> int:
         except slurm.Refused as error:
             _say(run, f"{error}; a new job will follow this one")
             refused = True
-        except SchedulerError as error:
+        except (SchedulerError, OSError) as error:
             problem = str(error)
             _say(run, problem)
-    run.record("requeue_failed", job_id=job_id, error=problem)
+    _try_record(run, "requeue_failed", job_id=job_id, error=problem)
     _say(run, "not started again; the same command continues it")
     return EXIT_RESUMABLE
+
+
+def _try_record(run: RunDir, event: str, **fields: object) -> None:
+    """Journal an event, unless the run directory is away just now: what is being recorded matters more."""
+    try:
+        run.record(event, **fields)
+    except OSError as error:
+        _say(run, f"the journal does not take {event!r}: {error}")
 
 
 def _exclude(run: RunDir, job_id: str, job: slurm.JobInfo | None) -> None:
     """Keep the job, which is in the queue by now, off the nodes that failed under it too often."""
     if nodes := run.status().excluded_nodes:
         before = [job.excluded] if job and job.excluded else []
-        slurm.exclude(job_id, ",".join(dict.fromkeys([*before, *nodes])))
+        listed = ",".join(dict.fromkeys([*before, *nodes]))
+        if job and job.partition and slurm.nodes_left(job.partition, listed) < job.node_count:
+            _say(run, f"not excluded, or too few nodes of {job.partition} would be left: {', '.join(nodes)}")
+            return
+        slurm.exclude(job_id, listed)
         _say(run, f"excluded from here on: {', '.join(nodes)}")
 
 
@@ -300,7 +312,7 @@ def _resubmit(run: RunDir, job_id: str) -> None:
     from jobkit.launch.slurm import resubmit
 
     successor = resubmit(run, job_id, run.status().excluded_nodes)
-    run.record("requeued", job_id=successor, cause="resubmitted", predecessor=job_id)
+    _try_record(run, "requeued", job_id=successor, cause="resubmitted", predecessor=job_id)
     _say(run, f"job {successor} continues it")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,8 @@ def examine(run: RunDir, attempt: int, nodes: int, first: Casualty | None, job: 
     report = _first_report(reports)
     if report is None and first is not None and first.code == EXIT_RESUMABLE:
         return Death("disk", known | {"error": f"rank {first.rank} could not write to the run directory's disk"})
-    if report is None:
+    silent = first is not None and first.rank not in [one["rank"] for one in reports]
+    if report is None or (silent and _SECONDARY.search(str(report["error"]))):
         code = "" if first is None or first.code is None else f" with exit code {first.code}"
         where = "the ranks" if first is None or first.rank is None else f"rank {first.rank}"
         known |= {"rank": first.rank, "node": first.node} if first else {}
@@ -103,7 +105,10 @@ def _reports(run: RunDir, attempt: int) -> list[dict[str, Any]]:
 
 # What ranks say when another one is gone (gloo, NCCL, TCPStore): true, but not the cause. Not by time alone, since the
 # clocks of nodes differ, nor by who ended first: the one that failed may take longer to end than the others.
-_SECONDARY = re.compile(r"Connection closed by peer|Connection reset|Broken pipe|NCCL|remote process|recvValue failed")
+_SECONDARY = re.compile(
+    r"Connection closed by peer|Connection reset|Broken pipe|Connection was likely closed|Failed to (recv|send)|"
+    r"Timed out waiting \d+ms|recvValue|Application timeout|NCCL|remote process"
+)
 
 
 def _first_report(reports: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -115,7 +120,7 @@ def _first_report(reports: list[dict[str, Any]]) -> dict[str, Any] | None:
 # srun's own words: `srun: error: node2: task 3: Killed`, and `tasks 0-1,3: Exited with exit code 1` for several.
 _TASK = re.compile(r"srun: error: (\S+?): tasks? (\d+)[\d,-]*: (.*)")
 _NODE = re.compile(r"srun: error: Node failure on (\S+)")
-_SIGNALS = {"Killed": 9, "Terminated": 15, "Aborted": 6, "Segmentation fault": 11, "Bus error": 7, "Out Of Memory": 9}
+_SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()} | {"Out Of Memory": 9}
 
 
 def first_casualty(text: str) -> Casualty | None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jobkit.errors import SchedulerError
+from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.launch import attempt as attempts
 from jobkit.launch.postmortem import first_casualty
 from jobkit.run.duration import format_seconds, parse_seconds
@@ -32,7 +32,7 @@ TIMES_SLOWEST = 20.0
 """`watchdog: auto` waits this many times as long as the slowest step so far took."""
 
 OUTSIDE_LOOP_SECONDS = 1800.0
-"""How long imports, the building of a model and what follows the loop may take, at the least."""
+"""How long imports, the building of a model, the first step and what follows the loop may take, at the least."""
 
 STACKS_SECONDS = 2.0
 """What the ranks get to write down their stacks."""
@@ -47,11 +47,11 @@ ASK_SECONDS = 60.0
 class Watch:
     """Judges from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.
 
-    `false_alarms`: how many attempts ended as hung since the run last got anywhere: `auto` gives each next one twice
-    the time, so that a step which really takes that long is done in the end.
+    `false_alarms`: how many attempts in a row ended as hung: `auto` gives each next one twice the time, so that a step
+    which really takes that long is done in the end.
     """
 
-    def __init__(self, run: RunDir, attempt: int, setting: str | int, false_alarms: int = 0) -> None:
+    def __init__(self, run: RunDir, attempt: int, setting: str | int | bool, false_alarms: int = 0) -> None:
         self.run = run
         self.attempt = attempt
         self.setting = setting
@@ -70,16 +70,17 @@ class Watch:
         return cls(run, attempt, run.config().watchdog, hangs)
 
     def limit(self, training: bool, slowest: float) -> float:
-        """Seconds without a beat that count as hung."""
+        """Seconds without a beat that count as hung; `slowest` is 0 before the first step is done."""
         if self.setting == "auto":
             limit = max(LEAST_SECONDS, TIMES_SLOWEST * slowest) * self.factor
+            known = training and slowest > 0
         else:
-            limit = float(parse_seconds(self.setting))
-        return limit if training else max(limit, OUTSIDE_LOOP_SECONDS)
+            limit, known = float(parse_seconds(self.setting)), training
+        return limit if known else max(limit, OUTSIDE_LOOP_SECONDS)
 
     def look(self) -> str | None:
         """What to tell about a hang, or None where there is none."""
-        if self.setting == "off":
+        if self.setting == "off" or self.setting is False:
             return None
         report = read_json(self.run.progress_file)
         report = report if isinstance(report, dict) and report.get("attempt") == self.attempt else {}
@@ -171,8 +172,10 @@ class BesideSrun:
         Slurm would give them KillWait. Where that is as long as its MessageTimeout, it may repeat its kill a minute
         later, and hit the next attempt: its step has the same number.
         """
-        if not self._failed_at and first_casualty(attempts.srun_said(self.run, self.attempt)):
-            self._failed_at = time.monotonic()
+        if not self._failed_at:
+            first = first_casualty(attempts.srun_said(self.run, self.attempt))
+            if first is not None and first.code != EXIT_RESUMABLE:
+                self._failed_at = time.monotonic()
         return self._failed_at > 0 and time.monotonic() - self._failed_at > KILL_AFTER_FAILURE_SECONDS
 
     def _is_out_of_time(self) -> bool:

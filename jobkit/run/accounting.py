@@ -52,7 +52,8 @@ def settle(span: Span, best_before: int) -> Account:
     if span.resumed is None:
         return Account(0, 0, queue, max(0.0, until - span.started), 0.0, 0.0, 0.0, 0.0, until)
     last_seen = min(max(span.last_seen or until, span.resumed), until)
-    training = max(0.0, last_seen - span.resumed - span.stalled)
+    stalled = min(span.stalled, last_seen - span.resumed)
+    training = last_seen - span.resumed - stalled
     done = span.last_step - span.first_step
     repeated = max(0, min(span.last_step, best_before) - span.first_step)
     again = training * repeated / done if done else 0.0
@@ -63,7 +64,7 @@ def settle(span: Span, best_before: int) -> Account:
         startup=max(0.0, span.resumed - span.started),
         useful=training - again,
         repeated=again,
-        checkpoints=span.stalled,
+        checkpoints=stalled,
         ending=until - last_seen,
         until=until,
     )

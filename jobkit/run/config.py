@@ -48,12 +48,13 @@ def _check_every(value: str | int) -> None:
         raise ValueError("auto, a number of steps, or a time like 10min") from None
 
 
-def _check_watchdog(value: str | int) -> None:
-    if value not in ("auto", "off"):
-        try:
-            parse_seconds(value)
-        except ValueError:
-            raise ValueError("auto, off, or a time like 10min") from None
+def _check_watchdog(value: str | int | bool) -> None:
+    if value in ("auto", "off") or value is False:  # YAML reads a bare `off` as false
+        return
+    try:
+        parse_seconds(value)
+    except ValueError:
+        raise ValueError("auto, off, or a time like 10min") from None
 
 
 def _check_mtbf(value: str | int) -> None:
@@ -66,7 +67,7 @@ def _check_mtbf(value: str | int) -> None:
 
 def _check_budget(value: str | int) -> None:
     if value != UNLIMITED and (isinstance(value, str) or value < 0):
-        raise ValueError(f"{UNLIMITED}, or a number of restarts, 0 or more")
+        raise ValueError(f"{UNLIMITED}, or a number of attempts, 0 or more")
 
 
 def _check_time(value: str | int) -> None:
@@ -163,7 +164,7 @@ class Config:
     resources: Resources = field(default_factory=Resources)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
-    watchdog: str | int = _field(_check_watchdog, "auto")
+    watchdog: str | int | bool = _field(_check_watchdog, "auto")
     """How long a step may take until its ranks count as hung: a time, `auto` (from the steps' measured time), `off`."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Named places to run: `h100: {scheduler: slurm, partition: h100, constraint: ib}`; any sbatch option."""

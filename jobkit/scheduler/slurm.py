@@ -106,6 +106,9 @@ class JobInfo:
     """Seconds it has been running, by the clock of whoever asked."""
     restarts: int
     nodes: str
+    partition: str = ""
+    node_count: int = 1
+    """Nodes it needs."""
     requeueable: bool = True
     """Whether it was submitted, or the cluster is set up, so that `scontrol requeue` takes it."""
     excluded: str = ""
@@ -172,6 +175,8 @@ def parse_job(text: str) -> JobInfo:
         elapsed=_duration(fields.get("RunTime", "")),
         restarts=int(fields.get("Restarts", 0)),
         nodes=_value(fields.get("NodeList")),
+        partition=fields.get("Partition", ""),
+        node_count=int(re.match(r"\d*", fields.get("NumNodes", ""))[0] or 1),  # type: ignore[index]
         requeueable=fields.get("Requeue", "1") != "0",
         excluded=_value(fields.get("ExcNodeList")),
     )
@@ -242,6 +247,12 @@ def died_since(node: str, when: float) -> bool:
     started = _time(fields.get("SlurmdStartTime"))
     down = re.search(r"DOWN|NOT_RESPONDING|\*", fields.get("State", "")) is not None
     return down or started is None or started > when
+
+
+def nodes_left(partition: str, without: str) -> int:
+    """How many nodes of a partition are not in a list of nodes, in Slurm's notation."""
+    names = set(command("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N").split())
+    return len(names - set(command("scontrol", "show", "hostnames", without).split()))
 
 
 def jobs_named(name: str) -> list[str]:
