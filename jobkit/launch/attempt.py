@@ -149,7 +149,9 @@ def _record_end(run: RunDir, attempt: int, death: Death) -> None:
     """The ranks ended without a word to the journal: say what is known, and how far they had come."""
     progress = read_json(run.progress_file)
     seen = progress if isinstance(progress, dict) and progress.get("attempt") == attempt else {}
-    reached = {"reached": seen.get("step"), "last_seen": seen.get("time")}
+    # The report may be older than the failure.
+    steps = [step for step in (seen.get("step"), death.failure.get("step")) if step is not None]
+    reached = {"reached": max(steps, default=None), "last_seen": seen.get("time")}
     run.record("interrupted", attempt=attempt, cause=death.cause, failure=death.failure, **reached)
 
 
@@ -271,10 +273,14 @@ def _start_again(run: RunDir, decision: Decision, job_id: str) -> int:
         try:
             job = slurm.show_job(job_id)
             if job is None or not job.requeued_by_slurm:
-                if refused:
+                cancelled = job is not None and slurm.stop_cause(job) == "cancelled"  # since the decision
+                if refused and not cancelled:
                     _resubmit(run, job_id)
                     return EXIT_FINISHED
-                slurm.requeue(job_id)
+                if cancelled or not slurm.requeue(job_id):
+                    _try_record(run, "cancelled")
+                    _say(run, "cancelled: not started again")
+                    return EXIT_FINISHED
             _exclude(run, job_id, job)
             return EXIT_FINISHED
         except slurm.Refused as error:

@@ -151,7 +151,7 @@ class Controller:
         first: Casualty | None = None
         failed_at = 0.0
         try:
-            while any(code is None for code in (task.poll() for task in self.tasks)):
+            while None in [task.poll() for task in self.tasks]:  # all of them: a dead one is known by its poll alone
                 self._watch_lifeline()
                 if self.stop_signals > told:
                     told = self.stop_signals
@@ -188,14 +188,15 @@ class Controller:
             end_hung(self.run_dir, self.attempt, error, self._signal)
 
     def _casualty(self, kills_before: int) -> Casualty | None:
-        for rank, task in enumerate(self.tasks):
-            if code := task.returncode:
-                if code in (EXIT_RESUMABLE, -signal.SIGKILL) and self.ending:
-                    continue
-                by = -code if code < 0 else None
-                oom = by == signal.SIGKILL and kernel_oom_kills() > kills_before
-                return Casualty(rank=rank, signal=by, code=None if by else code, out_of_memory=oom)
-        return None
+        asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if self.ending else ()
+        codes = {rank: task.returncode for rank, task in enumerate(self.tasks)}
+        dead = [(code, rank) for rank, code in codes.items() if code and code not in asked_for]
+        if not dead:
+            return None
+        code, rank = min(dead, key=lambda one: one[0] > 0)  # one that was killed: the others may have missed it
+        by = -code if code < 0 else None
+        oom = by == signal.SIGKILL and kernel_oom_kills() > kills_before
+        return Casualty(rank=rank, signal=by, code=None if by else code, out_of_memory=oom)
 
     def _start(self, begun: attempts.Begun, job_id: str) -> None:
         resources = self.config.resources

@@ -134,6 +134,9 @@ def visible_gpus() -> int:
     return len(list(drivers.iterdir())) if drivers.is_dir() else 0
 
 
+STEP_NUMBERS = 4
+"""How many attempts in a row have steps of different numbers."""
+
 FAILED_STARTS = 3
 """How many nodes in a row may be unable to begin an attempt."""
 
@@ -166,6 +169,11 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
         "trap - EXIT",
         '[ -n "$jobkit_exports" ] || exit 0  # finished, cancelled, or not to be run',
         'eval "$jobkit_exports"',
+        # A busy Slurm may repeat a kill of the last attempt's step a minute later, and each start numbers its steps anew:
+        # let this one's have another number.
+        f"for ((i = ${{SLURM_RESTART_COUNT:-0}} % {STEP_NUMBERS}; i > 0; i--)); do",
+        "    srun --overlap --nodes=1 --ntasks=1 true 2>/dev/null",
+        "done",
         f'{python} -m jobkit.launch.watch {run} "$JOBKIT_ATTEMPT" &',
         "jobkit_watch=$!; disown",
     ]

@@ -77,7 +77,7 @@ def _hopeless(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
     kind = BUDGETS[last.cause or "lost"]
     failure = last.failure or {}
     what = f"{failure['error']}" if failure.get("error") else f"{last.cause}"
-    if failure.get("everywhere") and not any((attempt.last_step or 0) > 0 for attempt in attempts):
+    if failure.get("everywhere") and not any(_has_trained(attempt) for attempt in attempts):
         return f"{what} (before the first step, on every node: not retried)"
     advice = f": {_ADVICE[str(last.cause)]}" if last.cause in _ADVICE else ""
     budget = getattr(retry, kind)
@@ -92,6 +92,12 @@ def _hopeless(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
         if same >= int(retry.crash):
             return f"{what}; step {failure['step']} failed {same} times (retry.crash: {retry.crash}){advice}"
     return None
+
+
+def _has_trained(attempt: Attempt) -> bool:
+    """Whether a step was behind it, its own or one of a checkpoint: it may have died before it could report any."""
+    reached = attempt.last_step, attempt.first_step, (attempt.failure or {}).get("step")
+    return any(step is not None and step > 0 for step in reached)
 
 
 def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:

@@ -12,6 +12,9 @@ from jobkit.run.duration import format_seconds
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a full, read-only or dead disk answers: trying again at once would not help, later it may."""
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""Those of them that stay until a person makes room; the others may be one node's."""
+
 # What libraries written in Rust, safetensors among them, make of an OSError.
 _IN_WORDS = re.compile(r"\(os error (\d+)\)")
 
@@ -31,6 +34,11 @@ def disk_errno(error: BaseException | None) -> int:
 def is_disk_error(error: BaseException | None) -> bool:
     """Whether an exception, or what caused it, is the disk's."""
     return disk_errno(error) != 0
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an exception, or what caused it, says that nothing can be written until a person makes room."""
+    return disk_errno(error) in FULL
 
 
 class Outage:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jobkit.errors import DistributedError
-from jobkit.run.disk import is_disk_error
+from jobkit.run.disk import is_full
 from jobkit.run.files import write_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.context import Context
@@ -30,6 +30,13 @@ MAX_SAMPLES = 256
 def show_stacks_when_asked() -> None:
     """Let STACKS_SIGNAL print stacks, from C: also where a thread that holds the interpreter never lets go of it."""
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    os.register_at_fork(after_in_child=_show_no_stacks)
+
+
+def _show_no_stacks() -> None:
+    """A loader's worker gets the rank's signals too, and would write into the middle of the rank's stacks."""
+    faulthandler.unregister(STACKS_SIGNAL)
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 def write_report(run: RunDir, attempt: int, topology: Topology, context: Context | None, error: BaseException) -> None:
@@ -44,7 +51,7 @@ def write_report(run: RunDir, attempt: int, topology: Topology, context: Context
         "step": context.step if context is not None and context.in_loop else None,
         "samples": context.current_samples()[:MAX_SAMPLES] if context is not None else [],
         "alone": isinstance(error, DistributedError),
-        "disk": is_disk_error(error),
+        "disk": is_full(error),
         **_memory(error),
     }
     try:

@@ -52,7 +52,10 @@ def _block_signals() -> None:
 
 def kill_children() -> None:
     """End what this process forked and did not end: such children no longer listen to a polite signal."""
-    for child in multiprocessing.active_children():
+    children = multiprocessing.active_children()
+    if children:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise that a loader's worker was killed
+    for child in children:
         child.kill()
 
 

@@ -14,7 +14,7 @@ from submitit.core.job_environment import JobEnvironment
 
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.config import Config
-from jobkit.run.disk import is_disk_error
+from jobkit.run.disk import is_full
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.context import Context, Stopped
 from jobkit.runtime.distributed import Topology, choose_device, join
@@ -49,7 +49,7 @@ def run_rank(path: str) -> None:
         write_report(run, attempt, topology, context, error)
         if context is not None:
             context.wait_for_save(seconds=3.0)
-        if is_disk_error(error):
+        if is_full(error):
             traceback.print_exc()
             raise SystemExit(EXIT_RESUMABLE) from error  # the report may not have fit on the disk: this says it too
         raise

@@ -273,19 +273,30 @@ class Refused(SchedulerError):
     """Slurm will not do that with this job, now or later."""
 
 
-def requeue(job_id: str) -> None:
-    """Put a job back into the queue: it starts again as the same job, with the same script.
+def requeue(job_id: str) -> bool:
+    """Put a job back into the queue: it starts again as the same job. False where its owner has cancelled it.
 
     Raises Refused where the job, or the cluster, does not allow that.
     """
-    try:
-        command("scontrol", "requeue", job_id)
-    except SchedulerError as error:
-        if "pending execution" in str(error):
-            return  # it is there already
-        if isinstance(error, SchedulerTimeout) or is_away(error):
-            raise
-        raise Refused(str(error)) from None
+    for _ in range(3):
+        job = show_job(job_id)
+        if job is not None and (job.state == "PENDING" or job.requeued_by_slurm):
+            return True
+        if job is not None and stop_cause(job) == "cancelled":
+            return False  # Slurm would take it back: a requeue undoes a scancel
+        # One that is cancelled in this very moment is left alone, without a word: so look again.
+        only = ["Incomplete"] if job is not None and job.state == "RUNNING" else []
+        try:
+            command("scontrol", "requeue", *only, job_id)
+        except SchedulerError as error:
+            if "pending execution" in str(error):
+                return True  # it is there already
+            if isinstance(error, SchedulerTimeout) or is_away(error):
+                raise
+            raise Refused(str(error)) from None
+        if not only:
+            return True
+    raise Refused(f"scontrol requeue: job {job_id} runs on")
 
 
 def is_away(error: SchedulerError) -> bool:
