@@ -10,7 +10,7 @@ import pytest
 from support import Project, status
 
 from jobkit.cli.main import VERBS
-from jobkit.run.config import CheckpointConfig, Config, Resources
+from jobkit.run.config import CheckpointConfig, Config, Resources, RetryConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,12 +22,13 @@ def block(begins: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("cls", "prefix"), [(Config, ""), (Resources, "resources."), (CheckpointConfig, "checkpoint.")]
+    ("cls", "prefix"),
+    [(Config, ""), (Resources, "resources."), (CheckpointConfig, "checkpoint."), (RetryConfig, "retry.")],
 )
 def test_every_key_of_the_yaml_is_in_the_table(cls: type, prefix: str) -> None:
     table = "\n".join(line for line in README.splitlines() if line.startswith("| `"))
     for field in dataclasses.fields(cls):
-        if not dataclasses.is_dataclass(field.type) and field.name not in ("resources", "checkpoint"):
+        if not dataclasses.is_dataclass(field.type) and field.name not in ("resources", "checkpoint", "retry"):
             assert f"`{prefix}{field.name}`" in table
 
 

@@ -169,7 +169,7 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
         "trap - EXIT",
         '[ -n "$jobkit_exports" ] || exit 0  # finished, cancelled, or not to be run',
         'eval "$jobkit_exports"',
-        # A busy Slurm may repeat a kill of the last attempt's step a minute later, and each start numbers its steps anew:
+        # A busy Slurm may repeat a kill of the last attempt's step a minute later; each start numbers its steps anew:
         # let this one's have another number.
         f"for ((i = ${{SLURM_RESTART_COUNT:-0}} % {STEP_NUMBERS}; i > 0; i--)); do",
         "    srun --overlap --nodes=1 --ntasks=1 true 2>/dev/null",
