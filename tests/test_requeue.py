@@ -751,7 +751,7 @@ def test_the_script_goes_on_only_with_an_attempt_that_has_begun(begin: str, code
 
 def test_a_watch_runs_beside_srun_and_is_ended_before_the_attempt_is() -> None:
     setup, _, teardown = batch_lines(plan())
-    assert "jobkit.launch.watch /runs/toy-12345678" in setup[-2]
+    assert "jobkit.launch.beside_srun /runs/toy-12345678" in setup[-2]
     assert setup[-2].endswith('"$JOBKIT_ATTEMPT" &')
     instead = [stand_in(text, "stand_in") for text in [*setup[-2:], *teardown]]
     done = in_bash('stand_in() { [ "$1" = attempt ] || exec sleep 300; echo end; }', *instead)

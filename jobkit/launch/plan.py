@@ -156,7 +156,7 @@ jobkit_elsewhere() {{  # this node cannot begin an attempt: start again on anoth
 
 def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
     """(setup, command, teardown) of the batch script around srun, in the shell's words."""
-    attempt = f"{shlex.quote(sys.executable)} -m jobkit.launch.attempt"
+    batch = f"{shlex.quote(sys.executable)} -m jobkit.launch.batch"
     run = shlex.quote(str(plan.run))
     own = list(plan.parameters.get("setup") or [])
     python = shlex.quote(sys.executable)
@@ -165,7 +165,7 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
         _ELSEWHERE.format(file=shlex.quote(str(RunDir(plan.run).failed_starts)), tries=FAILED_STARTS),
         "trap jobkit_elsewhere EXIT",
         *(["set -e", *own, "set +e"] if own else []),  # a module that does not load must not train without it
-        f'jobkit_exports="$({attempt} begin {run})" || exit $?',
+        f'jobkit_exports="$({batch} begin {run})" || exit $?',
         "trap - EXIT",
         '[ -n "$jobkit_exports" ] || exit 0  # finished, cancelled, or not to be run',
         'eval "$jobkit_exports"',
@@ -174,7 +174,7 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
         f"for ((i = ${{SLURM_RESTART_COUNT:-0}} % {STEP_NUMBERS}; i > 0; i--)); do",
         "    srun --overlap --nodes=1 --ntasks=1 true 2>/dev/null",
         "done",
-        f'{python} -m jobkit.launch.watch {run} "$JOBKIT_ATTEMPT" &',
+        f'{python} -m jobkit.launch.beside_srun {run} "$JOBKIT_ATTEMPT" &',
         "jobkit_watch=$!; disown",
     ]
     arguments = [
@@ -194,7 +194,7 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
         "kill -KILL $jobkit_watch 2>/dev/null",
         *(plan.parameters.get("teardown") or []),
         "for jobkit_try in 1 2 3; do",
-        f'    {attempt} end {run} "$JOBKIT_ATTEMPT" "$jobkit_rc"',
+        f'    {batch} end {run} "$JOBKIT_ATTEMPT" "$jobkit_rc"',
         "    jobkit_end=$?",
         "    [ $jobkit_end -gt 128 ] || break  # it was killed itself",
         "done",

@@ -142,6 +142,14 @@ def first_casualty(text: str) -> Casualty | None:
     return Casualty(signal=9, out_of_memory=True) if oom else None
 
 
+def srun_said(run: RunDir, number: int) -> str:
+    """What srun has printed about an attempt so far."""
+    try:
+        return run.srun_log(number).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def dead_node_of(job: slurm.JobInfo | None) -> str | None:
     """The node of a job that Slurm says is down, or no longer answers; None where all live, or Slurm is mute."""
     if job is None or not job.nodes:

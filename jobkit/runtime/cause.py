@@ -85,7 +85,7 @@ class CauseFinder:
         job = self._ask()
         if job is not None and job.script_died:
             self._script_asked = SCRIPT_ASKS
-            end = [sys.executable, "-m", "jobkit.launch.attempt", "end", str(self.run.path), str(self.attempt), "0"]
+            end = [sys.executable, "-m", "jobkit.launch.batch", "end", str(self.run.path), str(self.attempt), "0"]
             subprocess.Popen(end, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _ask(self) -> slurm.JobInfo | None:
