@@ -40,13 +40,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import jobkit.runtime.context
+import jobkit.runtime.saving
 
 OUTSIDE = Path(os.environ["OUTSIDE"])
 
 
 def train(ctx):
-    jobkit.runtime.context.FULL_DISK_PAUSES = ctx.params.get("pauses", jobkit.runtime.context.FULL_DISK_PAUSES)
+    jobkit.runtime.saving.FULL_DISK_PAUSES = ctx.params.get("pauses", jobkit.runtime.saving.FULL_DISK_PAUSES)
     model = ctx.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Linear(32, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = ctx.loader(torch.utils.data.TensorDataset(torch.randn(100, 8)), global_batch_size=12)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +14,16 @@ from torch.utils.data import Dataset
 
 from jobkit.checkpoint.reader import Loaded
 from jobkit.checkpoint.state import rng_state, set_rng_state
-from jobkit.checkpoint.writer import PendingSave, Saved
 from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
-from jobkit.run.disk import disk_errno, is_disk_error
-from jobkit.run.duration import parse_seconds
 from jobkit.run.files import fsync_dir
-from jobkit.runtime.interval import AutoInterval, mean_time_between_failures
 from jobkit.runtime.pace import Pace
 from jobkit.runtime.pulse import peak_bytes
 from jobkit.runtime.results import flat, literal, numbers, to_json
+from jobkit.runtime.saving import Saver, insist
 from jobkit.runtime.session import Session
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.evaluate import PerSample, evaluate
 from jobkit.train.parallel import data_parallel, unwrapped
-
-FULL_DISK_PAUSES = (1, 2, 4, 8, 15, 15, 15)
-"""Seconds between two tries to end a run whose disk is full."""
 
 
 class Stopped(SystemExit):
@@ -68,13 +60,8 @@ class Context:
         self._step_start: object = None
         """What the current step had touched when it began: nothing; None outside the loop."""
         self._optimizer_steps = 0
-        self._pending: PendingSave | None = None
-        self._durable_step: int | None = self._loaded.step if self._loaded else None
         self._pace = Pace()
-        self._every_steps, self._every_seconds = _checkpoint_interval(session.config.checkpoint.every)
-        self._auto = _auto_interval(session) if session.config.checkpoint.every == "auto" else None
-        self._told_interval = 0.0
-        self._last_save = time.monotonic()
+        self.saver = Saver(session, self._loaded.step if self._loaded else None)
         for step, reason in session.checkpointer.set_aside:
             session.record("set_aside", step=step, reason=reason)
             if session.is_main:
@@ -237,26 +224,24 @@ class Context:
         self._report_progress()
         self._pace.start(self.step)
         self._session.pulse.begin()
-        self._last_save = time.monotonic()
+        self.saver.start()
 
     def _boundary(self) -> None:
         """Between two steps: measure, agree, save or stop."""
         session, pace = self._session, self._pace
         if self.step == self._total:
             return  # whatever it is, finishing is the quickest answer to it
-        due = self._every_steps is not None and self.step % self._every_steps == 0
+        due = self.saver.is_due_after(self.step)
         # What the function does after the loop may need the last step's values, and may be killed: then that one step
         # is repeated. The final checkpoint comes with the function's result.
         due = due or self.step + 1 == self._total
         if self.world_size == 1 or pace.agree_at <= self.step:
             seconds = pace.measure(self.step)
-            every = self._auto.seconds if self._auto is not None else self._every_seconds
-            by_time = session.is_main and every is not None and time.monotonic() - self._last_save >= every
-            told, by_time_agreed, slowest, peak = session.control.maximum(
-                session.notices.pending, by_time, seconds, peak_bytes()
+            told, by_time, slowest, peak = session.control.maximum(
+                session.notices.pending, self.saver.is_due_by_time(), seconds, peak_bytes()
             )
             session.progress["peak_bytes"] = int(peak)
-            due = due or bool(by_time_agreed)
+            due = due or bool(by_time)
             pace.agree_after(self.step, slowest)
             if told:
                 self._stop_if_told()
@@ -275,55 +260,19 @@ class Context:
         self._stop(str(cause))
 
     def _stop(self, cause: str) -> None:
-        if self._durable_step != self.step and self._total is not None:
+        if self.saver.durable_step != self.step and self._total is not None:
             self._save(wait=True, must=False)
-        self._session.record("interrupted", cause=cause, step=self._durable_step or 0)
+        self._session.record("interrupted", cause=cause, step=self.saver.durable_step or 0)
         raise Stopped(cause, self.step)
 
-    def _save(self, *, wait: bool = False, must: bool = True, extra: dict[str, Any] | None = None) -> None:
-        """Checkpoint the state as of `self.step` steps done; with `wait` a failure is raised, unless `must` is off."""
-        session, step = self._session, self.step
-        if self._pending is not None and self._pending.step == step and extra is None:
-            pending = self._pending
-        else:
-            position = session.mark_metrics()
-            pending = self._pending = session.checkpointer.save(
-                step,
-                {name: unwrapped(value).state_dict() for name, value in self._tracked.items()},
-                {"rng": rng_state(self.device)},
-                extra=lambda: {"tensorboard": position.result(timeout=60), **(extra or {})},
-                on_done=self._saved,
-            )
-        self._last_save = time.monotonic()
-        if wait:
-            outcome = pending.outcome()
-            if outcome.error is not None and must:
-                raise outcome.error
+    def _save(self, **options: Any) -> None:
+        """Checkpoint the state as of `self.step` steps done; see Saver.save."""
 
-    def _saved(self, saved: Saved) -> None:
-        """In the writer's thread, on every rank."""
-        self._session.pulse.beat()
-        if saved.error is None:
-            self._durable_step = saved.step
-            self._session.record(
-                "checkpoint", step=saved.step, seconds=round(saved.seconds, 4), stall=round(saved.stall, 4)
-            )
-            if self._session.metrics is not None:
-                self._session.metrics.scalars(saved.step, {"perf/checkpoint_seconds": saved.seconds})
-            if self._auto is not None and self.is_main:
-                self._auto.observe(saved.stall, saved.seconds)
-                self._tell_interval(self._auto)
-        elif self.is_main:
-            self._session.record("checkpoint_failed", step=saved.step, error=str(saved.error))
-            print(f"jobkit: {saved.error}; training goes on, step {self._durable_step or 0} is safe", flush=True)
+        def state() -> tuple[dict[str, Any], Any]:
+            shared = {name: unwrapped(value).state_dict() for name, value in self._tracked.items()}
+            return shared, {"rng": rng_state(self.device)}
 
-    def _tell_interval(self, auto: AutoInterval) -> None:
-        """Print and journal how often there will be a checkpoint, when that has changed by a quarter."""
-        if abs(auto.seconds - self._told_interval) > 0.25 * self._told_interval:
-            self._told_interval = auto.seconds
-            print(f"jobkit: {auto.explain()}", flush=True)
-            cost = {"cost": auto.cost, "mtbf": round(auto.mtbf)}
-            self._session.record("checkpoint_interval", seconds=round(auto.seconds, 2), **cost)
+        self.saver.save(self.step, state, **options)
 
     def _fingerprint(self) -> tuple[object, ...]:
         """Changes as soon as a step draws a batch or a random number, or takes an optimizer's step."""
@@ -373,12 +322,6 @@ class Context:
                 break
         metrics.scalars(self.step - 1, values)
 
-    def wait_for_save(self, seconds: float) -> None:
-        """Give a checkpoint that is being written this long to become durable: the function has failed meanwhile."""
-        if self._pending is not None:
-            with suppress(TimeoutError):
-                self._pending.outcome(seconds)
-
     def _report_progress(self) -> None:
         self._session.progress["step"] = self.step
         self._session.progress["total_steps"] = self._total
@@ -423,13 +366,13 @@ class Context:
         if self._total is None and self.is_main:
             print("jobkit: the function returned without ctx.steps: there were no checkpoints", flush=True)
         result = to_json(result)
-        self._insist(self._export)
+        insist(session, self._export)
         if session.is_main and session.metrics is not None:
             self._logged.update(numbers(result))
             session.metrics.hparams(flat(self.params), numbers(result))
         self._flush_logs(self.step)
         if self._total is not None:
-            self._insist(lambda: self._save(wait=True, extra={"result": result}))
+            insist(session, lambda: self._save(wait=True, extra={"result": result}))
         elif session.metrics is not None:
             session.metrics.mark().result(timeout=60)
         self._report_progress()
@@ -448,31 +391,7 @@ class Context:
     def _record_finished(self, result: Any) -> None:
         self._session.pulse.stopping = True  # nothing is left that a time limit could interrupt
         self._session.record("finished", step=self.step, result=result)
-        self._insist(self._session.write_journal)
-
-    def _insist(self, action: Callable[[], None]) -> None:
-        """Do, on all ranks together, what the run cannot end without; a disk that refuses it is given a minute.
-
-        After that, or when there is a notice to stop, it is the disk's error on all ranks, and for another attempt.
-        """
-        control, notices = self._session.control, self._session.notices
-        for pause in (*FULL_DISK_PAUSES, 0):
-            error: Exception | None = None
-            try:
-                action()
-            except Exception as raised:
-                if not is_disk_error(raised):
-                    raise
-                error = raised
-            number, told = control.maximum(disk_errno(error), notices.pending)
-            if not number:
-                return
-            if not pause or told:
-                raise error or OSError(int(number), f"{os.strerror(int(number))} on another rank")
-            if self.is_main:
-                what = error or os.strerror(int(number))
-                print(f"jobkit: cannot finish: {what}. Waiting for the disk ...", file=sys.stderr, flush=True)
-            time.sleep(pause)
+        insist(self._session, self._session.write_journal)
 
     def _export(self) -> None:
         """final/<name>.safetensors for each tracked module, by rank 0: complete or absent."""
@@ -490,22 +409,3 @@ class Context:
                 os.fsync(file.fileno())
             temporary.replace(final / f"{name}.safetensors")
         fsync_dir(final)
-
-
-def _checkpoint_interval(every: str | int) -> tuple[int | None, float | None]:
-    """(steps, seconds) between two checkpoints; at least one of them is None, both for `auto`."""
-    if every == "auto":
-        return None, None
-    if isinstance(every, int):
-        return every, None
-    return None, parse_seconds(every)
-
-
-def _auto_interval(session: Session) -> AutoInterval:
-    """The interval to begin with, by what the run has seen so far."""
-    configured = session.config.checkpoint.mtbf
-    if not session.is_main:
-        return AutoInterval(0.0)  # rank 0 alone looks at the clock
-    if configured != "auto":
-        return AutoInterval(float(parse_seconds(configured)))
-    return AutoInterval(mean_time_between_failures(session.run.status().attempts[:-1]))

@@ -119,4 +119,4 @@ def _at_exit(context: Script) -> None:
     if error is not None and not isinstance(error, KeyboardInterrupt):
         session.record("failed", cause="crashed", error=f"{type(error).__name__}: {error}")
     else:
-        session.record("interrupted", cause="left", step=context._durable_step or 0)
+        session.record("interrupted", cause="left", step=context.saver.durable_step or 0)

@@ -48,7 +48,7 @@ def run_rank(path: str) -> None:
     except BaseException as error:
         write_report(run, attempt, topology, context, error)
         if context is not None:
-            context.wait_for_save(seconds=3.0)
+            context.saver.wait(seconds=3.0)
         if is_full(error):
             traceback.print_exc()
             raise SystemExit(EXIT_RESUMABLE) from error  # the report may not have fit on the disk: this says it too
