@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jobkit.launch import watch as watching
-from jobkit.launch.watch import LEAST_SECONDS, OUTSIDE_LOOP_SECONDS, TIMES_SLOWEST, Watch, end_hung
+from jobkit.launch.watch import GAP_SECONDS, LEAST_SECONDS, OUTSIDE_LOOP_SECONDS, TIMES_SLOWEST, Watch, end_hung
 from jobkit.run.config import Config
 from jobkit.run.files import read_json, write_json
 from jobkit.run.rundir import RunDir
@@ -29,6 +29,7 @@ LIMITS: list[tuple[str, str | int, int, bool, float, float]] = [
     ("no step yet, with a time of its own", "10s", 0, True, 0.0, 10.0),
     ("slow steps", "auto", 0, True, 100.0, 100 * TIMES_SLOWEST),
     ("outside the loop", "auto", 0, False, 0.1, OUTSIDE_LOOP_SECONDS),
+    ("outside the loop, after a hang", "auto", 1, False, 0.1, 2 * OUTSIDE_LOOP_SECONDS),
     ("outside the loop, after slow steps", "auto", 0, False, 1000.0, 1000 * TIMES_SLOWEST),
     ("after a hang", "auto", 1, True, 0.1, 2 * LEAST_SECONDS),
     ("after three", "auto", 3, True, 0.1, 8 * LEAST_SECONDS),
@@ -86,8 +87,23 @@ def report(run: RunDir, beats: int, attempt: int = 1, training: bool = True, slo
 
 
 def told(run: RunDir, clock: Clock, seconds: float, watch: Watch) -> str | None:
-    clock.now += seconds
+    """What the watch says after so many seconds, in which it has looked now and then."""
+    until = clock.now + seconds
+    while until - clock.now > GAP_SECONDS:
+        clock.now += GAP_SECONDS
+        if found := watch.look():
+            return found
+    clock.now = until
     return watch.look()
+
+
+def test_a_watch_that_was_stopped_itself_says_nothing_of_that_time(run: RunDir, clock: Clock) -> None:
+    watch = Watch(run, 1, "60s")
+    report(run, 3)
+    assert watch.look() is None
+    clock.now += 1000.0
+    assert watch.look() is None
+    assert told(run, clock, 61.0, watch) is not None
 
 
 def test_ranks_that_go_on_are_left_alone(run: RunDir, clock: Clock) -> None:
@@ -100,7 +116,7 @@ def test_ranks_that_go_on_are_left_alone(run: RunDir, clock: Clock) -> None:
 def test_ranks_that_stand_still_are_told_of_with_the_step_and_the_setting(run: RunDir, clock: Clock) -> None:
     watch = Watch(run, 1, "10s")
     report(run, 3)
-    assert told(run, clock, 100.0, watch) is None, "that is when it was first seen"
+    assert told(run, clock, 20.0, watch) is None, "that is when it was first seen"
     assert told(run, clock, 9.9, watch) is None
     text = told(run, clock, 0.2, watch)
     assert text == "no sign of life for 0:00:10 in step 7 (watchdog: 10s)"
@@ -178,8 +194,9 @@ def test_a_report_that_says_nothing_is_no_hang(run: RunDir, clock: Clock, conten
         ([], 1),
         (["hang"], 2),
         (["hang", "hang"], 4),
-        (["hang", "preempted"], 1),
-        (["hang", "crashed", "hang"], 2),
+        (["hang", "preempted"], 2),
+        (["hang", "crashed", "hang"], 4),
+        (["hang"] * 5, 8),
     ],
 )
 def test_each_attempt_after_a_hang_gets_twice_the_time(run: RunDir, causes: Sequence[str], factor: int) -> None:

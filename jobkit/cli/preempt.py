@@ -25,5 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{found.name} was asked to stop and has not yet; python -m jobkit status {found.name}")
         return EXIT_FAILED
     print(f"{found.name}: attempt {ended.id} {ended.cause} at step {ended.last_step or 0}")
+    if ended.cause == "finished":
+        return EXIT_FINISHED
     print(f"it continues by itself from step {ended.durable_step}; python -m jobkit status {found.name}")
     return EXIT_FINISHED

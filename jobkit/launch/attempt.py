@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from dataclasses import dataclass
 
 from jobkit.errors import JobkitError, SchedulerError
@@ -90,7 +89,6 @@ def _environment(run: RunDir, number: int, scheduler: str, code: str) -> dict[st
         "JOBKIT_SCHEDULER": scheduler,
         "JOBKIT_LOGS": str(run.logs(number)),
         "JOBKIT_CODE": str(run.code / code),
-        "JOBKIT_BEGAN": str(time.time()),
         "OMP_NUM_THREADS": threads,  # torch would take every core of the machine for each rank
     }
 
@@ -113,8 +111,8 @@ def end(
     now = run.status()
     if now.state in (status.FINISHED, status.CANCELLED):
         return Decision("stop", now.state)
-    if now.state == status.QUEUED:
-        return Decision("stop", "in the queue again already")
+    if now.state == status.QUEUED and now.job_id != job_id:
+        return Decision("stop", f"job {now.job_id} continues it")
     if now.cancel_requested:
         run.record("cancelled", attempt=number)
         return Decision("stop", "cancelled")
@@ -137,7 +135,7 @@ def _record_end(run: RunDir, attempt: int, death: Death) -> None:
     seen = progress if isinstance(progress, dict) and progress.get("attempt") == attempt else {}
     # The report may be older than the failure.
     steps = [step for step in (seen.get("step"), death.failure.get("step")) if step is not None]
-    reached = {"reached": max(steps, default=None), "last_seen": seen.get("time")}
+    reached = {"reached": max(steps, default=None), "last_seen": seen.get("time", 0.0) - seen.get("idle", 0.0) or None}
     run.record("interrupted", attempt=attempt, cause=death.cause, failure=death.failure, **reached)
 
 

@@ -12,12 +12,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
-from jobkit.launch.attempt import NotRunnable, ask, begin, end
+from jobkit.launch.attempt import Begun, NotRunnable, ask, begin, end
+from jobkit.launch.plan import BLIND_RESTARTS
 from jobkit.launch.postmortem import Casualty, dead_node_of, first_casualty, srun_said
 from jobkit.launch.requeue import Decision
 from jobkit.run import status
@@ -26,11 +28,10 @@ from jobkit.scheduler import slurm
 
 T = TypeVar("T")
 
+EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
+
 PATIENCE_SECONDS = 300.0
 """How long the beginning and the end of an attempt wait for a run directory whose file server is away."""
-
-MAX_BLIND_RESTARTS = 10
-"""How often Slurm is asked to start a job again whose run directory stays away."""
 
 
 def _say(run: RunDir, text: str) -> None:
@@ -66,9 +67,10 @@ def patiently(run: RunDir, action: Callable[[], T], seconds: float = PATIENCE_SE
     raise problem[0]
 
 
-def end_on_slurm(run: RunDir, number: int, returncode: int, job_id: str) -> int:
+def end_on_slurm(run: RunDir, number: int, returncode: int | None, job_id: str) -> int:
     """`end`, and what follows from it, in the job itself; returns the exit code of the batch script.
 
+    `returncode` is srun's, None while it has not returned.
     Harmless to call twice: a job that is in the queue again already is left there.
     """
     if returncode:
@@ -104,14 +106,14 @@ def _end_steps(job_id: str) -> None:
         print(f"jobkit: {error}", file=sys.stderr)
 
 
-def _first_to_die(run: RunDir, number: int, returncode: int, job: slurm.JobInfo | None) -> Casualty | None:
+def _first_to_die(run: RunDir, number: int, returncode: int | None, job: slurm.JobInfo | None) -> Casualty | None:
     if returncode == 0:
         return None
     said = srun_said(run, number)
     sys.stderr.write(said)  # where Slurm would have put it
     if node := dead_node_of(job):
         return Casualty(node=node, node_lost=True)
-    return first_casualty(said) or (Casualty(signal=returncode - 128) if returncode > 128 else None)
+    return first_casualty(said) or (Casualty(signal=returncode - 128) if returncode and returncode > 128 else None)
 
 
 def _start_again(run: RunDir, decision: Decision, job_id: str) -> int:
@@ -169,14 +171,16 @@ def _exclude(run: RunDir, job_id: str, job: slurm.JobInfo | None) -> None:
 def _resubmit(run: RunDir, job_id: str) -> None:
     from jobkit.launch.slurm import resubmit
 
-    successor = resubmit(run, job_id, run.status().excluded_nodes)
+    # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
+    others = [one for one in slurm.jobs_named(run.name) if one != job_id]
+    successor = others[0] if others else resubmit(run, job_id, run.status().excluded_nodes)
     _try_record(run, "requeued", job_id=successor, cause="resubmitted", predecessor=job_id)
     _say(run, f"job {successor} continues it")
 
 
 def _start_again_blindly(job_id: str) -> int:
     """The run directory cannot be read, so nothing can be decided or written: let the next start look again."""
-    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) >= MAX_BLIND_RESTARTS:
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) >= BLIND_RESTARTS:
         return EXIT_RESUMABLE
     try:
         slurm.requeue(job_id)
@@ -186,10 +190,19 @@ def _start_again_blindly(job_id: str) -> int:
     return EXIT_FINISHED
 
 
+def _begin_alone(run: RunDir, job_id: str) -> Begun:
+    from jobkit.launch.slurm import complete_submission
+
+    with run.begin_lock():  # a twin, of a submission that gave no answer, may start in the same second
+        begun = begin(run, job_id, "slurm")
+    complete_submission(run, job_id)
+    return begun
+
+
 def _begin_on_slurm(run: RunDir, job_id: str) -> int:
     """Prints nothing where there is nothing to run; another exit code than 0 makes the script try another node."""
     try:
-        begun = patiently(run, lambda: begin(run, job_id, "slurm"))
+        begun = patiently(run, lambda: _begin_alone(run, job_id))
     except NotRunnable as error:
         _say(run, str(error))
         return EXIT_FINISHED
@@ -208,7 +221,11 @@ def main(arguments: list[str]) -> int:
     if verb == "begin":
         return _begin_on_slurm(run, job_id)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, at the time limit or after a requeue
-    return end_on_slurm(run, int(rest[0]), int(rest[1]), job_id)
+    try:
+        return end_on_slurm(run, int(rest[0]), int(rest[1]) if rest[1:] else None, job_id)
+    except Exception:  # a bug of ours: the script tries again, and at last starts the job again without us
+        traceback.print_exc()
+        return EXIT_BUG
 
 
 if __name__ == "__main__":

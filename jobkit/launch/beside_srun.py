@@ -12,8 +12,8 @@ from pathlib import Path
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.launch.batch import end_on_slurm
 from jobkit.launch.postmortem import first_casualty, srun_said
-from jobkit.launch.watch import KILL_AFTER_FAILURE_SECONDS, Watch, end_hung
-from jobkit.run.files import read_json, write_json
+from jobkit.launch.watch import KILL_AFTER_FAILURE_SECONDS, Watch, end_hung, give_notice
+from jobkit.run.files import read_json
 from jobkit.run.rundir import RunDir
 from jobkit.scheduler import slurm
 
@@ -30,8 +30,9 @@ class BesideSrun:
 
     def __init__(self, run: RunDir, attempt: int, job_id: str) -> None:
         self.run, self.attempt, self.job_id = run, attempt, job_id
-        self.watch = Watch.of(run, attempt)
-        self.told = False
+        self.watch: Watch | None = None
+        self.told = True  # a signal may have come before there was anyone to take it
+        self._killed = False
         self._failed_at = 0.0
         self._asked = -math.inf
         self._deadline = self._last = math.inf
@@ -46,22 +47,27 @@ class BesideSrun:
     def look(self) -> bool:
         """One round; whether there is nothing left to watch."""
         if self.told:
-            self.told = False
             if self._is_final():
-                end_on_slurm(self.run, self.attempt, 0, self.job_id)
+                end_on_slurm(self.run, self.attempt, None, self.job_id)
                 return True
+            self.told = False
+        if self._killed:
+            return False  # srun may go on waiting for a lost node: a signal is what may still come
+        self.watch = self.watch or Watch.of(self.run, self.attempt)
         if self._is_one_dead():
-            self._send("KILL")
-            return True
-        if error := self.watch.look():
+            self._kill()
+        elif error := self.watch.look():
             print(f"jobkit: {self.run.name}: {error}", file=sys.stderr, flush=True)
             end_hung(self.run, self.attempt, error, self._send)
-            return True
-        if self._is_out_of_time():
-            write_json(self.run.notice_file(self.attempt), {"cause": "timeout"})
-            self._send("KILL")
-            return True
+            self._killed = True
+        elif self._is_out_of_time():
+            give_notice(self.run, self.attempt, {"cause": "timeout"})
+            self._kill()
         return False
+
+    def _kill(self) -> None:
+        self._send("KILL")
+        self._killed = True
 
     def _send(self, name: str) -> None:
         slurm.signal_steps(self.job_id, name)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 
@@ -47,12 +48,18 @@ def current_status(run: RunDir) -> Status:
     job = slurm.show_job(status.job_id) if status.scheduler == "slurm" and status.job_id else None
     cause = (slurm.stop_cause(job) if job else None) or "lost"
     attempt = status.attempt.id if status.attempt and status.state == states.RUNNING else None
-    if cause == "cancelled" or status.cancel_requested:
-        run.record("cancelled", attempt=attempt)
-    elif attempt is not None:
-        run.record("interrupted", attempt=attempt, cause=cause)
-    else:
-        run.record("requeue_failed", error=f"job {status.job_id} left the queue without having run ({cause})")
+    try:
+        if cause == "cancelled" or status.cancel_requested:
+            run.record("cancelled", attempt=attempt)
+        elif attempt is not None:
+            run.record("interrupted", attempt=attempt, cause=cause)
+        else:
+            run.record("requeue_failed", error=f"job {status.job_id} left the queue without having run ({cause})")
+    except OSError as error:  # a full disk, or somebody else's run
+        print(
+            f"jobkit: {run.name}: its {status.state} job is gone ({cause}), which cannot be journalled: {error}",
+            file=sys.stderr,
+        )
     return run.status()
 
 

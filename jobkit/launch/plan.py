@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobkit.errors import InputError, nearest
+from jobkit.errors import EXIT_RESUMABLE, InputError, nearest
 from jobkit.launch import options
 from jobkit.run.config import Config, Resources
 from jobkit.run.duration import format_seconds
@@ -137,19 +137,35 @@ def visible_gpus() -> int:
 STEP_NUMBERS = 4
 """How many attempts in a row have steps of different numbers."""
 
+BLIND_RESTARTS = 50
+"""After how many restarts of a job, of whatever cause, it no longer starts again without knowing why."""
+
 FAILED_STARTS = 3
 """How many nodes in a row may be unable to begin an attempt."""
 
 # Without Python, which may be what the node lacks: a broken mount, a module that is not there.
 _ELSEWHERE = """\
-jobkit_elsewhere() {{  # this node cannot begin an attempt: start again on another one
+jobkit_restart() {{  # put the job into the queue again; not where its owner has cancelled it
+    case "$(scontrol -o show job "$SLURM_JOB_ID")" in
+        *JobState=RUNNING*) scontrol requeue Incomplete "$SLURM_JOB_ID" ;;
+        *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$SLURM_JOB_ID" ;;
+        *) return 1 ;;
+    esac
+}}
+jobkit_elsewhere() {{  # no attempt could begin here: start again on another node
+    jobkit_code=$?
     trap '' TERM
-    echo "jobkit: $SLURMD_NODENAME cannot begin an attempt" >&2
-    echo "$SLURMD_NODENAME" >>{file}
-    [ "$(wc -l <{file})" -lt {tries} ] || exit 1
+    echo "jobkit: $SLURMD_NODENAME cannot begin an attempt (exit code $jobkit_code)" >&2
+    if [ $jobkit_code -ne {resumable} ] && echo "$SLURMD_NODENAME" >>{file}; then
+        [ "$(wc -l <{file})" -lt {tries} ] || exit 1
+        jobkit_nodes=$(sinfo -h -N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" -o %N | sort -u | wc -l)
+    elif [ "${{SLURM_RESTART_COUNT:-0}}" -ge {restarts} ]; then
+        exit 1  # it is not the node: the run directory is full or away
+    fi
     jobkit_excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ (]*\\).*/\\1/p')
-    scontrol requeue "$SLURM_JOB_ID" || exit 1
-    scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${{jobkit_excluded:+$jobkit_excluded,}}$SLURMD_NODENAME"
+    jobkit_restart || exit 1
+    [ "${{jobkit_nodes:-0}}" -lt $((SLURM_JOB_NUM_NODES + {tries})) ] ||
+        scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${{jobkit_excluded:+$jobkit_excluded,}}$SLURMD_NODENAME"
     exit 1
 }}"""
 
@@ -162,7 +178,13 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
     python = shlex.quote(sys.executable)
     setup = [
         "trap : TERM",  # what follows srun must run, in the KillWait that Slurm leaves at a time limit
-        _ELSEWHERE.format(file=shlex.quote(str(RunDir(plan.run).failed_starts)), tries=FAILED_STARTS),
+        "export JOBKIT_BEGAN=$(date +%s)",
+        _ELSEWHERE.format(
+            file=shlex.quote(str(RunDir(plan.run).failed_starts)),
+            tries=FAILED_STARTS,
+            restarts=BLIND_RESTARTS,
+            resumable=EXIT_RESUMABLE,
+        ),
         "trap jobkit_elsewhere EXIT",
         *(["set -e", *own, "set +e"] if own else []),  # a module that does not load must not train without it
         f'jobkit_exports="$({batch} begin {run})" || exit $?',
@@ -196,8 +218,10 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
         "for jobkit_try in 1 2 3; do",
         f'    {batch} end {run} "$JOBKIT_ATTEMPT" "$jobkit_rc"',
         "    jobkit_end=$?",
-        "    [ $jobkit_end -gt 128 ] || break  # it was killed itself",
+        "    case $jobkit_end in 0|1|75) exit $jobkit_end ;; esac  # decided",
+        "    sleep 2",
         "done",
-        "exit $jobkit_end",
+        f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {BLIND_RESTARTS} ] && jobkit_restart',
+        "exit 1",
     ]
     return setup, command, teardown

@@ -56,6 +56,16 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         return job
 
 
+def complete_submission(run: RunDir, job_id: str) -> None:
+    """Make what Submitit keeps of a job where the submission ended before sbatch's answer came."""
+    paths = submitit_core.JobPaths(run.submitit, job_id)
+    if not Path(paths.submitted_pickle).exists():
+        submitit_core.DelayedSubmission(Worker(str(run.path))).dump(paths.submitted_pickle)
+    if not Path(paths.submission_file).exists():
+        with contextlib.suppress(SchedulerError):  # needed for a successor only
+            slurm.command("scontrol", "write", "batch_script", job_id, str(paths.submission_file))
+
+
 def _sbatch(name: str, script: str) -> str:
     """The id of a script's new job, submitted once: a controller that is away for a minute is waited for."""
     for pause in (*RETRY_SECONDS, None):

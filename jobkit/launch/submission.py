@@ -126,6 +126,7 @@ def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> O
         raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
     for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
         folder.mkdir(parents=True, exist_ok=True)
+    run.failed_starts.unlink(missing_ok=True)
     changed = _code_changes(run, before, request.source, request.task_file)
     code = snapshot.take(request.source, run.code, skip=run.path.parent, needed=request.task_file)
     run.write_config(plan.config)

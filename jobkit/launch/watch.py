@@ -7,16 +7,24 @@ controller looks in its own loop, under Slurm launch/beside_srun.py does. What i
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jobkit.run.duration import format_seconds, parse_seconds
 from jobkit.run.files import read_json, write_json
 from jobkit.run.rundir import RunDir
 
 LEAST_SECONDS = 300.0
-"""`watchdog: auto` waits at least this long for a step: nobody's checkpoint or evaluation is taken for a hang."""
+"""`watchdog: auto` waits at least this long for a step, with an evaluation or the end of a checkpoint in it."""
+
+MAX_FACTOR = 8.0
+"""How many times longer it waits after false alarms, at most."""
+
+GAP_SECONDS = 30.0
+"""A watch that has not looked for so long was stopped itself, as the ranks may have been."""
 
 TIMES_SLOWEST = 20.0
 """`watchdog: auto` waits this many times as long as the slowest step so far took."""
@@ -34,26 +42,23 @@ KILL_AFTER_FAILURE_SECONDS = 3.0
 class Watch:
     """Judges from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.
 
-    `false_alarms`: how many attempts in a row ended as hung: `auto` gives each next one twice the time, so that a step
-    which really takes that long is done in the end.
+    `false_alarms`: how many attempts ended as hung before: `auto`, and what is outside the loop, gets twice the time
+    for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end.
     """
 
     def __init__(self, run: RunDir, attempt: int, setting: str | int | bool, false_alarms: int = 0) -> None:
         self.run = run
         self.attempt = attempt
         self.setting = setting
-        self.factor = 2.0**false_alarms
+        self.factor = min(2.0**false_alarms, MAX_FACTOR)
         self._beats: object = None
-        self._since = time.monotonic()
+        self._since = self._looked = time.monotonic()
 
     @classmethod
     def of(cls, run: RunDir, attempt: int) -> Watch:
         """The watch of an attempt that has just begun."""
-        hangs = 0
-        for before in reversed(run.status().attempts[:-1]):
-            if before.cause != "hang":
-                break
-            hangs += 1
+        now = run.status()
+        hangs = sum(one.cause == "hang" and one.submission == now.submissions for one in now.attempts)
         return cls(run, attempt, run.config().watchdog, hangs)
 
     def limit(self, training: bool, slowest: float) -> float:
@@ -63,16 +68,18 @@ class Watch:
             known = training and slowest > 0
         else:
             limit, known = float(parse_seconds(self.setting)), training
-        return limit if known else max(limit, OUTSIDE_LOOP_SECONDS)
+        return limit if known else max(limit, OUTSIDE_LOOP_SECONDS * self.factor)
 
     def look(self) -> str | None:
         """What to tell about a hang, or None where there is none."""
         if self.setting == "off" or self.setting is False:
             return None
+        now, looked = time.monotonic(), self._looked
+        self._looked = now
         report = read_json(self.run.progress_file)
         report = report if isinstance(report, dict) and report.get("attempt") == self.attempt else {}
-        now, beats = time.monotonic(), (report.get("beats"), report.get("training"))
-        if beats != self._beats:
+        beats = (report.get("beats"), report.get("training"))
+        if beats != self._beats or now - looked > GAP_SECONDS:
             self._beats, self._since = beats, now
             return None
         training = bool(report.get("training"))
@@ -94,9 +101,15 @@ class Watch:
         return True
 
 
+def give_notice(run: RunDir, attempt: int, notice: dict[str, Any]) -> None:
+    """Say why this attempt is being ended; a disk that does not take it must not keep it from being ended."""
+    with contextlib.suppress(OSError):
+        write_json(run.notice_file(attempt), notice)
+
+
 def end_hung(run: RunDir, attempt: int, error: str, send: Callable[[str], None]) -> None:
     """Have all ranks write down their stacks, then kill them; `send` sends the signal of a name to every rank."""
-    write_json(run.notice_file(attempt), {"cause": "hang", "error": error})
+    give_notice(run, attempt, {"cause": "hang", "error": error})
     send("USR1")  # STACKS_SIGNAL of runtime/failure.py
     send("CONT")  # a stopped one writes its own down when it goes on
     time.sleep(STACKS_SECONDS)

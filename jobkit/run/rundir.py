@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class RunDir:
 
     @property
     def lease_file(self) -> Path:
-        """The attempt that owns this directory: {attempt, job_id, host, pid}."""
+        """The attempt that owns this directory: {attempt, job_id, host, pid, node}."""
         return self.path / "lease.json"
 
     @property
@@ -92,7 +93,7 @@ class RunDir:
         return self.logs(attempt) / "rendezvous.json"
 
     def notice_file(self, attempt: int) -> Path:
-        """Why jobkit itself asked this attempt to stop: {cause}; absent when somebody else did."""
+        """Why jobkit itself asked this attempt to stop: {cause, error, grace}; absent when somebody else did."""
         return self.logs(attempt) / "notice.json"
 
     @property
@@ -110,6 +111,12 @@ class RunDir:
         locks = self.path.parent / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
         return FileLock(locks / f"{self.name}.alive")
+
+    def begin_lock(self) -> FileLock:
+        """Held while one job decides whether it may begin the next attempt."""
+        locks = self.path.parent / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        return FileLock(locks / f"{self.name}.begin")
 
     def exists(self) -> bool:
         return self.config_file.exists()
@@ -132,9 +139,10 @@ class RunDir:
         return status
 
     def record(self, event: str, **fields: Any) -> None:
-        """Append to the journal and let status.json follow."""
+        """Append to the journal and let status.json follow, unless the disk has no room for what is only derived."""
         self.journal.append(event, **fields)
-        self.write_status()
+        with suppress(OSError):
+            self.write_status()
 
     def owner(self) -> int | None:
         """The attempt that holds the lease, or None where there is none yet."""

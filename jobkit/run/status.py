@@ -143,7 +143,7 @@ def derive(events: Sequence[Event], progress: Mapping[str, Any] | None = None) -
         elif attempt.last_step is None:
             attempt.last_step = progress.get("step")
         if attempt.ended is None or attempt.ended_hard:
-            attempt.last_seen = progress.get("time")
+            attempt.last_seen = float(progress.get("time") or 0.0) - float(progress.get("idle") or 0.0)
     _account(status)
     return status
 
@@ -237,7 +237,7 @@ def _checkpoint(status: Status, event: Event) -> None:
 
 def _end(status: Status, event: Event, state: str, cause: str) -> None:
     attempt = status.attempt
-    if attempt and attempt.ended is not None and status.state == QUEUED:
+    if attempt and attempt.ended is not None and status.state == QUEUED and event.get("attempt") == attempt.id:
         attempt.failure = None  # it was decided about while its ranks were still saving: their last words
         attempt.last_step = event.get("step", attempt.last_step)
         return

@@ -64,6 +64,9 @@ class CauseFinder:
             job = self._ask()
             if job is not None and (cause := slurm.stop_cause(job, self.margin)):
                 return cause
+            if job is not None and self.notices.signal is None and (job.remaining or 0.0) > self.margin:
+                self.notices.deadline = time.monotonic() + (job.remaining or 0.0) - self.margin
+                return None  # an operator has given the job more time
             by_timer = self.notices.signal == signal.SIGUSR2
             if job is not None and by_timer and slurm.early_timeout_signal(job, self.margin):
                 return None  # the deadline, which is exact, will say when
@@ -79,13 +82,15 @@ class CauseFinder:
         For rank 0 to call twice a second. Slurm lets the ranks live for KillWait then, time enough for it, and with
         luck for a checkpoint. Asked a few times: Slurm's second SIGTERM may hit the scontrol of the first.
         """
+        if self.notices.signal is None:
+            self._script_asked = 0
         if self.notices.signal is None or self.job_id is None or self._script_asked >= SCRIPT_ASKS:
             return
         self._script_asked += 1
         job = self._ask()
         if job is not None and job.script_died:
             self._script_asked = SCRIPT_ASKS
-            end = [sys.executable, "-m", "jobkit.launch.batch", "end", str(self.run.path), str(self.attempt), "0"]
+            end = [sys.executable, "-m", "jobkit.launch.batch", "end", str(self.run.path), str(self.attempt)]
             subprocess.Popen(end, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _ask(self) -> slurm.JobInfo | None:

@@ -262,7 +262,7 @@ class Context:
     def _stop(self, cause: str) -> None:
         if self.saver.durable_step != self.step and self._total is not None:
             self._save(wait=True, must=False)
-        self._session.record("interrupted", cause=cause, step=self.saver.durable_step or 0)
+        self._session.record("interrupted", cause=cause, step=self.saver.durable_step or 0, reached=self.step)
         raise Stopped(cause, self.step)
 
     def _save(self, **options: Any) -> None:

@@ -45,6 +45,7 @@ class Pulse:
             "training": self.training,
             "slowest": round(self.slowest, 3),
             "stopping": self.stopping,
+            "idle": round(time.monotonic() - self._last, 3),  # seconds since the last beat
         }
 
 

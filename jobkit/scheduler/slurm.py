@@ -250,8 +250,9 @@ def died_since(node: str, when: float) -> bool:
 
 
 def nodes_left(partition: str, without: str) -> int:
-    """How many nodes of a partition are not in a list of nodes, in Slurm's notation."""
-    names = set(command("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N").split())
+    """How many usable nodes of a partition are not in a list of nodes, in Slurm's notation."""
+    usable = "--states=idle,mix,alloc,comp"
+    names = set(command("sinfo", "--noheader", "--Node", f"--partition={partition}", usable, "--format=%N").split())
     return len(names - set(command("scontrol", "show", "hostnames", without).split()))
 
 
@@ -291,7 +292,7 @@ def requeue(job_id: str) -> bool:
         except SchedulerError as error:
             if "pending execution" in str(error):
                 return True  # it is there already
-            if isinstance(error, SchedulerTimeout) or is_away(error):
+            if is_away(error):
                 raise
             raise Refused(str(error)) from None
         if not only:
