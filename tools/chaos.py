@@ -37,8 +37,8 @@ from chaos_run import Live, Row, Stuck, draw, reference_weights
 from slurm_cluster import Cluster, MissingPackages
 
 SOAK_SEEDS = range(1, 6)
-STEPS_AN_EVENT = 60
-"""More than an event can take: the rest is trained without pauses when all events are over."""
+STEPS_AN_EVENT, STEPS_A_MINUTE = 60, 600
+"""More than an event, or an attempt of a minute, can take: the rest is trained without pauses when all is over."""
 
 
 @dataclass
@@ -80,7 +80,8 @@ class Chaos:
 
     def trial(self, seed: int, plan: Sequence[Event], cluster: Cluster | None) -> Trial:
         """Interrupt one run as planned, on a cluster or on this machine, and judge it."""
-        trial, steps = Trial(seed, "slurm" if cluster else "local"), STEPS_AN_EVENT * len(plan) + 40
+        trial = Trial(seed, "slurm" if cluster else "local")
+        steps = 40 + sum(STEPS_A_MINUTE if event.kind == "time_limit" else STEPS_AN_EVENT for event in plan)
         reference = self.reference(steps)
         name = f"{trial.place}-{seed}"
         number = len(list(self.path.glob(f"{name}.*"))) + 1

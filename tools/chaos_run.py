@@ -64,7 +64,7 @@ def train(ctx):
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=ctx.params.steps)
     loader = ctx.loader(Numbers(), global_batch_size=12, num_workers=ctx.params.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
-    control = ctx.run_dir.parents[1] / "control"
+    control = ctx.run_dir.parent / ".control"
     for step in ctx.steps(ctx.params.steps):
         obey(ctx, control / "order.json")
         loss = (model(next(loader)) - 1).square().mean()
@@ -140,8 +140,8 @@ class Live:
         workers = int(any(event.kind == "kill_worker" for event in plan))
         (path / "mytask.py").write_text(TASK)
         (path / "toy.yaml").write_text(YAML.format(steps=steps, workers=workers, time=limit, every=EVERY))
-        self.control = path / "control"
-        self.control.mkdir()
+        self.control = path / "runs/.control"  # not part of the code, which each submission takes a snapshot of
+        self.control.mkdir(parents=True)
         self.rows: list[Row] = []
         self.by_hand: list[int] = []
         """Attempts after which the run had to be submitted again although nobody had stopped it."""
@@ -332,7 +332,8 @@ class Live:
             KINDS[event.kind].fire(self, event)
         except (ClusterError, AssertionError, StopIteration, ValueError) as error:
             words = str(error).strip().splitlines()
-            row.problems += [] if event.moment == TOGETHER else [f"not fired: {words[-1] if words else error!r}"]
+            if event.moment != TOGETHER:  # else the one before was quicker
+                row.problems.append(f"not fired: {words[-1] if words else error!r}")
         return row
 
     def saving(self) -> bool:
@@ -378,11 +379,10 @@ class Live:
         row.reached = max(steps, default=own.get("first_step") or newest)
         after = [one for one in self.trained() if one[0] > row.attempt]
         if after:
-            row.resumed, row.seconds, row.attempts = (
-                after[0][1],
-                round(after[0][2] - row.time, 1),
-                after[0][0] - row.attempt,
-            )
+            attempt, row.resumed, when = after[0]
+            # The time limit strikes long after the event: it is when the attempt has ended.
+            struck = own.get("ended") if row.event.kind == "time_limit" else row.time
+            row.attempts, row.seconds = attempt - row.attempt, round(when - (struck or row.time), 1)
             row.repeated = max(0, row.reached - row.resumed)
 
     def check(self, row: Row) -> None:
