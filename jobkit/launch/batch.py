@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.launch.attempt import Begun, NotRunnable, ask, begin, end
-from jobkit.launch.plan import BLIND_RESTARTS
+from jobkit.launch.plan import BLIND_RESTARTS, EXIT_DECIDED
 from jobkit.launch.postmortem import Casualty, dead_node_of, first_casualty, srun_said
 from jobkit.launch.requeue import Decision
 from jobkit.run import status
@@ -222,7 +222,8 @@ def main(arguments: list[str]) -> int:
         return _begin_on_slurm(run, job_id)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, at the time limit or after a requeue
     try:
-        return end_on_slurm(run, int(rest[0]), int(rest[1]) if rest[1:] else None, job_id)
+        code = end_on_slurm(run, int(rest[0]), int(rest[1]) if rest[1:] else None, job_id)
+        return EXIT_DECIDED if code == EXIT_FAILED else code  # Python itself ends with 1 where it finds no jobkit
     except Exception:  # a bug of ours: the script tries again, and at last starts the job again without us
         traceback.print_exc()
         return EXIT_BUG

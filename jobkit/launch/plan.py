@@ -137,6 +137,9 @@ def visible_gpus() -> int:
 STEP_NUMBERS = 4
 """How many attempts in a row have steps of different numbers."""
 
+EXIT_DECIDED = 76
+"""What the end of an attempt ends with when the run has failed: nothing is left to try."""
+
 BLIND_RESTARTS = 50
 """After how many restarts of a job, of whatever cause, it no longer starts again without knowing why."""
 
@@ -218,7 +221,7 @@ def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
         "for jobkit_try in 1 2 3; do",
         f'    {batch} end {run} "$JOBKIT_ATTEMPT" "$jobkit_rc"',
         "    jobkit_end=$?",
-        "    case $jobkit_end in 0|1|75) exit $jobkit_end ;; esac  # decided",
+        f"    case $jobkit_end in 0|{EXIT_RESUMABLE}) exit $jobkit_end ;; {EXIT_DECIDED}) exit 1 ;; esac",
         "    sleep 2",
         "done",
         f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {BLIND_RESTARTS} ] && jobkit_restart',
