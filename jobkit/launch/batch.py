@@ -159,12 +159,11 @@ def _try_record(run: RunDir, event: str, **fields: object) -> None:
 def _exclude(run: RunDir, job_id: str, job: slurm.JobInfo | None) -> None:
     """Keep the job, which is in the queue by now, off the nodes that failed under it too often."""
     if nodes := run.status().excluded_nodes:
-        before = [job.excluded] if job and job.excluded else []
-        listed = ",".join(dict.fromkeys([*before, *nodes]))
+        listed = slurm.expand(",".join([*([job.excluded] if job and job.excluded else []), *nodes]))
         if job and job.partition and slurm.nodes_left(job.partition, listed) < job.node_count:
             _say(run, f"not excluded, or too few nodes of {job.partition} would be left: {', '.join(nodes)}")
             return
-        slurm.exclude(job_id, listed)
+        slurm.exclude(job_id, ",".join(listed))
         _say(run, f"excluded from here on: {', '.join(nodes)}")
 
 

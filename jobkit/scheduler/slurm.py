@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -249,11 +249,16 @@ def died_since(node: str, when: float) -> bool:
     return down or started is None or started > when
 
 
-def nodes_left(partition: str, without: str) -> int:
-    """How many usable nodes of a partition are not in a list of nodes, in Slurm's notation."""
+def expand(nodes: str) -> list[str]:
+    """The names in a list of nodes in Slurm's notation, `node[1-3],node2`, each once."""
+    return list(dict.fromkeys(command("scontrol", "show", "hostnames", nodes).split()))
+
+
+def nodes_left(partition: str, without: Collection[str]) -> int:
+    """How many usable nodes of a partition are not among some others."""
     usable = "--states=idle,mix,alloc,comp"
     names = set(command("sinfo", "--noheader", "--Node", f"--partition={partition}", usable, "--format=%N").split())
-    return len(names - set(command("scontrol", "show", "hostnames", without).split()))
+    return len(names - set(without))
 
 
 def jobs_named(name: str) -> list[str]:
