@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,8 @@ def test_every_option_and_verb_in_the_readme_exists(tmp_path: Path) -> None:
     project = Project(tmp_path)
     known = project.jobkit("submit", "--help").stdout + "--wrap --partition --nodes --exclusive --res --logdir"
     known += "".join(project.jobkit(verb, "--help").stdout for verb in VERBS if verb != "submit")
+    chaos = [sys.executable, str(ROOT / "tools/chaos.py"), "--help"]
+    known += subprocess.run(chaos, capture_output=True, text=True, check=True).stdout
     for option in set(re.findall(r"--[a-z][a-z-]+", README)):
         assert option in known, option
     for verb in re.findall(r"-m jobkit (\w+)", README):
