@@ -25,6 +25,8 @@ from jobkit.runtime.interval import MAX_OVERHEAD, MAX_SECONDS
 
 STEPS = 60
 EVERY = 10
+UNDER_WAY = 6
+"""Steps that may be done while a checkpoint is being written, on a busy machine."""
 
 TASK = '''\
 """A training whose ranks die as $DEATHS says: {attempt: [ranks, step, how]}; step -1 is before the loop."""
@@ -269,7 +271,9 @@ def nothing_was_lost(run: Path, weights_expected: bytes | None, ranks: int = 2) 
     assert weights_expected is None or weights(run) == weights_expected, describe(run)
     for rank in range(ranks):
         assert {one["step"] for one in done(run, rank)} == set(range(STEPS))
-        assert all(0 <= count <= EVERY for count in repeated(run, rank)), f"{repeated(run, rank)}\n{describe(run)}"
+        assert all(0 <= count <= EVERY + UNDER_WAY for count in repeated(run, rank)), (
+            f"{repeated(run, rank)}\n{describe(run)}"
+        )
 
 
 # Deaths of ranks
@@ -521,6 +525,7 @@ def test_a_ghost_whose_run_was_taken_over_publishes_nothing(project: Mortal, und
     assert [event for event in events(run)[lines:] if event.get("attempt") == 1] == []
     assert "attempt 2 has taken" in (run / "logs" / "1" / "rank_0.err").read_text()
     kept = {path.name for path in (run / "checkpoints").glob("*")}
+    kept = {name for name in kept if not name.startswith(".")}  # unfinished, and for the next owner to remove
     assert not [name for name in kept - before if not re.fullmatch(r"step_000000(40|50|59|60)", name)], kept
     assert causes(run)[1:] == ["finished"], describe(run)
     nothing_was_lost(run, undisturbed)

@@ -422,7 +422,7 @@ def test_printing_to_a_full_disk_does_not_raise(
     assert lines[0] == "\u00e9 before"
     assert (lines[-1] == "after") == (more == "more")
     printed = [int(line.split()[1]) for line in lines if line.startswith("line ") and line.endswith("x" * 80)]
-    assert printed == list(range(len(printed))), "in order, none twice"
+    assert printed == sorted(set(printed)), "in order, none twice"
     if kept > 8000:
         assert len(printed) == 300
         assert not any("were lost" in line for line in lines)

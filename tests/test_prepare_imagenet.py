@@ -114,6 +114,7 @@ def test_ctrl_c_leaves_whole_images_and_the_same_command_continues(tmp_path: Pat
     while len(list(box.glob("n01/*.png"))) < 40 and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
+    time.sleep(2)  # the workers are stuck, the tool hears of it first
     while process.poll() is None and time.monotonic() < deadline:
         for file in stuck:
             with contextlib.suppress(OSError):  # there is nobody who reads it

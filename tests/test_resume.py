@@ -270,9 +270,8 @@ def test_a_run_killed_after_its_loop_finishes_all_the_same(tmp_path: Path, unint
     task.write_text(
         task.read_text().replace("    return {", "    if ctx.attempt == 1: time.sleep(1); os._exit(9)\n    return {")
     )
-    project.submit("--local", expect=1)
-    (run,) = project.runs
     project.submit("--local")
-    assert status(run)["state"] == "finished" and status(run)["attempts"][1]["first_step"] == STEPS - 1
+    (run,) = project.runs
+    assert causes(run) == ["crashed", "finished"] and status(run)["attempts"][1]["first_step"] == STEPS - 1
     assert weights(run) == uninterrupted
     assert logged_steps(run) == list(range(STEPS))

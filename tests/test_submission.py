@@ -129,7 +129,7 @@ def test_a_failing_task_fails_the_run_with_its_error_and_the_other_ranks_end(pro
     assert "ValueError: no such luck" in done.stderr and "rank 1" in done.stderr
     assert status(run)["state"] == "failed"
     project.submit("--cluster", "slurm")
-    wait_for("the end on Slurm", lambda: len(status(run)["attempts"]) == 2 and status(run)["state"] == "failed", run)
+    wait_for("the end on Slurm", lambda: len(status(run)["attempts"]) == 6 and status(run)["state"] == "failed", run)
     assert "rank 1: ValueError: no such luck" in status(run)["error"]
     wait_for("an empty queue", lambda: not queue(slurm, project))
 
