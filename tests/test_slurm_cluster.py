@@ -72,7 +72,7 @@ def test_a_lost_node_takes_its_processes_along_and_comes_back(slurm: Cluster) ->
     assert "node2" not in slurm.daemons()
     slurm.command("scancel", job_id)
     slurm.restart_node("node2")
-    wait_until(lambda: slurm.node_state("node2") == "idle", "node2 to be idle")  # another test's job may be ending there
+    wait_until(lambda: slurm.node_state("node2") == "idle", "node2 to be idle")
 
 
 def test_jobs_survive_a_controller_that_restarts(slurm: Cluster) -> None:
