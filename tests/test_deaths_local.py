@@ -25,8 +25,6 @@ from jobkit.runtime.interval import MAX_OVERHEAD, MAX_SECONDS
 
 STEPS = 60
 EVERY = 10
-UNDER_WAY = 6
-"""Steps that may be done while a checkpoint is being written, on a busy machine."""
 
 TASK = '''\
 """A training whose ranks die as $DEATHS says: {attempt: [ranks, step, how]}; step -1 is before the loop."""
@@ -271,9 +269,7 @@ def nothing_was_lost(run: Path, weights_expected: bytes | None, ranks: int = 2) 
     assert weights_expected is None or weights(run) == weights_expected, describe(run)
     for rank in range(ranks):
         assert {one["step"] for one in done(run, rank)} == set(range(STEPS))
-        assert all(0 <= count <= EVERY + UNDER_WAY for count in repeated(run, rank)), (
-            f"{repeated(run, rank)}\n{describe(run)}"
-        )
+        assert all(0 <= count <= EVERY for count in repeated(run, rank)), f"{repeated(run, rank)}\n{describe(run)}"
 
 
 # Deaths of ranks
@@ -469,7 +465,8 @@ def test_ctrl_c_during_a_restart_is_obeyed_and_resume_goes_on_from_anywhere(
 
 def test_two_interruptions_at_once_and_a_death_during_the_recovery(project: Mortal, undisturbed: bytes) -> None:
     _, run = project.begin("--detach", "params.sleep=0.05")
-    reach(run, 1, 20)
+    # Not by the progress report, which may be half an interval old: the next checkpoint must not be under way.
+    wait_for("a checkpoint", lambda: any(e["event"] == "checkpoint" and e["step"] >= 20 for e in events(run)), run)
     preempting = project.start("preempt", run.name)
     os.kill(rank_process(run, 1, 1) or 0, signal.SIGKILL)
     preempting.communicate(timeout=60)
