@@ -14,6 +14,7 @@ from typing import Any
 
 from jobkit.errors import EXIT_RESUMABLE, InputError, nearest
 from jobkit.launch import options
+from jobkit.run import layout
 from jobkit.run.config import Config, Resources
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
@@ -78,6 +79,10 @@ def make_plan(run: Path, config: Config, cluster: str, where: Callable[[str], st
     values = dataclasses.asdict(config.resources) | overridden
     resources = build(Resources, values, lambda key: where(f"clusters.{cluster}.{key}"))
     config = dataclasses.replace(config, resources=resources)
+    try:
+        layout.check(config.parallel, config.comm, resources)
+    except ValueError as error:
+        raise InputError(f"{where('parallel')}: {error}") from None
     if scheduler == "local":
         _check_local_gpus(resources)
         return LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler)

@@ -46,7 +46,7 @@ def check(config: Config, source: Path, where: Callable[[str], str] = lambda key
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
-    module = check_task(config.task, source, where("task"))
+    module = check_task(config.task, source, where("task")) if config.task else None
     for path in config.inputs:
         if not Path(path).expanduser().exists():
             raise InputError(f"{where('inputs')}: {path}: no such file or directory; the task needs it to start")

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jobkit.errors import InputError, nearest
+from jobkit.run import layout
 from jobkit.run.duration import parse_seconds
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, parse_value, read_yaml
@@ -73,6 +74,16 @@ def _check_budget(value: str | int) -> None:
 def _check_time(value: str | int) -> None:
     if value != "auto":
         parse_seconds(value)
+
+
+def _check_degree(value: str | int) -> None:
+    if value != layout.ALL and (isinstance(value, str) or value < 1):
+        raise ValueError(f"1 or more ranks, or {layout.ALL}")
+
+
+def _check_auto_or_count(value: str | int) -> None:
+    if value != "auto" and (isinstance(value, str) or value < 1):
+        raise ValueError("auto, or 1 or more")
 
 
 UNLIMITED = "unlimited"
@@ -146,21 +157,61 @@ class RetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ctx.parallelize spreads a model over the ranks. In a word: `parallel: zero3`, `parallel: pipeline`."""
+
+    data: Literal["ddp", "zero1", "zero2", "zero3", "hsdp"] = "ddp"
+    """Over the ranks that work on samples of their own: `ddp` copies the model; `zero1` shards the optimizer's state,
+    `zero2` gradients and parameters at rest too, `zero3` parameters between any two uses; `hsdp` is zero3 within
+    groups of `shards` ranks, and copies between them."""
+    shards: str | int = _field(_check_auto_or_count, "auto")
+    """For hsdp: ranks that share one copy of the model; `auto` is those of a node."""
+    tensor: str | int = _field(_check_degree, 1)
+    """Ranks that compute each layer together, after the model's `tensor_plan()`; `all` is every rank."""
+    pipeline: str | int = _field(_check_degree, 1)
+    """Stages that the model's blocks are cut into; `all` is every rank that `tensor` leaves."""
+    microbatches: str | int = _field(_check_auto_or_count, "auto")
+    """For a pipeline: parts of a share under way at a time; `auto` is up to four a stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """What the ranks send each other, for a network that is slower than the GPUs."""
+
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """How DDP compresses gradients; what PowerSGD has not sent yet is part of the checkpoint."""
+    powersgd_rank: int = _field(_at_least(1), 1)
+    """Rank of PowerSGD's approximation: higher is closer to the gradient, and more to send."""
+    bucket_cap_mb: int = _field(_at_least(1), 25)
+    """Megabytes of gradients that DDP sends at a time, while backward goes on."""
+    local_sgd: int = _field(_at_least(0), 0)
+    """Average the replicas' parameters every so many steps, instead of gradients at every step; 0 is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One experiment, resolved: no interpolation, demo or override is left in it."""
 
     name: str = _field(_check_name)
     """Beginning of the run directory's and the job's name."""
-    task: str = _field(_check_task)
+    task: str = _field(_check_task, "")
     """module:callable, importable from where the command is typed; called with a jobkit.Context."""
+    command: list[str] = field(default_factory=list)
+    """Instead of `task`: a program that every rank runs, with RANK, WORLD_SIZE, MASTER_ADDR and their family set."""
     params: dict[str, Any] = field(default_factory=dict)
     """The training function's own, free-form: ctx.params."""
     inputs: list[str] = field(default_factory=list)
     """Files and folders that must exist before anything is queued, as a rule interpolated from params."""
     seed: int = 0
     """Decides initial weights, order of samples and all random numbers."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Type that ctx.autocast() computes in."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type that ctx.autocast() computes in; fp16 comes with a loss scaler, which is part of the checkpoint."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    device: Literal["auto", "cpu", "cuda", "npu", "xpu", "mps"] = "auto"
+    """Where tensors live; `auto` is what the machine has where gpus_per_task is above 0, else the CPU."""
+    backend: str = "auto"
+    """torch.distributed's backend for tensors on the device; `auto` is the device's own: nccl, hccl, xccl or gloo."""
     resources: Resources = field(default_factory=Resources)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
@@ -226,7 +277,10 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
             OmegaConf.update(merged, key, value, force_add=True)
         except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
             raise InputError(f"command line: {text}: {_first_line(error)}") from None
-    config = build(Config, _resolve(merged, where), where)
+    config = build(Config, _in_full(_resolve(merged, where), where), where)
+    if bool(config.task) == bool(config.command):
+        found = "both task and command" if config.task else "neither task nor command"
+        raise InputError(f"{where('task')}: found {found}, expected task: module:callable, or command: [python, ...]")
     return Loaded(dataclasses.replace(config, clusters=own_clusters | config.clusters), notes, where)
 
 
@@ -295,6 +349,20 @@ def _resolve(merged: Any, where: Callable[[str], str]) -> dict[str, Any]:
         raise InputError(f"{where(key)}: {_first_line(error)}") from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _in_full(values: dict[str, Any], where: Callable[[str], str]) -> dict[str, Any]:
+    """`values` with `parallel: zero3`, one word, written out as a mapping."""
+    word = values.get("parallel")
+    if not isinstance(word, str):
+        return values
+    if word not in layout.NAMES:
+        raise InputError(
+            f"{where('parallel')}: found {word!r}, allowed: {', '.join(layout.NAMES)}{nearest(word, layout.NAMES)}, "
+            "or a mapping of data, tensor, pipeline"
+        )
+    written = {word: layout.ALL} if word in ("tensor", "pipeline") else {"data": word}
+    return values | {"parallel": written}
 
 
 def _first_line(error: Exception) -> str:

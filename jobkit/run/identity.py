@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 
-from jobkit.run.config import Config
+from jobkit.run.config import CommConfig, Config, ParallelConfig
 
 
 def run_name(config: Config) -> str:
@@ -13,11 +14,18 @@ def run_name(config: Config) -> str:
 
     Resources, clusters, inputs and the checkpoint interval are left out: a run moves between machines and world sizes.
     """
-    decides = {
+    decides: dict[str, object] = {
         "task": config.task,
         "params": config.params,
         "seed": config.seed,
         "precision": config.precision,
     }
+    if config.command:
+        decides["command"] = config.command
+    # Only where they differ from plain DDP, of which there are runs from before there was anything else.
+    for key, default in (("parallel", ParallelConfig()), ("comm", CommConfig())):
+        value = dataclasses.asdict(getattr(config, key))
+        if value != dataclasses.asdict(default):
+            decides[key] = value
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"), default=str)
     return f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

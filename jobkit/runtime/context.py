@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from jobkit.runtime.session import Session
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.evaluate import PerSample, evaluate
 from jobkit.train.parallel import data_parallel, unwrapped
+from jobkit.train.step import Loss, backward
 
 
 class Stopped(SystemExit):
@@ -135,6 +136,71 @@ class Context:
         loader = Loader(dataset, global_batch_size=global_batch_size, **{**place, **options})
         self._made.append(("the loader of ctx.loader", loader))
         return loader
+
+    def optimizer(
+        self,
+        model: torch.nn.Module,
+        make: Callable[..., torch.optim.Optimizer],
+        **options: Any,
+    ) -> torch.optim.Optimizer:
+        """`make(parameters, **options)` for the model's parameters, as `torch.optim.AdamW` or `fused_ema_adam`.
+
+        With `parallel: zero1` each rank keeps the state of a part of them.
+        """
+        return make([parameter for parameter in model.parameters() if parameter.requires_grad], **options)
+
+    def backward(
+        self,
+        model: torch.nn.Module,
+        inputs: Any,
+        loss: Loss,
+        target: Any,
+        *,
+        micro_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+    ) -> torch.Tensor:
+        """Gradients of `loss(model(inputs), target)` over the global batch; returns the loss of this rank's share.
+
+        `inputs` and `target` are this rank's share of a global batch: tensors [n, ...], or tuples or dicts of them.
+        It goes through in micro-batches of at most `micro_batch_size` samples, under `precision`'s autocast; the
+        gradients are those of the whole global batch, which is `global_batch_size` or the loader's. `loss` returns the
+        mean over the samples it is given.
+        """
+        if global_batch_size is None:
+            loaders = [value for _, value in self._made if isinstance(value, Loader)]
+            if len(loaders) != 1:
+                raise JobkitError(
+                    f"ctx.backward takes the global batch's size from the loader, and there are {len(loaders)}: "
+                    "pass global_batch_size"
+                )
+            global_batch_size = loaders[0].global_batch_size
+        return backward(
+            model,
+            inputs,
+            loss,
+            target,
+            global_batch_size=global_batch_size,
+            data_ranks=self.world_size,
+            micro_batch_size=micro_batch_size,
+            autocast=self.autocast,
+            unsynchronised=getattr(model, "no_sync", nullcontext),
+        )
+
+    def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
+        """Clip the gradients to a global norm of `max_norm`, take the optimizer's step, and set them to None.
+
+        Returns the norm before clipping; None without `max_norm`.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def averaged(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """While inside, the parameters are their moving averages, where the optimizer keeps any."""
+        averaged = getattr(optimizer, "averaged", None)
+        return nullcontext() if averaged is None else averaged()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The YAML's `precision` for the code inside: nothing for fp32, torch.autocast for bf16."""
