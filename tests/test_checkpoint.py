@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import FORKSERVER, Team, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -34,70 +30,7 @@ from jobkit.checkpoint.store import FileDigest, Manifest, Store, digest_of
 from jobkit.checkpoint.writer import Checkpointer, Saved
 from jobkit.errors import CheckpointError
 
-# Processes are forked off a server that has torch imported already: a group of ranks starts in a fraction of a second.
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "jobkit.checkpoint.writer"])
-
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-class Team(NamedTuple):
-    rank: int
-    world_size: int
-    group: Any
-
-    def checkpointer(self, root: Path, **options: Any) -> Checkpointer:
-        rank, world_size, group = self
-        return Checkpointer(Store(root, patience=0.2), rank=rank, world_size=world_size, group=group, **options)
-
-
-def be_a_rank(pipe: Any, team: Team, rendezvous: str, action: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    if team.world_size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=team.rank,
-            world_size=team.world_size,
-            timeout=timedelta(seconds=20),
-        )
-        team = team._replace(group=dist.new_group(backend="gloo"))
-        dist.barrier()
-    try:
-        pipe.send((action(team, *args), None))
-    except Exception as error:
-        pipe.send((None, f"rank {team.rank}: {type(error).__name__}: {error}"))
-    with contextlib.suppress(RuntimeError):  # a peer may be dead
-        if team.world_size > 1:
-            dist.barrier()
-    os._exit(0)  # no clean-up that waits for it
-
-
-def on_ranks(world_size: int, action: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `action(team, *args)` returns on each of so many processes; AssertionError where one raises."""
-    rendezvous = str(Path(tempfile.mkdtemp(prefix="jobkit-test-")) / "rendezvous")
-    processes, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = FORKSERVER.Pipe()
-        team = Team(rank, world_size, None)
-        process = FORKSERVER.Process(target=be_a_rank, args=(theirs, team, rendezvous, action, args), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    results = []
-    for pipe in pipes:
-        assert pipe.poll(40), "a rank hangs"
-        try:
-            results.append(pipe.recv())
-        except EOFError:
-            results.append((None, None))  # it ended itself
-    for process in processes:
-        process.join(10)
-    shutil.rmtree(Path(rendezvous).parent)
-    problems = [problem for _, problem in results if problem]
-    assert not problems, problems
-    return [value for value, _ in results]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from jobkit.checkpoint.store import Manifest, Store
 from jobkit.checkpoint.team import Team, describe
 from jobkit.errors import CheckpointError
 
+Contents = dict[str, tuple[torch.Size, torch.dtype]]
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -36,6 +38,8 @@ class Loaded:
     manifest: Manifest
     set_aside: list[tuple[int, str]]
     """(step, reason) of the newer ones that did not verify."""
+    contents: dict[str, Contents]
+    """What the checkpoint has, be it read yet or not: shape and dtype of each tensor by its path, by shared tree."""
 
 
 class Reader:
@@ -57,6 +61,10 @@ class Reader:
             self._team.lead(lambda step=step, reason=reason: str(self._store.set_aside(step, reason)))  # type: ignore[misc]
             self.set_aside.append((step, reason))
         return None
+
+    def read(self, loaded: Loaded, templates: Mapping[str, Any], wants: Callable[[str, str], bool]) -> dict[str, Any]:
+        """See `Checkpointer.read`."""
+        return self._load(loaded.step, loaded.manifest, templates, set(templates), wants).shared
 
     def _candidates(self) -> list[int]:
         self._store.recover()
@@ -94,11 +102,17 @@ class Reader:
         return _Report(socket.gethostname(), problems)
 
     def _load(
-        self, step: int, manifest: Manifest, templates: Mapping[str, Any], names: Collection[str] | None
+        self,
+        step: int,
+        manifest: Manifest,
+        templates: Mapping[str, Any],
+        names: Collection[str] | None,
+        wants: Callable[[str, str], bool] = lambda name, path: True,
     ) -> Loaded:
         reader = RawReader(self._store.path(step))
         state: dict[str, Any] = {}
-        self._team.gather(lambda: state.update(self._targets(reader, templates, names)))
+        left_out: dict[str, Any] = {}
+        self._team.gather(lambda: state.update(self._targets(reader, templates, names, wants, left_out)))
         try:
             load(
                 state,
@@ -112,15 +126,21 @@ class Reader:
             raise CheckpointError(
                 f"the checkpoint of step {step} is whole but cannot be loaded on rank {rank}: {describe(cause)}"
             ) from error
-        trees = _trees(state)
+        trees = _trees(state | left_out)
         mine = local_key(self._team.rank)
-        shared = {unescape(key.removeprefix(f"{SHARED}.")): tree for key, tree in trees.items() if key != mine}
-        return Loaded(step, self._store.path(step), shared, trees.get(mine), manifest, list(self.set_aside))
+        shared = {_name(key): tree for key, tree in trees.items() if key != mine}
+        contents = _contents(reader)
+        return Loaded(step, self._store.path(step), shared, trees.get(mine), manifest, list(self.set_aside), contents)
 
     def _targets(
-        self, reader: RawReader, templates: Mapping[str, Any], names: Collection[str] | None
+        self,
+        reader: RawReader,
+        templates: Mapping[str, Any],
+        names: Collection[str] | None,
+        wants: Callable[[str, str], bool],
+        left_out: dict[str, Any],
     ) -> dict[str, Any]:
-        """A place for every tensor and object this rank wants, by DCP's key."""
+        """A place for every tensor and object this rank wants, by DCP's key; `left_out` gets the shapes of others."""
         live = {
             f"{tree_key(SHARED, name)}/{path}": tensor
             for name, tree in templates.items()
@@ -130,12 +150,14 @@ class Reader:
         wanted = None if names is None else {tree_key(SHARED, name) for name in names}
         targets: dict[str, Any] = {}
         for key, saved in reader.read_metadata().state_dict_metadata.items():
-            tree = key.split("/", 1)[0]
+            tree, _, path = key.partition("/")
             is_shared = tree.startswith(f"{SHARED}.") and (wanted is None or tree in wanted)
             if not is_shared and tree != local_key(self._team.rank):
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 targets[key] = b""
+            elif is_shared and not wants(_name(tree), path):
+                left_out[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
             else:
                 targets[key] = live[key] if key in live else torch.empty(saved.size, dtype=saved.properties.dtype)
         return targets
@@ -145,6 +167,22 @@ class Reader:
 class _Report:
     host: str
     problems: dict[str, str]
+
+
+def _name(tree: str) -> str:
+    """The name of a shared tree, from its key."""
+    return unescape(tree.removeprefix(f"{SHARED}."))
+
+
+def _contents(reader: RawReader) -> dict[str, Contents]:
+    contents: dict[str, Contents] = {}
+    for key, saved in reader.read_metadata().state_dict_metadata.items():
+        tree, slash, path = key.partition("/")
+        if tree.startswith(f"{SHARED}."):
+            tensors = contents.setdefault(_name(tree), {})
+            if slash and isinstance(saved, TensorStorageMetadata):
+                tensors[path] = saved.size, saved.properties.dtype
+    return contents
 
 
 def _trees(state: dict[str, Any]) -> dict[str, Any]:

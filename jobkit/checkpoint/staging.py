@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.state import escape, flatten
+from jobkit.run.devices import has_streams
 
 _SLAB = 256 << 20  # torch rounds pinned memory up to a power of two: slabs of one waste nothing
 _ALIGNMENT = 64
@@ -42,7 +43,7 @@ class HostBuffers:
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of the tensors, complete on return, valid until the next call."""
         layout = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
+        devices = {tensor.device for tensor in tensors.values() if has_streams(tensor.device.type)}
         if layout != self._layout:
             self._layout, self._views = {}, {}  # the old memory goes before the new comes
             self._views = _allocate(layout, pin=bool(devices))
@@ -51,7 +52,7 @@ class HostBuffers:
             for key, tensor in tensors.items():
                 self._views[key].copy_(tensor, non_blocking=True)
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            torch.get_device_module(device).current_stream(device).synchronize()
         return self._views
 
 

@@ -114,7 +114,7 @@ def rng_state(device: torch.device | str) -> dict[str, Any]:
     device = torch.device(device)
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+        state[device.type] = torch.get_device_module(device).get_rng_state(*_of(device))
     return state
 
 
@@ -125,4 +125,9 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device | str) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if device.type in state and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state[device.type], device)
+        torch.get_device_module(device).set_rng_state(state[device.type], *_of(device))
+
+
+def _of(device: torch.device) -> tuple[torch.device, ...]:
+    """Which device's generator is meant; mps, of which a machine has one without a number, does not ask."""
+    return () if device.type == "mps" else (device,)

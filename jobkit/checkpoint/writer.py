@@ -177,6 +177,19 @@ class Checkpointer:
         self.wait()
         return self._reader.load_newest(templates or {}, names)
 
+    def read(
+        self,
+        loaded: Loaded,
+        templates: Mapping[str, Any],
+        wants: Callable[[str, str], bool] = lambda name, path: True,
+    ) -> dict[str, Any]:
+        """Shared trees of a checkpoint that `load_newest` has chosen, by the names in `templates`. Collective.
+
+        DTensors of a template are filled in place, as there. Of tensors for which `wants(name, path)` is false only
+        the shape is given, on the meta device: another rank has use for them.
+        """
+        return self._reader.read(loaded, templates, wants)
+
     def _write(self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None) -> None:
         """Write, agree, publish; raises on all ranks or on none."""
         writer = RawWriter(self.store.staging(step), self._team.rank)

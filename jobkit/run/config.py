@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jobkit.errors import InputError, nearest
-from jobkit.run import layout
+from jobkit.run import devices, layout
 from jobkit.run.duration import parse_seconds
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, parse_value, read_yaml
@@ -56,6 +56,12 @@ def _check_watchdog(value: str | int | bool) -> None:
         parse_seconds(value)
     except ValueError:
         raise ValueError("auto, off, or a time like 10min") from None
+
+
+def _check_device(value: str) -> None:
+    allowed = [devices.AUTO, *(kind.name for kind in devices.KINDS)]
+    if value not in allowed:
+        raise ValueError(f"one of {', '.join(allowed)}{nearest(value, allowed)}")
 
 
 def _check_mtbf(value: str | int) -> None:
@@ -182,6 +188,8 @@ class CommConfig:
     """How DDP compresses gradients; what PowerSGD has not sent yet is part of the checkpoint."""
     powersgd_rank: int = _field(_at_least(1), 1)
     """Rank of PowerSGD's approximation: higher is closer to the gradient, and more to send."""
+    powersgd_start: int = _field(_at_least(2), 100)
+    """Steps with whole gradients before PowerSGD begins: the first ones change too much to be approximated."""
     bucket_cap_mb: int = _field(_at_least(1), 25)
     """Megabytes of gradients that DDP sends at a time, while backward goes on."""
     local_sgd: int = _field(_at_least(0), 0)
@@ -208,7 +216,7 @@ class Config:
     """Type that ctx.autocast() computes in; fp16 comes with a loss scaler, which is part of the checkpoint."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     comm: CommConfig = field(default_factory=CommConfig)
-    device: Literal["auto", "cpu", "cuda", "npu", "xpu", "mps"] = "auto"
+    device: str = _field(_check_device, devices.AUTO)
     """Where tensors live; `auto` is what the machine has where gpus_per_task is above 0, else the CPU."""
     backend: str = "auto"
     """torch.distributed's backend for tensors on the device; `auto` is the device's own: nccl, hccl, xccl or gloo."""
@@ -317,9 +325,10 @@ def _new_parameter(merged: Any, key: str) -> list[str]:
     """A note about an override that adds to params and looks like a slip: params are free-form, so it is no error."""
     parent, _, name = key.rpartition(".")
     siblings = OmegaConf.select(merged, parent, throw_on_resolution_failure=False) if parent else None
-    if not key.startswith("params.") or not isinstance(siblings, DictConfig) or name in siblings:
+    if not key.startswith("params.") or not isinstance(siblings, DictConfig):
         return []
-    hint = nearest(name, [str(one) for one in siblings])
+    names = [str(one) for one in siblings]  # `in siblings` would not find one that is ???, to be given
+    hint = nearest(name, names) if name not in names else ""
     return [f"note: {key} is a new parameter{hint}"] if hint else []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,13 +47,13 @@ class Saver:
     def save(
         self,
         step: int,
-        state: Callable[[], tuple[Mapping[str, Any], Any]],
+        state: Callable[[], tuple[Mapping[str, Any], Any, Mapping[str, Sequence[int]]]],
         *,
         wait: bool = False,
         must: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Checkpoint `state()`, (shared, local), as of `step` steps done; one of that step under way is not repeated.
+        """Checkpoint `state()`, (shared, local, held_by), after `step` steps; one that is under way is not repeated.
 
         With `wait` a failure is raised, unless `must` is off.
         """
@@ -61,9 +61,12 @@ class Saver:
             pending = self._pending
         else:
             position = self._session.mark_metrics()
+            shared, local, held_by = state()
             pending = self._pending = self._session.checkpointer.save(
                 step,
-                *state(),
+                shared,
+                local,
+                held_by=held_by,
                 extra=lambda: {"tensorboard": position.result(timeout=60), **(extra or {})},
                 on_done=self._saved,
             )

@@ -1,44 +1,192 @@
-"""Spreading a module over the ranks."""
+"""Spreading modules and optimizers over the ranks as a Layout says, whatever mixture of strategies that is."""
 
 from __future__ import annotations
 
+import fnmatch
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.errors import JobkitError
+from jobkit.run.config import CommConfig, ParallelConfig
+from jobkit.run.layout import SHARDED, Layout
+from jobkit.train.comm import Compression
+from jobkit.train.data_parallel import data_parallel, shard, without_synchronisation
+from jobkit.train.gradients import gradient_norm
+from jobkit.train.named import Parameters, by_kind
+from jobkit.train.pipeline import Pipeline, stage_of
+from jobkit.train.step import Loss, backward
+from jobkit.train.zero1 import Zero1
 
-def data_parallel(module: torch.nn.Module, device: torch.device) -> DistributedDataParallel:
-    """`module`, which is on `device` already, in DDP with gradient buckets that never change.
+AXES = ("pipeline", "replica", "shard", "tensor")
 
-    DDP lays its buckets out anew after the first backward pass, in the order in which gradients became ready. Where an
-    element stands in a bucket decides in which order the ranks' gradients are added, so that a resumed run, whose
-    first step would use the first layout again, would differ from the uninterrupted one in the last bit. One backward
-    pass of zeros, in the reverse order of the parameters, makes DDP settle before the first step.
+
+class Parallel:
+    """One rank's part in a Layout. Everything that it makes is made on all ranks together.
+
+    Args:
+        layout: the axes of the world; `layout.check` has found that they work.
+        parallel, comm: the YAML's sections of these names.
+        device: this rank's; its process group stands where there are several ranks.
+        rank: in the world.
     """
-    wrapped = DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
-    own_forward = module.__dict__.get("forward")  # as a rule there is none, and the class's is used
-    try:
-        module.forward = lambda: _zero(module)
-        wrapped().backward()
-        wrapped.reducer._rebuild_buckets()
-    finally:
-        del module.forward
-        if own_forward is not None:
-            module.forward = own_forward
-    module.zero_grad(set_to_none=True)
-    return wrapped
 
+    def __init__(
+        self, layout: Layout, parallel: ParallelConfig, comm: CommConfig, device: torch.device, rank: int = 0
+    ) -> None:
+        self.layout, self.parallel, self.comm = layout, parallel, comm
+        self.device = device
+        self.rank = rank
+        self.data_rank = layout.data_rank(rank)
+        self.compressions: list[Compression] = []
+        self._mesh: DeviceMesh | None = None
+        # Without a mesh DDP, or nothing, talks to the whole world.
+        sharded = parallel.data in SHARDED and layout.world_size > 1
+        plain = layout.world_size == layout.replicas and parallel.tensor == 1 and not sharded
+        if not plain:
+            sizes = (layout.pipeline, layout.replicas, layout.shards, layout.tensor)
+            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        self.data_group = self._data_group()
+        self.stages = self._mesh["pipeline"].get_group() if self._mesh is not None and layout.pipeline > 1 else None
 
-def _zero(module: torch.nn.Module) -> torch.Tensor:
-    """Zero, with a gradient of zeros for every parameter; autograd goes through the last one first."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    total = torch.zeros((), device=parameters[0].device)
-    for parameter in parameters:
-        total = total + parameter.flatten()[:1].sum() * 0.0
-    return total
+    @property
+    def drifts(self) -> bool:
+        """Whether replicas are different between two averages (local SGD)."""
+        return self.comm.local_sgd > 1 and self.layout.data > 1
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether ranks must take part in each other's forward passes."""
+        sharded = self.parallel.data in SHARDED and self.layout.data > 1
+        return sharded or self.layout.tensor > 1 or self.layout.pipeline > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for those that compute the same samples: first of its pipeline and tensor axes."""
+        return self.layout.stage(self.rank) == 0 and self.rank % self.layout.tensor == 0
+
+    def spread(self, module: nn.Module) -> nn.Module:
+        """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread this way."""
+        plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}
+        pipeline, microbatches = self.layout.pipeline, self.parallel.microbatches
+        if pipeline > 1:
+            try:
+                module = stage_of(module, self.layout.stage(self.rank), pipeline)
+            except ValueError as error:
+                raise JobkitError(f"parallel.pipeline: {error}") from None
+        module = module.to(self.device)
+        if plan:
+            assert self._mesh is not None
+            _parallelize(module, self._mesh["tensor"], plan)
+        module = self._over_data(module)
+        if self.stages is not None:
+            count = None if microbatches == "auto" else int(microbatches)
+            return Pipeline(module, self.stages, self.device, count)
+        return module
+
+    def _over_data(self, module: nn.Module) -> nn.Module:
+        """`module` over the data-parallel ranks of its stage."""
+        trainable = any(parameter.requires_grad for parameter in module.parameters())
+        if self.layout.data == 1 or not trainable:
+            return module
+        if self.parallel.data in SHARDED or self.layout.tensor > 1:
+            # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
+            assert self._mesh is not None
+            shard(module, self._data_mesh(), reshard_after_forward=self.parallel.data in ("zero3", "hsdp"))
+            return module
+        if self.drifts:
+            return module
+        wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb)
+        if self.comm.hook != "none":
+            self.compressions.append(
+                Compression(wrapped, self.comm.hook, self.comm.powersgd_rank, self.comm.powersgd_start)
+            )
+        return wrapped
+
+    def _data_mesh(self) -> DeviceMesh:
+        assert self._mesh is not None
+        hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
+        return self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
+
+    def _data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that work on samples of their own beside this one; None for all of them."""
+        if self._mesh is None:
+            return None
+        if self.layout.shards == 1 or self.layout.replicas == 1:
+            return self._mesh["replica" if self.layout.shards == 1 else "shard"].get_group()
+        return self._mesh["replica", "shard"]._flatten("data").get_group()
+
+    def optimizer(
+        self, parameters: Parameters, make: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        """`make(parameters, **options)`; with zero1 each data-parallel rank keeps the state of a part of them."""
+        groups = [group for group in by_kind(parameters) if group["params"]]
+        if self.parallel.data == "zero1" and self.layout.data > 1:
+            return Zero1(groups, make, self.data_group, options)
+        return make(groups if len(groups) > 1 else groups[0]["params"], **{**options, **_others(groups)})
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The 2-norm of all gradients of the model, on every rank."""
+        return gradient_norm(parameters, self.stages)
+
+    def backward(
+        self, model: nn.Module, inputs: Any, loss: Loss, target: Any, *, global_batch_size: int, **options: Any
+    ) -> Tensor:
+        """See jobkit.train.step.backward; a pipeline runs its schedule instead."""
+        if not isinstance(model, Pipeline):
+            return backward(
+                model,
+                inputs,
+                loss,
+                target,
+                global_batch_size=global_batch_size,
+                data_ranks=self.layout.data,
+                unsynchronised=lambda: without_synchronisation(model),
+                **options,
+            )
+        size = len(inputs)
+        scale = options.pop("scale", 1.0)
+        return model.backward(
+            inputs, loss, target, weight=scale * size * self.layout.data / global_batch_size, **options
+        )
 
 
 def unwrapped(value: Any) -> Any:
-    """The module inside DDP's, so that a checkpoint is the same for one rank and for many."""
+    """The module inside DDP's and a pipeline's, whose state_dict has the names of the user's own module."""
+    if isinstance(value, Pipeline):
+        value = value.stage
     return value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def _others(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The options of a single group, which is handed on as a plain list of parameters."""
+    return {key: value for key, value in groups[0].items() if key != "params"} if len(groups) == 1 else {}
+
+
+def _tensor_plan(module: nn.Module) -> dict[str, ParallelStyle]:
+    if not hasattr(module, "tensor_plan"):
+        raise JobkitError(
+            f"parallel.tensor: {type(module).__name__} has no tensor_plan() that says how its layers are divided; "
+            'return {"layer.name": ColwiseParallel(), ...} (torch.distributed.tensor.parallel), or use another strategy'
+        )
+    plan: dict[str, ParallelStyle] = module.tensor_plan()  # type: ignore[operator]
+    return plan
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+    """torch's parallelize_module with the part of a plan that is about children that are here, on this stage."""
+    children = [name for name, _ in module.named_children()]
+    here = {key: style for key, style in plan.items() if fnmatch.filter(children, key.split(".")[0])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a path that names nothing is a mistake in the plan
+        try:
+            parallelize_module(module, mesh, here)
+        except (UserWarning, ValueError, NotImplementedError) as error:
+            raise JobkitError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None

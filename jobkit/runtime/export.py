@@ -1,0 +1,45 @@
+"""A trained model's weights, put together from all ranks and written for others to load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from jobkit.run.files import fsync_dir
+from jobkit.train.parallel import unwrapped
+from jobkit.train.pipeline import Pipeline
+
+
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The state_dict of the user's own module with every tensor whole and on the CPU, on rank 0. Collective."""
+    weights = {}
+    for name, tensor in unwrapped(module).state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        weights[name] = whole.detach().cpu()
+    if not isinstance(module, Pipeline):
+        return weights
+    first = dist.get_global_rank(module.group, 0)
+    parts: list[dict[str, Tensor] | None] | None = [None] * module.stages if module.index == 0 else None
+    dist.gather_object(weights, parts, dst=first, group=module.group)
+    return {name: tensor for part in parts or [] if part for name, tensor in part.items()}
+
+
+def write_weights(folder: Path, name: str, weights: Mapping[str, Tensor]) -> None:
+    """folder/<name>.safetensors, complete or absent. Of tied weights the first name alone is written."""
+    from safetensors.torch import save_file  # not on the other ranks
+
+    distinct: dict[int, str] = {}
+    for key, tensor in weights.items():
+        distinct.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), key)
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f".{name}.safetensors.tmp"
+    save_file({key: weights[key].contiguous() for key in distinct.values()}, str(temporary))
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(folder / f"{name}.safetensors")
+    fsync_dir(folder)
