@@ -23,6 +23,7 @@ from submitit.local import local as submitit_local
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.launch import attempt as attempts
+from jobkit.launch.leases import LEASES, Leases, take
 from jobkit.launch.plan import LaunchPlan
 from jobkit.launch.postmortem import Casualty
 from jobkit.launch.watch import KILL_AFTER_FAILURE_SECONDS, Watch, end_hung
@@ -44,10 +45,11 @@ LOOK_SECONDS = 0.25
 class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
     """Starts one LaunchPlan on this machine; `nodes` are simulated."""
 
-    def __init__(self, plan: LaunchPlan, lifeline: int | None) -> None:
+    def __init__(self, plan: LaunchPlan, lifeline: int | None, leases: Leases) -> None:
         super().__init__(RunDir(plan.run).submitit)
         self.plan = plan
         self.lifeline = lifeline
+        self.leases = leases
 
     @classmethod
     def affinity(cls) -> int:
@@ -57,8 +59,8 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
         return self.plan.config.resources.world_size
 
     def _submit_command(self, command: str) -> submitit_local.LocalJob[Any]:
-        environment = dict(os.environ)  # CUDA_VISIBLE_DEVICES included, as the user set it
-        kept = () if self.lifeline is None else (self.lifeline,)
+        environment = {**os.environ, **self.leases.environment}
+        kept = self.leases.files if self.lifeline is None else (self.lifeline, *self.leases.files)
         if self.lifeline is not None:
             environment[LIFELINE] = str(self.lifeline)
         with (self.folder / "controller.log").open("ab") as log:
@@ -78,11 +80,17 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
 
 def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
     """Start the controller of a plan; in the foreground it stops, with a checkpoint, when this process is gone."""
+    resources = plan.config.resources
+    leases = take(plan.config.device, resources.world_size * resources.gpus_per_task, plan.run, os.environ)
     read_end, _write_end = os.pipe() if foreground else (None, None)  # the write end stays open as long as we live
-    job = LocalExecutor(plan, read_end).submit(Worker(str(plan.run)))
+    try:
+        job = LocalExecutor(plan, read_end, leases).submit(Worker(str(plan.run)))
+        process: subprocess.Popen[bytes] = job._process
+        leases.sign(plan.run, process.pid)
+    finally:
+        leases.close()
     if read_end is not None:
         os.close(read_end)
-    process: subprocess.Popen[bytes] = job._process
     lock = RunDir(plan.run).alive_lock()
     while process.poll() is None:  # until it holds its lock, others would take it for dead
         try:
@@ -106,6 +114,7 @@ class Controller:
         self.tasks: list[subprocess.Popen[bytes]] = []
         self.stop_signals = 0
         self.lifeline = int(os.environ[LIFELINE]) if LIFELINE in os.environ else None
+        self.leases = Leases.inherited(os.environ)
 
     def listen(self) -> None:
         """Take signals from here on; before the lock is held, by which others know that there is someone to signal."""
@@ -202,7 +211,7 @@ class Controller:
         resources = self.config.resources
         command = LaunchPlan(run=self.run_dir.path, config=self.config, cluster="local", scheduler="local").task_command
         shared = {
-            **{name: value for name, value in os.environ.items() if name != LIFELINE},
+            **{name: value for name, value in os.environ.items() if name not in (LIFELINE, LEASES)},
             **begun.environment,
             "SUBMITIT_EXECUTOR": "jobkit",
             "JOBKIT_JOB_ID": job_id,
@@ -213,14 +222,16 @@ class Controller:
         for rank in range(resources.world_size):
             node, local_rank = divmod(rank, resources.tasks_per_node)
             own = {"JOBKIT_PROCID": str(rank), "JOBKIT_LOCALID": str(local_rank), "JOBKIT_NODEID": str(node)}
+            visible, leases = self.leases.of_rank(rank, resources.gpus_per_task)
             with self._log(rank, "out") as out, self._log(rank, "err") as err:
                 self.tasks.append(
                     subprocess.Popen(
                         command,
-                        env=shared | own,
+                        env=shared | own | visible,
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,
+                        pass_fds=leases,  # a rank that outlives us, for its checkpoint, still uses its device
                         start_new_session=True,  # a group of its own: what it starts ends with it
                     )
                 )

@@ -14,7 +14,7 @@ from typing import Any
 
 from jobkit.errors import EXIT_RESUMABLE, InputError, nearest
 from jobkit.launch import options
-from jobkit.run import layout
+from jobkit.run import devices, layout
 from jobkit.run.config import Config, Resources
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
@@ -83,8 +83,10 @@ def make_plan(run: Path, config: Config, cluster: str, where: Callable[[str], st
         layout.check(config.parallel, config.comm, resources)
     except ValueError as error:
         raise InputError(f"{where('parallel')}: {error}") from None
+    if resources.gpus_per_task == 0 and config.device not in (devices.AUTO, devices.CPU):
+        raise InputError(f"{where('device')}: found {config.device!r}, but resources.gpus_per_task is 0: set it to 1")
     if scheduler == "local":
-        _check_local_gpus(resources)
+        _check_local_devices(config.device, resources)
         return LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler)
     plan = LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler)
     return dataclasses.replace(plan, parameters=_sbatch_parameters(run, resources, parameters))
@@ -119,24 +121,22 @@ def _sbatch_parameters(run: Path, resources: Resources, parameters: Mapping[str,
     return merged
 
 
-def _check_local_gpus(resources: Resources) -> None:
+def _check_local_devices(device: str, resources: Resources) -> None:
+    kind, found = devices.of_this_machine(device, os.environ)
     wanted = resources.world_size * resources.gpus_per_task
-    if wanted and (found := visible_gpus()) < wanted:
-        how = "CUDA_VISIBLE_DEVICES allows" if "CUDA_VISIBLE_DEVICES" in os.environ else "this machine has"
-        raise InputError(
-            f"resources: {resources.world_size} rank(s) of {resources.gpus_per_task} GPU(s) need {wanted}, "
-            f"{how} {found}: "
-            "set resources.tasks_per_node and resources.nodes to fit, or resources.gpus_per_task=0 for the CPU"
-        )
+    if found is None or wanted <= len(found):
+        return  # where only the driver can tell, each rank looks for itself
+    how = f"{kind.visible} allows" if kind.visible in os.environ else "this machine has"
+    raise InputError(
+        f"resources: {resources.world_size} rank(s) of {resources.gpus_per_task} GPU(s) need {wanted}, "
+        f"{how} {len(found)}: "
+        "set resources.tasks_per_node and resources.nodes to fit, or resources.gpus_per_task=0 for the CPU"
+    )
 
 
 def visible_gpus() -> int:
     """NVIDIA GPUs that a local task would see, told without a CUDA library."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return len([one for one in listed.split(",") if one.strip() and one.strip() != "-1"])
-    drivers = Path("/proc/driver/nvidia/gpus")
-    return len(list(drivers.iterdir())) if drivers.is_dir() else 0
+    return len(devices.of_this_machine("cuda", os.environ)[1] or ())
 
 
 STEP_NUMBERS = 4

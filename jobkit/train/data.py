@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from jobkit.checkpoint.state import rng_state, set_rng_state
+from jobkit.run.devices import has_streams
+
 T = TypeVar("T", covariant=True)
 
 
@@ -36,17 +39,12 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Put Python's, NumPy's and torch's CPU generator, and the device's if it is a GPU, back as they were."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    """Put Python's, NumPy's and torch's CPU generator, and that of a device that is not the CPU, back as they were."""
+    state = rng_state(device or "cpu")
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, device)  # type: ignore[arg-type]
+        set_rng_state(state, device or "cpu")
 
 
 class SampleOrder:
@@ -185,7 +183,7 @@ class Loader:
                 batch_sampler=_Shares(self._order, self.position, self.rank, self.world_size),
                 num_workers=workers,
                 collate_fn=self._collate_fn,
-                pin_memory=self.device.type == "cuda",
+                pin_memory=has_streams(self.device.type),
                 # A generator of its own: DataLoader would draw its base seed from the training's.
                 generator=torch.Generator().manual_seed(0),
             )

@@ -1,0 +1,101 @@
+"""The one table of what jobkit computes on. Plain values: it is read on login nodes too, where there is no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """One kind of device. To add one, add it to KINDS: the YAML's `device:` and all of jobkit take it from there."""
+
+    name: str
+    """torch's name of it: `torch.device(name)`."""
+    backend: str
+    """What torch.distributed sends its tensors with."""
+    visible: str | None = None
+    """The environment variable that says which of a machine's devices a process may use; None where there is one."""
+    files: str | None = None
+    """A pattern that matches one file for each device of a machine; None where only its driver knows."""
+    package: str | None = None
+    """What must be installed, and imported, for torch to know this kind."""
+    fused_adamw: bool = False
+    """Whether torch.optim.AdamW(fused=True) runs on it."""
+    streams: bool = False
+    """Whether copies to and from pinned host memory go on beside the program."""
+    autocast: tuple[str, ...] = ("bf16", "fp16")
+    """What `precision:` may be, beside fp32; bf16 where the device at hand has it."""
+    tested: bool = False
+    """Whether jobkit's tests run on it. The other entries follow the documents of torch and of the makers."""
+
+
+KINDS = (
+    DeviceKind(
+        name="cuda",
+        backend="nccl",
+        visible="CUDA_VISIBLE_DEVICES",
+        files="/proc/driver/nvidia/gpus/*",
+        fused_adamw=True,
+        streams=True,
+    ),
+    DeviceKind(
+        name="npu",
+        backend="hccl",
+        visible="ASCEND_RT_VISIBLE_DEVICES",
+        files="/dev/davinci[0-9]*",
+        package="torch_npu",
+        fused_adamw=False,  # only newer releases of torch_npu have it, and none that jobkit was run with
+        streams=True,
+    ),
+    DeviceKind(name="xpu", backend="xccl", visible="ZE_AFFINITY_MASK", fused_adamw=True, streams=True),
+    DeviceKind(name="mps", backend="gloo", fused_adamw=True),
+    DeviceKind(name="cpu", backend="gloo", fused_adamw=True, tested=True),
+)
+"""In the order in which `device: auto` looks for them."""
+
+AUTO = "auto"
+CPU = "cpu"
+
+SHARE = "JOBKIT_SHARE_DEVICES"
+"""Environment variable that, set to 1, lets several runs, or ranks, use one device."""
+
+
+def kind(name: str) -> DeviceKind | None:
+    """The entry of a name, or None where there is none."""
+    return next((one for one in KINDS if one.name == name), None)
+
+
+def has_streams(name: str) -> bool:
+    """Whether copies between the host and a device of this kind go on beside the program."""
+    found = kind(name)
+    return found is not None and found.streams
+
+
+def listed(one: DeviceKind, environ: Mapping[str, str]) -> list[str] | None:
+    """A machine's devices of a kind, as its variable names them; None where that cannot be told without its driver.
+
+    Those that the variable in `environ` allows, where it is set; else all of them.
+    """
+    if one.visible is None:
+        return None
+    if one.visible in environ:
+        entries = [entry.strip() for entry in environ[one.visible].split(",")]
+        return list(takewhile(lambda entry: entry not in ("", "-1"), entries))  # an invalid one hides those after it
+    if one.files is None:
+        return None
+    return [str(index) for index, _ in enumerate(Path("/").glob(one.files.removeprefix("/")))]
+
+
+def of_this_machine(device: str, environ: Mapping[str, str]) -> tuple[DeviceKind, list[str] | None]:
+    """The kind that a YAML's `device` is on this machine, without asking its driver, and what `listed` says of it.
+
+    `auto` is the first of KINDS that has devices here, cuda where none is seen.
+    """
+    chosen = kind(device)
+    if chosen is not None:
+        return chosen, listed(chosen, environ)
+    found = [(one, listed(one, environ)) for one in KINDS]
+    return next(((one, devices) for one, devices in found if devices), found[0])
