@@ -32,28 +32,37 @@ class Display:
         self.name = name
         self.task: TaskID | None = None
         self.last_line = 0.0
-        self.last_step = -1
+        self.last_position: tuple[int, int | None] = (-1, None)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, markup=False)
 
     def show(self, progress: dict[str, Any]) -> None:
-        """Draw a report {step, total_steps, steps_per_second, values}."""
+        """Draw a report {step, total_steps, steps_per_second, values, evaluation: {done, total}}."""
         step, total = progress.get("step", 0), progress.get("total_steps")
-        if total is None:
+        evaluation: dict[str, int] = progress.get("evaluation") or {}
+        if total is None and not evaluation:
             return  # the training function has not reached its loop yet
         rate = progress.get("steps_per_second")
         rate_text = f"{rate:.3g} step/s" if rate else ""
         values = "  ".join(f"{name} {value:.4g}" for name, value in list((progress.get("values") or {}).items())[:2])
+        if evaluation:
+            values = f"evaluating {evaluation['done']}/{evaluation['total']}  {values}".rstrip()
         if self.console.is_terminal:
+            if total is None:  # an evaluation without a loop is all there is to draw
+                step, total = evaluation["done"], evaluation["total"]
             if self.task is None:
                 self.task = self.progress.add_task(self.name, total=total, rate=rate_text, values=values)
                 self.progress.start()
             self.progress.update(self.task, completed=step, total=total, rate=rate_text, values=values)
-        elif step != self.last_step and (time.monotonic() - self.last_line > PLAIN_LINE_SECONDS or step == total):
-            self.last_line, self.last_step = time.monotonic(), step
-            self.say(f"step {step}/{total}  {rate_text}  {values}".rstrip())
+            return
+        position = (step, evaluation.get("done"))
+        arrived = step == total and step != self.last_position[0]
+        if position != self.last_position and (time.monotonic() - self.last_line > PLAIN_LINE_SECONDS or arrived):
+            self.last_line, self.last_position = time.monotonic(), position
+            where = f"step {step}/{total}  " if total is not None else ""
+            self.say(f"{where}{rate_text}  {values}".strip())
 
     def close(self) -> None:
         """Leave the bar as it stands."""

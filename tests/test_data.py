@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from torch.utils.data import Dataset
 
 from jobkit.train.data import Loader, SampleOrder, derive_seed, to_device
-from jobkit.train.evaluate import evaluate
 
 WORLD_SIZES = [1, 2, 3, 5]
 SIZES = [(1, 1), (7, 3), (10, 5), (13, 4), (5, 8), (97, 16), (3, 20)]
@@ -203,100 +201,3 @@ def test_a_batch_keeps_its_shape_on_its_way_to_the_device() -> None:
         "meta"
     ] * 3
     assert (moved["list"][1], moved["tuple"][1], moved["bytes"]) == ("text", 3, b"x")
-
-
-# Evaluation
-
-
-def noisy(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A value a sample that depends on the sample, its batch and random numbers, and does not add up exactly."""
-    assert torch.equal(batch[:, 0].long(), ids)
-    return (batch[:, 0].float() + 0.1) / 3 + torch.rand(len(ids)) * batch.shape[0]
-
-
-def over_ranks(
-    world_size: int, length: int, function: Callable[[Any, torch.Tensor], torch.Tensor] = noisy, **options: Any
-) -> list[float]:
-    """What each rank of `world_size` gets, one after the other in this process, their tensors summed between them."""
-    parts: list[torch.Tensor] = []
-
-    def collect(values: torch.Tensor) -> torch.Tensor:
-        parts.append(values.clone())
-        return values
-
-    def evaluated(rank: int, total: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "total": total}
-        return evaluate(function, Indexed(length), batch_size=4, **place, **options)
-
-    for rank in range(world_size):
-        evaluated(rank, collect)
-    return [evaluated(rank, lambda _: torch.stack(parts).sum(0)) for rank in range(world_size)]
-
-
-class Indexed(Dataset[Any]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
-
-
-@pytest.mark.parametrize("length", [1, 2, 4, 17, 29, 97])
-def test_evaluation_is_bit_identical_for_any_number_of_ranks(length: int) -> None:
-    (alone,) = over_ranks(1, length)
-    for world_size in WORLD_SIZES:
-        assert over_ranks(world_size, length) == [alone] * world_size
-
-
-@pytest.mark.parametrize("length", [1, 4, 17])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_evaluation_counts_each_sample_exactly_once(length: int, world_size: int) -> None:
-    seen: list[int] = []
-
-    def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        seen.extend(ids.tolist())
-        return batch[:, 0]
-
-    assert over_ranks(world_size, length, value) == [sum(range(length)) / length] * world_size
-    assert Counter(seen) == dict.fromkeys(range(length), 2)  # over_ranks goes round twice
-
-
-def test_evaluation_leaves_the_trainings_random_numbers_and_gradients_alone() -> None:
-    weight = torch.ones(1, requires_grad=True)
-    before = generators()
-    evaluate(lambda batch, ids: noisy(batch, ids) * weight, Augmented(), batch_size=4)
-    assert torch.is_grad_enabled()
-    assert generators()[0] == before[0]
-
-
-def test_evaluation_of_samples_that_draw_random_numbers_leaves_those_of_the_training_alone() -> None:
-    before = generators()
-    evaluate(noisy, Augmented(), batch_size=4)
-    assert generators() == before
-
-
-def test_evaluation_of_samples_that_draw_random_numbers_is_reproducible() -> None:
-    def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return batch[:, 1:].sum(1)
-
-    assert len({evaluate(value, Augmented(), batch_size=4) for _ in range(3)}) == 1
-
-
-def test_every_rank_comes_by_between_batches_equally_often() -> None:
-    for world_size in WORLD_SIZES:
-        calls = [0] * world_size
-        for rank in range(world_size):
-
-            def count(rank: int = rank, calls: list[int] = calls) -> None:
-                calls[rank] += 1
-
-            evaluate(noisy, Indexed(17), batch_size=4, rank=rank, world_size=world_size, between_batches=count)
-        assert len(set(calls)) == 1
-
-
-def test_a_function_that_returns_one_value_for_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="one value for each of 4"):
-        evaluate(lambda batch, ids: batch.mean(), Indexed(8), batch_size=4)

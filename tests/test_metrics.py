@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import random
 from collections import defaultdict
@@ -10,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageSequence
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -156,6 +159,31 @@ def test_images_appear(tmp_path: Path, image: torch.Tensor) -> None:
     width, height, png, *_ = value.tolist()
     assert (int(width), int(height)) == (5, 4)
     assert png.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_videos_appear_as_animations(tmp_path: Path, channels: int) -> None:
+    video = torch.zeros(3, channels, 4, 5, dtype=torch.uint8)
+    for frame in range(3):
+        video[frame, :, 1, frame] = 255  # a dot that moves
+    metrics = log(tmp_path)
+    metrics.video(7, "clips", video)
+    metrics.close()
+    ((tag, step, value),) = written(tmp_path)
+    assert (tag, step) == ("clips", 7)
+    width, height, gif, *_ = value.tolist()
+    assert (int(width), int(height)) == (5, 4)
+    with Image.open(io.BytesIO(gif)) as animation:
+        frames = [np.asarray(frame.convert("L")) for frame in ImageSequence.Iterator(animation)]
+    assert np.array_equal(frames, video[:, 0])
+
+
+def test_texts_appear(tmp_path: Path) -> None:
+    metrics = log(tmp_path)
+    metrics.text(7, "sample", "Once upon a time, 从前")
+    metrics.close()
+    ((tag, step, value),) = written(tmp_path)
+    assert (tag, step, value.item().decode()) == ("sample/text_summary", 7, "Once upon a time, 从前")
 
 
 def test_the_runs_parameters_are_on_the_page_of_hyperparameters(tmp_path: Path) -> None:

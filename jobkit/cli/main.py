@@ -17,6 +17,7 @@ VERBS = {
     "cancel": "stop it for good, with a checkpoint",
     "preempt": "rehearse a preemption: it stops, and continues by itself",
     "resume": "continue it as it was last submitted",
+    "doctor": "check this machine, the cluster and the network between its nodes",
 }
 
 

@@ -54,6 +54,9 @@ def describe(run: RunDir, status: Status) -> list[str]:
             lines += [f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)"] if waiting else []
     for attempt in status.attempts:
         lines += _attempt_lines(attempt)
+    for slow in status.stragglers:
+        times = f"{slow['seconds']:.3g} s a step by itself, the median rank {slow['median']:.3g} s"
+        lines.append(f"slow: rank {slow['rank']} on {slow['host']} holds the others up: {times}")
     if status.excluded_nodes:
         lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (they failed under this run)")
     if status.goodput is not None:

@@ -48,6 +48,11 @@ class RunDir:
         return self.path / "lease.json"
 
     @property
+    def evaluation_file(self) -> Path:
+        """What an attempt that was stopped within an evaluation had found of it."""
+        return self.path / "evaluation.pt"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -91,6 +96,10 @@ class RunDir:
     def rendezvous_file(self, attempt: int) -> Path:
         """Where rank 0 of an attempt says on which address and port the others find it."""
         return self.logs(attempt) / "rendezvous.json"
+
+    def launch_file(self, launch: str) -> Path:
+        """The same for ranks that somebody else started, who do not know the attempt yet."""
+        return self.path / "logs" / f"rendezvous-{launch}.json"
 
     def notice_file(self, attempt: int) -> Path:
         """Why jobkit itself asked this attempt to stop: {cause, error, grace}; absent when somebody else did."""

@@ -110,6 +110,8 @@ class Status:
     """How often a person has submitted it."""
     excluded_nodes: list[str] = field(default_factory=list)
     """Nodes that Slurm was told not to use for this submission: they failed under it too often."""
+    stragglers: list[dict[str, Any]] = field(default_factory=list)
+    """Ranks that hold the others up right now: {rank, host, seconds, median, factor}, in own seconds a step."""
     goodput: float | None = None
     """Useful step time over wall time since the first start; 1 would be: nothing but new steps."""
     queued: float | None = None
@@ -203,6 +205,7 @@ def _submit_failed(status: Status, event: Event) -> None:
 
 def _started(status: Status, event: Event) -> None:
     status.submitting = False
+    status.stragglers = []
     status.state, status.job_id = RUNNING, event.get("job_id")
     status.attempts.append(
         Attempt(
@@ -235,6 +238,15 @@ def _checkpoint(status: Status, event: Event) -> None:
         attempt.stalled += float(event.get("stall", 0.0))
 
 
+def _straggler(status: Status, event: Event) -> None:
+    known = ("rank", "host", "seconds", "median", "factor")
+    status.stragglers.append({key: event.get(key) for key in known})
+
+
+def _straggler_over(status: Status, event: Event) -> None:
+    status.stragglers = [one for one in status.stragglers if one["rank"] != event.get("rank")]
+
+
 def _end(status: Status, event: Event, state: str, cause: str) -> None:
     attempt = status.attempt
     if attempt and attempt.ended is not None and status.state == QUEUED and event.get("attempt") == attempt.id:
@@ -242,6 +254,7 @@ def _end(status: Status, event: Event, state: str, cause: str) -> None:
         attempt.last_step = event.get("step", attempt.last_step)
         return
     status.state = state
+    status.stragglers = []
     if attempt and attempt.ended is None:
         attempt.ended, attempt.cause = float(event["time"]), cause
         attempt.failure = event.get("failure")
@@ -290,6 +303,7 @@ def _cancelled(status: Status, event: Event) -> None:
     if status.state == RUNNING and attempt and attempt.ended is None:
         attempt.ended, attempt.cause = float(event["time"]), "cancelled"
     status.state = CANCELLED
+    status.stragglers = []
 
 
 _HANDLERS = {
@@ -299,6 +313,8 @@ _HANDLERS = {
     "started": _started,
     "resumed": _resumed,
     "checkpoint": _checkpoint,
+    "straggler": _straggler,
+    "straggler_over": _straggler_over,
     "interrupted": _interrupted,
     "requeued": _requeued,
     "excluded": _excluded,

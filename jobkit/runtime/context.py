@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -15,16 +14,19 @@ from torch.utils.data import Dataset
 from jobkit.checkpoint.reader import Loaded
 from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
-from jobkit.run.files import fsync_dir
+from jobkit.runtime.building import Builder
+from jobkit.runtime.evaluation import Evaluations
+from jobkit.runtime.export import whole_weights, write_weights
 from jobkit.runtime.pace import Pace
 from jobkit.runtime.pulse import peak_bytes
 from jobkit.runtime.results import flat, literal, numbers, to_json
 from jobkit.runtime.saving import Saver, insist
 from jobkit.runtime.session import Session
+from jobkit.runtime.stragglers import Stragglers
+from jobkit.runtime.tracking import Tracking
 from jobkit.train.data import Loader, derive_seed, seed_generators
-from jobkit.train.evaluate import PerSample, evaluate
-from jobkit.train.parallel import data_parallel, unwrapped
-from jobkit.train.step import Loss, backward
+from jobkit.train.evaluate import Metrics, PerSample, means
+from jobkit.train.parallel import unwrapped
 
 
 class Stopped(SystemExit):
@@ -40,28 +42,30 @@ class Stopped(SystemExit):
         self.step = step
 
 
-class Context:
+class Context(Builder):
     """One rank's view of a run. See the README for a training function that uses all of it."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        super().__init__(session)
         self.params: DictConfig = OmegaConf.create(literal(session.config.params))
         """The YAML's `params`, read-only."""
         OmegaConf.set_readonly(self.params, True)
         self.seed: int = session.config.seed
         self.step: int = 0
         """The step the loop is in, from 0; after the loop, the number of steps done."""
-        self._tracked: dict[str, Any] = {}
-        self._made: list[tuple[str, Any]] = []
-        """What ctx.parallelize and ctx.loader made: a checkpoint without it would be worthless."""
-        self._loaded: Loaded | None = session.checkpointer.load_newest()
+        self._loaded: Loaded | None = session.checkpointer.load_newest(names=())
         self._total: int | None = None
         self._logged: dict[str, Any] = {}
         self._images: list[tuple[str, torch.Tensor]] = []
+        self._texts: list[tuple[str, str]] = []
+        self._videos: list[tuple[str, torch.Tensor]] = []
         self._step_start: object = None
         """What the current step had touched when it began: nothing; None outside the loop."""
         self._optimizer_steps = 0
         self._pace = Pace()
+        self._tracking = Tracking(self._parallel, session.checkpointer, self._loaded)
+        self._stragglers = Stragglers(session)
+        self._evaluations = Evaluations(session, self._parallel, self._loaded.step if self._loaded else None)
         self.saver = Saver(session, self._loaded.step if self._loaded else None)
         for step, reason in session.checkpointer.set_aside:
             session.record("set_aside", step=step, reason=reason)
@@ -119,95 +123,6 @@ class Context:
         loaders = [value for _, value in self._made if isinstance(value, Loader)]
         return [sample for loader in loaders for sample in loader.current_samples()]
 
-    # Building blocks
-
-    def parallelize(self, module: torch.nn.Module) -> torch.nn.Module:
-        """`module` on this rank's device, its gradients averaged over the ranks (DDP) where there are several."""
-        module = module.to(self.device)
-        if self.world_size > 1:
-            module = data_parallel(module, self.device)
-        if any(parameter.requires_grad for parameter in module.parameters()):
-            self._made.append(("the model of ctx.parallelize", module))
-        return module
-
-    def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
-        """An endless iterator over this rank's shares of global batches; see jobkit.train.data.Loader."""
-        place = {"rank": self.rank, "world_size": self.world_size, "device": self.device, "seed": self.seed}
-        loader = Loader(dataset, global_batch_size=global_batch_size, **{**place, **options})
-        self._made.append(("the loader of ctx.loader", loader))
-        return loader
-
-    def optimizer(
-        self,
-        model: torch.nn.Module,
-        make: Callable[..., torch.optim.Optimizer],
-        **options: Any,
-    ) -> torch.optim.Optimizer:
-        """`make(parameters, **options)` for the model's parameters, as `torch.optim.AdamW` or `fused_ema_adam`.
-
-        With `parallel: zero1` each rank keeps the state of a part of them.
-        """
-        return make([parameter for parameter in model.parameters() if parameter.requires_grad], **options)
-
-    def backward(
-        self,
-        model: torch.nn.Module,
-        inputs: Any,
-        loss: Loss,
-        target: Any,
-        *,
-        micro_batch_size: int | None = None,
-        global_batch_size: int | None = None,
-    ) -> torch.Tensor:
-        """Gradients of `loss(model(inputs), target)` over the global batch; returns the loss of this rank's share.
-
-        `inputs` and `target` are this rank's share of a global batch: tensors [n, ...], or tuples or dicts of them.
-        It goes through in micro-batches of at most `micro_batch_size` samples, under `precision`'s autocast; the
-        gradients are those of the whole global batch, which is `global_batch_size` or the loader's. `loss` returns the
-        mean over the samples it is given.
-        """
-        if global_batch_size is None:
-            loaders = [value for _, value in self._made if isinstance(value, Loader)]
-            if len(loaders) != 1:
-                raise JobkitError(
-                    f"ctx.backward takes the global batch's size from the loader, and there are {len(loaders)}: "
-                    "pass global_batch_size"
-                )
-            global_batch_size = loaders[0].global_batch_size
-        return backward(
-            model,
-            inputs,
-            loss,
-            target,
-            global_batch_size=global_batch_size,
-            data_ranks=self.world_size,
-            micro_batch_size=micro_batch_size,
-            autocast=self.autocast,
-            unsynchronised=getattr(model, "no_sync", nullcontext),
-        )
-
-    def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
-        """Clip the gradients to a global norm of `max_norm`, take the optimizer's step, and set them to None.
-
-        Returns the norm before clipping; None without `max_norm`.
-        """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def averaged(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-        """While inside, the parameters are their moving averages, where the optimizer keeps any."""
-        averaged = getattr(optimizer, "averaged", None)
-        return nullcontext() if averaged is None else averaged()
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The YAML's `precision` for the code inside: nothing for fp32, torch.autocast for bf16."""
-        if self._session.config.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self._session.control.barrier()
@@ -222,26 +137,9 @@ class Context:
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
-            if self._loaded:
-                self._restore(name, value)
-            self._tracked[name] = value
+            self._tracking.add(name, value)
             if isinstance(value, torch.optim.Optimizer):
                 value.register_step_post_hook(self._count_optimizer_step)
-
-    def _restore(self, name: str, value: Any) -> None:
-        assert self._loaded is not None
-        if name not in self._loaded.shared:
-            raise CheckpointError(
-                f"{self._loaded.path.name} has no {name!r} (it has: {', '.join(self._loaded.shared)}); "
-                "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
-            )
-        try:
-            unwrapped(value).load_state_dict(self._loaded.shared[name])
-        except Exception as error:
-            raise CheckpointError(
-                f"{name} does not take its state from {self._loaded.path.name}: {error}; "
-                "the code or the params that build it changed: undo that, or submit with --fresh"
-            ) from error
 
     # The loop
 
@@ -253,8 +151,11 @@ class Context:
         self._begin_loop(total)
         while self.step < total:
             self._step_start = self._fingerprint()
+            self._stragglers.own.begin()
             yield self.step
+            self._stragglers.own.end()
             self.step += 1
+            self._average_replicas(total)
             self._session.pulse.beat()
             self._flush_logs(self.step - 1)
             self._boundary()
@@ -264,7 +165,7 @@ class Context:
     def _begin_loop(self, total: int) -> None:
         if self._total is not None:
             raise JobkitError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
-        tracked = [unwrapped(value) for value in self._tracked.values()]
+        tracked = [unwrapped(value) for value in self._tracking.objects.values()]
         for what, value in self._made:
             if not any(unwrapped(value) is one for one in tracked):
                 raise JobkitError(
@@ -272,25 +173,35 @@ class Context:
                     "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps"
                 )
         self._total = total
+        if self._scaler is not None:
+            self._tracking.add("loss_scale", self._scaler)
         if self._loaded:
-            if missing := set(self._loaded.shared) - set(self._tracked):
+            if missing := self._tracking.forget_checkpoint():
                 raise CheckpointError(
-                    f"{self._loaded.path.name} has {', '.join(sorted(missing))}, which the code no longer tracks; "
+                    f"{self._loaded.path.name} has {', '.join(missing)}, which the code no longer tracks; "
                     "call ctx.track with it before ctx.steps, or submit with --fresh"
                 )
             self._session.record("resumed", step=self.step, total_steps=total, checkpoint=self._loaded.path.name)
         else:
             self._session.record("resumed", step=0, total_steps=total, checkpoint=None)
-        local = self._loaded.local if self._loaded else None
-        if local is not None:
-            set_rng_state(local["rng"], self.device)
-        else:  # a new run, or a rank that the run did not have before: dropout differs from rank to rank
-            seed_generators(derive_seed(self.seed, "train", self.rank, self.step))
+        self._continue_local_state()
         self._loaded = None  # its tensors are in the model by now
         self._report_progress()
         self._pace.start(self.step)
         self._session.pulse.begin()
         self.saver.start()
+
+    def _continue_local_state(self) -> None:
+        """Random numbers, and what else differs from rank to rank: as they were, or as on a new rank."""
+        loaded, layout = self._loaded, self._parallel.layout
+        same_world = loaded is not None and loaded.manifest.world_size == self.world_size
+        # Ranks that compute the same samples draw the same numbers, which those of another layout may not have done.
+        if loaded is not None and loaded.local is not None and (same_world or layout.data == self.world_size):
+            set_rng_state(loaded.local["rng"], self.device)
+        else:  # dropout differs from share to share
+            seed_generators(derive_seed(self.seed, "train", self._parallel.data_rank, self.step))
+        if loaded is not None and loaded.local is not None and same_world:
+            self._tracking.load_local_state(loaded.local)
 
     def _boundary(self) -> None:
         """Between two steps: measure, agree, save or stop."""
@@ -303,14 +214,16 @@ class Context:
         due = due or self.step + 1 == self._total
         if self.world_size == 1 or pace.agree_at <= self.step:
             seconds = pace.measure(self.step)
-            told, by_time, slowest, peak = session.control.maximum(
-                session.notices.pending, self.saver.is_due_by_time(), seconds, peak_bytes()
+            told, by_time, slowest, peak, compare = session.control.maximum(
+                session.notices.pending, self.saver.is_due_by_time(), seconds, peak_bytes(), self._stragglers.is_due()
             )
             session.progress["peak_bytes"] = int(peak)
             due = due or bool(by_time)
             pace.agree_after(self.step, slowest)
             if told:
                 self._stop_if_told()
+            if compare:
+                self._stragglers.compare(self.step)
             self._log_performance()
         if due:
             self._save()
@@ -326,23 +239,25 @@ class Context:
         self._stop(str(cause))
 
     def _stop(self, cause: str) -> None:
+        self._end_averaged()
         if self.saver.durable_step != self.step and self._total is not None:
             self._save(wait=True, must=False)
+        self._evaluations.keep(self.saver.durable_step)
         self._session.record("interrupted", cause=cause, step=self.saver.durable_step or 0, reached=self.step)
         raise Stopped(cause, self.step)
 
     def _save(self, **options: Any) -> None:
         """Checkpoint the state as of `self.step` steps done; see Saver.save."""
 
-        def state() -> tuple[dict[str, Any], Any]:
-            shared = {name: unwrapped(value).state_dict() for name, value in self._tracked.items()}
-            return shared, {"rng": rng_state(self.device)}
+        def state() -> tuple[dict[str, Any], Any, dict[str, Sequence[int]]]:
+            shared, held_by = self._tracking.trees()
+            return shared, {"rng": rng_state(self.device), **self._tracking.local_state()}, held_by
 
         self.saver.save(self.step, state, **options)
 
     def _fingerprint(self) -> tuple[object, ...]:
         """Changes as soon as a step draws a batch or a random number, or takes an optimizer's step."""
-        positions = [value.position for value in self._tracked.values() if isinstance(value, Loader)]
+        positions = [value.position for value in self._tracking.objects.values() if isinstance(value, Loader)]
         return positions, self._optimizer_steps, torch.get_rng_state().numpy().tobytes()
 
     def _count_optimizer_step(self, *_: Any) -> None:
@@ -361,6 +276,16 @@ class Context:
         if self.is_main:
             self._images.append((tag, image.detach().clone()))
 
+    def log_video(self, tag: str, video: torch.Tensor) -> None:
+        """A short video for TensorBoard at the current step, as an animated GIF: uint8 [T, C, H, W], C of 1 or 3."""
+        if self.is_main:
+            self._videos.append((tag, video.detach().clone()))
+
+    def log_text(self, tag: str, text: str) -> None:
+        """A text for TensorBoard at the current step, which shows it as Markdown."""
+        if self.is_main:
+            self._texts.append((tag, text))
+
     def _flush_logs(self, step: int) -> None:
         """Hand a whole step's values on: one that was broken off half-way is logged when it is repeated."""
         metrics = self._session.metrics
@@ -371,18 +296,22 @@ class Context:
             self._logged = {}
         for tag, image in self._images:
             metrics.image(step, tag, image)
-        self._images = []
+        for tag, text in self._texts:
+            metrics.text(step, tag, text)
+        for tag, video in self._videos:
+            metrics.video(step, tag, video)
+        self._images, self._texts, self._videos = [], [], []
 
     def _log_performance(self) -> None:
         metrics, sample = self._session.metrics, self._pace.sample(self.step)
         if metrics is None or sample is None:
             return
         values: dict[str, Any] = {"perf/step_seconds": sample}
-        loaders = [value for value in self._tracked.values() if isinstance(value, Loader)]
+        loaders = [value for value in self._tracking.objects.values() if isinstance(value, Loader)]
         if loaders:
             values["perf/samples_per_second"] = loaders[0].global_batch_size / sample
             values["perf/epoch"] = loaders[0].epoch
-        for value in self._tracked.values():
+        for value in self._tracking.objects.values():
             if isinstance(value, torch.optim.Optimizer):
                 values["train/lr"] = value.param_groups[0]["lr"]
                 break
@@ -395,34 +324,60 @@ class Context:
 
     # Evaluation
 
-    def evaluate(self, function: PerSample, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> float:
+    @overload
+    def evaluate(self, function: PerSample, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> float: ...
+
+    @overload
+    def evaluate(
+        self, function: Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
+    ) -> dict[str, float]: ...
+
+    def evaluate(
+        self, function: PerSample | Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
+    ) -> float | dict[str, float]:
         """The mean of `function(batch, ids)`, one value a sample, over the dataset; all ranks work, all get the same.
 
-        The training's random numbers are untouched. A notice to stop is obeyed in here too, where that repeats
-        nothing: before a step has drawn a batch or a random number. So evaluate at the top of a step.
+        A function that returns several, {name: [n]}, has a mean for each name. Batches of `batch_size` samples go to
+        whichever rank is free. The training's random numbers are untouched, gradients are off. A notice to stop is
+        obeyed in here too, where that repeats nothing: before a step has drawn a batch or a random number. So evaluate
+        at the top of a step; the next attempt goes on with what has been computed.
         """
-        return evaluate(
+        return means(self.evaluate_samples(function, dataset, batch_size=batch_size, **options))
+
+    @overload
+    def evaluate_samples(
+        self, function: PerSample, dataset: Dataset[Any], *, batch_size: int, **options: Any
+    ) -> torch.Tensor: ...
+
+    @overload
+    def evaluate_samples(
+        self, function: Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
+    ) -> dict[str, torch.Tensor]: ...
+
+    def evaluate_samples(
+        self, function: PerSample | Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """What `evaluate` takes the mean of: float64 [len(dataset)] by sample number, on the CPU of every rank."""
+        scores = self._evaluations.run(
             function,
             dataset,
             batch_size=batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            device=self.device,
+            step=self.step,
             seed=self.seed,
-            total=self._session.control.sum,
-            between_batches=self._evaluation_boundary,
+            models=[value for _, value in self._made],
+            may_stop=self._may_stop_within_step,
+            stop_if_told=self._stop_if_told,  # what this step has logged so far is dropped: it will be logged again
             **options,
         )
-
-    def _evaluation_boundary(self) -> None:
-        if self._total is not None and self._step_start is None:
-            return  # after the loop: going on to the end is what is left to do
         self._pace.agree_next(self.step)
-        self._session.pulse.beat()
-        touched = self._step_start is not None and self._step_start != self._fingerprint()
-        told, touched_anywhere = self._session.control.maximum(self._session.notices.pending, touched)
-        if told and not touched_anywhere:
-            self._stop_if_told()  # what this step has logged so far is dropped: it will be logged again
+        self._stragglers.own.begin()  # in there the ranks waited for each other
+        return scores.result()
+
+    def _may_stop_within_step(self) -> bool:
+        """Whether nothing of the step has been done yet; after the loop, going on to the end is what is left to do."""
+        if self._step_start is None:
+            return self._total is None
+        return self._step_start == self._fingerprint()
 
     # The end
 
@@ -460,18 +415,16 @@ class Context:
         insist(self._session, self._session.write_journal)
 
     def _export(self) -> None:
-        """final/<name>.safetensors for each tracked module, by rank 0: complete or absent."""
-        if not self.is_main:
-            return
-        from safetensors.torch import save_model
+        """final/<name>.safetensors for each tracked module, complete or absent: the averaged weights where there are.
 
-        modules = {name: value for name, value in self._tracked.items() if isinstance(value, torch.nn.Module)}
-        final = self._session.run.final
-        final.mkdir(exist_ok=True)
-        for name, module in modules.items():
-            temporary = final / f".{name}.safetensors.tmp"
-            save_model(unwrapped(module), str(temporary))
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(final / f"{name}.safetensors")
-        fsync_dir(final)
+        All ranks take part, where each has a part of the weights; rank 0 writes.
+        """
+        modules = {n: value for n, value in self._tracking.objects.items() if isinstance(value, torch.nn.Module)}
+        with ExitStack() as averages:
+            for value in self._tracking.objects.values():
+                if isinstance(value, torch.optim.Optimizer):
+                    averages.enter_context(self.averaged(value))
+            for name, module in modules.items():
+                weights = whole_weights(module)
+                if self.is_main:
+                    write_weights(self._session.run.final, name, weights)

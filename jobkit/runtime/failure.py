@@ -17,7 +17,7 @@ from jobkit.run.disk import is_full
 from jobkit.run.files import write_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.context import Context
-from jobkit.runtime.distributed import Topology
+from jobkit.runtime.launchers import Topology
 from jobkit.runtime.pulse import peak_bytes
 
 STACKS_SIGNAL = signal.SIGUSR1

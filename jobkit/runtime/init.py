@@ -1,10 +1,12 @@
-"""jobkit.init(): the same context in a script that jobkit did not start."""
+"""jobkit.init(): the same context in a script that a launcher started, or that a YAML's `command:` names."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -12,34 +14,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock, Timeout
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from omegaconf import OmegaConf
 
 from jobkit.display import Display
 from jobkit.errors import InputError, JobkitError
+from jobkit.run import layout
 from jobkit.run.config import Config, load
-from jobkit.run.files import write_json
+from jobkit.run.files import read_json, write_json
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir, default_runs_dir
-from jobkit.run.status import FINISHED
-from jobkit.runtime.context import Context
-from jobkit.runtime.distributed import Topology, check_alone
-from jobkit.runtime.notices import NOTICES
-from jobkit.runtime.session import open_session
+from jobkit.run.status import FINISHED, Status
+from jobkit.runtime.context import Context, Stopped
+from jobkit.runtime.failure import show_stacks_when_asked, write_report
+from jobkit.runtime.launchers import Topology, find_topology
+from jobkit.runtime.meeting import existing_group, inherited, meet
+from jobkit.runtime.notices import NOTICES, kill_children
+from jobkit.runtime.output import survive_full_disks
+from jobkit.runtime.results import literal
+from jobkit.runtime.session import Session, join
 
 
 class Script(Context):
-    """A Context that ends with its script; `finish(result)` may end it earlier, with a result."""
+    """A Context that ends with its script; `finish(result)`, on every rank, may end it earlier, with a result."""
 
-    _finished = False
-    _lock: FileLock
+    _stopped = False
+    """Whether all ranks have left the loop together, with a checkpoint."""
+    _closed = False
+    _in_command = False
+    """Whether jobkit started the script, and writes down how it ended."""
+    _lock: FileLock | None = None
 
     def finish(self, result: Any = None) -> None:
-        """Record the result, export the weights and close."""
+        """Record the result, export the weights and close; all ranks together."""
         super().finish(result)
-        self._finished = True
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        kill_children()
         self._session.close()
+
+    @property
+    def _loop_is_over(self) -> bool:
+        return self._total is None or self.step == self._total
+
+    def _stop_if_told(self) -> None:
+        if not self._in_command:  # nobody outside knows more than that one rank was signalled
+            self._session.notices.signal = signal.SIGTERM
+        super()._stop_if_told()
+
+    def _stop(self, cause: str) -> None:
+        try:
+            super()._stop(cause)
+        except Stopped:
+            self._stopped = True
+            raise
 
 
 def init(
@@ -51,43 +81,38 @@ def init(
     gpus: int | None = None,
     runs_dir: Path | str | None = None,
 ) -> Script:
-    """A context for a plain `python train.py`: one process, with checkpoints, TensorBoard and exit code 75 on a stop.
+    """A context for a script under python, torchrun, mpirun, srun or Submitit: checkpoints, and exit code 75 on a stop.
 
-    `config` is a YAML as `jobkit.submit` takes it; without one, `name` (default: the script's) and `params` make it.
-    `gpus` is 1 where there is a GPU, else 0. The same call continues the same run. Call `finish(result)` at the end.
-    Raises DistributedError where a launcher started several tasks: they would all write the same run.
+    `config` is a YAML as `jobkit.submit` takes it, except that the launcher decides how many ranks there are; without
+    one, `name` (default: the script's) and `params` make it. `gpus`, of each rank, is the YAML's, or 1 where there are
+    any. Every rank calls this, and `finish(result)` at the end; the same call continues the same run under whatever
+    launcher. A process group that exists is used. Where the run is finished already, all ranks exit with 0.
+
+    In the `command:` of a YAML it is that run: the YAML decides, and `params` only adds what it does not name.
+
+    Raises DistributedError on every rank where they do not form one world, JobkitError where somebody else runs it.
     """
-    check_alone(os.environ)
+    run = _run_of_command()
+    if run is not None:
+        return _continue_command(run, params or {})
     chosen = load(Path(config)).config if config is not None else _config(name, params, seed)
+    if config is None and gpus is None:
+        gpus = int(torch.accelerator.is_available())
     run = RunDir(Path(runs_dir or default_runs_dir()).absolute() / run_name(chosen))
-    for folder in (run.path, run.checkpoints, run.tensorboard):
-        folder.mkdir(parents=True, exist_ok=True)
-    run.write_config(chosen)
+    launch = find_topology(inherited(), existing_group())
+    _make_folders(run)
+    meeting = meet(launch, run.launch_file(launch.key))
+    chosen = meeting.together(lambda: _with_ranks(chosen, meeting.topology, gpus))
     lock = run.alive_lock()
-    try:
-        lock.acquire(timeout=10)
-    except Timeout:
-        raise JobkitError(f"{run.name} is being run by another process on this machine already") from None
-    before = run.status()
-    if before.state == FINISHED:
-        print(f"already finished, at step {before.step}: {run.path}; other params or another name make a new run")
+    attempt = meeting.lead(lambda: _begin(run, chosen, launch.launcher, lock))
+    if attempt == 0:
         raise SystemExit(0)
-    attempt = len(before.attempts) + 1
-    run.logs(attempt).mkdir(parents=True, exist_ok=True)
-    write_json(run.lease_file, {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
-    run.record("submitting", cluster="local", scheduler="local")
-    run.record("started", attempt=attempt, job_id=str(os.getpid()), host=socket.gethostname())
     NOTICES.install()
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    if gpus is None:
-        gpus = 1 if torch.cuda.is_available() else 0
-    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
-    context = Script(open_session(run, chosen, attempt, Topology(), device))
+    context = _script(join(meeting, run, chosen, attempt))
     context._lock = lock  # held until this process ends: two scripts never write one run
-    _draw_progress(context)
-    atexit.register(_at_exit, context)
-    return context
+    if context.is_main:
+        _draw_progress(context)
+    return _unless_finished(context)
 
 
 def _config(name: str | None, params: Mapping[str, Any] | None, seed: int) -> Config:
@@ -95,6 +120,116 @@ def _config(name: str | None, params: Mapping[str, Any] | None, seed: int) -> Co
     with contextlib.suppress(InputError):
         return Config(name=name or script, task=f"{script}:main", params=dict(params or {}), seed=seed)
     raise InputError(f"jobkit.init: {name!r} cannot name a run")
+
+
+def _with_ranks(config: Config, topology: Topology, gpus: int | None) -> Config:
+    """`config` with the ranks that the launcher started."""
+    even = topology.nodes * topology.local_world_size == topology.world_size
+    per_node = topology.local_world_size if even else 1
+    resources = dataclasses.replace(
+        config.resources,
+        nodes=topology.world_size // per_node,
+        tasks_per_node=per_node,
+        gpus_per_task=config.resources.gpus_per_task if gpus is None else gpus,
+    )
+    try:
+        layout.check(config.parallel, config.comm, resources)
+    except ValueError as error:
+        raise InputError(f"parallel: {error} (started were {topology.world_size} rank(s))") from None
+    return dataclasses.replace(config, resources=resources)
+
+
+def _make_folders(run: RunDir) -> None:
+    """On every rank: each learns by itself whether it can write where the others are."""
+    try:
+        for folder in (run.launch_file("").parent, run.checkpoints, run.tensorboard):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; set runs_dir=... or JOBKIT_RUNS") from None
+
+
+def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int:
+    """On rank 0: own the run and begin an attempt; its number, or 0 where the run is finished."""
+    try:
+        lock.acquire(timeout=10)
+    except Timeout:
+        raise JobkitError(f"{run.name} is being run by another process already") from None
+    before = run.status()
+    if before.state == FINISHED:
+        print(f"already finished, at step {before.step}: {run.path}; other params or another name make a new run")
+        return 0
+    _bury(run, before)
+    run.write_config(config)
+    attempt = len(before.attempts) + 1
+    run.logs(attempt).mkdir(parents=True, exist_ok=True)
+    write_json(run.lease_file, {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
+    run.record("submitting", cluster="local", scheduler="local")
+    run.record("started", attempt=attempt, job_id=str(os.getpid()), host=socket.gethostname(), launcher=launcher)
+    return attempt
+
+
+def _bury(run: RunDir, before: Status) -> None:
+    """Write the end of an attempt whose launcher killed it before it could."""
+    if before.attempt is not None and before.attempt.ended is None:
+        report = _first_report(run, before.attempt.id)
+        cause = "crashed" if report else "lost"
+        run.record("interrupted", attempt=before.attempt.id, cause=cause, failure=report, step=before.checkpoint or 0)
+
+
+def _first_report(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """What the first rank that failed wrote down; what the others then saw are its consequences."""
+    reports = [read_json(file) for file in run.logs(attempt).glob("error_*.json")]
+    return min((one for one in reports if isinstance(one, dict)), key=lambda one: float(one["time"]), default=None)
+
+
+# In the `command:` of a YAML
+
+
+def _run_of_command() -> RunDir | None:
+    """The run whose `command:` this script is part of."""
+    path, attempt = os.environ.get("JOBKIT_RUN"), os.environ.get("JOBKIT_ATTEMPT")
+    if not path or not attempt:
+        return None
+    run = RunDir(path)
+    return run if run.exists() and run.config().command else None
+
+
+def _continue_command(run: RunDir, params: Mapping[str, Any]) -> Script:
+    """The context of an attempt that jobkit has begun, and will end."""
+    NOTICES.install()
+    survive_full_disks()
+    show_stacks_when_asked()
+    attempt, topology = int(os.environ["JOBKIT_ATTEMPT"]), Topology(rank=int(os.environ.get("RANK") or 0))
+    config = run.config()
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(literal(dict(params)), literal(config.params)))
+    try:
+        launch = find_topology(inherited(), existing_group())
+        meeting = meet(launch, run.rendezvous_file(attempt))
+        topology = meeting.topology
+        context = _script(join(meeting, run, dataclasses.replace(config, params=merged), attempt))
+    except BaseException as error:
+        write_report(run, attempt, topology, None, error)
+        raise
+    context._in_command = True
+    return _unless_finished(context)
+
+
+# The end
+
+
+def _script(session: Session) -> Script:
+    context = Script(session)
+    atexit.register(_at_exit, context)
+    return context
+
+
+def _unless_finished(context: Script) -> Script:
+    """`context`, unless an earlier attempt had made the result durable and died before it could record it."""
+    if not context.has_returned:
+        return context
+    context.finish_again()
+    context._close()
+    raise SystemExit(0)
 
 
 def _draw_progress(context: Script) -> None:
@@ -105,18 +240,35 @@ def _draw_progress(context: Script) -> None:
 
 
 def _at_exit(context: Script) -> None:
-    """The script ended without `finish`: on a stop, by an exception, or by an oversight."""
-    if context._finished:
-        return
+    """The script ended: on a stop, by an exception, or by an oversight."""
     session = context._session
-    session.checkpointer.wait()
-    if session.metrics is not None:
-        session.metrics.close()
-    status = session.run.status()
-    if status.attempt is None or status.attempt.ended is not None:
+    if context._stopped and not context._closed:
+        context._close()  # together: a launcher that sees one rank end with 75 kills the others
+    if context._closed:
         return
     error = getattr(sys, "last_value", None)  # what the interpreter has just printed the traceback of
+    if error is not None:
+        write_report(session.run, session.attempt, session.topology, context, error)
+        context.saver.wait(seconds=3.0)  # the other ranks, without which it is not complete, may be gone
+    else:
+        session.checkpointer.wait()
+    kill_children()
+    if session.metrics is not None:
+        session.metrics.close()
+    if session.is_main:
+        _record_end(context, error)
+
+
+def _record_end(context: Script, error: BaseException | None) -> None:
+    session = context._session
+    attempt = session.run.status().attempt
+    if attempt is None or attempt.ended is not None:
+        return
+    if context._in_command and (error is not None or context._loop_is_over):
+        return  # jobkit outside sees how the ranks end
     if error is not None and not isinstance(error, KeyboardInterrupt):
-        session.record("failed", cause="crashed", error=f"{type(error).__name__}: {error}")
+        report = _first_report(session.run, session.attempt) or {"rank": 0, "error": repr(error)}
+        who = f"rank {report['rank']}: " if session.topology.world_size > 1 else ""
+        session.record("failed", cause="crashed", error=f"{who}{report['error']}", failure=report)
     else:
         session.record("interrupted", cause="left", step=context.saver.durable_step or 0)

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as summaries
 
 from jobkit.run.disk import Outage
+from jobkit.train.video import gif
 
 Position = dict[str, int]
 """Event file name -> its size in bytes with all that was logged before one instant."""
@@ -151,6 +153,14 @@ class MetricLog:
         """Log one image: CHW, uint8 or float in [0, 1]."""
         self._waiting.append(lambda: self._add(summaries.image(tag, image.cpu().numpy(), dataformats="CHW"), step))
 
+    def video(self, step: int, tag: str, video: torch.Tensor) -> None:
+        """Log a short video, uint8 [T, C, H, W], as an animated GIF: TensorBoard shows it among the images."""
+        self._waiting.append(lambda: self._write_video(step, tag, video))
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Log one text: Markdown."""
+        self._waiting.append(lambda: self._add(summaries.text(tag, text), step))
+
     def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Log the run's parameters with its final metrics, for TensorBoard's HPARAMS page."""
 
@@ -214,6 +224,12 @@ class MetricLog:
                 continue
             self._latest[tag] = number
             self._add(summaries.scalar(tag, number), step)
+
+    def _write_video(self, step: int, tag: str, video: torch.Tensor) -> None:
+        # Not torch's own summary of a video: it wants moviepy.
+        _, channels, height, width = video.shape
+        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=gif(video))
+        self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def _add(self, summary: Any, step: int) -> None:
         self._file.add(Event(wall_time=time.time(), step=step, summary=summary))

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from jobkit.checkpoint.store import Store
+from jobkit.checkpoint.store import Store as CheckpointStore
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.config import Config
@@ -25,9 +26,12 @@ from jobkit.run.disk import Outage
 from jobkit.run.files import write_json
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.cause import CauseFinder
-from jobkit.runtime.distributed import Control, Topology
+from jobkit.runtime.distributed import Control, shared_store
+from jobkit.runtime.launchers import Topology
+from jobkit.runtime.meeting import Meeting
 from jobkit.runtime.notices import NOTICES, Notices
 from jobkit.runtime.pulse import Pulse
+from jobkit.train.devices import check_precision, choose_device, group_backend, report
 
 if TYPE_CHECKING:
     from jobkit.runtime.metrics import MetricLog, Position
@@ -45,6 +49,10 @@ class Session:
     control: Control
     checkpointer: Checkpointer
     cause: CauseFinder
+    store: Store = field(default_factory=HashStore)
+    """Counters that all ranks share."""
+    owns_group: bool = True
+    """Whether the process group ends with the session; one that the script made is the script's."""
     notices: Notices = NOTICES
     metrics: MetricLog | None = None
     progress: dict[str, Any] = field(default_factory=dict)
@@ -153,13 +161,14 @@ class Session:
             self.metrics = None
         if dist.is_initialized():
             self.control.barrier()  # rank 0 holds the store: it leaves with the others, not before
-            dist.destroy_process_group()
+            if self.owns_group:
+                dist.destroy_process_group()
 
 
 def open_session(run: RunDir, config: Config, attempt: int, topology: Topology, device: torch.device) -> Session:
     """The session of a rank whose process group, if it needs one, stands."""
     control = Control(topology.world_size)
-    store = Store(run.checkpoints, attempt=str(attempt))
+    store = CheckpointStore(run.checkpoints, attempt=str(attempt))
     if topology.rank == 0:
         store.clean()
     checkpointer = Checkpointer(
@@ -174,4 +183,28 @@ def open_session(run: RunDir, config: Config, attempt: int, topology: Topology, 
     cause = CauseFinder(run, attempt, NOTICES)
     if topology.rank == 0:
         cause.look_around()
-    return Session(run, config, attempt, topology, device, control, checkpointer, cause)
+    shared = shared_store(topology.world_size)
+    return Session(run, config, attempt, topology, device, control, checkpointer, cause, shared)
+
+
+def join(meeting: Meeting, run: RunDir, config: Config, attempt: int) -> Session:
+    """Choose this rank's device, form the process group and open the session, on all ranks of a meeting together.
+
+    Raises DistributedError on all of them where one has no device.
+    """
+    topology = meeting.topology
+
+    def choose() -> tuple[torch.device, str]:
+        gpus = config.resources.gpus_per_task
+        device = choose_device(config.device, gpus, topology.local_rank, topology.local_world_size)
+        check_precision(device, config.precision)
+        return device, group_backend(device, config.backend)
+
+    device, backend = meeting.together(choose)
+    meeting.form_group(backend)
+    session = open_session(run, config, attempt, topology, device)
+    session.owns_group = meeting.store is not None
+    said = report(device, backend, topology.rank, topology.nodes, session.control.gather)
+    if session.is_main or "JOBKIT_LOGS" in os.environ:  # elsewhere all ranks print into one terminal
+        print(said, flush=True)
+    return session

@@ -13,15 +13,15 @@ from typing import Any
 from submitit.core.job_environment import JobEnvironment
 
 from jobkit.errors import EXIT_RESUMABLE
-from jobkit.run.config import Config
 from jobkit.run.disk import is_full
 from jobkit.run.rundir import RunDir
 from jobkit.runtime.context import Context, Stopped
-from jobkit.runtime.distributed import Topology, choose_device, join
 from jobkit.runtime.failure import show_stacks_when_asked, write_report
+from jobkit.runtime.launchers import Launch, topology_of
+from jobkit.runtime.meeting import meet
 from jobkit.runtime.notices import kill_children
 from jobkit.runtime.output import survive_full_disks
-from jobkit.runtime.session import Session, open_session
+from jobkit.runtime.session import join
 
 
 def run_rank(path: str) -> None:
@@ -37,7 +37,8 @@ def run_rank(path: str) -> None:
         topology.check(config.resources.world_size)
         _use_snapshot(Path(os.environ["JOBKIT_CODE"]))
         function = load_task(config.task)  # before the group forms: an import that fails should not keep others waiting
-        session = _join(run, config, attempt, topology)
+        meeting = meet(Launch("jobkit", topology, "file"), run.rendezvous_file(attempt))
+        session = join(meeting, run, config, attempt)
         context = Context(session)
         if context.has_returned:
             context.finish_again()
@@ -56,25 +57,6 @@ def run_rank(path: str) -> None:
     finally:
         kill_children()
     session.close()
-
-
-def topology_of(environment: Any) -> Topology:
-    """The Topology that a Submitit JobEnvironment describes; nodes have equally many tasks."""
-    nodes = environment.num_nodes
-    return Topology(
-        rank=environment.global_rank,
-        world_size=environment.num_tasks,
-        local_rank=environment.local_rank,
-        local_world_size=max(1, environment.num_tasks // nodes),
-        node=environment.node,
-        nodes=nodes,
-    )
-
-
-def _join(run: RunDir, config: Config, attempt: int, topology: Topology) -> Session:
-    device = choose_device(config.resources.gpus_per_task, topology.local_rank, topology.local_world_size)
-    join(topology, device, run.rendezvous_file(attempt))
-    return open_session(run, config, attempt, topology, device)
 
 
 def _use_snapshot(code: Path) -> None:

@@ -3,56 +3,110 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
 from jobkit.train.data import SeededDataset, derive_seed, preserved_generators, seed_generators, to_device
+from jobkit.train.scores import Scores, place
 
-PerSample = Callable[[Any, torch.Tensor], torch.Tensor]
+PerSample = Callable[[Any, Tensor], Tensor]
+"""`function(batch, ids)`: one value for each of a batch's samples, [n]; `ids`, int64 [n], are their numbers."""
+
+Metrics = Callable[[Any, Tensor], Mapping[str, Tensor]]
+"""The same for several metrics at once: {name: [n]}."""
+
+Collate = Callable[[list[Any]], Any]
 
 
 def evaluate(
-    function: PerSample,
+    function: PerSample | Metrics,
     dataset: Dataset[Any],
     *,
     batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
+    batches: Iterable[int] | None = None,
     device: torch.device | None = None,
     seed: int = 0,
-    total: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
-    between_batches: Callable[[], None] = lambda: None,
-    collate_fn: Callable[[list[Any]], Any] = default_collate,
-) -> float:
-    """The mean over the dataset of `function(batch, ids)`, which returns one value a sample.
+    group: dist.ProcessGroup | None = None,
+    collate_fn: Collate = default_collate,
+) -> float | dict[str, float]:
+    """The mean of what `function` returns over the dataset, on every rank; a dict of means where it returns a dict.
 
-    `ids` is an int64 tensor [len(batch)] of sample numbers. The batches are cut the same way for every world size and
-    dealt out whole, so that no sample's value depends on how many ranks there are; `total` sums a float64 tensor
-    [len(dataset)] over the ranks. `between_batches` is called equally often on every rank, with the
-    caller's generators. Gradients are off; random numbers drawn by `function` come from (seed, batch), and the
-    caller's generators are as before afterwards.
+    Which batches this rank computes is for `batches` to say: Dynamic or Lockstep of jobkit.train.handout, or by default
+    every W-th. `group` is one of a backend for the CPU. For the rest see `compute`. Raises ValueError where no rank
+    computed one of the batches.
+    """
+    scores = Scores(len(dataset), batch_size)  # type: ignore[arg-type]
+    if batches is None:
+        rank, world_size = place(group)
+        batches = scores.missing()[rank::world_size]
+    compute(scores, function, dataset, batches, device=device, seed=seed, collate_fn=collate_fn)
+    scores = scores.gathered(group)
+    if missing := scores.missing():
+        raise ValueError(f"no rank computed batch {missing[0]} of {len(scores.known)}")
+    return means(scores.result())
+
+
+def compute(
+    scores: Scores,
+    function: PerSample | Metrics,
+    dataset: Dataset[Any],
+    batches: Iterable[int],
+    *,
+    device: torch.device | None = None,
+    seed: int = 0,
+    collate_fn: Collate = default_collate,
+) -> None:
+    """Add to `scores` what `function(batch, ids)` returns for the batches of these numbers, taken one by one.
+
+    `batch` is collated and on the device. Gradients are off; random numbers drawn by `function`, or by the dataset for
+    a sample, come from (seed, batch) and (seed, sample), and the caller's generators are as before after each batch.
     """
     device = device or torch.device("cpu")
-    length = len(dataset)  # type: ignore[arg-type]
-    batches = math.ceil(length / batch_size)
-    values = torch.zeros(length, dtype=torch.float64)
     seeded = SeededDataset(dataset, seed)
-    for round_start in range(0, batches, world_size):
-        number = round_start + rank
-        if number < batches:
-            with torch.no_grad(), preserved_generators(device):
-                ids = torch.arange(number * batch_size, min(length, (number + 1) * batch_size))
-                seed_generators(derive_seed(seed, "evaluate", number))
-                batch = to_device(collate_fn([seeded[(0, int(one))] for one in ids]), device)
-                result = function(batch, ids.to(device))
-                if result.shape != ids.shape:
-                    raise ValueError(
-                        f"function returned shape {tuple(result.shape)}, expected one value for each of {len(ids)}"
-                    )
-                values[ids] = result.detach().to("cpu", torch.float64)
-        between_batches()
-    # Each sample is non-zero on one rank alone, so the sum is exact; fsum does not depend on an order.
-    return math.fsum(total(values).tolist()) / length
+    for number in batches:
+        ids = scores.ids(number)
+        with torch.no_grad(), preserved_generators(device):
+            seed_generators(derive_seed(seed, "evaluate", number))
+            batch = to_device(collate_fn([seeded[(0, int(one))] for one in ids]), device)
+            scores.add(number, function(batch, ids.to(device)))
+
+
+def means(values: Tensor | Mapping[str, Tensor]) -> float | dict[str, float]:
+    """The mean of values [n], or of each in a dict; exactly rounded, so that it depends on no order."""
+    if isinstance(values, Mapping):
+        return {name: _mean(one) for name, one in values.items()}
+    return _mean(values)
+
+
+def _mean(values: Tensor) -> float:
+    if not values.isfinite().all():
+        return float(values.mean())  # inf or nan, whatever the order; fsum refuses inf - inf
+    return math.fsum(values.tolist()) / len(values)
+
+
+@contextmanager
+def independent_forwards(models: Iterable[Any]) -> Iterator[None]:
+    """While inside, ranks may call DDP models as often as they like, each for itself; entered by all ranks together.
+
+    DDP sends rank 0's buffers (BatchNorm's statistics) to all ranks before a forward pass, which would wait for ranks
+    that have no batch. Here they are sent once, so that all ranks evaluate the same model.
+    """
+    replicated = [model for model in models if isinstance(model, DistributedDataParallel)]
+    before = [model.require_forward_param_sync for model in replicated]
+    for model in replicated:
+        model.require_forward_param_sync = True  # off after a forward pass without gradients, on this rank perhaps
+        if model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            model._sync_buffers()  # type: ignore[no-untyped-call]
+        model.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for model, value in zip(replicated, before, strict=True):
+            model.require_forward_param_sync = value

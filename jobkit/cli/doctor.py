@@ -1,0 +1,143 @@
+"""jobkit doctor: would a run work here, and how fast is the network?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jobkit.cli.arguments import add_runs_dir, runs_dir
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.launch import checks
+from jobkit.launch.checks import OK, PROBLEM, WARNING, Check
+from jobkit.launch.plan import LaunchPlan, make_plan
+from jobkit.launch.probe import TASK, run_probe
+from jobkit.run import status as states
+from jobkit.run.config import Loaded, load
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+from jobkit.run.yamlfile import dump
+from jobkit.scheduler import slurm
+
+COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where, with how many ranks, and how to say it."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in clusters.slurm.partition=low")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--local", action="store_true", help="this machine (default where there is no sbatch)")
+    place.add_argument("--cluster", metavar="NAME", help="slurm, or a name in your own config file")
+    parser.add_argument("--nodes", type=int, metavar="N", help="of the probe (default: 2 on a cluster, 1 here)")
+    parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: 1 on a cluster, 2 here")
+    parser.add_argument("--gpus-per-task", type=int, default=0, metavar="N", help="default: 0, the CPU")
+    parser.add_argument("--no-probe", action="store_true", help="checks only: start nothing")
+    parser.add_argument("--json", action="store_true", help="for programs: {ok, checks, probe}")
+    add_runs_dir(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the checks and what the probe found; exit code 1 where something is a problem."""
+    runs = runs_dir(arguments)
+    console = Console(stderr=arguments.json, highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="jobkit-doctor-") as folder:
+        cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
+        loaded = _experiment(arguments, cluster, Path(folder))
+        plan = make_plan(runs / "doctor", loaded.config, cluster, loaded.where)
+        found = []
+        for check in _checks(plan, runs):
+            found.append(check)
+            _say(console, check)
+        probe: dict[str, Any] | None = None
+        if not arguments.no_probe and all(check.state != PROBLEM for check in found):
+            measured, status = run_probe(loaded, plan, Path(folder), lambda line: console.print(line, markup=False))
+            probe = status.result if status.state == states.FINISHED else None
+            found.append(verdict(measured, status, plan.config.resources.nodes))
+            _say(console, found[-1])
+    ok = all(check.state != PROBLEM for check in found)
+    if arguments.json:
+        print(json.dumps({"ok": ok, "checks": [asdict(check) for check in found], "probe": probe}, indent=1))
+    elif probe is not None:
+        for table in tables(probe):
+            console.print(table)
+    return EXIT_FINISHED if ok else EXIT_FAILED
+
+
+def _experiment(arguments: argparse.Namespace, cluster: str, folder: Path) -> Loaded:
+    """The probe as an experiment: with the user's own clusters, and overrides like any other."""
+    here = cluster == "local"
+    resources = {
+        "nodes": arguments.nodes or (1 if here else 2),
+        "tasks_per_node": arguments.tasks_per_node or (2 if here else 1),
+        "gpus_per_task": arguments.gpus_per_task,
+        "time": "0:10:00",
+    }
+    file = folder / "doctor.yaml"
+    file.write_text(dump({"name": "doctor", "task": TASK, "resources": resources, "retry": {"crash": 1}}))
+    return load(file, arguments.overrides)
+
+
+def _checks(plan: LaunchPlan, runs: Path) -> Sequence[Check]:
+    resources = plan.config.resources
+    found = [*checks.check_machine(resources.gpus_per_task), checks.check_runs_dir(runs)]
+    if plan.scheduler == "slurm":
+        found += checks.check_slurm(plan.parameters.get("partition"), resources.nodes)
+    return found
+
+
+def _say(console: Console, check: Check) -> None:
+    console.print(f"[{COLOURS[check.state]}]{check.state:8}[/]", end="")
+    console.print(check.found + (f": {check.advice}" if check.advice else ""), markup=False)
+
+
+# What it found
+
+
+def verdict(run: RunDir, status: Status, nodes: int) -> Check:
+    """The probe in a line; a slow node is a warning that names it."""
+    probe = status.result
+    if status.state != states.FINISHED:
+        logs = f"python -m jobkit logs {run.name} --runs-dir {run.path.parent}"
+        return Check("network", PROBLEM, f"the probe is {status.state}: {status.error or 'its log says more'}", logs)
+    small, large = probe["world"][0], probe["world"][-1]
+    found = (
+        f"all-reduce of {probe['ranks']} ranks on {nodes} node(s) ({probe['backend']}, {probe['device']}): "
+        f"{_seconds(small['seconds'])} for {_size(small['bytes'])}, {_rate(large['bus'])} for {_size(large['bytes'])}"
+    )
+    if not probe["slow"]:
+        return Check("network", OK, found)
+    names = ", ".join(probe["slow"])
+    return Check("network", WARNING, f"{found}; slow: {names}", f"repeat it, and exclude {names} if it stays so")
+
+
+def tables(probe: dict[str, Any]) -> list[Table]:
+    """What the probe measured: over all ranks by size, then node by node."""
+    world = Table("all ranks", "time", "bus bandwidth")
+    for row in probe["world"]:
+        world.add_row(_size(row["bytes"]), _seconds(row["seconds"]), _rate(row["bus"]))
+    nodes = Table("node", "inside", "with its neighbours", "")
+    for row in probe["nodes"]:
+        slow = "slow" if row["node"] in probe["slow"] else ""
+        nodes.add_row(row["node"], _rate(row["inside"]), _rate(row["between"]), slow)
+    return [world, nodes] if len(probe["nodes"]) > 1 else [world]
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _rate(rate: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
