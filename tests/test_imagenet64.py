@@ -1,11 +1,15 @@
-"""The imagenet64 experiment: its recipe, model, method and data. That it trains is another test's subject."""
+"""The imagenet64 experiment: recipes, models, methods, data, samples, and that an interruption changes nothing."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,22 +18,20 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from PIL import Image
+from support import status, wait_for, weights
 
-from experiments.imagenet64 import data, sample_grid, write_png
-from experiments.imagenet64.data import PackedImages, PngImages, open_images, split, to_uint8, to_unit
+from experiments.imagenet64 import data, method_of, sample_grid
+from experiments.imagenet64.data import PackedImages, PngImages, open_images, read_png, split, write_png
 from experiments.imagenet64.digits import write_digits
-from experiments.imagenet64.flow import (
-    fixed_noise,
-    guided,
-    integrate,
-    interpolate,
-    loss_per_sample,
-    random_times,
-)
+from experiments.imagenet64.discrete import DiscreteFlowMatching
+from experiments.imagenet64.flow import FlowMatching, fixed_noise, guided, integrate, random_times, to_uint8, to_unit
+from experiments.imagenet64.scores import pixel_frechet_distance, recognised
 from experiments.imagenet64.unet import UNet
 from jobkit.run.config import Config, load
 
-RECIPE = Path(__file__).parents[1] / "experiments" / "imagenet64.yaml"
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "experiments" / "imagenet64.yaml"
+SAMPLING = ROOT / "experiments" / "imagenet64_sample.yaml"
 
 
 def recipe(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Config:
@@ -114,18 +116,27 @@ def test_velocity_depends_on_time_and_label_and_every_parameter_is_trained() -> 
     assert [name for name, parameter in net.named_parameters() if parameter.grad is None] == []
 
 
+def test_blocks_to_be_sharded_hold_nearly_all_parameters_and_none_of_them_twice() -> None:
+    net = small_unet()
+    units = [parameter for unit in net.shard_units() for parameter in unit.parameters()]
+    assert len({id(parameter) for parameter in units}) == len(units)
+    assert sum(p.numel() for p in units) > 0.8 * sum(p.numel() for p in net.parameters())
+
+
 # Flow matching
 
 
 def test_the_path_leads_from_noise_to_data_at_the_target_velocity() -> None:
-    x0, x1 = torch.randn(3, 2, 4, 4), torch.randn(3, 2, 4, 4)
-    assert torch.equal(interpolate(x0, x1, torch.zeros(3))[0], x0)
-    assert torch.equal(interpolate(x0, x1, torch.ones(3))[0], x1)
-    x_t, velocity = interpolate(x0, x1, torch.tensor([0.0, 0.5, 1.0]))
+    method = FlowMatching()
+    x0, image = torch.randn(3, 2, 4, 4), torch.randint(0, 256, (3, 2, 4, 4), dtype=torch.uint8)
+    x1 = to_unit(image)
+    assert torch.equal(method.path(image, x0, torch.zeros(3))[0], x0)
+    assert torch.equal(method.path(image, x0, torch.ones(3))[0], x1)
+    x_t, velocity = method.path(image, x0, torch.tensor([0.0, 0.5, 1.0]))
     assert torch.equal(velocity, x1 - x0)
     assert torch.allclose(x_t[1], (x0[1] + x1[1]) / 2)
-    true = loss_per_sample(lambda x, t, label: x1 - x0, x1, torch.zeros(3), x0, torch.rand(3))
-    assert torch.equal(true, torch.zeros(3))
+    wrong = torch.tensor([0.0, 1.0, 2.0])
+    assert torch.allclose(method.error(velocity + wrong[:, None, None, None], velocity), wrong.square())
 
 
 def test_times_are_uniform_or_skewed_towards_the_data() -> None:
@@ -136,26 +147,63 @@ def test_times_are_uniform_or_skewed_towards_the_data() -> None:
     assert 0 < skewed.min() < skewed.max() <= 1
 
 
-def test_validation_noise_depends_on_the_sample_alone() -> None:
-    images = torch.zeros(3, 1, 4, 4)
-    x0, t = fixed_noise(torch.tensor([5, 6, 7]), images)
+@pytest.mark.parametrize("method", [FlowMatching(), DiscreteFlowMatching(17)])
+def test_validation_noise_depends_on_the_sample_alone(method: FlowMatching | DiscreteFlowMatching) -> None:
     state = torch.get_rng_state()
-    again, t_again = fixed_noise(torch.tensor([7, 5]), images[:2])
+    x0, t = fixed_noise(torch.tensor([5, 6, 7]), (1, 4, 4), method.noise)
+    again, t_again = fixed_noise(torch.tensor([7, 5]), (1, 4, 4), method.noise)
     assert torch.equal(again, x0[[2, 0]])
     assert torch.equal(t_again, t[[2, 0]])
     assert len(t.unique()) == 3
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(("method", "order"), [("euler", 1), ("midpoint", 2), ("heun2", 2)])
-def test_solvers_converge_at_their_order(method: str, order: int) -> None:
-    # x' = x cos t from x(0) = 1 is exp(sin t).
-    def velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return x * t.double().cos()[:, None]
+def growth(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """x' = x cos t, which from x(0) = 1 is exp(sin t)."""
+    return x * t.cos()[:, None]
 
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("midpoint", 2), ("heun2", 2)])
+def test_solvers_converge_at_their_order(solver: str, order: int) -> None:
     start, end = torch.ones(1, 1, dtype=torch.float64), math.exp(math.sin(1))
-    coarse, fine = (abs(integrate(velocity, start, method, steps).item() - end) for steps in (20, 40))
+    coarse, fine = (abs(integrate(growth, start, solver, steps).item() - end) for steps in (20, 40))
     assert math.log2(coarse / fine) == pytest.approx(order, abs=0.1)
+
+
+def test_solvers_evaluate_the_velocity_as_often_as_they_say() -> None:
+    for solver, expected in {"euler": 7, "midpoint": 14, "heun2": 14}.items():
+        times: list[float] = []
+
+        def velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            times.append(t[0].item())  # noqa: B023
+            return torch.ones_like(x)
+
+        assert integrate(velocity, torch.zeros(2, 1), solver, 7).flatten().tolist() == pytest.approx([1.0, 1.0])
+        assert len(times) == expected and min(times) == 0 and max(times) <= 1
+
+
+def test_dopri5_takes_more_steps_where_the_velocity_changes_faster_and_keeps_its_tolerance() -> None:
+    counts = []
+    for rate in (1, 40):
+        calls = 0
+
+        def velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return x * rate * (rate * t).cos()[:, None]  # noqa: B023
+
+        end = integrate(velocity, torch.ones(3, 1), "dopri5", steps=0)
+        assert end.dtype == torch.float32
+        assert end.flatten().tolist() == pytest.approx([math.exp(math.sin(rate))] * 3, rel=1e-3 if rate > 1 else 1e-4)
+        counts.append(calls)
+    assert counts[0] * 3 < counts[1]
+
+
+def test_an_unknown_solver_or_method_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"solver: found 'rk45', allowed: euler, midpoint, heun2, dopri5"):
+        integrate(growth, torch.ones(1, 1), "rk45", 2)
+    with pytest.raises(ValueError, match=r"method: found 'discreet', allowed: continuous, discrete"):
+        method_of(OmegaConf.create({"method": "discreet"}))
 
 
 def test_guidance_extrapolates_from_no_label_past_the_label() -> None:
@@ -167,17 +215,113 @@ def test_guidance_extrapolates_from_no_label_past_the_label() -> None:
         assert torch.allclose(guided(net, label, 0.2)(x, t), 1.2 * with_label - 0.2 * without, atol=1e-5)
 
 
-def test_the_grid_of_samples_is_repeatable_and_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
-    net = small_unet()
-    p = OmegaConf.create({"channels": 1, "res": 8, "guidance": 0.2, "solver": "euler", "solver_steps": 2})
+# Discrete flow matching
+
+
+def test_tokens_are_the_greys_of_the_digits_and_the_bytes_of_photographs() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8)
+    photographs, digits = DiscreteFlowMatching(256), DiscreteFlowMatching(17)
+    assert torch.equal(photographs.to_pixels(photographs.to_tokens(pixels)), pixels)
+    greys = torch.from_numpy(np.round(np.arange(17) * 255 / 16).astype(np.uint8))
+    assert digits.to_tokens(greys).tolist() == list(range(17))
+    assert torch.equal(digits.to_pixels(digits.to_tokens(greys)), greys)
+
+
+def test_a_part_t_of_the_tokens_is_seen_at_time_t() -> None:
+    method = DiscreteFlowMatching(256)
+    image = torch.randint(0, 256, (3, 1, 64, 64), dtype=torch.uint8)
+    tokens, target = method.path(image, method.noise(image.shape), torch.tensor([0.0, 0.3, 1.0]))
+    seen = tokens != 256
+    assert torch.equal(tokens[seen], image.long()[seen]) and torch.equal(target, image.long())
+    assert seen.flatten(1).double().mean(1).tolist() == pytest.approx([0, 0.3, 1], abs=0.05)
+
+
+def test_sampling_unmasks_every_token_once_by_what_the_network_predicts() -> None:
+    method, levels = DiscreteFlowMatching(5), 5
+    masked = []
+
+    class Predicts(torch.nn.Module):
+        """Even labels: token 3 for certain. Odd ones: 0 and 4 equally likely. Nothing is known without a label."""
+
+        null_label = 10
+
+        def forward(self, tokens: torch.Tensor, t: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            masked.append((tokens[: len(tokens) // 2] == levels).double().mean().item())
+            certain, either = torch.tensor([-99.0, -99, -99, 0, -99]), torch.tensor([0.0, -99, -99, -99, 0])
+            logits = torch.where((label % 2 == 0)[:, None], certain, either) * (label < 10)[:, None]
+            return logits[:, :, None, None, None].expand(-1, -1, *tokens.shape[1:])
+
+    p = OmegaConf.create({"guidance": 0.5, "solver_steps": 4})
+    generator = torch.Generator().manual_seed(0)
+    images = method.sample(Predicts(), torch.tensor([2, 3]), (3, 16, 16), p, generator)
+    assert masked == pytest.approx([1, 0.75, 0.5, 0.25], abs=0.06)
+    assert images.dtype == torch.uint8 and images.shape == (2, 3, 16, 16)
+    assert set(images[0].unique().tolist()) == {round(3 * 255 / 4)}
+    assert set(images[1].unique().tolist()) == {0, 255}
+    assert (images[1] == 255).double().mean().item() == pytest.approx(0.5, abs=0.06)
+
+
+def test_the_discrete_model_learns(folder: Path) -> None:
+    torch.manual_seed(0)
+    method = DiscreteFlowMatching(17)
+    unet = {"width": 16, "multipliers": [1, 2], "blocks": 1, "attention": [2], "head": 16, "dropout": 0.0}
+    net = method.network(1, 3, OmegaConf.create(unet))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
+    image, label = torch.utils.data.default_collate(list(open_images(folder, 4, 1)))
+    losses = []
+    for _ in range(60):
+        tokens, target = method.path(image, method.noise(image.shape), random_times(len(image), image.device, False))
+        loss = method.error(net(tokens, torch.zeros(len(image)), label), target).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(17), abs=1e-4)  # it starts at "each token is equally likely"
+    assert np.mean(losses[-10:]) < 0.75 * losses[0]
+
+
+# The grid of samples
+
+
+@pytest.mark.parametrize("name", ["continuous", "discrete"])
+def test_the_grid_of_samples_is_repeatable_and_leaves_the_random_numbers_alone(name: str, tmp_path: Path) -> None:
+    p = OmegaConf.create(
+        {"channels": 1, "res": 8, "guidance": 0.2, "solver": "euler", "solver_steps": 2, "method": name, "levels": 17}
+    )
+    method = method_of(p)
+    unet = {"width": 8, "multipliers": [1, 2], "blocks": 1, "attention": [2], "head": 8, "dropout": 0.0}
+    net = method.network(1, 10, OmegaConf.create(unet)).eval()
     state = torch.get_rng_state()
-    grid = sample_grid(net, p, torch.device("cpu"), columns=3)
-    assert torch.equal(grid, sample_grid(net, p, torch.device("cpu"), columns=3))
+    grid = sample_grid(method, net, p, torch.device("cpu"), columns=3)
+    assert torch.equal(grid, sample_grid(method, net, p, torch.device("cpu"), columns=3))
     assert torch.equal(state, torch.get_rng_state())
     write_png(tmp_path / "samples" / "grid.png", grid)
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["grid.png"]
     with Image.open(tmp_path / "samples" / "grid.png") as image:
         assert image.size == (3 * 34, 10 * 34)
+
+
+# Scores
+
+
+def test_real_digits_are_recognised_and_wrongly_labelled_ones_are_not(tmp_path: Path) -> None:
+    write_digits(tmp_path / "box")
+    images, label = torch.utils.data.default_collate(list(PngImages(tmp_path / "box", 8, 1)))
+    assert recognised(images, label) > 0.98
+    assert recognised(images, (label + 1) % 10) < 0.02
+
+
+def test_the_pixel_distance_is_that_of_the_gaussians() -> None:
+    torch.manual_seed(0)
+    images = torch.randint(100, 156, (4000, 1, 2, 2), dtype=torch.uint8)
+    assert pixel_frechet_distance(images, images) == pytest.approx(0, abs=1e-6)
+    brighter = pixel_frechet_distance(images, images + 51)
+    assert brighter == pytest.approx(4 * 0.4**2, abs=1e-4)  # four pixels, each 51 / 127.5 brighter
+    wider = ((images.double() - 128) * 2 + 128).to(torch.uint8)
+    deviation = to_unit(images).std().item()
+    assert pixel_frechet_distance(images, wider) == pytest.approx(4 * deviation**2, rel=0.05)
+    photographs = torch.randint(0, 256, (50, 3, 64, 64), dtype=torch.uint8)
+    assert pixel_frechet_distance(photographs, photographs.flip(0)) == pytest.approx(0, abs=1e-6)
 
 
 # The data
@@ -300,3 +444,120 @@ def test_digits_are_written_once_in_imagenets_layout(tmp_path: Path) -> None:
     assert sorted(path.name for path in box.iterdir()) == [str(digit) for digit in range(10)]
     assert len(PngImages(box, 8, 1)) == 1797
     assert [path.name for path in box.parent.iterdir()] == ["box"]
+
+
+# Whole runs, of a tiny model
+
+
+TRAINING = (
+    "params={steps: 120, batch: 14, micro_batch: 4, held_out: 30, validate_every: 30, validate_batch: 8, "
+    "solver_steps: 2, unet: {width: 8, multipliers: [1, 2], blocks: 1, attention: [2], head: 8, dropout: 0.1}}"
+)
+DRAWING = "params={samples: 72, batch: 6, solver: dopri5}"
+
+
+class Folder:
+    """A folder that the experiment is run from, with digits and runs of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        shutil.copytree(ROOT / "experiments", path / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def start(self, recipe: str, *overrides: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "jobkit", "submit", f"experiments/{recipe}.yaml", "--local", "--demo", *overrides],
+            cwd=self.path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "JOBKIT_CONFIG": "none", "JOBKIT_RUNS": "runs"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(self, recipe: str, *overrides: str) -> Path:
+        """The directory of a run that was started, or continued, and has finished."""
+        process = self.start(recipe, *overrides)
+        printed, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, printed
+        return self.directory(recipe)
+
+    def interrupt(self, recipe: str, file: str, *overrides: str) -> Path:
+        """The directory of a run that was told to stop as soon as it had written `file`."""
+        process = self.start(recipe, *overrides)
+        wait_for(file, lambda: list(self.path.glob(f"runs/{recipe}-*/{file}")) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, printed
+        return self.directory(recipe)
+
+    def directory(self, recipe: str) -> Path:
+        (found,) = self.path.glob(f"runs/{recipe}-*")
+        return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A folder with a finished, uninterrupted run of two ranks."""
+    folder = Folder(tmp_path_factory.mktemp("trained") / "folder")
+    folder.run("imagenet64", TRAINING)
+    return folder
+
+
+def test_an_interrupted_training_ends_with_the_same_weights_and_images(trained: Folder, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "folder")
+    run = folder.interrupt("imagenet64", "samples/step_00000030.png", TRAINING)
+    assert 30 <= status(run)["step"] < 120
+    folder.run("imagenet64", TRAINING)
+    uninterrupted = trained.directory("imagenet64")
+    assert weights(run) == weights(uninterrupted)
+    assert status(run)["result"] == status(uninterrupted)["result"]
+    grids = {file.name: file.read_bytes() for file in (run / "samples").iterdir()}
+    assert sorted(grids) == [f"step_{number:08d}.png" for number in range(0, 121, 30)]
+    assert grids == {file.name: file.read_bytes() for file in (uninterrupted / "samples").iterdir()}
+
+
+def test_samples_of_a_run_are_the_same_on_one_rank_or_two_and_what_is_there_is_not_drawn_again(
+    trained: Folder, tmp_path: Path
+) -> None:
+    training = trained.directory("imagenet64")
+    first = f"params.run={training}"
+    run = trained.run("imagenet64_sample", DRAWING, first)
+    files = {file.relative_to(run): file.read_bytes() for file in run.glob("samples/*/*")}
+    assert sorted(map(str, files)) == sorted(f"samples/{number % 10}/{number:06d}.png" for number in range(72))
+    assert len(set(files.values())) > 60
+    assert read_png(run / "samples" / "3" / "000013.png", 8, 1).shape == (1, 8, 8)
+    result = status(run)["result"]
+    assert result["validation_loss"] == status(training)["result"]["validation_loss"]
+    assert 0 <= result["recognised"] <= 1
+    assert result["pixel_frechet_distance"] > result["pixel_frechet_distance_of_training_images"] > 0
+
+    folder = Folder(tmp_path / "folder")
+    again = folder.interrupt("imagenet64_sample", "samples/*/*.png", DRAWING, first, "resources.tasks_per_node=1")
+    written = {file: file.stat().st_mtime_ns for file in again.glob("samples/*/*.png")}
+    assert 0 < len(written) < 72
+    folder.run("imagenet64_sample", DRAWING, first)
+    assert {file.relative_to(again): file.read_bytes() for file in again.glob("samples/*/*")} == files
+    assert all(file.stat().st_mtime_ns == when for file, when in written.items())
+    assert status(again)["result"] == result
+
+
+def test_the_discrete_model_is_trained_and_sampled_by_the_same_recipes(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "folder")
+    one_rank = "resources.tasks_per_node=1"
+    run = folder.run("imagenet64", TRAINING, "params.method=discrete", "params.steps=40", one_rank)
+    assert status(run)["result"]["validation_loss"] < 0.9 * math.log(17)  # nats: better than knowing nothing
+    assert (run / "samples" / "step_00000040.png").exists()
+    few = "params={samples: 20, batch: 9, solver_steps: 4}"
+    drawn = folder.run("imagenet64_sample", few, f"params.run={run}", one_rank)
+    files = list(drawn.glob("samples/*/*.png"))
+    assert len(files) == 20
+    greys = {round(level * 255 / 16) for level in range(17)}
+    assert all(set(read_png(file, 8, 1).unique().tolist()) <= greys for file in files)
+
+
+def test_sampling_without_a_finished_run_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "folder")
+    for overrides, complaint in [([], "params.run"), (["params.run=nowhere"], "nowhere/config.yaml")]:
+        process = folder.start("imagenet64_sample", *overrides)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == 2 and complaint in printed
+        assert "new parameter" not in printed

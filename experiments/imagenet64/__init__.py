@@ -2,23 +2,29 @@
 
     python -m jobkit.submit experiments/imagenet64.yaml --local
 
-`train` is all of the training; what it calls is the model (unet), the method (flow) and the data (data, digits).
+`train` is all of the training; what it calls is the model (unet), the method (flow, discrete) and the data (data,
+digits). sample.py draws images from a finished run, and says how good they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import jobkit
-from experiments.imagenet64.data import open_images, split, to_uint8, to_unit
+from experiments.imagenet64.data import open_images, split, write_png
 from experiments.imagenet64.digits import write_digits
-from experiments.imagenet64.flow import fixed_noise, guided, integrate, loss_per_sample, random_times
-from experiments.imagenet64.unet import UNet
+from experiments.imagenet64.discrete import DiscreteFlowMatching
+from experiments.imagenet64.flow import FlowMatching, fixed_noise, random_times
+from jobkit.train import schedule
+from jobkit.train.optim import fused_ema_adam
+
+Method = FlowMatching | DiscreteFlowMatching
 
 
 def train(ctx: jobkit.Context) -> dict[str, float]:
@@ -30,63 +36,75 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
     images = open_images(Path(p.data), p.res, p.channels)
     training, held_out = split(images, p.held_out, p.flip)
 
-    net = UNet(p.channels, len(images.classes), **p.unet)
+    method = method_of(p)
+    net = method.network(p.channels, len(images.classes), p.unet)
     model = ctx.parallelize(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=p.lr, betas=tuple(p.betas))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / p.steps)
+    optimizer = ctx.optimizer(model, fused_ema_adam, lr=p.lr, betas=tuple(p.betas), ema_decay=p.ema_decay)
+    scheduler = schedule.linear(optimizer, steps=p.steps)
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
-    def error(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
-        image, label = batch
-        x0, t = fixed_noise(ids, image)
-        with ctx.autocast():
-            return loss_per_sample(net, to_unit(image), label, x0, t)
+    def mean_error(output: Tensor, target: Tensor) -> Tensor:
+        return method.error(output, target).mean()
 
     def validate() -> float:
-        net.eval()
-        loss = ctx.evaluate(error, held_out, batch_size=p.validate_batch)
+        with ctx.averaged(optimizer):
+            net.eval()
+            loss = ctx.evaluate(errors(ctx, method, net), held_out, batch_size=p.validate_batch)
+            with ctx.autocast():  # on every rank: where the model is sharded, all of them take part
+                grid = sample_grid(method, net, p, ctx.device)
+            net.train()
         ctx.log({"validation/loss": loss})
+        ctx.log_image("samples", grid)
         if ctx.is_main:
-            with ctx.autocast():
-                grid = sample_grid(net, p, ctx.device)
-            ctx.log_image("samples", grid)
             write_png(ctx.run_dir / "samples" / f"step_{ctx.step:08d}.png", grid)
-        net.train()
         return loss
 
     for step in ctx.steps(p.steps):
         if step % p.validate_every == 0:  # before a batch is drawn: a stop meanwhile leaves the step to be taken again
             validate()
         image, label = next(loader)
-        unlabelled = torch.rand(len(label), device=ctx.device) < p.drop_label
-        label = label.masked_fill(unlabelled, net.null_label)
-        x1 = to_unit(image)
-        with ctx.autocast():
-            t = random_times(len(x1), ctx.device, p.skewed)
-            loss = loss_per_sample(model, x1, label, torch.randn_like(x1), t).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        label = label.masked_fill(torch.rand(len(label), device=ctx.device) < p.drop_label, net.null_label)
+        t = random_times(len(image), ctx.device, p.skewed)
+        x_t, target = method.path(image, method.noise(image.shape, device=ctx.device), t)
+        loss = ctx.backward(model, (x_t, t, label), mean_error, target, micro_batch_size=p.micro_batch)
+        ctx.update(optimizer)
         scheduler.step()
         ctx.log({"train/loss": loss})
     return {"validation_loss": validate()}
 
 
-def sample_grid(net: UNet, p: DictConfig, device: torch.device, columns: int = 8) -> Tensor:
-    """Ten classes, spread over all of them, a row each: uint8 [C, H, W]. Always from the same noise."""
+def method_of(p: DictConfig) -> Method:
+    """The method that `params.method` names."""
+    if p.method not in ("continuous", "discrete"):
+        raise ValueError(f"params.method: found {p.method!r}, allowed: continuous, discrete")
+    return FlowMatching() if p.method == "continuous" else DiscreteFlowMatching(p.levels)
+
+
+def errors(ctx: jobkit.Context, method: Method, net: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    """What ctx.evaluate calls: the errors of held-out images, always at the same noise and times."""
+
+    def function(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
+        image, label = batch
+        noise, t = fixed_noise(ids, image.shape[1:], method.noise)
+        x_t, target = method.path(image, noise, t)
+        with ctx.autocast():
+            return method.error(net(x_t, t, label), target)
+
+    return function
+
+
+def sample_grid(method: Method, net: nn.Module, p: DictConfig, device: torch.device, columns: int = 8) -> Tensor:
+    """Samples of ten classes, spread over all of them, a row each: uint8 [C, H, W]. Always from the same noise."""
     label = torch.linspace(0, net.null_label - 1, 10).long().repeat_interleave(columns).to(device)
-    noise = torch.randn(len(label), p.channels, p.res, p.res, generator=torch.Generator().manual_seed(0))
-    samples = integrate(guided(net, label, p.guidance), noise.to(device), p.solver, p.solver_steps)
-    zoom = max(1, 32 // p.res)  # so that a digit of 8 pixels can be seen
-    images = to_uint8(samples).cpu().repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
-    framed = torch.nn.functional.pad(images, (1, 1, 1, 1), value=128).unflatten(0, (10, columns))
+    generator = torch.Generator(device).manual_seed(0)
+    return tiled(method.sample(net, label, (p.channels, p.res, p.res), p, generator).cpu(), columns)
+
+
+def tiled(images: Tensor, columns: int) -> Tensor:
+    """Images, uint8 [N, C, R, R], framed and side by side in rows, the last one filled up: one image [C, H, W]."""
+    zoom = max(1, 32 // images.shape[-1])  # so that a digit of 8 pixels can be seen
+    images = torch.cat([images, images.new_zeros(-len(images) % columns, *images.shape[1:])])
+    images = images.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    framed = nn.functional.pad(images, (1, 1, 1, 1), value=128).unflatten(0, (-1, columns))
     return framed.permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2, 3)
-
-
-def write_png(path: Path, image: Tensor) -> None:
-    """Write a uint8 image [C, H, W]; the file appears whole."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(temporary, format="png")
-    temporary.replace(path)

@@ -52,7 +52,7 @@ class PngImages(Dataset):
         return len(self.files)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return _to_tensor(decode(self.folder / self.files[i], self.res, self.channels)), int(self.labels[i])
+        return read_png(self.folder / self.files[i], self.res, self.channels), int(self.labels[i])
 
 
 class PackedImages(Dataset):
@@ -137,14 +137,17 @@ def decode(path: Path, res: int, channels: int) -> np.ndarray:
     return pixels.reshape(res, res, channels)
 
 
-def to_unit(images: Tensor) -> Tensor:
-    """uint8 pixels as float32 in [-1, 1]."""
-    return images.float() / 127.5 - 1
+def read_png(path: Path, res: int, channels: int) -> Tensor:
+    """An image file as uint8 [C, R, R]; ValueError as from `decode`."""
+    return _to_tensor(decode(path, res, channels))
 
 
-def to_uint8(images: Tensor) -> Tensor:
-    """The inverse of `to_unit`; what lies outside is clipped."""
-    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+def write_png(path: Path, image: Tensor) -> None:
+    """Write a uint8 image [C, H, W]; the file appears whole, in a folder that is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(temporary, format="png")
+    temporary.replace(path)
 
 
 def _class_folders(folder: Path) -> list[os.DirEntry[str]]:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 
 def write_digits(folder: Path) -> None:
     """Make `folder/<digit>/<number>.png` whole, unless the folder is there already."""
     if folder.exists():
         return
+    from sklearn.datasets import load_digits  # here, as training on ImageNet needs no scikit-learn
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
     temporary = Path(tempfile.mkdtemp(prefix=".digits-", dir=folder.parent))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,14 @@ class UNet(nn.Module):
     """Velocity of images [N, channels, R, R] at times [N] in [0, 1], given labels [N]; `null_label` means "no label".
 
     Args:
-        channels: of the images.
+        channels: of the input.
         classes: number of real labels.
         width: features at full resolution; `multipliers` times that many at each halving.
         blocks: residual blocks at each resolution.
         attention: downsampling factors at which every block is followed by self-attention.
         head: features of one attention head.
         dropout: probability in every residual block.
+        outputs: channels of the output, where they are not those of the input.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class UNet(nn.Module):
         attention: Sequence[int],
         head: int,
         dropout: float,
+        outputs: int | None = None,
     ) -> None:
         super().__init__()
         self.null_label = classes
@@ -72,7 +75,8 @@ class UNet(nn.Module):
             if level > 0:
                 self.enlarge.append(ResidualBlock(features, features, embedding, dropout, nn.Upsample(scale_factor=2)))
 
-        self.head = nn.Sequential(_norm(features), nn.SiLU(), _zero(nn.Conv2d(features, channels, 3, padding=1)))
+        last = _zero(nn.Conv2d(features, outputs or channels, 3, padding=1))
+        self.head = nn.Sequential(_norm(features), nn.SiLU(), last)
 
     def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
         embedding = self.embed_time(sinusoids(t, self.width)) + self.embed_label(label)
@@ -89,6 +93,10 @@ class UNet(nn.Module):
             if level < len(self.enlarge):
                 h = self.enlarge[level](h, embedding)
         return self.head(h)
+
+    def shard_units(self) -> Iterable[nn.Module]:
+        """Blocks to be sharded one by one."""
+        return [*chain(*self.down), self.middle, self.middle_out, *chain(*self.up), *self.enlarge]
 
 
 class Layer(nn.Module):

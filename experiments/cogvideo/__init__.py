@@ -1,0 +1,118 @@
+"""CogVideoX's text-to-video diffusion on latents, or on moving handwritten digits where there are none.
+
+    python -m jobkit.submit experiments/cogvideo.yaml --local
+
+`train` is all of the training; what it calls is the model (transformer), the method (diffusion), the data (clips,
+digits) and what is looked at (show). sample.py makes clips from a finished run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Subset
+
+import jobkit
+from experiments.cogvideo.clips import Clips, split, write_index
+from experiments.cogvideo.diffusion import NoiseSchedule, fixed_noise, guided, integrate, spread_steps
+from experiments.cogvideo.digits import write_moving_digits
+from experiments.cogvideo.show import side_by_side, strips, to_frames, write_shown
+from experiments.cogvideo.transformer import VideoTransformer
+from jobkit.train import schedule
+from jobkit.train.optim import fused_ema_adam
+
+
+def train(ctx: jobkit.Context) -> dict[str, float]:
+    """Train as the YAML's params say; the result is the loss on held-out clips."""
+    p = ctx.params
+    training, held_out = open_data(ctx, p, ctx.run_dir / "clips.npy")
+    noise_schedule = NoiseSchedule(p.snr_shift, ctx.device)
+
+    net = network(p)
+    model = ctx.parallelize(net)
+    optimizer = ctx.optimizer(
+        model,
+        fused_ema_adam,
+        lr=p.lr,
+        betas=tuple(p.betas),
+        weight_decay=p.weight_decay,
+        ema_decay=p.ema_decay,
+    )
+    scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=p.warmup, floor=0.1)
+    loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
+    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+
+    def validate() -> float:
+        with ctx.averaged(optimizer):
+            loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, batch_size=p.validate_batch)
+            texts = torch.stack([held_out[i][1] for i in range(p.samples)]).to(ctx.device)
+            with ctx.autocast():  # on every rank: where the model is sharded, all of them take part
+                latents = sample_clips(net, noise_schedule, texts, range(p.samples), p)
+        videos = [to_frames(latent, p.digits) for latent in latents]
+        ctx.log({"validation/loss": loss})
+        ctx.log_image("strips", strips(videos))
+        ctx.log_video("clips", side_by_side(videos))
+        if ctx.is_main:
+            write_shown(ctx.run_dir / "samples" / f"step_{ctx.step:08d}", videos)
+        return loss
+
+    for step in ctx.steps(p.steps):
+        if step % p.validate_every == 0:  # before a batch is drawn: a stop meanwhile leaves the step to be taken again
+            validate()
+        latent, text = next(loader)
+        text = text.masked_fill(torch.rand(len(text), 1, 1, device=ctx.device) < p.drop_text, 0)
+        t = spread_steps(len(latent), loader.rank, loader.world_size, ctx.device)
+        x_t, velocity = noise_schedule.noisy(latent, torch.randn_like(latent), t)
+        loss = ctx.backward(model, (x_t, t, text), mean_error, velocity, micro_batch_size=p.micro_batch)
+        norm = ctx.update(optimizer, max_norm=p.max_norm)
+        scheduler.step()
+        ctx.log({"train/loss": loss, "train/gradient_norm": norm})
+    return {"validation_loss": validate()}
+
+
+def network(p: DictConfig) -> VideoTransformer:
+    """The model of a recipe."""
+    return VideoTransformer(channels=p.latent[0], text=p.text[1], **p.model)
+
+
+def open_data(ctx: jobkit.Context, p: DictConfig, index: Path) -> tuple[Subset, Subset]:
+    """The clips of a recipe, for training and for validation; `index` is the list of them, made where it is missing."""
+    if ctx.is_main:
+        if p.digits:
+            write_moving_digits(Path(p.data))
+        write_index(Path(p.data), index)
+    ctx.barrier()
+    return split(Clips(Path(p.data), index, p.latent, p.text), p.held_out)
+
+
+def mean_error(output: Tensor, velocity: Tensor) -> Tensor:
+    """Mean square error of a velocity."""
+    return F.mse_loss(output.float(), velocity)
+
+
+def errors(ctx: jobkit.Context, noise_schedule: NoiseSchedule, net: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    """What ctx.evaluate calls: the errors of held-out clips, each always at the same noise and step."""
+
+    def function(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
+        latent, text = batch
+        noise, t = fixed_noise(ids, latent)
+        x_t, velocity = noise_schedule.noisy(latent, noise, t)
+        with ctx.autocast():
+            output = net(x_t, t, text)
+        return (output.float() - velocity).square().flatten(1).mean(1)
+
+    return function
+
+
+def sample_clips(
+    net: nn.Module, noise_schedule: NoiseSchedule, texts: Tensor, ids: Sequence[int], p: DictConfig
+) -> Tensor:
+    """Latents [N, C, T, H, W] of clips that texts [N, L, D] describe; each a function of its id and its text."""
+    noise, _ = fixed_noise(torch.tensor(ids), texts.new_empty(len(texts), *p.latent))
+    return integrate(guided(net, texts, p.guidance), noise, noise_schedule, p.solver, p.solver_steps)

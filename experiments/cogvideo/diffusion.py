@@ -1,0 +1,106 @@
+"""Diffusion that predicts velocities (Salimans and Ho 2022, arXiv:2202.00512), from pure noise (arXiv:2305.08891)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+STEPS = 1000
+"""Noise levels: t = 0 is nearly data, t = 999 is noise and nothing else."""
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+
+
+class NoiseSchedule:
+    """x_t = alpha_t x0 + sigma_t noise, with alpha^2 + sigma^2 = 1: a table of both.
+
+    Stable Diffusion's schedule, its signal-to-noise ratio divided by `snr_shift` (more noise, for larger frames), and
+    then bent so that it ends in pure noise: zero terminal SNR (Lin et al. 2023, arXiv:2305.08891).
+    """
+
+    def __init__(self, snr_shift: float, device: torch.device | None = None) -> None:
+        betas = torch.linspace(0.00085**0.5, 0.012**0.5, STEPS, dtype=torch.float64).square()
+        alpha_bar = torch.cumprod(1 - betas, dim=0)
+        alpha_bar = alpha_bar / (snr_shift + (1 - snr_shift) * alpha_bar)
+        alpha = alpha_bar.sqrt()
+        alpha = (alpha - alpha[-1]) * alpha[0] / (alpha[0] - alpha[-1])
+        self.alpha = alpha.float().to(device)
+        self.sigma = (1 - alpha.square()).sqrt().float().to(device)
+
+    def noisy(self, x0: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """x_t at steps t [N], and the velocity alpha_t noise - sigma_t x0 to be learnt there."""
+        alpha, sigma = (table[t].reshape(-1, *[1] * (x0.dim() - 1)) for table in (self.alpha, self.sigma))
+        return alpha * x0 + sigma * noise, alpha * noise - sigma * x0
+
+
+def spread_steps(n: int, rank: int, world_size: int, device: torch.device) -> Tensor:
+    """Random noise steps [n], one from each of n equal parts of the range; the ranks' parts interleave.
+
+    CogVideoX's explicit uniform sampling: less noise in the loss than independent draws have.
+    """
+    parts = torch.arange(n, device=device) * world_size + rank
+    return ((parts + torch.rand(n, device=device)) * (STEPS / (n * world_size))).long()
+
+
+def fixed_noise(ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Noise shaped like `like` and steps t for validation: a function of the sample's id and of nothing else."""
+    noise = [torch.randn(like.shape[1:], generator=torch.Generator().manual_seed(one)) for one in ids.tolist()]
+    # Multiples of the golden ratio modulo 1 are spread evenly, however many there are.
+    t = (ids.cpu().double() * 0.6180339887498949 % 1 * STEPS).long()
+    return torch.stack(noise).to(like.device), t.to(like.device)
+
+
+def guided(net: Callable[..., Tensor], text: Tensor, weight: float) -> Velocity:
+    """The velocity (1 + w) v(text) - w v(no text): classifier-free guidance (arXiv:2207.12598)."""
+    texts = torch.cat([text, no_text(text)])
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        with_text, without = net(torch.cat([x, x]), torch.cat([t, t]), texts).float().chunk(2)
+        return (1 + weight) * with_text - weight * without
+
+    return velocity
+
+
+def no_text(text: Tensor) -> Tensor:
+    """What stands for a text that is not given: zeros."""
+    return torch.zeros_like(text)
+
+
+@torch.no_grad()
+def integrate(velocity: Velocity, noise: Tensor, schedule: NoiseSchedule, solver: str, steps: int) -> Tensor:
+    """Carry noise to data along the probability flow, in `steps` steps from t = 999; `solver` is one of SOLVERS.
+
+    With alpha = cos(angle) and sigma = sin(angle) the flow is dx / d angle = velocity.
+    """
+    advance = SOLVERS[solver]
+    t = torch.linspace(STEPS, 0, steps + 1).round().long() - 1  # the last, -1, is data: its angle is 0
+    angle = torch.atan2(schedule.sigma.cpu(), schedule.alpha.cpu())
+    angle = torch.cat([angle, torch.zeros(1)])[t].tolist()
+    x = noise
+    for i in range(steps):
+        x = advance(velocity, x, t[i : i + 2].tolist(), angle[i : i + 2])
+    return x
+
+
+def _ddim(velocity: Velocity, x: Tensor, t: list[int], angle: list[float]) -> Tensor:
+    """DDIM's step (arXiv:2010.02502) in terms of the velocity: exact where the data and noise behind x stay the same."""
+    turn = angle[0] - angle[1]
+    return math.cos(turn) * x - math.sin(turn) * velocity(x, _times(x, t[0]))
+
+
+def _heun2(velocity: Velocity, x: Tensor, t: list[int], angle: list[float]) -> Tensor:
+    if t[1] < 0:
+        return _ddim(velocity, x, t, angle)  # the model knows no velocity at the data itself
+    h = angle[1] - angle[0]
+    first = velocity(x, _times(x, t[0]))
+    return x + h / 2 * (first + velocity(x + h * first, _times(x, t[1])))
+
+
+def _times(x: Tensor, t: int) -> Tensor:
+    return torch.full((len(x),), t, device=x.device)
+
+
+SOLVERS = {"ddim": _ddim, "heun2": _heun2}

@@ -1,0 +1,59 @@
+"""Clips from a finished run of cogvideo, as samples/<number>.safetensors, .png and .gif.
+
+    python -m jobkit.submit experiments/cogvideo_sample.yaml --local params.run=runs/cogvideo-...
+
+`sample` is an experiment like `train`, but for steps: what it has done is on disk as soon as it is done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, load_model
+from torch import Tensor
+from torch.utils.data import Subset
+
+import jobkit
+from experiments.cogvideo import errors, network, open_data, sample_clips
+from experiments.cogvideo.diffusion import NoiseSchedule
+from experiments.cogvideo.show import side_by_side, strips, to_frames, write_latent, write_shown
+
+
+def sample(ctx: jobkit.Context) -> dict[str, float]:
+    """Make `params.clips` clips, for the texts of held-out ones; the result is the loss on all of those.
+
+    A clip that is there already, from an attempt that was interrupted, is not made again.
+    """
+    p = ctx.params
+    trained = OmegaConf.load(Path(p.run) / "config.yaml").params
+    _, held_out = open_data(ctx, trained, Path(p.run) / "clips.npy")
+    noise_schedule = NoiseSchedule(trained.snr_shift, ctx.device)
+    net = network(trained).to(ctx.device).eval()
+    load_model(net, Path(p.run) / "final" / "model.safetensors", device=str(ctx.device))
+    recipe = OmegaConf.merge(trained, p)
+
+    def file(number: int) -> Path:
+        return ctx.run_dir / "samples" / f"{number:06d}"
+
+    def make(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
+        missing = [k for k, number in enumerate(ids.tolist()) if not file(number).with_suffix(".gif").exists()]
+        if missing:
+            _, texts = batch
+            numbers = ids[missing].tolist()
+            with ctx.autocast():
+                latents = sample_clips(net, noise_schedule, texts[missing], numbers, recipe)
+            for number, latent in zip(numbers, latents, strict=True):
+                write_latent(file(number).with_suffix(".safetensors"), latent)
+                write_shown(file(number), [to_frames(latent, trained.digits)])
+        return torch.zeros(len(ids))  # a value is asked for; the files are what counts
+
+    ctx.evaluate(make, Subset(held_out, [number % len(held_out) for number in range(p.clips)]), batch_size=p.batch)
+    loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, batch_size=trained.validate_batch)
+    if ctx.is_main:
+        latents = [load_file(file(number).with_suffix(".safetensors"))["latent"] for number in range(min(p.clips, 8))]
+        videos = [to_frames(latent, trained.digits) for latent in latents]
+        ctx.log_image("strips", strips(videos))
+        ctx.log_video("clips", side_by_side(videos))
+    return {"validation_loss": loss}

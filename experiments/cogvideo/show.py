@@ -1,0 +1,60 @@
+"""Latents as something to look at: frames, strips of frames, animations; and as files, each of which appears whole."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import save
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.cogvideo.digits import to_pixels
+from jobkit.run.files import write_atomic
+from jobkit.train.video import gif
+
+
+def to_frames(latent: Tensor, digits: bool) -> Tensor:
+    """A latent [C, T, H, W] as frames, uint8 [T, 1 or 3, H', W'].
+
+    Those of digits are pixels rearranged. For others a decoder is needed that is not part of this experiment: shown is
+    the latent itself, its first three channels as red, green and blue, three standard deviations either way.
+    """
+    latent = latent.float().cpu()
+    if digits:
+        pixels = torch.from_numpy(to_pixels(latent.numpy()))[:, None]
+        pixels = pixels.repeat_interleave(4, -2).repeat_interleave(4, -1)  # so that a digit of 8 pixels can be seen
+    else:
+        pixels = latent[:3].transpose(0, 1) / 6 + 0.5
+    return (pixels * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def side_by_side(videos: list[Tensor]) -> Tensor:
+    """Videos [T, C, H, W] framed and beside each other: one video."""
+    return torch.cat([_framed(video) for video in videos], dim=3)
+
+
+def strips(videos: list[Tensor]) -> Tensor:
+    """The frames of each video [T, C, H, W] from left to right, the videos below each other: one image [C, H', W']."""
+    return torch.cat([torch.cat(list(_framed(video)), dim=2) for video in videos], dim=1)
+
+
+def _framed(video: Tensor) -> Tensor:
+    return F.pad(video, (1, 1, 1, 1), value=128)
+
+
+def write_shown(path: Path, videos: list[Tensor]) -> None:
+    """Write path.png, the strips, and then path.gif, the animation."""
+    path.parent.mkdir(exist_ok=True)
+    png = io.BytesIO()
+    Image.fromarray(strips(videos).permute(1, 2, 0).squeeze(-1).numpy()).save(png, format="png")
+    write_atomic(path.with_suffix(".png"), png.getvalue())
+    write_atomic(path.with_suffix(".gif"), gif(side_by_side(videos)))
+
+
+def write_latent(path: Path, latent: Tensor) -> None:
+    """Write a latent for a decoder to take, as a safetensors file like those that it was learnt from."""
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, save({"latent": latent.contiguous().cpu()}))
