@@ -71,7 +71,7 @@ def on_ranks(world_size: int, action: Callable[..., Any], *args: Any) -> list[An
         pipes.append(ours)
     results = []
     for pipe in pipes:
-        assert pipe.poll(40), "a rank hangs"
+        assert pipe.poll(240), "a rank hangs"
         try:
             results.append(pickle.loads(pipe.recv_bytes()))
         except EOFError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import multiprocessing
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,16 +19,18 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from PIL import Image
-from support import status, wait_for, weights
+from safetensors.torch import load_file
+from support import status, weights
 
-from experiments.imagenet64 import data, method_of, sample_grid
-from experiments.imagenet64.data import PackedImages, PngImages, open_images, read_png, split, write_png
+from experiments.imagenet64 import data, errors, method_of, sample_grid
+from experiments.imagenet64.data import PackedImages, PngImages, open_images, split, write_png
 from experiments.imagenet64.digits import write_digits
 from experiments.imagenet64.discrete import DiscreteFlowMatching
 from experiments.imagenet64.flow import FlowMatching, fixed_noise, guided, integrate, random_times, to_uint8, to_unit
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
 from experiments.imagenet64.unet import UNet
 from jobkit.run.config import Config, load
+from jobkit.train.evaluate import evaluate
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "experiments" / "imagenet64.yaml"
@@ -450,10 +453,32 @@ def test_digits_are_written_once_in_imagenets_layout(tmp_path: Path) -> None:
 
 
 TRAINING = (
-    "params={steps: 120, batch: 14, micro_batch: 4, held_out: 30, validate_every: 30, validate_batch: 8, "
-    "solver_steps: 2, unet: {width: 8, multipliers: [1, 2], blocks: 1, attention: [2], head: 8, dropout: 0.1}}"
+    "params={steps: 12, batch: 14, micro_batch: 4, held_out: 30, validate_every: 4, validate_batch: 8, solver_steps: 2, "
+    "unet: {width: 8, multipliers: [1, 2], blocks: 1, attention: [2], head: 8, dropout: 0.1}}"
 )
-DRAWING = "params={samples: 72, batch: 6, solver: dopri5}"
+DRAWING = "params={samples: 21, batch: 4, solver: dopri5}"
+
+SCRIPT = """\
+import json, os, signal, sys
+import jobkit
+from experiments import imagenet64
+from experiments.imagenet64 import sample
+
+name, params, pictures = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+
+
+def write_png(*arguments, write_png=imagenet64.write_png):
+    global pictures
+    write_png(*arguments)
+    pictures -= 1
+    if pictures == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+imagenet64.write_png = sample.write_png = write_png
+ctx = jobkit.init(name=name, params=params, runs_dir="runs")
+ctx.finish(imagenet64.train(ctx) if name == "train" else sample.sample(ctx))
+"""
 
 
 class Folder:
@@ -462,102 +487,115 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         shutil.copytree(ROOT / "experiments", path / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
+        (path / "script.py").write_text(SCRIPT)
 
-    def start(self, recipe: str, *overrides: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "jobkit", "submit", f"experiments/{recipe}.yaml", "--local", "--demo", *overrides],
+    def python(self, *arguments: str, expect: int = 0) -> str:
+        """What a Python that ends with exit code `expect` prints."""
+        done = subprocess.run(
+            [sys.executable, *arguments],
             cwd=self.path,
             env={**os.environ, "OMP_NUM_THREADS": "1", "JOBKIT_CONFIG": "none", "JOBKIT_RUNS": "runs"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            timeout=300,
         )
+        assert done.returncode == expect, done.stdout
+        return done.stdout
 
-    def run(self, recipe: str, *overrides: str) -> Path:
-        """The directory of a run that was started, or continued, and has finished."""
-        process = self.start(recipe, *overrides)
-        printed, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, printed
-        return self.directory(recipe)
+    def submit(self, recipe: Path, *overrides: str, expect: int = 0) -> str:
+        """Run the small recipe on this machine."""
+        arguments = ("submit", f"experiments/{recipe.name}", "--local", "--demo", *overrides)
+        return self.python("-m", "jobkit", *arguments, expect=expect)
 
-    def interrupt(self, recipe: str, file: str, *overrides: str) -> Path:
-        """The directory of a run that was told to stop as soon as it had written `file`."""
-        process = self.start(recipe, *overrides)
-        wait_for(file, lambda: list(self.path.glob(f"runs/{recipe}-*/{file}")) or process.poll() is not None)
-        process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
-        assert process.returncode == 75, printed
-        return self.directory(recipe)
+    def script(self, task: str, recipe: Path, *overrides: str, stop_after: int = 0) -> Path:
+        """The directory of the same in a plain script of one rank; it can be stopped when it has written some PNGs."""
+        params = load(recipe, overrides, demo=True).config.params
+        self.python("script.py", task, json.dumps(params), str(stop_after), expect=75 if stop_after else 0)
+        return self.run(task)
 
-    def directory(self, recipe: str) -> Path:
-        (found,) = self.path.glob(f"runs/{recipe}-*")
+    def run(self, name: str) -> Path:
+        (found,) = self.path.glob(f"runs/{name}-*")
         return found
+
+
+def pictures(run: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(run / "samples")): file.read_bytes() for file in run.glob("samples/**/*.png")}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A folder with a finished, uninterrupted run of two ranks."""
+    """A folder with a finished training that nothing interrupted."""
     folder = Folder(tmp_path_factory.mktemp("trained") / "folder")
-    folder.run("imagenet64", TRAINING)
+    folder.submit(RECIPE, TRAINING, "resources.tasks_per_node=1")
     return folder
 
 
 def test_an_interrupted_training_ends_with_the_same_weights_and_images(trained: Folder, tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "folder")
-    run = folder.interrupt("imagenet64", "samples/step_00000030.png", TRAINING)
-    assert 30 <= status(run)["step"] < 120
-    folder.run("imagenet64", TRAINING)
-    uninterrupted = trained.directory("imagenet64")
+    folder, uninterrupted = Folder(tmp_path / "folder"), trained.run("imagenet64")
+    run = folder.script("train", RECIPE, TRAINING, stop_after=2)
+    assert status(run)["step"] in (4, 5)
+    folder.script("train", RECIPE, TRAINING)
+    assert [attempt["first_step"] for attempt in status(run)["attempts"]] == [
+        0,
+        status(run)["attempts"][0]["last_step"],
+    ]
     assert weights(run) == weights(uninterrupted)
     assert status(run)["result"] == status(uninterrupted)["result"]
-    grids = {file.name: file.read_bytes() for file in (run / "samples").iterdir()}
-    assert sorted(grids) == [f"step_{number:08d}.png" for number in range(0, 121, 30)]
-    assert grids == {file.name: file.read_bytes() for file in (uninterrupted / "samples").iterdir()}
+    assert pictures(run) == pictures(uninterrupted)
+    assert sorted(pictures(run)) == [f"step_{number:08d}.png" for number in (0, 4, 8, 12)]
 
 
-def test_samples_of_a_run_are_the_same_on_one_rank_or_two_and_what_is_there_is_not_drawn_again(
+def test_what_is_validated_and_exported_is_the_average_of_the_weights(trained: Folder) -> None:
+    run = trained.run("imagenet64")
+    images = open_images(trained.path / "data" / "digits" / "train_8" / "box", 8, 1)
+    p = OmegaConf.create(load(RECIPE, [TRAINING], demo=True).config.params)
+    net = FlowMatching().network(1, 10, p.unet).eval()
+    net.load_state_dict(load_file(run / "final" / "model.safetensors"))
+    _, held_out = split(images, 30, flip=False)
+    with torch.no_grad():
+        loss = evaluate(errors(FlowMatching(), net), held_out, batch_size=8)
+    assert loss == pytest.approx(status(run)["result"]["validation_loss"], rel=1e-5)
+
+
+def test_samples_are_the_same_on_one_rank_or_two_and_those_there_are_not_drawn_again(
     trained: Folder, tmp_path: Path
 ) -> None:
-    training = trained.directory("imagenet64")
-    first = f"params.run={training}"
-    run = trained.run("imagenet64_sample", DRAWING, first)
-    files = {file.relative_to(run): file.read_bytes() for file in run.glob("samples/*/*")}
-    assert sorted(map(str, files)) == sorted(f"samples/{number % 10}/{number:06d}.png" for number in range(72))
-    assert len(set(files.values())) > 60
-    assert read_png(run / "samples" / "3" / "000013.png", 8, 1).shape == (1, 8, 8)
-    result = status(run)["result"]
-    assert result["validation_loss"] == status(training)["result"]["validation_loss"]
+    run = trained.run("imagenet64")
+    trained.submit(SAMPLING, DRAWING, f"params.run={run}")
+    drawn = trained.run("imagenet64_sample")
+    assert sorted(pictures(drawn)) == sorted(f"{number % 10}/{number:06d}.png" for number in range(21))
+    result = status(drawn)["result"]
+    assert result["validation_loss"] == status(run)["result"]["validation_loss"]
     assert 0 <= result["recognised"] <= 1
     assert result["pixel_frechet_distance"] > result["pixel_frechet_distance_of_training_images"] > 0
 
-    folder = Folder(tmp_path / "folder")
-    again = folder.interrupt("imagenet64_sample", "samples/*/*.png", DRAWING, first, "resources.tasks_per_node=1")
+    folder, (data_path,) = Folder(tmp_path / "folder"), trained.path.glob("data")
+    shutil.copytree(data_path, folder.path / "data")
+    again = folder.script("sample", SAMPLING, DRAWING, f"params.run={run}", stop_after=7)
+    assert len(pictures(again)) == 8  # the batch of 4 in which it was told to stop is the last one
     written = {file: file.stat().st_mtime_ns for file in again.glob("samples/*/*.png")}
-    assert 0 < len(written) < 72
-    folder.run("imagenet64_sample", DRAWING, first)
-    assert {file.relative_to(again): file.read_bytes() for file in again.glob("samples/*/*")} == files
+    folder.script("sample", SAMPLING, DRAWING, f"params.run={run}")
+    assert pictures(again) == pictures(drawn)
     assert all(file.stat().st_mtime_ns == when for file, when in written.items())
     assert status(again)["result"] == result
 
 
 def test_the_discrete_model_is_trained_and_sampled_by_the_same_recipes(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "folder")
-    one_rank = "resources.tasks_per_node=1"
-    run = folder.run("imagenet64", TRAINING, "params.method=discrete", "params.steps=40", one_rank)
-    assert status(run)["result"]["validation_loss"] < 0.9 * math.log(17)  # nats: better than knowing nothing
-    assert (run / "samples" / "step_00000040.png").exists()
-    few = "params={samples: 20, batch: 9, solver_steps: 4}"
-    drawn = folder.run("imagenet64_sample", few, f"params.run={run}", one_rank)
-    files = list(drawn.glob("samples/*/*.png"))
-    assert len(files) == 20
+    run = folder.script("train", RECIPE, TRAINING, "params.method=discrete")
+    assert 0 < status(run)["result"]["validation_loss"] < math.log(17)  # nats: better than knowing nothing
+    few = "params={samples: 12, batch: 9, solver_steps: 4}"
+    images = pictures(folder.script("sample", SAMPLING, few, f"params.run={run}"))
+    assert len(images) == 12
     greys = {round(level * 255 / 16) for level in range(17)}
-    assert all(set(read_png(file, 8, 1).unique().tolist()) <= greys for file in files)
+    for image in images.values():
+        with Image.open(io.BytesIO(image)) as opened:
+            assert set(opened.getdata()) <= greys
 
 
 def test_sampling_without_a_finished_run_is_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "folder")
-    for overrides, complaint in [([], "params.run"), (["params.run=nowhere"], "nowhere/config.yaml")]:
-        process = folder.start("imagenet64_sample", *overrides)
-        printed, _ = process.communicate(timeout=60)
-        assert process.returncode == 2 and complaint in printed
-        assert "new parameter" not in printed
+    assert "params.run" in folder.submit(SAMPLING, expect=2)
+    printed = folder.submit(SAMPLING, "params.run=nowhere", expect=2)
+    assert "nowhere/config.yaml" in printed and "new parameter" not in printed

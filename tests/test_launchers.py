@@ -218,7 +218,7 @@ PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]
 LAUNCH = [PYTHON, "-m", "torch.distributed.launch", "--nproc-per-node=4", f"--master-port={free_port()}"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", PYTHON]
-SRUN = ["srun", "--nodes=2", "--ntasks=4", "--cpus-per-task=1", PYTHON]
+SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", PYTHON]
 
 
 @contextlib.contextmanager

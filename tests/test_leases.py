@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -11,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import Project, status
+from support import Project, status, wait_for
 
 from jobkit.errors import InputError
-from jobkit.launch.leases import FOLDER, LEASES, Leases, cuda_names, take
+from jobkit.launch.leases import FOLDER, LEASES, Leases, take
+from jobkit.launch.physical import cuda_names
 from jobkit.run.devices import SHARE
 
 A, B, C = Path("/runs/a-1"), Path("/runs/b-2"), Path("/runs/c-3")
@@ -111,6 +113,15 @@ def test_every_user_of_the_machine_may_use_the_folder_and_none_may_remove_the_ot
     folder = Path(environ[FOLDER])
     assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o666}
+
+
+def test_a_folder_that_cannot_be_is_named_with_the_variable_that_moves_it(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "devices").write_text("a file")
+    message = refusal("auto", 1, A, environ)
+    assert str(tmp_path / "devices") in message
+    assert "JOBKIT_DEVICES_DIR" in message
 
 
 # Processes
@@ -250,17 +261,41 @@ def test_a_run_that_can_have_no_device_is_refused_before_anything_is_started(
     held.close()
 
 
-def test_a_killed_controller_gives_its_devices_back(tmp_path: Path, environ: dict[str, str]) -> None:
+def ranks(run: Path) -> list[int]:
+    """The processes of a run's ranks, by rank."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            words = file.read_text(errors="replace").split("\0")
+            environment = dict(word.split("=", 1) for word in words if "=" in word)
+            if environment.get("JOBKIT_RUN") == str(run) and os.getsid(int(file.parent.name)) == int(file.parent.name):
+                found[int(environment["JOBKIT_PROCID"])] = int(file.parent.name)
+    return [pid for _, pid in sorted(found.items())]
+
+
+def test_a_killed_controllers_devices_are_free_when_its_ranks_are_gone(tmp_path: Path, environ: dict[str, str]) -> None:
     project = Project(tmp_path / "project", environ)
-    (project.path / "mytask.py").write_text("import time\ntime.sleep(3)\ndef train(ctx): pass\n")
+    # Ranks that are about to choose their device, and let nobody keep them from it.
+    (project.path / "mytask.py").write_text("import time\ntime.sleep(600)\ndef train(ctx): pass\n")
     gpus = ["resources.gpus_per_task=1", "resources.nodes=1", "retry.crash=0"]
-    done = project.submit("--local", "--detach", *gpus)
-    controller = int(done.stdout.split()[1])
-    assert f"process {controller}" in refusal("auto", 1, A, environ)
-    os.kill(controller, signal.SIGKILL)
-    # As the same command would: it waits for the ranks, which find no device when they have imported the task.
-    again = take("auto", 2, project.runs[0], environ)
-    assert again.devices == ("4", "5")
+    controller = int(project.submit("--local", "--detach", *gpus).stdout.split()[1])
+    (run,) = project.runs
+    wait_for("both ranks", lambda: len(ranks(run)) == 2, run)
+    first, second = ranks(run)
+    try:
+        os.kill(controller, signal.SIGKILL)
+        message = refusal("auto", 1, A, environ)
+        assert "0 of the 2 visible are free" in message
+        assert f"4 is used by process {controller} for {run}" in message
+        os.killpg(first, signal.SIGKILL)
+        wait_for("its device", lambda: first not in ranks(run), run)
+        assert signed(environ, 1, A).devices == ("4",)
+        assert "0 of the 2 visible are free" in refusal("auto", 1, B, environ)
+    finally:
+        for rank in ranks(run):
+            os.killpg(rank, signal.SIGKILL)
+    wait_for("the other device", lambda: second not in ranks(run), run)
+    assert signed(environ, 1, B).devices == ("5",)
 
 
 # Which device a name means

@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 
 import jobkit
 from experiments.cogvideo.clips import Clips, split, write_index
-from experiments.cogvideo.diffusion import NoiseSchedule, fixed_noise, guided, integrate, spread_steps
+from experiments.cogvideo.diffusion import NoiseSchedule, denoise, fixed_noise, guided, spread_steps
 from experiments.cogvideo.digits import write_moving_digits
 from experiments.cogvideo.show import side_by_side, strips, to_frames, write_shown
 from experiments.cogvideo.transformer import VideoTransformer
@@ -115,4 +115,4 @@ def sample_clips(
 ) -> Tensor:
     """Latents [N, C, T, H, W] of clips that texts [N, L, D] describe; each a function of its id and its text."""
     noise, _ = fixed_noise(torch.tensor(ids), texts.new_empty(len(texts), *p.latent))
-    return integrate(guided(net, texts, p.guidance), noise, noise_schedule, p.solver, p.solver_steps)
+    return denoise(guided(net, texts, p.guidance), noise, noise_schedule, p.denoising_steps)

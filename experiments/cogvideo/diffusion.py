@@ -70,37 +70,17 @@ def no_text(text: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def integrate(velocity: Velocity, noise: Tensor, schedule: NoiseSchedule, solver: str, steps: int) -> Tensor:
-    """Carry noise to data along the probability flow, in `steps` steps from t = 999; `solver` is one of SOLVERS.
+def denoise(velocity: Velocity, noise: Tensor, schedule: NoiseSchedule, steps: int) -> Tensor:
+    """Carry noise to data by DDIM (Song et al. 2021, arXiv:2010.02502), in equal steps from t = 999.
 
-    With alpha = cos(angle) and sigma = sin(angle) the flow is dx / d angle = velocity.
+    With alpha = cos(angle) and sigma = sin(angle) data and noise behind x follow from x and its velocity, and to go to
+    another angle with both kept is to turn x towards its velocity: the flow dx / d angle = velocity, to first order.
     """
-    advance = SOLVERS[solver]
-    t = torch.linspace(STEPS, 0, steps + 1).round().long() - 1  # the last, -1, is data: its angle is 0
+    t = torch.linspace(STEPS, 0, steps + 1).round().long() - 1
     angle = torch.atan2(schedule.sigma.cpu(), schedule.alpha.cpu())
-    angle = torch.cat([angle, torch.zeros(1)])[t].tolist()
+    angle = torch.cat([angle, torch.zeros(1)])[t]  # t = -1, the last, is data
     x = noise
-    for i in range(steps):
-        x = advance(velocity, x, t[i : i + 2].tolist(), angle[i : i + 2])
+    for now, turn in zip(t.tolist(), angle.diff().tolist(), strict=False):
+        v = velocity(x, torch.full((len(x),), now, device=x.device))
+        x = math.cos(turn) * x + math.sin(turn) * v
     return x
-
-
-def _ddim(velocity: Velocity, x: Tensor, t: list[int], angle: list[float]) -> Tensor:
-    """DDIM's step (arXiv:2010.02502) in terms of the velocity: exact where the data and noise behind x stay the same."""
-    turn = angle[0] - angle[1]
-    return math.cos(turn) * x - math.sin(turn) * velocity(x, _times(x, t[0]))
-
-
-def _heun2(velocity: Velocity, x: Tensor, t: list[int], angle: list[float]) -> Tensor:
-    if t[1] < 0:
-        return _ddim(velocity, x, t, angle)  # the model knows no velocity at the data itself
-    h = angle[1] - angle[0]
-    first = velocity(x, _times(x, t[0]))
-    return x + h / 2 * (first + velocity(x + h * first, _times(x, t[1])))
-
-
-def _times(x: Tensor, t: int) -> Tensor:
-    return torch.full((len(x),), t, device=x.device)
-
-
-SOLVERS = {"ddim": _ddim, "heun2": _heun2}

@@ -9,6 +9,7 @@ digits). sample.py draws images from a finished run, and says how good they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
     def validate() -> float:
         with ctx.averaged(optimizer):
             net.eval()
-            loss = ctx.evaluate(errors(ctx, method, net), held_out, batch_size=p.validate_batch)
+            loss = ctx.evaluate(errors(method, net, ctx.autocast), held_out, batch_size=p.validate_batch)
             with ctx.autocast():  # on every rank: where the model is sharded, all of them take part
                 grid = sample_grid(method, net, p, ctx.device)
             net.train()
@@ -81,14 +82,16 @@ def method_of(p: DictConfig) -> Method:
     return FlowMatching() if p.method == "continuous" else DiscreteFlowMatching(p.levels)
 
 
-def errors(ctx: jobkit.Context, method: Method, net: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+def errors(
+    method: Method, net: nn.Module, autocast: Callable[[], Any] = nullcontext
+) -> Callable[[Any, Tensor], Tensor]:
     """What ctx.evaluate calls: the errors of held-out images, always at the same noise and times."""
 
     def function(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
         image, label = batch
         noise, t = fixed_noise(ids, image.shape[1:], method.noise)
         x_t, target = method.path(image, noise, t)
-        with ctx.autocast():
+        with autocast():
             return method.error(net(x_t, t, label), target)
 
     return function

@@ -51,7 +51,7 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
         return torch.zeros(len(ids))  # a value is asked for; the files are what counts
 
     ctx.evaluate(draw, labels, batch_size=p.batch)
-    loss = ctx.evaluate(errors(ctx, method, net), held_out, batch_size=p.batch)
+    loss = ctx.evaluate(errors(method, net, ctx.autocast), held_out, batch_size=p.batch)
     scores = {"validation_loss": loss}
     if ctx.is_main:
         drawn = torch.stack([read_png(file(number), trained.res, trained.channels) for number in range(p.samples)])

@@ -13,13 +13,15 @@ import json
 import os
 import re
 import shutil
-import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobkit.errors import InputError
+from jobkit.launch.physical import physical_names
 from jobkit.run.devices import SHARE, DeviceKind, of_this_machine
 
 LEASES = "JOBKIT_LEASES"
@@ -27,6 +29,9 @@ LEASES = "JOBKIT_LEASES"
 
 FOLDER = "JOBKIT_DEVICES_DIR"
 """Environment variable with the folder of the lock files, where /tmp/jobkit-devices is not the whole machine's."""
+
+DECIDING = "deciding.lock"
+"""The lock file that is held while devices are taken."""
 
 GHOST_SECONDS = 30.0
 """How long to wait for the ranks of the same run whose controller was killed: they write a last checkpoint."""
@@ -88,51 +93,83 @@ def take(device: str, count: int, run: Path, environ: Mapping[str, str]) -> Leas
         return Leases()
     folder = Path(environ.get(FOLDER, "/tmp/jobkit-devices"))  # TMPDIR differs from user to user
     locks = [folder / re.sub(r"[^\w.-]", "_", name) for name in physical_names(kind, devices, environ)]
-    deadline = time.monotonic() + GHOST_SECONDS
+    started, said = time.monotonic(), False
     while True:
-        with _deciding(folder):
-            free = [number for number, lock in enumerate(locks) if _is_free(lock)]
-            used = [number for number in range(len(locks)) if number not in free]
-            chosen = sorted((free + used)[:count]) if environ.get(SHARE) == "1" else free[:count]
-            if len(chosen) == count:
-                files = tuple(_hold(locks[number], alone=number in free) for number in chosen)
-                return Leases(kind.visible, tuple(devices[number] for number in chosen), files)
-            holders = {devices[number]: _holders(locks[number]) for number in used}
-        ghost = any(holder["run"] == str(run) for found in holders.values() for holder in found)
-        if not ghost or time.monotonic() > deadline:
-            raise InputError(_refusal(kind, count, len(free), len(devices), holders))
+        try:
+            taken = _take(locks, count, share=environ.get(SHARE) == "1")
+        except OSError as error:
+            raise InputError(f"{folder}: {error.strerror}; set {FOLDER} to a folder for all") from None
+        if taken.files:
+            return Leases(kind.visible, tuple(devices[number] for number in taken.files), tuple(taken.files.values()))
+        ghost = any(holder["run"] == str(run) for found in taken.holders.values() for holder in found)
+        if not ghost or time.monotonic() - started > GHOST_SECONDS:
+            raise InputError(_refusal(kind, count, devices, taken.holders))
+        if not said:
+            print(f"waiting for the last ranks of {run.name} to leave their devices", file=sys.stderr)
+            said = True
         time.sleep(0.2)
 
 
-def _refusal(
-    kind: DeviceKind, count: int, free: int, of: int, holders: Mapping[str, Sequence[Mapping[str, str]]]
-) -> str:
+def _refusal(kind: DeviceKind, count: int, devices: Sequence[str], holders: Holders) -> str:
     used = []
-    for device, found in holders.items():
+    for number, found in holders.items():
         who = " and ".join(f"process {one['pid']} for {one['run']}" for one in found)
-        used.append(f"{device} is used by {who or 'another run'}")
+        used.append(f"{devices[number]} is used by {who or 'another run'}")
     return (
-        f"resources: {count} {kind.name} device(s) are needed, and {free} of the {of} visible are free "
-        f"({'; '.join(used)}): wait, let {kind.visible} name others, or set {SHARE}=1 to share them"
+        f"resources: {count} {kind.name} device(s) are needed, and {len(devices) - len(used)} of the {len(devices)} "
+        f"visible are free ({'; '.join(used)}): wait, let {kind.visible} name others, or set {SHARE}=1 to share them"
     )
 
 
 # Lock files
+
+Holders = Mapping[int, Sequence[Mapping[str, str]]]
+"""By a device's number: {run, pid} of each user."""
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The open lock files of the devices that were taken, by number; or, where too few are free, who has the others."""
+
+    files: dict[int, int] = field(default_factory=dict)
+    holders: Holders = field(default_factory=dict)
+
+
+def _take(locks: Sequence[Path], count: int, share: bool) -> _Taken:
+    with _deciding(locks[0].parent):
+        free = [number for number, lock in enumerate(locks) if _is_free(lock)]
+        used = [number for number in range(len(locks)) if number not in free]
+        chosen = sorted((free + used)[:count]) if share else free[:count]
+        if len(chosen) == count:
+            return _Taken(files={number: _hold(locks[number], alone=number in free) for number in chosen})
+        return _Taken(holders={number: _holders(locks[number]) for number in used})
 
 
 @contextlib.contextmanager
 def _deciding(folder: Path) -> Iterator[None]:
     """Nobody else on this machine takes a device meanwhile. Released in an instant, so it is waited for."""
     if not folder.is_dir():
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            folder.chmod(0o1777)  # whatever the umask is: everybody's, and each file its owner's to remove
-    file = _open(folder / "deciding.lock")
+        _make(folder)
+    file = _open(folder / DECIDING)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         os.close(file)
+
+
+def _make(folder: Path) -> None:
+    """The folder, everybody's whatever the umask is, as /tmp; it appears with all permissions."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    os.close(_open(temporary / DECIDING))
+    temporary.chmod(0o1777)
+    try:
+        temporary.rename(folder)
+    except OSError:  # another process was quicker
+        shutil.rmtree(temporary)
+        if not folder.is_dir():
+            raise
 
 
 def _open(path: Path) -> int:
@@ -186,46 +223,3 @@ def _lives(pid: int) -> bool:
     except PermissionError:
         return True  # another user's
     return True
-
-
-# Which device a name means
-
-
-def physical_names(kind: DeviceKind, devices: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """A name for each device that does not depend on how the environment numbers them: its UUID where that is told."""
-    if kind.name != "cuda":
-        return [f"{kind.name}-{device}" for device in devices]
-    by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    return cuda_names(devices, _ask_driver(), by_bus)
-
-
-def cuda_names(devices: Sequence[str], query: str, by_bus: bool) -> list[str]:
-    """The UUIDs of CUDA's devices, given as numbers, as UUIDs or as the beginnings of UUIDs.
-
-    `query` is nvidia-smi's list of `uuid, name` in the order of the PCI bus. CUDA numbers devices so where it is asked
-    to (`by_bus`), else by speed; on a machine with one model both are the same. A number whose device cannot be told,
-    and one of a MIG, is its own name.
-    """
-    rows = [[cell.strip() for cell in line.split(",", 1)] for line in query.splitlines() if line.count(",")]
-    uuids = [row[0] for row in rows]
-    in_order = by_bus or len({row[1] for row in rows}) == 1
-    names = []
-    for device in devices:
-        if device.isdigit():
-            known = in_order and int(device) < len(uuids)
-            names.append(uuids[int(device)] if known else f"cuda-{device}")
-        else:
-            matching = [uuid for uuid in uuids if uuid.startswith(device)]
-            names.append(matching[0] if len(matching) == 1 else device)
-    return names
-
-
-def _ask_driver() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    command = [program, "--query-gpu=uuid,name", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -132,7 +132,7 @@ class Controller:
             begun = attempts.begin(self.run_dir, job_id, "local")
             self.attempt, self.ending = begun.number, False
             first = self._run_tasks(begun, job_id)
-            decision = attempts.end(self.run_dir, begun.number, job_id, first=first)
+            decision = attempts.end(self.run_dir, begun.number, job_id, first=first, all_returned=self._all_returned)
             if decision.action == "stop" or self.stop_signals:
                 break
             self.run_dir.record("requeued", job_id=job_id, cause=decision.reason)
@@ -181,6 +181,11 @@ class Controller:
             for task in self.tasks:
                 task.wait()
         return first
+
+    @property
+    def _all_returned(self) -> bool:
+        """Whether every rank has ended with exit code 0."""
+        return all(task.returncode == 0 for task in self.tasks)
 
     def _look_around(self, limit: TimeLimit, watch: Watch) -> None:
         """What Slurm would do here: obey `jobkit preempt`, keep the time limit, end what hangs."""

@@ -32,9 +32,7 @@ def run_probe(loaded: Loaded, plan: LaunchPlan, source: Path, say: Callable[[str
     Raises KeyboardInterrupt, after cancelling it, for Ctrl-C and its like, and InputError for a rank that is alone.
     """
     if plan.config.resources.world_size == 1:
-        raise InputError(
-            "a probe of the network needs two ranks: --tasks-per-node 2, or --no-probe for checks alone"
-        )
+        raise InputError("a probe of the network needs two ranks: --tasks-per-node 2, or --no-probe for checks alone")
     with stops.collected() as asked:
         outcome = submit(
             loaded.config,

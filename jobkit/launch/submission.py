@@ -20,7 +20,7 @@ from jobkit.run.config import Config
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir, next_version, versions
 from jobkit.run.status import Status
-from jobkit.run.taskcheck import check_task
+from jobkit.run.taskcheck import check_command, check_task
 from jobkit.scheduler import slurm
 
 PLUGIN = "jobkit.runtime.environment:JobkitJobEnvironment"
@@ -41,12 +41,15 @@ class Outcome:
 def check(config: Config, source: Path, where: Callable[[str], str] = lambda key: key) -> Path | None:
     """Refuse a config that would fail in the job; returns the task's file relative to `source`, where it is below it.
 
-    Raises InputError for a task that does not import and for a missing input.
+    Raises InputError for a task that does not import, a command that does not start, and a missing input.
     """
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
-    module = check_task(config.task, source, where("task")) if config.task else None
+    if config.command:
+        module = check_command(config.command, source, where("command"))
+    else:
+        module = check_task(config.task, source, where("task"))
     for path in config.inputs:
         if not Path(path).expanduser().exists():
             raise InputError(f"{where('inputs')}: {path}: no such file or directory; the task needs it to start")

@@ -1,4 +1,4 @@
-"""Would the task import? Answered from its source: importing it would cost seconds of torch at every submission."""
+"""Would the task start? Answered from its source: importing it would cost seconds of torch at every submission."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from jobkit.errors import InputError, nearest
+from jobkit.run.command import find_program, is_python, target
 
 
 def check_task(task: str, root: Path, place: str = "task") -> Path | None:
@@ -33,6 +34,53 @@ def check_task(task: str, root: Path, place: str = "task") -> Path | None:
     return file.relative_to(root) if root in file.parents else None
 
 
+def check_command(command: list[str], root: Path, place: str = "command") -> Path | None:
+    """Check that a command typed in `root` would start, and return the user's Python file in it, relative to `root`.
+
+    Looked at: the program is there; for a Python, that its script is and can be parsed, or that its module is found.
+    What they import is not: a script may extend sys.path first. None where it names no Python file of the user's.
+    Raises InputError saying which of these is not so.
+    """
+    program = command[0]
+    if find_program(program) is None:
+        what = "no such program, or it may not be executed" if "/" in program else "no such program on PATH"
+        hint = "" if "/" in program else nearest(program, ["python", "torchrun", "accelerate", "bash"])
+        raise InputError(f"{place}: {program}: {what}{hint}")
+    if not is_python(program):
+        return next((Path(word) for word in command[1:] if _is_own_file(word, root)), None)
+    runs = target(command)
+    if runs is None:
+        raise InputError(f"{place}: {program} with nothing to run: name a script, -m module or -c statements")
+    if runs.kind == "code":
+        return None
+    if runs.kind == "module":
+        spec = _find(runs.text, root, f"{place}: {program} -m")
+        if spec.submodule_search_locations:
+            spec = _find(f"{runs.text}.__main__", root, f"{place}: {program} -m {runs.text}")
+        file = Path(spec.origin or "")
+    else:
+        file = root / runs.text
+        if not file.exists():
+            scripts = [str(one.relative_to(root)) for one in root.glob("*.py")]
+            raise InputError(f"{place}: {runs.text}: no such file in {root}{nearest(runs.text, scripts)}")
+    if file.suffix == ".py" and (runs.kind == "script" or root in file.parents):
+        parse(file)
+    return file.relative_to(root) if file.is_file() and root in file.parents else None
+
+
+def _is_own_file(word: str, root: Path) -> bool:
+    return word.endswith(".py") and not Path(word).is_absolute() and (root / word).is_file()
+
+
+def parse(file: Path) -> ast.Module:
+    """A file's syntax tree; InputError with file and line where it is not Python."""
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise InputError(f"{file}:{line or 1}: not valid Python: {getattr(error, 'msg', error)}") from None
+
+
 def _find(module: str, root: Path, what: str) -> importlib.machinery.ModuleSpec:
     """The spec of a dotted module, without running any code of it or of its parents."""
     parts = module.split(".")
@@ -55,11 +103,7 @@ def _find(module: str, root: Path, what: str) -> importlib.machinery.ModuleSpec:
 def _check_file(file: Path, module: str, root: Path, seen: dict[Path, set[str] | None]) -> set[str] | None:
     """The names a module defines at its top, or None when a star import leaves that open."""
     seen[file] = None  # a circle of imports ends here
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise InputError(f"{file}:{line or 1}: not valid Python: {getattr(error, 'msg', error)}") from None
+    tree = parse(file)
     names: set[str] = set()
     star = False
     for node in tree.body:

@@ -1,0 +1,90 @@
+"""What a slow rank costs an evaluation: batches handed out to whoever is free, against a split made beforehand.
+
+One rank takes three times as long as the others. The work is sleeping, so that a machine with few cores shows the same
+as one with many; ideal is what it would take if it could be divided to the last second:
+    python tools/bench/evaluate.py --ranks 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+YAML = """\
+name: evaluate
+task: evaluate:measure
+params: {{milliseconds: {milliseconds}, batches: {batches}, slowdown: {slowdown}, repeats: {repeats}}}
+resources: {{tasks_per_node: {ranks}}}
+"""
+
+
+def measure(ctx: Any) -> dict[str, Any]:
+    """The task: returns how many times the ideal each evaluation took, on the rank that was done last."""
+    import torch
+
+    from jobkit.train.evaluate import evaluate
+
+    p = ctx.params
+    dataset = torch.utils.data.TensorDataset(torch.arange(4.0 * p.batches))
+    seconds = p.milliseconds / 1e3 * (p.slowdown if ctx.rank == ctx.world_size - 1 else 1)
+
+    def function(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        time.sleep(seconds)
+        return batch[0]
+
+    ways = {
+        "dynamic": lambda: ctx.evaluate(function, dataset, batch_size=4),
+        "static": lambda: evaluate(function, dataset, batch_size=4),
+    }
+    ideal = p.batches * p.milliseconds / 1e3 / (ctx.world_size - 1 + 1 / p.slowdown)
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(p.repeats + 1):
+        for way, run in ways.items():
+            ctx.barrier()
+            started = time.perf_counter()
+            mean = run()
+            ctx.barrier()
+            assert mean == (4 * p.batches - 1) / 2
+            if repeat:  # the first warms up
+                found[way].append((time.perf_counter() - started) / ideal)
+    return {**found, "ideal": ideal}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--milliseconds", type=float, default=50.0, help="a batch, on a rank that is not slow")
+    parser.add_argument("--batches", type=int, default=120)
+    parser.add_argument("--slowdown", type=float, default=3.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder:
+        project = Path(folder)
+        (project / "evaluate.py").write_text(Path(__file__).read_text())
+        (project / "evaluate.yaml").write_text(YAML.format(**vars(arguments)))
+        command = [sys.executable, "-m", "jobkit.submit", "evaluate.yaml", "--local"]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        (status,) = project.glob("runs/*/status.json")
+        result = json.loads(status.read_text())["result"]
+    print(
+        f"{arguments.ranks} ranks, one {arguments.slowdown:g} times slower, {arguments.batches} batches of "
+        f"{arguments.milliseconds:g} ms: ideally {result['ideal']:.2f} s"
+    )
+    for way, target in (("dynamic", 1.15), ("static", None)):
+        ratios = result[way]
+        spread = [round(min(ratios), 3), round(max(ratios), 3)]
+        line = {f"{way}_over_ideal": round(statistics.median(ratios), 3), "target": target, "spread": spread}
+        print(json.dumps({**line, "repeats": len(ratios)}))
+
+
+if __name__ == "__main__":
+    main()
