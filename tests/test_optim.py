@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import Project, status
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -369,3 +370,49 @@ def compare_zero() -> None:
 
 def test_it_is_the_local_optimizer_of_torchs_zero_redundancy_optimizer(tmp_path: Path) -> None:
     on_two_ranks(compare_zero, tmp_path)
+
+
+# In a run
+
+TASK = """
+import torch
+from torch import nn
+
+from jobkit.train.optim import fused_ema_adam
+
+
+def train(ctx):
+    net = nn.Sequential(nn.Linear(8, 17), nn.GELU(), nn.Linear(17, 1))
+    model = ctx.parallelize(net)
+    optimizer = ctx.optimizer(model, fused_ema_adam, lr=1e-2)
+    loader = ctx.loader(torch.utils.data.TensorDataset(torch.randn(64, 8)), global_batch_size=16)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    found = []
+
+    @torch.no_grad()
+    def look():
+        found.append(model(torch.ones(1, 8)).item())
+
+    for step in ctx.steps(8):
+        if step in (4, 6):
+            with ctx.averaged(optimizer):
+                look()
+            look()
+        (x,) = next(loader)
+        ctx.backward(model, x, lambda output, x: (output - x.sum(1, keepdim=True)).square().mean(), x)
+        ctx.update(optimizer)
+    look()
+    return found
+"""
+
+
+def test_a_model_whose_parts_stay_gathered_is_looked_at_and_trained_with_the_right_weights(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.path / "mytask.py").write_text(TASK)
+    for parallel in ("ddp", "zero2"):
+        project.submit("--local", "resources.nodes=1", f"parallel={parallel}")
+    ddp, zero2 = (
+        status(run)["result"] for run in sorted(project.runs, key=lambda run: status(run)["attempts"][0]["started"])
+    )
+    assert abs(ddp[0] - ddp[1]) > 1e-3, "the averages are not the parameters"
+    assert zero2 == pytest.approx(ddp, abs=1e-4)

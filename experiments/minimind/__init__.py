@@ -31,8 +31,7 @@ def train(ctx: jobkit.Context) -> dict[str, float | str]:
     p = ctx.params
     tokenizer, corpus = open_data(ctx, p)
 
-    net = MiniMind(**p.model)
-    model = ctx.parallelize(net)
+    model = ctx.parallelize(MiniMind(**p.model))
     optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=p.lr, betas=tuple(p.betas), weight_decay=p.weight_decay)
     scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=p.warmup, floor=p.floor)
     loader = ctx.loader(corpus.training(p.length), global_batch_size=p.batch, num_workers=p.workers)

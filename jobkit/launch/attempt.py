@@ -7,6 +7,7 @@ torch: this must work when the training processes cannot.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -94,18 +95,29 @@ def _environment(run: RunDir, number: int, scheduler: str, code: str) -> dict[st
 
 
 def end(
-    run: RunDir, number: int, job_id: str, *, first: Casualty | None = None, job: slurm.JobInfo | None = None
+    run: RunDir,
+    number: int,
+    job_id: str,
+    *,
+    first: Casualty | None = None,
+    job: slurm.JobInfo | None = None,
+    all_returned: bool = False,
 ) -> Decision:
     """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
 
-    `first` is the first rank to die, where one did; `job` is Slurm's record of the job, None for a local one.
+    `first` is the first rank to die, where one did; `job` is Slurm's record of the job, None for a local one;
+    `all_returned` is whether every rank ended with exit code 0.
     """
     now = run.status()
     attempt = next((one for one in now.attempts if one.id == number), None)
     if attempt is None or run.owner() not in (number, None):
         return Decision("stop", "another attempt owns the run")
     if attempt.ended is None:
-        _record_end(run, number, examine(run, number, run.config().resources.nodes, first, job))
+        if all_returned and run.config().command and not _was_told_to_stop(run, number, job):
+            run.record("finished", attempt=number)  # a script that asked for no context has said all it had to say
+        else:
+            death = examine(run, number, run.config().resources.nodes, first, job)
+            _record_end(run, number, _obeyed(death, first, job) if run.config().command else death)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record("cancelled", attempt=number)  # a scancel during the last save: the job must not come back
     now = run.status()
@@ -127,6 +139,19 @@ def end(
     for node in decision.exclude:
         run.record("excluded", node=node)
     return decision
+
+
+def _was_told_to_stop(run: RunDir, attempt: int, job: slurm.JobInfo | None) -> bool:
+    """Whether exit code 0 may mean: stopped as asked, and not: done."""
+    return read_json(run.notice_file(attempt)) is not None or (job is not None and slurm.stop_cause(job) is not None)
+
+
+def _obeyed(death: Death, first: Casualty | None, job: slurm.JobInfo | None) -> Death:
+    """What the signal meant that a command died of: without jobkit.init, that is how it stops."""
+    if death.cause != "killed" or first is None or first.signal not in (signal.SIGTERM, signal.SIGUSR2):
+        return death
+    near_limit = job is not None and slurm.early_timeout_signal(job, slurm.stop_margin(job.limit or 0.0))
+    return Death("timeout" if first.signal == signal.SIGUSR2 and near_limit else "signal")
 
 
 def _record_end(run: RunDir, attempt: int, death: Death) -> None:

@@ -78,7 +78,8 @@ def end_on_slurm(run: RunDir, number: int, returncode: int | None, job_id: str) 
     job = ask(job_id)
 
     def decide_now() -> Decision:
-        return end(run, number, job_id, first=_first_to_die(run, number, returncode, job), job=job)
+        first = _first_to_die(run, number, returncode, job)
+        return end(run, number, job_id, first=first, job=job, all_returned=returncode == 0)
 
     try:
         decision = patiently(run, decide_now)

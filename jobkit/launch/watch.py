@@ -43,14 +43,23 @@ class Watch:
     """Judges from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.
 
     `false_alarms`: how many attempts ended as hung before: `auto`, and what is outside the loop, gets twice the time
-    for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end.
+    for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end. `may_be_silent`: ranks
+    that never report, as those of a command without jobkit.init, are left alone.
     """
 
-    def __init__(self, run: RunDir, attempt: int, setting: str | int | bool, false_alarms: int = 0) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        setting: str | int | bool,
+        false_alarms: int = 0,
+        may_be_silent: bool = False,
+    ) -> None:
         self.run = run
         self.attempt = attempt
         self.setting = setting
         self.factor = min(2.0**false_alarms, MAX_FACTOR)
+        self.may_be_silent = may_be_silent
         self._beats: object = None
         self._since = self._looked = time.monotonic()
 
@@ -59,7 +68,8 @@ class Watch:
         """The watch of an attempt that has just begun."""
         now = run.status()
         hangs = sum(one.cause == "hang" and one.submission == now.submissions for one in now.attempts)
-        return cls(run, attempt, run.config().watchdog, hangs)
+        config = run.config()
+        return cls(run, attempt, config.watchdog, hangs, may_be_silent=bool(config.command))
 
     def limit(self, training: bool, slowest: float) -> float:
         """Seconds without a beat that count as hung; `slowest` is 0 before the first step is done."""
@@ -78,6 +88,8 @@ class Watch:
         self._looked = now
         report = read_json(self.run.progress_file)
         report = report if isinstance(report, dict) and report.get("attempt") == self.attempt else {}
+        if self.may_be_silent and not report:
+            return None
         beats = (report.get("beats"), report.get("training"))
         if beats != self._beats or now - looked > GAP_SECONDS:
             self._beats, self._since = beats, now

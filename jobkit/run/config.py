@@ -286,9 +286,10 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
         except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
             raise InputError(f"command line: {text}: {_first_line(error)}") from None
     config = build(Config, _in_full(_resolve(merged, where), where), where)
-    if bool(config.task) == bool(config.command):
-        found = "both task and command" if config.task else "neither task nor command"
-        raise InputError(f"{where('task')}: found {found}, expected task: module:callable, or command: [python, ...]")
+    if config.task and config.command:
+        raise InputError(f"{where('command')}: there is a task as well; a run is one of them")
+    if not (config.task or config.command):
+        raise InputError(f"{where('task')}: missing; it is required (or command: [python, train.py])")
     return Loaded(dataclasses.replace(config, clusters=own_clusters | config.clusters), notes, where)
 
 
@@ -361,8 +362,14 @@ def _resolve(merged: Any, where: Callable[[str], str]) -> dict[str, Any]:
 
 
 def _in_full(values: dict[str, Any], where: Callable[[str], str]) -> dict[str, Any]:
-    """`values` with `parallel: zero3`, one word, written out as a mapping."""
-    word = values.get("parallel")
+    """`values` with `parallel: zero3`, one word, written out as a mapping, and the numbers in a command as texts."""
+    word, command = values.get("parallel"), values.get("command")
+    if isinstance(command, str):
+        raise InputError(f"{where('command')}: found {command!r}, expected a list: [{', '.join(command.split())}]")
+    if isinstance(command, list):  # an interpolation of a number is one
+        numbers = [isinstance(one, (int, float)) and not isinstance(one, bool) for one in command]
+        texts = [str(one) if number else one for one, number in zip(command, numbers, strict=True)]
+        values = values | {"command": texts}
     if not isinstance(word, str):
         return values
     if word not in layout.NAMES:

@@ -17,6 +17,7 @@ from jobkit.runtime.stragglers import Stragglers
 from jobkit.runtime.tracking import Tracking
 from jobkit.train.comm import average
 from jobkit.train.data import Loader
+from jobkit.train.data_parallel import reshard
 from jobkit.train.gradients import LossScaler, clip_factor, scale_gradients
 from jobkit.train.named import parameters_of
 from jobkit.train.parallel import Parallel
@@ -167,12 +168,18 @@ class Builder:
     def averaged(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """While inside, the parameters are their moving averages, where the optimizer keeps any. Collective."""
         with ExitStack() as swapped:
+            swapped.callback(self._reshard)
             swapped.enter_context(getattr(optimizer, "averaged", nullcontext)())
+            self._reshard()
             self._swapped.append(swapped)
             try:
                 yield
             finally:
                 self._swapped.remove(swapped)
+
+    def _reshard(self) -> None:
+        for module in self._tracking.modules:
+            reshard(module)
 
     def _end_averaged(self) -> None:
         """Put the parameters themselves back: a stop within `averaged` is about to save them."""

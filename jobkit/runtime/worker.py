@@ -14,6 +14,13 @@ class Worker:
 
     def __call__(self) -> None:
         # Imported in the job only: the submitting side pickles this class and must not pay for torch.
-        from jobkit.runtime.task import run_rank
+        from jobkit.run.rundir import RunDir
 
-        run_rank(self.run)
+        if RunDir(self.run).config().command:
+            from jobkit.runtime.command import become_command
+
+            become_command(self.run)
+        else:
+            from jobkit.runtime.task import run_rank
+
+            run_rank(self.run)

@@ -72,6 +72,16 @@ def shard(module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
+def reshard(module: nn.Module) -> None:
+    """Drop what ranks have gathered of each other's parameters and kept, as zero2 does from one forward to the next.
+
+    Parameters that were changed by hand would otherwise not be seen by the next forward.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 @contextmanager
 def without_synchronisation(model: nn.Module) -> Iterator[None]:
     """While inside, gradients stay on this rank: DDP's no_sync, and FSDP2's counterpart."""

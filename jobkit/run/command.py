@@ -1,0 +1,57 @@
+"""The words of a YAML's `command:`: which of them is the user's own code. No torch, and nothing is run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+THIS_PYTHON = ("python", "python3")
+"""Programs that mean the Python which jobkit runs in."""
+
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a Python on the command line is to run."""
+
+    kind: Literal["script", "module", "code"]
+    text: str
+    """A path, a dotted name, or statements."""
+    index: int
+    """Its place among the words; that of `-m` and `-c` is the one before."""
+
+
+def is_python(program: str) -> bool:
+    """Whether a program is a Python, by its name."""
+    return re.fullmatch(r"python[\d.]*", Path(program).name) is not None
+
+
+def target(command: Sequence[str]) -> Target | None:
+    """What `[python, options ..., train.py, ...]` runs; None where it would wait for somebody to type."""
+    index = 1
+    while index < len(command):
+        word = command[index]
+        if word in ("-m", "-c"):
+            kind: Literal["module", "code"] = "module" if word == "-m" else "code"
+            return Target(kind, command[index + 1], index + 1) if index + 1 < len(command) else None
+        if not word.startswith("-"):
+            return Target("script", word, index)
+        index += 2 if word in _WITH_VALUE else 1
+    return None
+
+
+def find_program(program: str) -> str | None:
+    """The file to execute: of this virtual environment first, then on PATH; a path as it is. None where there is none.
+
+    `python` is the one that jobkit runs in.
+    """
+    if program in THIS_PYTHON:
+        return sys.executable
+    own = shutil.which(program, path=str(Path(sys.executable).parent)) if sys.prefix != sys.base_prefix else None
+    return own or shutil.which(program)
