@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from slurm_cluster import Cluster
 from support import Project, queue, status, wait_for
 from test_layers import HEAVY, imported_by
 
+from jobkit.cli.doctor import tables, verdict
 from jobkit.launch import checks
 from jobkit.launch.checks import OK, PROBLEM, WARNING, check_runs_dir, check_slurm
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
 from jobkit.train.network import bus_bandwidth, by_node, node_rounds, slow_nodes
 
 QUICK = "params.sizes=[1024,65536]"
@@ -48,7 +54,6 @@ def test_doctor_measures_two_nodes_of_a_slurm(tmp_path: Path, slurm: Cluster) ->
     for words in ("Slurm", "low is UP: 4 node(s)", "JobRequeue=1", "PreemptMode=REQUEUE, GraceTime=20, KillWait=10"):
         assert words in printed
     assert "all-reduce of 2 ranks on 2 node(s)" in printed and "1 KiB" in printed
-    assert "node1" in printed and "node2" in printed
     assert project.runs == [] and queue(slurm, project) == []
 
 
@@ -156,6 +161,35 @@ def test_a_slurm_that_is_not_set_up_is_a_problem(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     (check,) = check_slurm(None, 1)
     assert (check.name, check.state) == ("slurm", PROBLEM) and "--local" in check.advice
+
+
+# What is printed
+
+WORLD = [{"bytes": 1024, "seconds": 2e-4, "bus": 5e6}, {"bytes": 64 << 20, "seconds": 0.05, "bus": 1.3e9}]
+ABOUT = {"device": "cpu", "backend": "gloo", "ranks": 4, "world": WORLD}
+EVEN = [{"node": f"node{number}", "inside": 3e9, "between": 1e9} for number in (1, 2, 3)]
+UNEVEN = [*EVEN[:2], {"node": "node3", "inside": 3e9, "between": 2e8}]
+UNKNOWN = [{"node": "node1", "inside": None, "between": None}]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "slow", "state", "rows"),
+    [
+        (EVEN, [], OK, ["node1 3 GB/s 1 GB/s", "node2 3 GB/s 1 GB/s", "node3 3 GB/s 1 GB/s"]),
+        (UNEVEN, ["node3"], WARNING, ["node1 3 GB/s 1 GB/s", "node2 3 GB/s 1 GB/s", "node3 3 GB/s 200 MB/s slow"]),
+        (UNKNOWN, [], OK, []),
+    ],
+)
+def test_the_tables_name_a_slow_node(nodes: Any, slow: list[str], state: str, rows: list[str]) -> None:
+    probe = {**ABOUT, "nodes": nodes, "slow": slow}
+    console = Console(record=True, width=100, file=io.StringIO())
+    for table in tables(probe):
+        console.print(table)
+    printed = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
+    assert {"1 KiB 200 us 5 MB/s", "64 MiB 50 ms 1.3 GB/s"} <= set(printed)
+    assert [line for line in printed if re.match(r"node\d", line)] == rows
+    check = verdict(RunDir("run"), Status(state="finished", result=probe), nodes=3)
+    assert check.state == state and all(name in check.found and name in check.advice for name in slow)
 
 
 # The probe's arithmetic

@@ -309,7 +309,7 @@ def test_the_grid_of_samples_is_repeatable_and_leaves_the_random_numbers_alone(n
 
 def test_real_digits_are_recognised_and_wrongly_labelled_ones_are_not(tmp_path: Path) -> None:
     write_digits(tmp_path / "box")
-    images, label = torch.utils.data.default_collate(list(PngImages(tmp_path / "box", 8, 1)))
+    images, label = torch.utils.data.default_collate(list(PngImages(tmp_path / "box", 8, 1))[::5])
     assert recognised(images, label) > 0.98
     assert recognised(images, (label + 1) % 10) < 0.02
 
@@ -453,8 +453,8 @@ def test_digits_are_written_once_in_imagenets_layout(tmp_path: Path) -> None:
 
 
 TRAINING = (
-    "params={steps: 12, batch: 14, micro_batch: 4, held_out: 30, validate_every: 4, validate_batch: 8, solver_steps: 2, "
-    "unet: {width: 8, multipliers: [1, 2], blocks: 1, attention: [2], head: 8, dropout: 0.1}}"
+    "params={steps: 12, batch: 14, micro_batch: 4, held_out: 30, validate_every: 4, validate_batch: 8, "
+    "solver_steps: 2, unet: {width: 8, multipliers: [1, 2], blocks: 1, attention: [2], head: 8, dropout: 0.1}}"
 )
 DRAWING = "params={samples: 21, batch: 4, solver: dopri5}"
 
@@ -536,10 +536,8 @@ def test_an_interrupted_training_ends_with_the_same_weights_and_images(trained: 
     run = folder.script("train", RECIPE, TRAINING, stop_after=2)
     assert status(run)["step"] in (4, 5)
     folder.script("train", RECIPE, TRAINING)
-    assert [attempt["first_step"] for attempt in status(run)["attempts"]] == [
-        0,
-        status(run)["attempts"][0]["last_step"],
-    ]
+    stopped, continued = status(run)["attempts"]
+    assert continued["first_step"] == stopped["last_step"]
     assert weights(run) == weights(uninterrupted)
     assert status(run)["result"] == status(uninterrupted)["result"]
     assert pictures(run) == pictures(uninterrupted)
@@ -566,12 +564,12 @@ def test_samples_are_the_same_on_one_rank_or_two_and_those_there_are_not_drawn_a
     drawn = trained.run("imagenet64_sample")
     assert sorted(pictures(drawn)) == sorted(f"{number % 10}/{number:06d}.png" for number in range(21))
     result = status(drawn)["result"]
-    assert result["validation_loss"] == status(run)["result"]["validation_loss"]
+    assert result["validation_loss"] == pytest.approx(status(run)["result"]["validation_loss"], rel=1e-6)
     assert 0 <= result["recognised"] <= 1
     assert result["pixel_frechet_distance"] > result["pixel_frechet_distance_of_training_images"] > 0
 
-    folder, (data_path,) = Folder(tmp_path / "folder"), trained.path.glob("data")
-    shutil.copytree(data_path, folder.path / "data")
+    folder = Folder(tmp_path / "folder")
+    shutil.copytree(trained.path / "data", folder.path / "data")
     again = folder.script("sample", SAMPLING, DRAWING, f"params.run={run}", stop_after=7)
     assert len(pictures(again)) == 8  # the batch of 4 in which it was told to stop is the last one
     written = {file: file.stat().st_mtime_ns for file in again.glob("samples/*/*.png")}
@@ -591,7 +589,7 @@ def test_the_discrete_model_is_trained_and_sampled_by_the_same_recipes(tmp_path:
     greys = {round(level * 255 / 16) for level in range(17)}
     for image in images.values():
         with Image.open(io.BytesIO(image)) as opened:
-            assert set(opened.getdata()) <= greys
+            assert set(np.unique(opened).tolist()) <= greys
 
 
 def test_sampling_without_a_finished_run_is_refused(tmp_path: Path) -> None:

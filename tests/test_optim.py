@@ -406,13 +406,15 @@ def train(ctx):
 """
 
 
+def result_of(project: Project, override: str) -> list[float]:
+    project.submit("--local", "resources.nodes=1", override)
+    result: list[float] = status(project.run_of("resources.nodes=1", override))["result"]
+    return result
+
+
 def test_a_model_whose_parts_stay_gathered_is_looked_at_and_trained_with_the_right_weights(tmp_path: Path) -> None:
     project = Project(tmp_path)
     (project.path / "mytask.py").write_text(TASK)
-    for parallel in ("ddp", "zero2"):
-        project.submit("--local", "resources.nodes=1", f"parallel={parallel}")
-    ddp, zero2 = (
-        status(run)["result"] for run in sorted(project.runs, key=lambda run: status(run)["attempts"][0]["started"])
-    )
+    ddp, zero2 = (result_of(project, f"parallel={name}") for name in ("ddp", "zero2"))
     assert abs(ddp[0] - ddp[1]) > 1e-3, "the averages are not the parameters"
     assert zero2 == pytest.approx(ddp, abs=1e-4)

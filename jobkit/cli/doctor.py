@@ -125,8 +125,9 @@ def tables(probe: dict[str, Any]) -> list[Table]:
     nodes = Table("node", "inside", "with its neighbours", "")
     for row in probe["nodes"]:
         slow = "slow" if row["node"] in probe["slow"] else ""
-        nodes.add_row(row["node"], _rate(row["inside"]), _rate(row["between"]), slow)
-    return [world, nodes] if len(probe["nodes"]) > 1 else [world]
+        if row["inside"] or row["between"]:
+            nodes.add_row(row["node"], _rate(row["inside"]), _rate(row["between"]), slow)
+    return [world, nodes] if nodes.rows else [world]
 
 
 def _size(size: int) -> str:
