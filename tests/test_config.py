@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 
 from jobkit.errors import InputError
-from jobkit.run.config import UNLIMITED, CheckpointConfig, Config, Loaded, Resources, RetryConfig, load, read_resolved
+from jobkit.run.config import (
+    UNLIMITED,
+    CheckpointConfig,
+    CommConfig,
+    Config,
+    Loaded,
+    ParallelConfig,
+    Resources,
+    RetryConfig,
+    load,
+    read_resolved,
+)
 from jobkit.run.duration import format_seconds, parse_seconds
 from jobkit.run.identity import run_name
 from jobkit.run.yamlfile import parse_value
@@ -202,12 +213,13 @@ def test_an_override_beats_the_demo(tmp_path: Path) -> None:
 
 # Refusals
 
-ALLOWED_KEYS = "allowed: name, task, params"
+ALLOWED_KEYS = "allowed: name, task, command, params"
 REFUSED = [
     ("recources: {nodes: 1}", ["toy.yaml:3: recources", "did you mean 'resources'?", ALLOWED_KEYS]),
     ("resources:\n  nodes: 1\n  node: 1", ["toy.yaml:5: resources.node:", "did you mean 'nodes'?", "tasks_per_node"]),
     ("checkpoint: {evry: 5}", ["toy.yaml:3: checkpoint.evry", "did you mean 'every'?"]),
     ("1: 2", ["toy.yaml:3: 1: unknown key"]),
+    ("command: [python, train.py]", ["toy.yaml:3: command", "a task as well"]),
     ("resources: {nodes: yes}", ["toy.yaml:3: resources.nodes: found True", "a whole number"]),
     ('resources: {nodes: "2"}', ["toy.yaml:3: resources.nodes: found '2'", "a whole number"]),
     ("resources: {nodes: 1.5}", ["found 1.5", "a whole number"]),
@@ -397,6 +409,10 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         inputs=["/data"],
         seed=3,
         precision="bf16",
+        parallel=ParallelConfig(data="hsdp", shards=2, tensor=3, pipeline="all", microbatches=4),
+        comm=CommConfig(hook="powersgd", powersgd_rank=2, powersgd_start=5, bucket_cap_mb=50, local_sgd=8),
+        device="cuda",
+        backend="gloo",
         resources=Resources(nodes=2, tasks_per_node=3, gpus_per_task=1, cpus_per_task=4, time="1:00:00"),
         checkpoint=CheckpointConfig(every="10min", keep=2, mtbf="8h"),
         retry=RetryConfig(preemption=9, time_limit=UNLIMITED, node_failure=0, crash=1, exclude_after=5),
@@ -405,7 +421,7 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
     )
     defaults = Config(name="", task="")
     changed = {f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != getattr(defaults, f.name)}
-    assert changed | {"params"} == {f.name for f in dataclasses.fields(Config)}
+    assert changed | {"params", "command"} == {f.name for f in dataclasses.fields(Config)}
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert read_resolved(tmp_path / "config.yaml") == config
 

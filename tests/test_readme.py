@@ -12,10 +12,11 @@ import pytest
 from support import Project, status
 
 from jobkit.cli.main import VERBS
-from jobkit.run.config import CheckpointConfig, Config, Resources, RetryConfig
+from jobkit.run.config import CheckpointConfig, CommConfig, Config, ParallelConfig, Resources, RetryConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+TRAINING = (ROOT / "docs/training.md").read_text()
 
 
 def block(begins: str) -> str:
@@ -25,12 +26,19 @@ def block(begins: str) -> str:
 
 @pytest.mark.parametrize(
     ("cls", "prefix"),
-    [(Config, ""), (Resources, "resources."), (CheckpointConfig, "checkpoint."), (RetryConfig, "retry.")],
+    [
+        (Config, ""),
+        (Resources, "resources."),
+        (CheckpointConfig, "checkpoint."),
+        (RetryConfig, "retry."),
+        (ParallelConfig, "parallel."),
+        (CommConfig, "comm."),
+    ],
 )
 def test_every_key_of_the_yaml_is_in_the_table(cls: type, prefix: str) -> None:
     table = "\n".join(line for line in README.splitlines() if line.startswith("| `"))
     for field in dataclasses.fields(cls):
-        if not dataclasses.is_dataclass(field.type) and field.name not in ("resources", "checkpoint", "retry"):
+        if not dataclasses.is_dataclass(field.type) and field.name not in ("resources", "checkpoint", "retry", "comm"):
             assert f"`{prefix}{field.name}`" in table
 
 
@@ -44,8 +52,16 @@ def test_every_option_and_verb_in_the_readme_exists(tmp_path: Path) -> None:
         assert option in known, option
     for verb in re.findall(r"-m jobkit (\w+)", README):
         assert verb in VERBS
-    for file in re.findall(r"(?:tools|experiments|docs)/[\w./]+\.\w+", README):
+    for file in re.findall(r"(?:tools|experiments|docs|tests|jobkit)/[\w./]+\.\w+", README + TRAINING):
         assert (ROOT / file).exists(), file
+
+
+def test_every_test_that_the_docs_name_exists() -> None:
+    tests = "".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", TRAINING)
+    assert len(named) > 30
+    for name in named:
+        assert f"def {name}(" in tests, name
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
