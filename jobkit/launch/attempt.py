@@ -83,7 +83,8 @@ def _bury(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> None:
 
 
 def _environment(run: RunDir, number: int, scheduler: str, code: str) -> dict[str, str]:
-    threads = os.environ.get("OMP_NUM_THREADS") or str(run.config().resources.cpus_per_task)
+    config = run.config()  # read in any case: an attempt that could not read it must not begin
+    threads = os.environ.get("OMP_NUM_THREADS") or str(config.resources.cpus_per_task)
     return {
         "JOBKIT_RUN": str(run.path),
         "JOBKIT_ATTEMPT": str(number),

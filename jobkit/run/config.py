@@ -34,7 +34,7 @@ def _check_name(value: str) -> None:
 
 
 def _check_task(value: str) -> None:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+    if value and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):  # empty where there is a command
         raise ValueError("module:callable, as in mytask:train")
 
 
