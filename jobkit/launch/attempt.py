@@ -36,6 +36,7 @@ class Begun:
 
 def begin(run: RunDir, job_id: str, scheduler: str) -> Begun:
     """Take the lease of the run directory for a new attempt; raises NotRunnable where there is nothing to run."""
+    config = run.config()  # an attempt whose ranks could not read it does not begin
     before = run.status()
     if before.state in (status.FINISHED, status.CANCELLED) or before.cancel_requested:
         raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
@@ -50,7 +51,7 @@ def begin(run: RunDir, job_id: str, scheduler: str) -> Begun:
     write_json(run.lease_file, lease | {"node": os.environ.get("SLURMD_NODENAME")})
     run.failed_starts.unlink(missing_ok=True)
     run.record("started", attempt=number, job_id=job_id, host=socket.gethostname())
-    return Begun(number, _environment(run, number, scheduler, before.code))
+    return Begun(number, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
 
 
 def _refuse_second_job(before: status.Status, job_id: str, scheduler: str) -> None:
@@ -82,9 +83,8 @@ def _bury(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> None:
     run.record("requeued", job_id=job_id, cause=death.cause, by="slurm")
 
 
-def _environment(run: RunDir, number: int, scheduler: str, code: str) -> dict[str, str]:
-    config = run.config()  # read in any case: an attempt that could not read it must not begin
-    threads = os.environ.get("OMP_NUM_THREADS") or str(config.resources.cpus_per_task)
+def _environment(run: RunDir, number: int, scheduler: str, code: str, cpus: int) -> dict[str, str]:
+    threads = os.environ.get("OMP_NUM_THREADS") or str(cpus)
     return {
         "JOBKIT_RUN": str(run.path),
         "JOBKIT_ATTEMPT": str(number),
