@@ -241,8 +241,9 @@ def test_more_steps_come_closer_to_the_flow_at_first_order() -> None:
         return factor[:, None] * x
 
     noise = torch.ones(1, 1, dtype=torch.float64)
-    coarse, fine = (abs(denoise(velocity, noise, schedule, steps).item() - deviation) for steps in (50, 200))
-    assert math.log(coarse / fine, 4) == pytest.approx(1, abs=0.1)
+    coarse, fine = (abs(denoise(velocity, noise, schedule, steps).item() - deviation) for steps in (250, 1000))
+    # Steps that are equal in t are most uneven in the angle near pure noise, so it is 1 only in the limit.
+    assert math.log(coarse / fine, 4) == pytest.approx(1, abs=0.15)
 
 
 def test_guidance_extrapolates_from_no_text_past_the_text() -> None:
