@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from jobkit.errors import JobkitError
 from jobkit.train.data import derive_seed, preserved_generators, seed_generators
 from jobkit.train.step import Loss, batch_size, cut
 
@@ -158,21 +159,22 @@ class Pipeline(nn.Module):
         return self.index == self.stages - 1
 
     def _count(self, size: int, micro_batch_size: int | None) -> int:
-        """How many micro-batches a share of `size` samples is cut into; all are of one size."""
+        """How many micro-batches a share of `size` samples is cut into: of one size, and at least one a stage."""
         if self.microbatches is not None:
-            count, why = self.microbatches, "parallel.microbatches"
+            least = most = max(self.microbatches, self.stages)
         elif micro_batch_size is not None:
-            count, why = math.ceil(size / micro_batch_size), "micro_batch_size"
+            least, most = max(math.ceil(size / micro_batch_size), self.stages), size
         else:
-            counts = [n for n in range(self.stages, 4 * self.stages + 1) if size % n == 0]
-            count, why = max(counts, default=self.stages), "the number of stages"
-        count = max(count, self.stages)
-        if size % count:
-            raise ValueError(
-                f"a pipeline's micro-batches are of one size, and a share of {size} sample(s) does not divide by "
-                f"{count}, from {why}: choose the global batch or parallel.microbatches to fit"
+            least, most = self.stages, size
+        counts = [count for count in range(least, most + 1) if size % count == 0]
+        if not counts:
+            raise JobkitError(
+                f"a pipeline of {self.stages} stages cannot cut a share of {size} sample(s) into "
+                f"{least} or more micro-batches of one size: choose the global batch, or parallel.microbatches, to fit"
             )
-        return count
+        if micro_batch_size is not None:
+            return counts[0]
+        return max((count for count in counts if count <= 4 * self.stages), default=counts[0])
 
 
 @contextmanager
