@@ -209,6 +209,11 @@ def test_training_steps_are_spread_evenly_over_the_ranks_together() -> None:
     assert not torch.equal(of_ranks[0], spread_steps(5, 0, 4, torch.device("cpu")))
 
 
+def test_a_draw_next_to_one_is_no_step_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 1 - 2**-24))
+    assert spread_steps(2, 31, 32, torch.device("cpu"))[-1] == 999  # in float32, 63 + (1 - 2**-24) is 64
+
+
 def test_validation_noise_depends_on_the_sample_alone() -> None:
     state = torch.get_rng_state()
     noise, t = fixed_noise(torch.arange(1000), torch.zeros(1000, 2))

@@ -68,13 +68,10 @@ def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) 
     assert "ZeroDivisionError" in status(run)["error"]
 
 
-def test_several_tasks_that_would_each_train_alone_are_an_error(tmp_path: Path, slurm: Cluster) -> None:
+def test_several_tasks_that_would_each_train_alone_are_an_error(tmp_path: Path) -> None:
     process = run_script(tmp_path, 0.0, OMPI_COMM_WORLD_SIZE="4")
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0 and "DistributedError" in errors and "OMPI_COMM_WORLD_SIZE=4" in errors
-    command = ["srun", "--ntasks=2", sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=slurm.env, text=True, capture_output=True, timeout=120)
-    assert done.returncode != 0 and "each would train alone" in done.stderr
     assert not list(tmp_path.glob("runs/*"))
 
 

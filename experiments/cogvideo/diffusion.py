@@ -42,7 +42,8 @@ def spread_steps(n: int, rank: int, world_size: int, device: torch.device) -> Te
     CogVideoX's explicit uniform sampling: less noise in the loss than independent draws have.
     """
     parts = torch.arange(n, device=device) * world_size + rank
-    return ((parts + torch.rand(n, device=device)) * (STEPS / (n * world_size))).long()
+    t = ((parts + torch.rand(n, device=device)) * (STEPS / (n * world_size))).long()
+    return t.clamp(max=STEPS - 1)  # a float32 just below 1, added to a whole number, may be rounded up
 
 
 def fixed_noise(ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ class VideoTransformer(nn.Module):
     def forward(self, latent: Tensor, t: Tensor, text: Tensor) -> Tensor:
         patches, grid = patchify(latent, self.patch)
         video = self.embed_patch(patches) + positions(*grid, self.dim, latent.device)
-        words = self.embed_text(text)
+        words = self.embed_text(text).float()  # under autocast the streams stay fp32, as what is added to them adds up
         time = self.embed_time(sinusoids(t, self.dim))
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():

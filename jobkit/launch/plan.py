@@ -80,7 +80,7 @@ def make_plan(run: Path, config: Config, cluster: str, where: Callable[[str], st
     resources = build(Resources, values, lambda key: where(f"clusters.{cluster}.{key}"))
     config = dataclasses.replace(config, resources=resources)
     try:
-        layout.check(config.parallel, config.comm, resources)
+        layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
         raise InputError(f"{where('parallel')}: {error}") from None
     if resources.gpus_per_task == 0 and config.device not in (devices.AUTO, devices.CPU):

@@ -70,7 +70,7 @@ def factor(parallel: ParallelConfig, world_size: int, tasks_per_node: int) -> La
     return Layout(pipeline, 1 if sharded else data, data if sharded else 1, tensor)
 
 
-def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources) -> Layout:
+def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources, precision: str = "fp32") -> Layout:
     """The Layout of a config; ValueError naming key and reason for a product that cannot work."""
     layout = factor(parallel, resources.world_size, resources.tasks_per_node)
     if parallel.shards != "auto" and parallel.data != "hsdp":
@@ -84,11 +84,13 @@ def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources) -> L
             f"tensor = {layout.tensor} spans nodes of {resources.tasks_per_node} task(s): every layer would wait for "
             "the network; at most resources.tasks_per_node"
         )
-    _check_comm(parallel, comm, layout, resources)
+    _check_comm(parallel, comm, layout, resources, precision)
     return layout
 
 
-def _check_comm(parallel: ParallelConfig, comm: CommConfig, layout: Layout, resources: Resources) -> None:
+def _check_comm(
+    parallel: ParallelConfig, comm: CommConfig, layout: Layout, resources: Resources, precision: str
+) -> None:
     in_ddp = parallel.data in ("ddp", "zero1") and layout.tensor == 1
     if comm.hook != "none" and not in_ddp:
         raise ValueError(
@@ -96,6 +98,14 @@ def _check_comm(parallel: ParallelConfig, comm: CommConfig, layout: Layout, reso
         )
     if comm.hook == "bf16" and resources.gpus_per_task == 0:
         raise ValueError("comm.hook = bf16 needs a GPU backend: gloo cannot add bfloat16; use fp16 or powersgd")
+    if comm.hook == "powersgd" and layout.pipeline > 1:
+        raise ValueError(
+            "comm.hook = powersgd keeps a memory that a pipeline's schedule would disturb; use fp16 or bf16"
+        )
+    if comm.hook == "powersgd" and precision == "fp16":
+        raise ValueError(
+            "comm.hook = powersgd keeps what it has not sent, also of a step that overflowed in fp16; use bf16 or fp32"
+        )
     if comm.local_sgd > 1:
         if parallel.data != "ddp" or layout.tensor > 1 or layout.pipeline > 1:
             raise ValueError(

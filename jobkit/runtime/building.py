@@ -15,12 +15,12 @@ from jobkit.run.layout import factor
 from jobkit.runtime.session import Session
 from jobkit.runtime.stragglers import Stragglers
 from jobkit.runtime.tracking import Tracking
-from jobkit.train.comm import average
+from jobkit.train.comm import average_replicas
 from jobkit.train.data import Loader
 from jobkit.train.data_parallel import reshard
 from jobkit.train.gradients import LossScaler, clip_factor, scale_gradients
 from jobkit.train.named import parameters_of
-from jobkit.train.parallel import Parallel
+from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.step import Loss
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,6 +46,8 @@ class Builder:
         self._made: list[tuple[str, Any]] = []
         """What ctx.parallelize and ctx.loader made: a checkpoint without it would be worthless."""
         self._updates = 0
+        self._scale_used = 1.0
+        """The loss scale that the gradients have been computed with."""
         self._swapped: list[ExitStack] = []
         """Of each `averaged` that the training function is inside of: what ends it."""
 
@@ -59,7 +61,13 @@ class Builder:
         if any(parameter.requires_grad for parameter in module.parameters()):
             self._made.append(("the model of ctx.parallelize", module))
         self._stragglers.watch(module, self._parallel.forward_is_collective)
+        unwrapped(module).register_forward_hook(self._show_life)
         return module
+
+    def _show_life(self, *_: Any) -> None:
+        """After each forward pass: many of them without a step in between, as in sampling, are no hang."""
+        if not torch.is_grad_enabled():
+            self._session.pulse.beat()
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
@@ -107,6 +115,7 @@ class Builder:
         `global_batch_size` samples or of the loader's. `loss` returns the mean over the samples it is given.
         """
         self._stragglers.own.forward_begins()
+        self._scale_used = self._scaler.scale if self._scaler is not None else 1.0
         return self._parallel.backward(
             model,
             inputs,
@@ -115,7 +124,7 @@ class Builder:
             global_batch_size=global_batch_size or self._global_batch_size(),
             micro_batch_size=micro_batch_size,
             autocast=self.autocast,
-            scale=self._scaler.scale if self._scaler is not None else 1.0,
+            scale=self._scale_used,
         )
 
     def _global_batch_size(self) -> int:
@@ -137,12 +146,11 @@ class Builder:
         norm: torch.Tensor | None = None
         accepted = True
         if self._scaler is not None:
-            scale = self._scaler.scale
-            norm = self._parallel.norm(parameters) / scale
+            norm = self._parallel.norm(parameters) / self._scale_used
             accepted = self._scaler.accepts(norm)
             factor = clip_factor(norm, max_norm) if max_norm is not None else 1.0
             if accepted:
-                scale_gradients(parameters, factor / scale)
+                scale_gradients(parameters, factor / self._scale_used)
         elif max_norm is not None:
             norm = self._parallel.norm(parameters)
             scale_gradients(parameters, clip_factor(norm, max_norm))
@@ -159,10 +167,9 @@ class Builder:
         if not self._updates:
             raise JobkitError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
         if self.step % self._session.config.comm.local_sgd == 0 or self.step == total:
-            with torch.no_grad():
-                for _, module in self._made:
-                    if isinstance(module, nn.Module):
-                        average([*module.parameters(), *module.buffers()], self._parallel.data_group)
+            tracked = self._tracking.objects.values()
+            optimizers = [value for value in tracked if isinstance(value, torch.optim.Optimizer)]
+            average_replicas(self._tracking.modules, optimizers, self._parallel.data_group)
 
     @contextmanager
     def averaged(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:

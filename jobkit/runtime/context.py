@@ -358,6 +358,7 @@ class Context(Builder):
         self, function: PerSample | Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """What `evaluate` takes the mean of: float64 [len(dataset)] by sample number, on the CPU of every rank."""
+        self._tracking.share_buffers()
         scores = self._evaluations.run(
             function,
             dataset,
@@ -424,6 +425,7 @@ class Context(Builder):
             for value in self._tracking.objects.values():
                 if isinstance(value, torch.optim.Optimizer):
                     averages.enter_context(self.averaged(value))
+            self._tracking.share_buffers()
             for name, module in modules.items():
                 weights = whole_weights(module)
                 if self.is_main:

@@ -16,16 +16,23 @@ from jobkit.train.pipeline import Pipeline
 
 
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The state_dict of the user's own module with every tensor whole and on the CPU, on rank 0. Collective."""
+    """The state_dict of the user's own module with every tensor whole, on the CPU of rank 0. Collective.
+
+    Nothing on the other ranks, of which a node may have more than it has memory for such copies.
+    """
+    stages = module.group if isinstance(module, Pipeline) else None
+    first = dist.get_global_rank(stages, 0) if stages is not None else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    wanted = first == 0 if stages is not None else rank == 0
     weights = {}
     for name, tensor in unwrapped(module).state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        weights[name] = whole.detach().cpu()
-    if not isinstance(module, Pipeline):
+        if wanted:
+            weights[name] = whole.detach().cpu()
+    if stages is None or not wanted:
         return weights
-    first = dist.get_global_rank(module.group, 0)
-    parts: list[dict[str, Tensor] | None] | None = [None] * module.stages if module.index == 0 else None
-    dist.gather_object(weights, parts, dst=first, group=module.group)
+    parts: list[dict[str, Tensor] | None] | None = [None] * dist.get_world_size(stages) if rank == 0 else None
+    dist.gather_object(weights, parts, dst=first, group=stages)
     return {name: tensor for part in parts or [] if part for name, tensor in part.items()}
 
 

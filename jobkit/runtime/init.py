@@ -133,7 +133,7 @@ def _with_ranks(config: Config, topology: Topology, gpus: int | None) -> Config:
         gpus_per_task=config.resources.gpus_per_task if gpus is None else gpus,
     )
     try:
-        layout.check(config.parallel, config.comm, resources)
+        layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
         raise InputError(f"parallel: {error} (started were {topology.world_size} rank(s))") from None
     return dataclasses.replace(config, resources=resources)

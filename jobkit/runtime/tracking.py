@@ -14,7 +14,7 @@ from jobkit.checkpoint.state import escape, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
 from jobkit.train.comm import averaged_copy
-from jobkit.train.data_parallel import synchronise_buffers
+from jobkit.train.gradients import LossScaler
 from jobkit.train.named import (
     Names,
     load_optimizer_state,
@@ -62,12 +62,19 @@ class Tracking:
         self._loaded = None
         return sorted(saved - set(self.objects))
 
+    def share_buffers(self) -> None:
+        """Make the copies of each model equal, buffers included. Collective."""
+        wrapped = [value for value in self.objects.values() if isinstance(value, DistributedDataParallel)]
+        for module in dict.fromkeys([*self.modules, *wrapped]):  # DDP may be the user's own
+            self._parallel.share_buffers(module)
+
     # Saving
 
     def trees(self) -> tuple[dict[str, Any], dict[str, Sequence[int]]]:
         """This rank's part of the shared state by name, and for what only some ranks have, which."""
         shared: dict[str, Any] = {}
         held_by: dict[str, Sequence[int]] = {}
+        self.share_buffers()
         for name, value in self.objects.items():
             part, holders = self._part(value)
             key = name if part is None else f"{name}{PART}{part:05d}"
@@ -94,14 +101,12 @@ class Tracking:
             self._load(self.objects[name], saved)
 
     def _is_replica(self, value: Any) -> bool:
-        return isinstance(value, (nn.Module, torch.optim.Optimizer))
+        return isinstance(value, (nn.Module, torch.optim.Optimizer, LossScaler))
 
     def _is_named(self, value: Any) -> bool:
         return isinstance(value, torch.optim.Optimizer) and all(p in self._names for p in parameters_of(value))
 
     def _state(self, value: Any) -> Any:
-        if isinstance(value, DistributedDataParallel):
-            synchronise_buffers(value)
         if self._is_named(value):
             return optimizer_state(value, self._names)
         return unwrapped(value).state_dict()

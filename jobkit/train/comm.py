@@ -56,6 +56,20 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = N
             tensor /= ranks
 
 
+def average_replicas(
+    modules: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Local SGD's synchronisation: parameters, buffers and moving averages become their mean over the ranks."""
+    with torch.no_grad():
+        for module in modules:
+            average([*module.parameters(), *module.buffers()], group)
+        for optimizer in optimizers:
+            states = (optimizer.state[p] for one in optimizer.param_groups for p in one["params"])
+            average([state["ema"] for state in states if "ema" in state], group)
+
+
 def averaged_copy(tree: Any, group: dist.ProcessGroup | None = None) -> Any:
     """A copy of a state_dict with every floating-point tensor in it averaged over the ranks of a group."""
     skeleton, tensors = flatten(tree)

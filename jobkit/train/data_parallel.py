@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -97,7 +98,9 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
             yield
 
 
-def synchronise_buffers(model: DistributedDataParallel) -> None:
-    """Give every rank rank 0's buffers (BatchNorm's statistics), as DDP does before the next forward pass."""
-    for buffer in model.module.buffers():
-        dist.broadcast(buffer, dist.get_global_rank(model.process_group, 0), group=model.process_group)
+def synchronise_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank of a group the first one's buffers (BatchNorm's statistics), as DDP does before a forward."""
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    for buffer in module.buffers():
+        if not isinstance(buffer, DTensor):
+            dist.broadcast(buffer, source, group=group)

@@ -48,8 +48,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str,
         **state,
         "state": {names[numbered[number]]: value for number, value in state["state"].items()},
         "param_groups": [
-            {**group, "params": [names[numbered[number]] for number in group["params"]]}
-            for group in state["param_groups"]
+            # A learning-rate schedule changes the outer optimizer's groups; the local ones follow at the next step.
+            {**group, **_options(outer), "params": [names[numbered[number]] for number in group["params"]]}
+            for group, outer in zip(state["param_groups"], optimizer.param_groups, strict=True)
         ],
     }
 
@@ -80,7 +81,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, names: Names, state: 
     )
     if own is not optimizer:  # what a learning-rate schedule changes is the outer one's
         for group in optimizer.param_groups:
-            group.update({k: v for k, v in options[names[group["params"][0]]].items() if k != "params"})
+            if group["params"]:
+                group.update(_options(options[names[group["params"][0]]]))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def placed_like(parameter: nn.Parameter, shape: torch.Size, dtype: torch.dtype) -> DTensor | None:
@@ -100,19 +106,33 @@ def _numbers(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict
     }
 
 
-def by_kind(parameters: Parameters) -> list[dict[str, Any]]:
+Kind = tuple[str, ...]
+"""Axes of the mesh that a parameter is spread over; empty for a plain tensor."""
+
+
+def kinds_of(parameters: Parameters) -> list[Kind]:
+    """The kinds there are among some parameters, each once."""
+    return list(dict.fromkeys(_kind(parameter) for group in _groups(parameters) for parameter in group["params"]))
+
+
+def by_kind(parameters: Parameters, kinds: Iterable[Kind]) -> list[dict[str, Any]]:
     """Parameter groups, divided so that none mixes tensors with DTensors, nor DTensors of different meshes.
 
-    torch's multi-tensor kernels take no mixture.
+    torch's multi-tensor kernels take no mixture. Each of `kinds` makes a group, whether there are such parameters or
+    not: all stages of a pipeline have equally many groups, as one learning-rate schedule for all of them needs.
     """
+    return [
+        {**group, "params": [parameter for parameter in group["params"] if _kind(parameter) == kind]}
+        for group in _groups(parameters)
+        for kind in kinds
+    ]
+
+
+def _groups(parameters: Parameters) -> list[dict[str, Any]]:
     listed: list[Any] = list(parameters)
-    groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    divided = []
-    for group in groups:
-        kinds: dict[Any, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            data = parameter.data
-            kind = data.device_mesh if isinstance(data, DTensor) else None
-            kinds.setdefault(kind, []).append(parameter)
-        divided += [{**group, "params": params} for params in kinds.values()]
-    return divided
+    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+
+
+def _kind(parameter: nn.Parameter) -> Kind:
+    data = parameter.data
+    return tuple(data.device_mesh.mesh_dim_names or ()) if isinstance(data, DTensor) else ()

@@ -18,11 +18,11 @@ from jobkit.errors import JobkitError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
 from jobkit.train.comm import Compression
-from jobkit.train.data_parallel import data_parallel, shard, without_synchronisation
+from jobkit.train.data_parallel import data_parallel, shard, synchronise_buffers, without_synchronisation
 from jobkit.train.gradients import gradient_norm
-from jobkit.train.named import Parameters, by_kind
+from jobkit.train.named import Kind, Parameters, by_kind, kinds_of
 from jobkit.train.pipeline import Pipeline, stage_of
-from jobkit.train.step import Loss, backward
+from jobkit.train.step import Loss, backward, batch_size
 from jobkit.train.zero1 import Zero1
 
 AXES = ("pipeline", "replica", "shard", "tensor")
@@ -127,10 +127,27 @@ class Parallel:
         self, parameters: Parameters, make: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
         """`make(parameters, **options)`; with zero1 each data-parallel rank keeps the state of a part of them."""
-        groups = [group for group in by_kind(parameters) if group["params"]]
+        listed: list[Any] = list(parameters)
+        groups = by_kind(listed, self._kinds(listed))
         if self.parallel.data == "zero1" and self.layout.data > 1:
             return Zero1(groups, make, self.data_group, options)
         return make(groups if len(groups) > 1 else groups[0]["params"], **{**options, **_others(groups)})
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give all copies of a spread module the first one's buffers (BatchNorm's statistics), unless they may drift.
+
+        Each copy goes on with statistics of its own samples; what is saved, evaluated and exported is one of them.
+        """
+        if self.layout.data > 1 and not self.drifts:
+            synchronise_buffers(unwrapped(module), self.data_group)
+
+    def _kinds(self, parameters: Parameters) -> list[Kind]:
+        """The kinds of parameters that there are on any stage, in one order on all of them."""
+        found = [kinds_of(parameters)]
+        if self.stages is not None:
+            found *= dist.get_world_size(self.stages)
+            dist.all_gather_object(found, found[0], group=self.stages)
+        return sorted({kind for kinds in found for kind in kinds})
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of all gradients of the model, on every rank."""
@@ -151,7 +168,12 @@ class Parallel:
                 unsynchronised=lambda: without_synchronisation(model),
                 **options,
             )
-        size = len(inputs)
+        if global_batch_size % self.layout.data:
+            raise JobkitError(
+                f"parallel.pipeline: a global batch of {global_batch_size} does not divide by {self.layout.data} "
+                "data-parallel ranks, whose schedules must have equally many micro-batches of one size"
+            )
+        size = batch_size(inputs)
         scale = options.pop("scale", 1.0)
         return model.backward(
             inputs, loss, target, weight=scale * size * self.layout.data / global_batch_size, **options
