@@ -72,7 +72,8 @@ def test_a_lost_node_takes_its_processes_along_and_comes_back(slurm: Cluster) ->
     assert "node2" not in slurm.daemons()
     slurm.command("scancel", job_id)
     slurm.restart_node("node2")
-    wait_until(lambda: slurm.node_state("node2") == "idle", "node2 to be idle")
+    # It may have missed that the job was cancelled, and Slurm repeats that only once a minute.
+    wait_until(lambda: slurm.node_state("node2") == "idle", "node2 to be idle", seconds=120)
 
 
 def test_jobs_survive_a_controller_that_restarts(slurm: Cluster) -> None:
