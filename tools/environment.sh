@@ -34,7 +34,7 @@ install() {
     mkdir -p "$root/.venv"
     touch "$root/.venv/incomplete"
     rm -f "$root"/.venv/installed-*
-    "$python" -m venv "${clear[@]}" "$root/.venv"
+    "$python" -m venv "${clear[@]}" "$(readlink -f "$root/.venv")" # where it may be a link to: venv takes none
     touch "$root/.venv/incomplete"
     extras=$(IFS=, && echo "$*")
     if ! "$root/.venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
