@@ -117,7 +117,8 @@ def announce_end(run: RunDir, status: Status, display: Display) -> None:
     """How the run stands now, and what to type next."""
     steps = f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else "")
     if status.state == states.FINISHED:
-        display.say(f"finished at {steps}: {status.result if status.result is not None else ''}".rstrip(": "))
+        at = f" at {steps}" if status.total_steps else ""  # without a loop there are no steps
+        display.say(f"finished{at}: {status.result if status.result is not None else ''}".rstrip(": "))
         display.say(f"run directory: {run.path}")
     elif status.state == states.FAILED:
         attempt = status.attempt

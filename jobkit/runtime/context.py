@@ -385,7 +385,7 @@ class Context(Builder):
     def finish(self, result: Any = None) -> None:
         """The function has returned: export the weights, and make them, the state and the result durable."""
         session = self._session
-        if self._total is None and self.is_main:
+        if self._total is None and self._made and self.is_main:
             print("jobkit: the function returned without ctx.steps: there were no checkpoints", flush=True)
         result = to_json(result)
         insist(session, self._export)
