@@ -44,7 +44,7 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
         weight_decay=p.weight_decay,
         ema_decay=p.ema_decay,
     )
-    scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=p.warmup, floor=0.1)
+    scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=min(p.warmup, p.steps // 2), floor=0.1)
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 

@@ -33,7 +33,7 @@ def train(ctx: jobkit.Context) -> dict[str, float | str]:
 
     model = ctx.parallelize(MiniMind(**p.model))
     optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=p.lr, betas=tuple(p.betas), weight_decay=p.weight_decay)
-    scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=p.warmup, floor=p.floor)
+    scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=min(p.warmup, p.steps // 2), floor=p.floor)
     loader = ctx.loader(corpus.training(p.length), global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 

@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     reader.print_new()
     if not arguments.follow:
         if not reader.found_any and attempts:
+            if not any(found.logs(number).glob("rank_*") for number in attempts):
+                raise InputError(f"{found.name} was started by a launcher of its own, on whose terminal its output is")
             raise InputError(f"--rank {arguments.rank}: no log of this rank in {found.logs(attempts[-1])}")
         return EXIT_FINISHED
     with contextlib.suppress(KeyboardInterrupt):

@@ -82,7 +82,7 @@ def make_plan(run: Path, config: Config, cluster: str, where: Callable[[str], st
     try:
         layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
-        raise InputError(f"{where('parallel')}: {error}") from None
+        raise InputError(f"{where('comm' if str(error).startswith('comm.') else 'parallel')}: {error}") from None
     if resources.gpus_per_task == 0 and config.device not in (devices.AUTO, devices.CPU):
         raise InputError(f"{where('device')}: found {config.device!r}, but resources.gpus_per_task is 0: set it to 1")
     if scheduler == "local":

@@ -268,6 +268,8 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
         for candidate in (f"demo.{key}", key) if note else (key,):
             if candidate in lines:
                 return f"{path}:{lines[candidate]}: {candidate}"
+        if key and any(one.startswith(f"{key}.") for one in overridden):
+            return f"command line: {key}"
         return f"{path}: {key}" if key else f"{path}"
 
     note: str | None = None
@@ -355,6 +357,8 @@ def _resolve(merged: Any, where: Callable[[str], str]) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
+        if missing := re.search(r"issing mandatory value: ([\w.]+)", str(error)):
+            raise InputError(f"{where(missing[1])}: missing; give it a value: {missing[1]}=...") from None
         key = str(error.full_key or "")
         raise InputError(f"{where(key)}: {_first_line(error)}") from None
     assert isinstance(resolved, dict)

@@ -160,12 +160,21 @@ class Builder:
         self._updates += 1
         return norm
 
+    def _insist_on_update(self, optimizer_steps: int) -> None:
+        """Raise JobkitError for a loop of the user's own where the YAML asks for what it does not do."""
+        if self._updates or not optimizer_steps:
+            return
+        if self._scaler is not None:
+            raise JobkitError(
+                "precision: fp16 needs a loss scale: use ctx.backward(model, ...) and ctx.update(optimizer)"
+            )
+        if self._parallel.drifts:
+            raise JobkitError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
+
     def _average_replicas(self, total: int) -> None:
         """Local SGD: after every so many steps, and after the last, the replicas become their mean."""
         if not self._parallel.drifts:
             return
-        if not self._updates:
-            raise JobkitError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
         if self.step % self._session.config.comm.local_sgd == 0 or self.step == total:
             tracked = self._tracking.objects.values()
             optimizers = [value for value in tracked if isinstance(value, torch.optim.Optimizer)]

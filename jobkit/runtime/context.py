@@ -27,6 +27,7 @@ from jobkit.runtime.tracking import Tracking
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.evaluate import Metrics, PerSample, means
 from jobkit.train.parallel import unwrapped
+from jobkit.train.zero1 import Zero1
 
 
 class Stopped(SystemExit):
@@ -155,6 +156,7 @@ class Context(Builder):
             yield self.step
             self._stragglers.own.end()
             self.step += 1
+            self._insist_on_update(self._optimizer_steps)
             self._average_replicas(total)
             self._session.pulse.beat()
             self._flush_logs(self.step - 1)
@@ -172,6 +174,10 @@ class Context(Builder):
                     f"{what} is not tracked, so a run that is interrupted would lose it: "
                     "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps"
                 )
+        sharing = self._parallel.parallel.data == "zero1" and self._parallel.layout.data > 1
+        optimizers = [value for value in tracked if isinstance(value, torch.optim.Optimizer)]
+        if sharing and optimizers and not any(isinstance(one, Zero1) for one in optimizers):
+            raise JobkitError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
         self._total = total
         if self._scaler is not None:
             self._tracking.add("loss_scale", self._scaler)

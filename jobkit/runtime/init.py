@@ -41,6 +41,8 @@ class Script(Context):
     _stopped = False
     """Whether all ranks have left the loop together, with a checkpoint."""
     _closed = False
+    _display: Display | None = None
+    """Where rank 0 tells how far it is; in a `command:`, whoever follows the run does."""
     _in_command = False
     """Whether jobkit started the script, and writes down how it ended."""
     _lock: FileLock | None = None
@@ -49,11 +51,16 @@ class Script(Context):
         """Record the result, export the weights and close; all ranks together."""
         super().finish(result)
         self._close()
+        self._say(f"finished at step {self.step}{f': {result}' if result is not None else ''}")
 
     def _close(self) -> None:
         self._closed = True
         kill_children()
         self._session.close()
+
+    def _say(self, text: str) -> None:
+        if self._display is not None:
+            self._display.say(text)
 
     @property
     def _loop_is_over(self) -> bool:
@@ -67,8 +74,10 @@ class Script(Context):
     def _stop(self, cause: str) -> None:
         try:
             super()._stop(cause)
-        except Stopped:
+        except Stopped as stopped:
             self._stopped = True
+            kept = "its checkpoint is safe" if self.saver.durable_step == stopped.step else "no checkpoint of it"
+            self._say(f"stopped at step {stopped.step}, {kept}; the same command continues the run")
             raise
 
 
@@ -95,6 +104,8 @@ def init(
     run = _run_of_command()
     if run is not None:
         return _continue_command(run, params or {})
+    if config is not None and (name is not None or params is not None):
+        raise InputError(f"jobkit.init: {config} has name and params; give either the YAML or them")
     chosen = load(Path(config)).config if config is not None else _config(name, params, seed)
     if config is None and gpus is None:
         gpus = int(torch.accelerator.is_available())
@@ -112,6 +123,8 @@ def init(
     context._lock = lock  # held until this process ends: two scripts never write one run
     if context.is_main:
         _draw_progress(context)
+        goes_on = f"goes on from step {context.step}" if context.step else "begins"
+        context._say(f"{run.name} {goes_on}; run directory: {run.path}")
     return _unless_finished(context)
 
 
@@ -234,7 +247,7 @@ def _unless_finished(context: Script) -> Script:
 
 def _draw_progress(context: Script) -> None:
     """The bar that a follower would draw outside."""
-    display = Display(context.run_dir.name)
+    display = context._display = Display(context.run_dir.name)
     context._session.on_progress = display.show
     atexit.register(display.close)
 

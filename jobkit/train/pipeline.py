@@ -97,9 +97,13 @@ class Pipeline(nn.Module):
         self.index = dist.get_rank(group)
         self._schedules: dict[int, tuple[Schedule1F1B, _Losses]] = {}
 
-    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """The whole model's output, on every rank of the pipeline."""
+        """The whole model's output, on every rank of the pipeline; JobkitError where gradients are on."""
+        if torch.is_grad_enabled():
+            raise JobkitError(
+                "parallel.pipeline: no gradients come out of model(x): train by ctx.backward(model, ...), "
+                "and look at outputs within torch.no_grad()"
+            )
         for number in range(self.stages):
             if number == self.index:
                 x = self.stage(x)
