@@ -220,6 +220,10 @@ REFUSED = [
     ("checkpoint: {evry: 5}", ["toy.yaml:3: checkpoint.evry", "did you mean 'every'?"]),
     ("1: 2", ["toy.yaml:3: 1: unknown key"]),
     ("command: [python, train.py]", ["toy.yaml:3: command", "a task as well"]),
+    (
+        "params: {run: '???'}\ninputs: ['${params.run}/x']",
+        ["toy.yaml:3: params.run: missing", "params.run=..."],
+    ),
     ("resources: {nodes: yes}", ["toy.yaml:3: resources.nodes: found True", "a whole number"]),
     ('resources: {nodes: "2"}', ["toy.yaml:3: resources.nodes: found '2'", "a whole number"]),
     ("resources: {nodes: 1.5}", ["found 1.5", "a whole number"]),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from slurm_cluster import Cluster
 from support import Project, logged_steps, names, status, step, wait_for
 
@@ -105,3 +106,30 @@ def test_the_rank_family_of_variables_reaches_every_task(tmp_path: Path, slurm: 
         assert [one["GROUP_RANK"] for one in seen] == ["0", "0", "1", "1"]
         assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["total"]) for one in seen} == {("4", "2", 4.0)}
         assert len({one["MASTER_PORT"] for one in seen}) == 1
+
+
+OWN_LOOP = """\
+import torch
+def train(ctx):
+    model = ctx.parallelize(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("parallel=zero1", "make it by ctx.optimizer"),
+        ("precision=fp16", "use ctx.backward"),
+        ("comm.local_sgd=2", "by ctx.update"),
+    ],
+)
+def test_a_loop_that_would_not_do_what_the_yaml_asks_for_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    project = Project(tmp_path)
+    (project.path / "mytask.py").write_text(OWN_LOOP)
+    done = project.jobkit("submit", "toy.yaml", "--local", "resources.nodes=1", "retry.crash=1", override, expect=1)
+    assert said in done.stderr

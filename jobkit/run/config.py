@@ -357,9 +357,10 @@ def _resolve(merged: Any, where: Callable[[str], str]) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        if missing := re.search(r"issing mandatory value: ([\w.]+)", str(error)):
-            raise InputError(f"{where(missing[1])}: missing; give it a value: {missing[1]}=...") from None
         key = str(error.full_key or "")
+        if missing := re.search(r"Missing mandatory value: ([\w.]+)", str(error)):
+            key = missing[1] if "interpolation" in str(error) else key
+            raise InputError(f"{where(key)}: missing; give it a value: {key}=...") from None
         raise InputError(f"{where(key)}: {_first_line(error)}") from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
