@@ -109,7 +109,14 @@ def test_ctrl_c_leaves_whole_images_and_the_same_command_continues(tmp_path: Pat
         os.mkfifo(file)
     command = [sys.executable, str(TOOL), str(source), str(tmp_path), "--res", "4", "--workers", "2"]
     # A group of its own: Ctrl-C in a terminal reaches the workers too.
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell lets what it starts in the background ignore Ctrl-C, the tests too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     deadline = time.monotonic() + 60
     while len(list(box.glob("n01/*.png"))) < 40 and time.monotonic() < deadline:
         time.sleep(0.02)
