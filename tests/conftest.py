@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from slurm_cluster import Cluster, MissingPackages
+from slurm_cluster import Cluster, MissingPackages, wait_until
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,19 @@ def slurm() -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def _empty_queue(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Cancel what a test leaves on the cluster that it shares with others: its jobs would take their nodes."""
+    yield
+    if "slurm" not in request.fixturenames:
+        return
+    cluster: Cluster = request.getfixturevalue("slurm")
+    left = cluster.command("squeue", "-h", "-o", "%i %j %T").splitlines()
+    if left:
+        cluster.command("scancel", *(line.split()[0] for line in left))
+        wait_until(lambda: not cluster.command("squeue", "-h"), "an empty queue", seconds=120)
 
 
 @pytest.fixture

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import multiprocessing
-import os
 import pickle
 import shutil
-import subprocess
-import sys
+import socket
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from experiment_folder import Folder
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
@@ -361,7 +359,7 @@ def test_a_changed_folder_is_packed_anew_and_an_unchanged_one_is_not(folder: Pat
     temporary.replace(folder / "c" / "0.png")
     assert not open_images(folder, 4, 1)[6][0].any()
     assert len(first) == 9  # what a running job has open stays as it was
-    assert len({path.name for path in folder.with_name("box.uint8").iterdir()} - {"lock"}) == 3
+    assert len({path.name for path in folder.with_name("box.uint8").iterdir()} - {".lock"}) == 3
 
 
 def _open_in_process(folder: Path, barrier, results) -> None:
@@ -386,7 +384,7 @@ def test_processes_that_start_together_pack_once(folder: Path) -> None:
 
 def test_what_a_killed_packer_left_behind_is_cleared_away(folder: Path) -> None:
     cache = folder.with_name("box.uint8")
-    leftover = cache / f"{data.socket.gethostname()}.tmp"
+    leftover = cache / f".{socket.gethostname()}.tmp"
     leftover.mkdir(parents=True)
     (leftover / "images.npy").write_bytes(b"half")
     assert len(open_images(folder, 4, 1)) == 9
@@ -458,65 +456,9 @@ TRAINING = (
 )
 DRAWING = "params={samples: 21, batch: 4, solver: dopri5}"
 
-SCRIPT = """\
-import json, os, signal, sys
-import jobkit
-from experiments import imagenet64
-from experiments.imagenet64 import sample
 
-name, params, pictures = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-
-
-def write_png(*arguments, write_png=imagenet64.write_png):
-    global pictures
-    write_png(*arguments)
-    pictures -= 1
-    if pictures == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-imagenet64.write_png = sample.write_png = write_png
-ctx = jobkit.init(name=name, params=params, runs_dir="runs")
-ctx.finish(imagenet64.train(ctx) if name == "train" else sample.sample(ctx))
-"""
-
-
-class Folder:
-    """A folder that the experiment is run from, with digits and runs of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        shutil.copytree(ROOT / "experiments", path / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
-        (path / "script.py").write_text(SCRIPT)
-
-    def python(self, *arguments: str, expect: int = 0) -> str:
-        """What a Python that ends with exit code `expect` prints."""
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "JOBKIT_CONFIG": "none", "JOBKIT_RUNS": "runs"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=300,
-        )
-        assert done.returncode == expect, done.stdout
-        return done.stdout
-
-    def submit(self, recipe: Path, *overrides: str, expect: int = 0) -> str:
-        """Run the small recipe on this machine."""
-        arguments = ("submit", f"experiments/{recipe.name}", "--local", "--demo", *overrides)
-        return self.python("-m", "jobkit", *arguments, expect=expect)
-
-    def script(self, task: str, recipe: Path, *overrides: str, stop_after: int = 0) -> Path:
-        """The directory of the same in a plain script of one rank; it can be stopped when it has written some PNGs."""
-        params = load(recipe, overrides, demo=True).config.params
-        self.python("script.py", task, json.dumps(params), str(stop_after), expect=75 if stop_after else 0)
-        return self.run(task)
-
-    def run(self, name: str) -> Path:
-        (found,) = self.path.glob(f"runs/{name}-*")
-        return found
+def folder_in(path: Path) -> Folder:
+    return Folder(path, "imagenet64", "write_png")
 
 
 def pictures(run: Path) -> dict[str, bytes]:
@@ -526,13 +468,13 @@ def pictures(run: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """A folder with a finished training that nothing interrupted."""
-    folder = Folder(tmp_path_factory.mktemp("trained") / "folder")
+    folder = folder_in(tmp_path_factory.mktemp("trained") / "folder")
     folder.submit(RECIPE, TRAINING, "resources.tasks_per_node=1")
     return folder
 
 
 def test_an_interrupted_training_ends_with_the_same_weights_and_images(trained: Folder, tmp_path: Path) -> None:
-    folder, uninterrupted = Folder(tmp_path / "folder"), trained.run("imagenet64")
+    folder, uninterrupted = folder_in(tmp_path / "folder"), trained.run("imagenet64")
     run = folder.script("train", RECIPE, TRAINING, stop_after=2)
     assert status(run)["step"] in (4, 5)
     folder.script("train", RECIPE, TRAINING)
@@ -568,7 +510,7 @@ def test_samples_are_the_same_on_one_rank_or_two_and_those_there_are_not_drawn_a
     assert 0 <= result["recognised"] <= 1
     assert result["pixel_frechet_distance"] > result["pixel_frechet_distance_of_training_images"] > 0
 
-    folder = Folder(tmp_path / "folder")
+    folder = folder_in(tmp_path / "folder")
     shutil.copytree(trained.path / "data", folder.path / "data")
     again = folder.script("sample", SAMPLING, DRAWING, f"params.run={run}", stop_after=7)
     assert len(pictures(again)) == 8  # the batch of 4 in which it was told to stop is the last one
@@ -580,7 +522,7 @@ def test_samples_are_the_same_on_one_rank_or_two_and_those_there_are_not_drawn_a
 
 
 def test_the_discrete_model_is_trained_and_sampled_by_the_same_recipes(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "folder")
+    folder = folder_in(tmp_path / "folder")
     run = folder.script("train", RECIPE, TRAINING, "params.method=discrete")
     assert 0 < status(run)["result"]["validation_loss"] < math.log(17)  # nats: better than knowing nothing
     few = "params={samples: 12, batch: 9, solver_steps: 4}"
@@ -593,7 +535,7 @@ def test_the_discrete_model_is_trained_and_sampled_by_the_same_recipes(tmp_path:
 
 
 def test_sampling_without_a_finished_run_is_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "folder")
+    folder = folder_in(tmp_path / "folder")
     assert "params.run" in folder.submit(SAMPLING, expect=2)
     printed = folder.submit(SAMPLING, "params.run=nowhere", expect=2)
     assert "nowhere/config.yaml" in printed and "new parameter" not in printed

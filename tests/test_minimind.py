@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import shutil
 import signal
+import socket
 import time
 import tracemalloc
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from experiments.minimind import cross_entropy, data
+from experiments.minimind import cross_entropy
 from experiments.minimind.data import IGNORED, Corpus, documents, open_corpus
 from experiments.minimind.generate import load_weights
 from experiments.minimind.model import Block, MiniMind, rotate
@@ -338,7 +339,7 @@ def test_processes_that_start_together_pack_once(texts: Path) -> None:
 
 
 def test_what_a_killed_packer_left_behind_is_cleared_away(texts: Path) -> None:
-    leftover = texts.with_name("a.jsonl.tokens") / f"{data.socket.gethostname()}.tmp"
+    leftover = texts.with_name("a.jsonl.tokens") / f".{socket.gethostname()}.tmp"
     leftover.mkdir(parents=True)
     (leftover / "training.bin").write_bytes(b"half")
     assert open_corpus(texts, ByteTokenizer(), 0.3).documents == 40

@@ -9,6 +9,7 @@ of clips nor their size matters for memory, and a run keeps its clips when other
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
+
+from jobkit.run.files import write_atomic
 
 SUFFIXES = (".safetensors", ".npz")
 
@@ -82,12 +85,9 @@ def write_index(folder: Path, index: Path) -> None:
     names = list(_listed(manifest)) if manifest.exists() else [(name, name) for name in sorted(_found(folder))]
     if not names:
         raise ValueError(f"{folder}: no clips in it: neither {' nor '.join(SUFFIXES)} files nor a manifest.jsonl")
-    temporary = index.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        np.save(file, np.array(names, dtype=np.bytes_))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(index)
+    content = io.BytesIO()
+    np.save(content, np.array(names, dtype=np.bytes_))
+    write_atomic(index, content.getvalue())
 
 
 def _found(folder: Path) -> Iterator[bytes]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
+
+from jobkit.train.once import folder_once
 
 FRAMES, CANVAS, DIGIT = 5, 16, 8
 STEPS = {"right": (0, 2), "left": (0, -2), "down": (2, 0), "up": (-2, 0)}
@@ -26,24 +26,17 @@ def write_moving_digits(folder: Path) -> None:
 
     latent: float32 [4, 5, 8, 8]. text: float32 [2, 16], the embeddings of digit and direction.
     """
-    if folder.exists():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder_once(folder, _write, durable=False)
+
+
+def _write(folder: Path) -> None:
     digits = load_digits()
     random = np.random.default_rng(0)
-    temporary = Path(tempfile.mkdtemp(prefix=".moving-digits-", dir=folder.parent))
-    try:
-        for number, (image, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
-            direction = int(random.integers(len(STEPS)))
-            clip = moving(image / 16, list(STEPS.values())[direction], random)
-            arrays = {"latent": to_latent(clip), "text": WORDS[[digit, 10 + direction]]}
-            save_file(arrays, temporary / f"{digit}_{list(STEPS)[direction]}_{number:04d}.safetensors")
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if not folder.exists():  # another run was first, else
-            raise
+    for number, (image, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+        direction = int(random.integers(len(STEPS)))
+        clip = moving(image / 16, list(STEPS.values())[direction], random)
+        arrays = {"latent": to_latent(clip), "text": WORDS[[digit, 10 + direction]]}
+        save_file(arrays, folder / f"{digit}_{list(STEPS)[direction]}_{number:04d}.safetensors")
 
 
 def moving(image: np.ndarray, step: tuple[int, int], random: np.random.Generator) -> np.ndarray:

@@ -50,6 +50,8 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
         return torch.zeros(len(ids))  # a value is asked for; the files are what counts
 
     ctx.evaluate(make, Subset(held_out, [number % len(held_out) for number in range(p.clips)]), batch_size=p.batch)
+    if ctx.is_main:
+        print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
     loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, batch_size=trained.validate_batch)
     if ctx.is_main:
         latents = [load_file(file(number).with_suffix(".safetensors"))["latent"] for number in range(min(p.clips, 8))]

@@ -11,10 +11,9 @@ read the old one.
 from __future__ import annotations
 
 import hashlib
+import io
 import multiprocessing
 import os
-import shutil
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -22,11 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from PIL import Image
 from rich.progress import track
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from jobkit.run.files import write_atomic
+from jobkit.train.once import folder_once
 
 CHUNK = 2048
 """Images that one worker decodes at a time."""
@@ -102,18 +103,13 @@ def open_images(folder: Path, res: int, channels: int) -> PngImages | PackedImag
     Where nothing can be written beside the folder, the PNGs themselves are read.
     """
     cache = folder.with_name(folder.name + ".uint8")
-    name = fingerprint(folder, res, channels)
-    if not (cache / name).exists():
-        try:
-            cache.mkdir(exist_ok=True)
-            with FileLock(cache / "lock"):
-                # Listed, not asked for by name: NFS remembers for a while that a name did not exist.
-                if cache / name not in cache.iterdir():
-                    _pack(PngImages(folder, res, channels), cache / name)
-        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-            print(f"{cache} cannot be written ({error}): decoding the PNGs at every access", flush=True)
-            return PngImages(folder, res, channels)
-    return PackedImages(cache / name)
+    packed = cache / fingerprint(folder, res, channels)
+    try:
+        folder_once(packed, lambda temporary: _pack(PngImages(folder, res, channels), packed, temporary))
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        print(f"{cache} cannot be written ({error}): decoding the PNGs at every access", flush=True)
+        return PngImages(folder, res, channels)
+    return PackedImages(packed)
 
 
 def fingerprint(folder: Path, res: int, channels: int) -> str:
@@ -145,9 +141,9 @@ def read_png(path: Path, res: int, channels: int) -> Tensor:
 def write_png(path: Path, image: Tensor) -> None:
     """Write a uint8 image [C, H, W]; the file appears whole, in a folder that is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(temporary, format="png")
-    temporary.replace(path)
+    png = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(png, format="png")
+    write_atomic(path, png.getvalue(), durable=False)
 
 
 def _class_folders(folder: Path) -> list[os.DirEntry[str]]:
@@ -159,12 +155,8 @@ def _to_tensor(pixels: np.ndarray) -> Tensor:
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
 
-def _pack(images: PngImages, target: Path) -> None:
-    """Write the packed copy under a temporary name, then give it its own. Called with the lock held."""
-    # The lock may hold on one host only, as on NFS without a lock daemon; the host's name keeps two of them apart.
-    temporary = target.with_name(f"{socket.gethostname()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that died: this one has the lock
-    temporary.mkdir()
+def _pack(images: PngImages, target: Path, temporary: Path) -> None:
+    """Write the packed copy that is to become `target` into `temporary`."""
     np.save(temporary / "labels.npy", images.labels)
     np.save(temporary / "classes.npy", np.array(images.classes))
     pixels = temporary / "images.npy"
@@ -183,15 +175,6 @@ def _pack(images: PngImages, target: Path) -> None:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
             for _ in track(pool.map(fill, starts, files), "packing", total=len(starts)):
                 pass
-    for file in temporary.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    try:
-        temporary.rename(target)
-    except OSError:
-        if not target.exists():
-            raise
-        shutil.rmtree(temporary)  # another host was first
 
 
 def _fill(pixels: Path, folder: Path, start: int, files: list[str]) -> None:

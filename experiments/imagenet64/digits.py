@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from jobkit.train.once import folder_once
+
 
 def write_digits(folder: Path) -> None:
     """Make `folder/<digit>/<number>.png` whole, unless the folder is there already."""
-    if folder.exists():
-        return
+    folder_once(folder, _write, durable=False)
+
+
+def _write(folder: Path) -> None:
     from sklearn.datasets import load_digits  # here, as training on ImageNet needs no scikit-learn
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
-    temporary = Path(tempfile.mkdtemp(prefix=".digits-", dir=folder.parent))
-    try:
-        for number, (image, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
-            path = temporary / str(digit) / f"{number:04d}.png"
-            path.parent.mkdir(exist_ok=True)
-            Image.fromarray(np.round(image * 255 / 16).astype(np.uint8)).save(path)
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if not folder.exists():  # another run was first, else
-            raise
+    for number, (image, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+        path = folder / str(digit) / f"{number:04d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.round(image * 255 / 16).astype(np.uint8)).save(path)

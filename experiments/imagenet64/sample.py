@@ -51,6 +51,8 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
         return torch.zeros(len(ids))  # a value is asked for; the files are what counts
 
     ctx.evaluate(draw, labels, batch_size=p.batch)
+    if ctx.is_main:
+        print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
     loss = ctx.evaluate(errors(method, net, ctx.autocast), held_out, batch_size=p.batch)
     scores = {"validation_loss": loss}
     if ctx.is_main:

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import socket
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from experiments.minimind.tokens import Tokenizer
+from jobkit.train.once import folder_once
 
 CHUNK = 1024
 """Documents that the tokenizer is given at a time."""
@@ -97,14 +94,14 @@ def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float) -> Corpus:
     """
     state = file.stat()
     made_from = (state.st_size, state.st_mtime_ns, tokenizer.fingerprint, held_out)
-    cache = file.with_name(file.name + ".tokens")
-    folder = cache / hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]
-    if not folder.exists():
-        cache.mkdir(exist_ok=True)
-        with FileLock(cache / "lock"):
-            # Listed, not asked for by name: NFS remembers for a while that a name did not exist.
-            if folder not in cache.iterdir():
-                _pack(file, tokenizer, held_out, folder)
+    folder = file.with_name(file.name + ".tokens") / hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]
+
+    def pack(temporary: Path) -> None:
+        print(f"packing {file} into {folder}, once", flush=True)
+        facts = _write_tokens(file, tokenizer, held_out, temporary)
+        (temporary / "corpus.json").write_text(json.dumps(facts))
+
+    folder_once(folder, pack)
     return Corpus(folder, **json.loads((folder / "corpus.json").read_text()))
 
 
@@ -121,26 +118,6 @@ def documents(file: Path) -> Iterator[str]:
                 found = line[:60].decode(errors="replace").strip()
                 raise ValueError(f'{file}:{number}: expected {{"text": "..."}}, found {found}') from None
             yield text
-
-
-def _pack(file: Path, tokenizer: Tokenizer, held_out: float, target: Path) -> None:
-    """Write the packed copy under a temporary name, then give it its own. Called with the lock held."""
-    # The lock may hold on one host only, as on NFS without a lock daemon; the host's name keeps two of them apart.
-    temporary = target.with_name(f"{socket.gethostname()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that died: this one has the lock
-    temporary.mkdir()
-    print(f"packing {file} into {target}, once", flush=True)
-    facts = _write_tokens(file, tokenizer, held_out, temporary)
-    (temporary / "corpus.json").write_text(json.dumps(facts))
-    for made in temporary.iterdir():
-        with made.open("rb") as opened:
-            os.fsync(opened.fileno())
-    try:
-        temporary.rename(target)
-    except OSError:
-        if not target.exists():
-            raise
-        shutil.rmtree(temporary)  # another host was first
 
 
 def _write_tokens(file: Path, tokenizer: Tokenizer, held_out: float, folder: Path) -> dict[str, str | int]:

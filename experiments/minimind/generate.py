@@ -52,6 +52,8 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
 
     ctx.evaluate(write, range(len(p.prompts)), batch_size=1)
     if ctx.is_main:
+        print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
+    if ctx.is_main:
         for prompt in range(len(p.prompts)):
             ctx.log_text(f"samples/{prompt:04d}", f"```\n{file(prompt, 0).read_text(encoding='utf-8')}```")
     return {**held_out_costs(ctx, net, corpus, trained.length, trained.validate_batch), "corpus": corpus.sha256}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from experiments.minimind.tokens import Tokenizer
+from jobkit.run.files import write_atomic
 
 
 @torch.no_grad()
@@ -55,9 +56,7 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
 def write_text(file: Path, text: str) -> None:
     """Write a text; the file appears whole, in a folder that is made where there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(file)
+    write_atomic(file, text + "\n", durable=False)
 
 
 def _until(end: int, tokens: Sequence[int]) -> Sequence[int]:

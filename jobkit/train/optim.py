@@ -17,24 +17,6 @@ from torch.optim.optimizer import ParamsT
 from jobkit.run import devices
 
 
-def fused_ema_adam(
-    params: ParamsT,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    *,
-    ema_decay: float = 0.9999,
-    fused: bool | None = None,
-) -> EmaAdamW:
-    """AdamW with a moving average of the weights, fused where the parameters' device has such a kernel.
-
-    `fused` is None for that; False never uses the kernel, True raises ValueError where it cannot be used. Where it
-    cannot, torch's AdamW without it takes the same steps but for rounding; the average is kept in both cases.
-    """
-    return EmaAdamW(params, lr, betas, eps, weight_decay, ema_decay=ema_decay, fused=fused)
-
-
 class EmaAdamW(torch.optim.AdamW):
     """torch's AdamW, which after each update also moves an average of each parameter, `state[p]["ema"]`.
 
@@ -46,6 +28,10 @@ class EmaAdamW(torch.optim.AdamW):
     AdamW's own `step` of the parameter, so a resumed run goes on exactly. As in AdamW a parameter without a gradient is
     left alone, its average too, and an update that a GradScaler skips does not count. The average is float32 where the
     parameter is of fewer bits, and sharded as the parameter is. Nothing here waits for the device.
+
+    Fused where the device of the parameters has such a kernel; elsewhere AdamW without it takes the same steps but for
+    rounding, and keeps the average. `fused` is None for that; False never uses the kernel, True raises ValueError where
+    it cannot be used.
 
     AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. The decay's growth is that of TensorFlow's
     ExponentialMovingAverage with num_updates.
@@ -156,6 +142,10 @@ class EmaAdamW(torch.optim.AdamW):
             state["step"] = state["step"].to("cpu" if group["fused"] is None else parameter.device, torch.float32)
             if (average := state_dict["state"][key].get("ema")) is not None:  # torch gave it the parameter's type
                 state["ema"] = average.to(parameter.device, _average_type(parameter))
+
+
+fused_ema_adam = EmaAdamW
+"""What a training function calls it."""
 
 
 def why_not_fused(parameters: Sequence[Tensor]) -> str | None:

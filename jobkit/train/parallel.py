@@ -67,11 +67,6 @@ class Parallel:
         sharded = self.parallel.data in SHARDED and self.layout.data > 1
         return sharded or self.layout.tensor > 1 or self.layout.pipeline > 1
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank speaks for those that compute the same samples: first of its pipeline and tensor axes."""
-        return self.layout.stage(self.rank) == 0 and self.rank % self.layout.tensor == 0
-
     def spread(self, module: nn.Module) -> nn.Module:
         """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread this way."""
         plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}
