@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jobkit.errors import JobkitError
-    from jobkit.runtime.context import Context
-    from jobkit.runtime.init import init
+    from jobkit.worker.context import Context
+    from jobkit.worker.script import init
 
 __all__ = ["Context", "JobkitError", "init"]
 __version__ = "0.1.0"
 
-_HOMES = {"Context": "jobkit.runtime.context", "init": "jobkit.runtime.init", "JobkitError": "jobkit.errors"}
+_HOMES = {"Context": "jobkit.worker.context", "init": "jobkit.worker.script", "JobkitError": "jobkit.errors"}
 
 
 def __getattr__(name: str) -> Any:

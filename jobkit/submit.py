@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
 
 if TYPE_CHECKING:
-    from jobkit.launch.submission import Outcome
     from jobkit.run.config import Loaded
+    from jobkit.submission.submit import Outcome
 
 DESCRIPTION = "Run the experiment of a YAML on this machine or a Slurm cluster; the same command continues it."
 EPILOG = (
@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """One submission, as the command line says; returns the exit code."""
-    from jobkit.launch import stops
-    from jobkit.launch.submission import choose_run, submit
+    from jobkit import slurm
     from jobkit.run.config import load
     from jobkit.run.rundir import default_runs_dir
-    from jobkit.scheduler import slurm
+    from jobkit.submission import interrupts as stops
+    from jobkit.submission.submit import choose_run, submit
 
     loaded = load(arguments.experiment, arguments.overrides, arguments.demo)
     for note in loaded.notes:
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             where=loaded.where,
         )
         if outcome.started is not None and outcome.started.controller is not None and foreground:
-            from jobkit.launch.follow import follow_local
+            from jobkit.submission.follow import follow_local
 
             _announce(outcome)
             return follow_local(outcome.run, outcome.started.controller, asked)
@@ -107,14 +107,14 @@ def _continuing(arguments: argparse.Namespace) -> str:
 
 
 def _dry_run(loaded: Loaded, cluster: str, run: Path, source: Path) -> int:
-    from jobkit.launch.plan import make_plan
-    from jobkit.launch.submission import check
+    from jobkit.submission.plan import make_plan
+    from jobkit.submission.submit import check
 
     check(loaded.config, source, loaded.where)
     plan = make_plan(run, loaded.config, cluster, loaded.where)
     print(f"{plan.config.to_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":
-        from jobkit.launch.slurm import script
+        from jobkit.submission.sbatch import script
 
         print(f"---\n{script(plan)}")
     return EXIT_FINISHED
@@ -153,7 +153,7 @@ def _report(outcome: Outcome, follow: bool) -> int:
         _say_code_changes(outcome)
     if not follow:
         return EXIT_FINISHED
-    from jobkit.launch.follow import follow_slurm
+    from jobkit.submission.follow import follow_slurm
 
     return follow_slurm(run)
 

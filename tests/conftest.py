@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
 from slurm_cluster import Cluster, MissingPackages, wait_until
 
 

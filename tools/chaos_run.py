@@ -17,7 +17,7 @@ from slurm_cluster import Cluster, ClusterError, Process, process_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support import Project, describe, events, logged_steps, queue, status, weights
+from harness.project import Project, describe, events, logged_steps, queue, status, weights
 
 EVERY = 10
 """Steps between two checkpoints."""
@@ -408,7 +408,7 @@ class Live:
         found = [
             f"process {process.pid} ({process.name})"
             for process in process_table().values()
-            if mine in process.environment() or f"jobkit.launch.local {self.run}" in command_line(process)
+            if mine in process.environment() or f"jobkit.submission.local {self.run}" in command_line(process)
         ]
         return found + [f"job {job}" for job in (queue(self.cluster, self.project) if self.on_slurm else [])]
 
@@ -452,8 +452,9 @@ class Live:
         if self._foreground:
             self._foreground.kill()
         for process in process_table().values():
-            if f"JOBKIT_RUN={self.run}" in process.environment() or f"jobkit.launch.local {self.run}" in command_line(
-                process
+            if (
+                f"JOBKIT_RUN={self.run}" in process.environment()
+                or f"jobkit.submission.local {self.run}" in command_line(process)
             ):
                 process.send(9)
         return words

@@ -33,7 +33,7 @@ from slurm_cluster import Cluster, MissingPackages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support import logged_steps, status, step, wait_for
+from harness.project import logged_steps, status, step, wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 

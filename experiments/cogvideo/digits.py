@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 
-from jobkit.train.once import folder_once
+from jobkit.train.prepared import folder_once
 
 FRAMES, CANVAS, DIGIT = 5, 16, 8
 STEPS = {"right": (0, 2), "left": (0, -2), "down": (2, 0), "up": (-2, 0)}

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from jobkit.run.files import write_atomic
-from jobkit.train.once import folder_once
+from jobkit.train.prepared import folder_once
 
 CHUNK = 2048
 """Images that one worker decodes at a time."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from jobkit.train.once import folder_once
+from jobkit.train.prepared import folder_once
 
 
 def write_digits(folder: Path) -> None:

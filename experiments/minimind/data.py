@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from experiments.minimind.tokens import Tokenizer
-from jobkit.train.once import folder_once
+from jobkit.train.prepared import folder_once
 
 CHUNK = 1024
 """Documents that the tokenizer is given at a time."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.state import escape, flatten
-from jobkit.run.devices import has_streams
+from jobkit.run.device_kinds import has_streams
 
 _SLAB = 256 << 20  # torch rounds pinned memory up to a power of two: slabs of one waste nothing
 _ALIGNMENT = 64

@@ -6,8 +6,8 @@ import argparse
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.launch import job
 from jobkit.run import status as states
+from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
     found = chosen_run(arguments)
     before = job.current_status(found)
-    if not job.in_the_air(found, before):
+    if not job.is_active(found, before):
         print(f"{found.name} is {before.state} already; nothing to cancel")
         return EXIT_FINISHED
     status = job.cancel(found)

@@ -13,18 +13,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jobkit import slurm
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.launch import checks
-from jobkit.launch.checks import OK, PROBLEM, WARNING, Check
-from jobkit.launch.plan import LaunchPlan, make_plan
-from jobkit.launch.probe import TASK, run_probe
 from jobkit.run import status as states
 from jobkit.run.config import Loaded, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 from jobkit.run.yamlfile import dump
-from jobkit.scheduler import slurm
+from jobkit.submission import checks
+from jobkit.submission.checks import OK, PROBLEM, WARNING, Check
+from jobkit.submission.plan import LaunchPlan, make_plan
+from jobkit.submission.probe import TASK, run_probe
 
 COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 

@@ -7,9 +7,9 @@ import json
 
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.launch import job
 from jobkit.run.rundir import RunDir, all_runs
 from jobkit.run.status import Status
+from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

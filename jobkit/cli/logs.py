@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, InputError, SchedulerError
-from jobkit.launch import job
 from jobkit.run.rundir import RunDir
+from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _goes_on(run: RunDir) -> bool:
     try:
-        return job.in_the_air(run, job.current_status(run))
+        return job.is_active(run, job.current_status(run))
     except SchedulerError as error:
         print(f"jobkit: {error}; still following", file=sys.stderr)
         return True

@@ -6,7 +6,7 @@ import argparse
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.launch import job
+from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,15 +10,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from jobkit import slurm
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.launch import job
 from jobkit.run import status as states
 from jobkit.run.accounting import Account
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
-from jobkit.scheduler import slurm
+from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jobkit.errors import InputError, nearest
-from jobkit.run import devices, layout
+from jobkit.run import device_kinds as devices
+from jobkit.run import layout
 from jobkit.run.duration import parse_seconds
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, parse_value, read_yaml

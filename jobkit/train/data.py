@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from jobkit.checkpoint.state import rng_state, set_rng_state
-from jobkit.run.devices import has_streams
+from jobkit.run.device_kinds import has_streams
 
 T = TypeVar("T", covariant=True)
 

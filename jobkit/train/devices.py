@@ -1,6 +1,7 @@
 """The device of a rank, as torch sees it: which one, what it can do, and how its tensors are sent.
 
-The table is jobkit/run/devices.py. Only the CPU is tested; the other kinds take the same path through torch's modules.
+The table is jobkit/run/device_kinds.py. Only the CPU is tested; the other kinds take the same path through torch's
+modules.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from jobkit.errors import DistributedError
-from jobkit.run import devices
-from jobkit.run.devices import DeviceKind
+from jobkit.run import device_kinds as devices
+from jobkit.run.device_kinds import DeviceKind
 
 
 def choose_device(name: str, gpus_per_task: int, local_rank: int, local_world_size: int) -> torch.device:
@@ -110,7 +111,7 @@ def report(device: torch.device, backend: str, rank: int, nodes: int, gather: Ca
 def _kind_of(device: torch.device) -> DeviceKind:
     kind = devices.kind(device.type)
     if kind is None:
-        raise DistributedError(f"{device.type}: not one of jobkit's devices (jobkit/run/devices.py lists them)")
+        raise DistributedError(f"{device.type}: not one of jobkit's devices (jobkit/run/device_kinds.py lists them)")
     return kind
 
 

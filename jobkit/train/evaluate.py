@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
 from jobkit.train.data import derive_seed, preserved_generators, seed_cpu_generators, seed_generators, to_device
-from jobkit.train.scores import Scores, place
+from jobkit.train.scores import SampleScores, place
 
 PerSample = Callable[[Any, Tensor], Tensor]
 """`function(batch, ids)`: one value for each of a batch's samples, [n]; `ids`, int64 [n], are their numbers."""
@@ -38,11 +38,11 @@ def evaluate(
 ) -> float | dict[str, float]:
     """The mean of what `function` returns over the dataset, on every rank; a dict of means where it returns a dict.
 
-    Which batches this rank computes is for `batches` to say: Dynamic or Lockstep of jobkit.train.handout, or by default
-    every W-th. `group` is one of a backend for the CPU. For the rest see `compute`. Raises ValueError where no rank
+    Which batches this rank computes is for `batches` to say: DynamicBatches or LockstepBatches of jobkit.train.batches,
+    or by default every W-th. `group` is one of a backend for the CPU. For the rest see `compute`. Raises ValueError where no rank
     computed one of the batches.
     """
-    scores = Scores(len(dataset), batch_size)  # type: ignore[arg-type]
+    scores = SampleScores(len(dataset), batch_size)  # type: ignore[arg-type]
     if batches is None:
         rank, world_size = place(group)
         batches = scores.missing()[rank::world_size]
@@ -54,7 +54,7 @@ def evaluate(
 
 
 def compute(
-    scores: Scores,
+    scores: SampleScores,
     function: PerSample | Metrics,
     dataset: Dataset[Any],
     batches: Iterable[int],

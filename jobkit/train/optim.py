@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from jobkit.run import devices
+from jobkit.run import device_kinds as devices
 
 
 class EmaAdamW(torch.optim.AdamW):

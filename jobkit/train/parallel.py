@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from jobkit.errors import JobkitError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
-from jobkit.train.comm import Compression
+from jobkit.train.accumulation import Loss, backward, batch_size
 from jobkit.train.data_parallel import data_parallel, shard, synchronise_buffers, without_synchronisation
+from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradients import gradient_norm
-from jobkit.train.named import Kind, Parameters, by_kind, kinds_of
+from jobkit.train.optimizer_state import Kind, Parameters, by_kind, kinds_of
 from jobkit.train.pipeline import Pipeline, stage_of
-from jobkit.train.step import Loss, backward, batch_size
 from jobkit.train.zero1 import Zero1
 
 AXES = ("pipeline", "replica", "shard", "tensor")
@@ -151,7 +151,7 @@ class Parallel:
     def backward(
         self, model: nn.Module, inputs: Any, loss: Loss, target: Any, *, global_batch_size: int, **options: Any
     ) -> Tensor:
-        """See jobkit.train.step.backward; a pipeline runs its schedule instead."""
+        """See jobkit.train.accumulation.backward; a pipeline runs its schedule instead."""
         if not isinstance(model, Pipeline):
             return backward(
                 model,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Scores:
+class SampleScores:
     """What is known of the values of a dataset's samples: those of whole batches, which are cut the same way always.
 
     Args:
@@ -60,7 +60,7 @@ class Scores:
             whole[ids] = values.detach().cpu().to(torch.float64)
         self.known[number] = True
 
-    def gathered(self, group: dist.ProcessGroup | None = None) -> Scores:
+    def gathered(self, group: dist.ProcessGroup | None = None) -> SampleScores:
         """What all ranks know together, on each of them; where several have computed a batch, the last one's values."""
         rank, world_size = place(group)
         if world_size == 1:
@@ -81,12 +81,12 @@ class Scores:
         bits = own.view(torch.int64)  # each is non-zero on one rank alone, so that the sum is exact, of any float
         dist.all_reduce(bits, group=group)
 
-        together = Scores(self.length, self.batch_size)
+        together = SampleScores(self.length, self.batch_size)
         together.known = owner >= 0
         together.values = dict(zip(names, bits.view(torch.float64), strict=True))
         return together
 
-    def update(self, other: Scores) -> None:
+    def update(self, other: SampleScores) -> None:
         """Take over what another one knows."""
         samples = self._of_samples(other.known)
         for name, values in other.values.items():

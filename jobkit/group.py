@@ -1,0 +1,154 @@
+"""RankGroup: how the ranks of an attempt agree on something, before there is a process group and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from jobkit.errors import DistributedError, JobkitError
+from jobkit.run.disk import disk_errno
+
+T = TypeVar("T")
+
+
+class RankError(DistributedError):
+    """What another rank raised in something that all ranks do together."""
+
+    def __init__(self, rank: int, problem: str, errno: int | None) -> None:
+        super().__init__(f"rank {rank}: {problem}")
+        self.rank = rank
+        self.errno = errno
+        """The number of the OSError behind it, where the disk is to blame."""
+
+
+class RankGroup:
+    """Some ranks that exchange small values. Every method is collective: all ranks call it, in the same order.
+
+    Args:
+        rank, world_size: this process's place among them.
+        gather: every rank's value, by rank, on every rank. Before there is a process group, this is how they talk.
+        group: a gloo group of theirs that nothing else uses, so that an agreement never waits for a GPU, nor meets the
+            training's collectives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        gather: Callable[[Any], list[Any]],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.group = group
+        self._gather = gather
+
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """The group of a process that is the only rank."""
+        return cls(0, 1, lambda value: [value])
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> RankGroup:
+        """The ranks of a gloo group; None for a process that is the only rank."""
+        if group is None:
+            return cls.alone()
+
+        def gather(value: Any) -> list[Any]:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, value, group=group)
+            return found
+
+        return cls(dist.get_rank(group), dist.get_world_size(group), gather, group)
+
+    @classmethod
+    def of_world(cls) -> RankGroup:
+        """All ranks of the process group that stands, in a gloo group made for this; alone where there is none."""
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        return cls.of(dist.new_group(backend="gloo") if several else None)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0 of them."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank."""
+        return self._gather(value) if self.world_size > 1 else [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.group is None:
+            return self.gather(value if self.is_main else None)[0]
+        box = [value]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return box[0]
+
+    def all_or_none(self, action: Callable[[], T]) -> T:
+        """What `action` returns on this rank; where it raises on any, it raises on all, and none goes on alone.
+
+        The rank that failed raises its own error, the others RankError.
+        """
+        value: Any = None
+        raised: Exception | None = None
+        try:
+            value = action()
+        except Exception as error:
+            raised = error
+        problems = self.gather(None if raised is None else (describe(raised), disk_errno(raised) or None))
+        if raised is not None:
+            raise raised
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise RankError(rank, *problem)
+        return value  # type: ignore[no-any-return]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """What `action` returns on rank 0, which alone does it, on all ranks; where it raises, all raise."""
+        outcome: tuple[Any, tuple[str, int | None] | None] = (None, None)
+        raised: Exception | None = None
+        if self.is_main:
+            try:
+                outcome = action(), None
+            except Exception as error:
+                raised = error
+                outcome = None, (describe(error), disk_errno(error) or None)
+        value, problem = self.broadcast(outcome)
+        if raised is not None:
+            raise raised
+        if problem is not None:
+            raise RankError(0, *problem)
+        return value  # type: ignore[no-any-return]
+
+    # With tensors: once there is a process group
+
+    def maximum(self, *values: float) -> list[float]:
+        """The element-wise maximum over all ranks."""
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return [float(value) for value in tensor.tolist()]
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank."""
+        return bool(self.maximum(flag)[0])
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a CPU tensor over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier(group=self.group)
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line, as other ranks and the journal are told of it: not every exception can be sent."""
+    return str(error) if isinstance(error, JobkitError) else f"{type(error).__name__}: {error}"

@@ -1,1 +1,0 @@
-"""Outside the job: plan, submit, supervise, decide. Nothing in here imports torch."""

@@ -1,0 +1,118 @@
+"""What one process of a run leaves in a file for another: a typed record each, with one way to read and to write it.
+
+A record that is missing, not whole or of another shape reads as None: whoever wrote it may have been killed, or may be
+an older jobkit. What is in a file and not in the record is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jobkit.run.files import read_json, write_json
+
+R = TypeVar("R")
+
+
+def read(kind: type[R], file: Path) -> R | None:
+    """The record in a file; None where there is none."""
+    value = read_json(file)
+    if not isinstance(value, dict):
+        return None
+    known = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    try:
+        return kind(**{key: item for key, item in value.items() if key in known})
+    except TypeError:  # a field that every record of the kind has is not there
+        return None
+
+
+def write(file: Path, record: Any, *, durable: bool = True) -> None:
+    """Replace a file by a record; raises OSError when the disk does not take it."""
+    write_json(file, dataclasses.asdict(record), durable=durable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far the running attempt says it is, a few times a second at most: a view, never the truth.
+
+    Written by rank 0 (worker/reporter.py); read by followers, `jobkit status`, the watchdog and the diagnosis.
+    """
+
+    attempt: int
+    time: float
+    """When it was written, in seconds since the epoch."""
+    step: int = 0
+    """Steps done."""
+    total_steps: int | None = None
+    steps_per_second: float | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    """The newest of what the function has logged: what a progress bar has room for."""
+    evaluation: dict[str, int] | None = None
+    """{done, total} in samples, during one."""
+    peak_bytes: int | None = None
+    """The most host memory that any rank has had resident."""
+    beats: int = 0
+    """Heartbeats so far: one a step, batch of an evaluation or end of a checkpoint."""
+    training: bool = False
+    """Whether the loop is under way: before and after it nothing is known of how long things take."""
+    slowest: float = 0.0
+    """The longest time between two heartbeats in the loop, in seconds."""
+    stopping: bool = False
+    """Whether the ranks have agreed to stop, and are writing the last checkpoint."""
+    idle: float = 0.0
+    """Seconds since the last heartbeat."""
+
+    @property
+    def last_beat(self) -> float:
+        """When something was last done, in seconds since the epoch."""
+        return self.time - self.idle
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequest:
+    """Why jobkit itself has asked an attempt to stop; absent when somebody else did."""
+
+    cause: str
+    """One of run.status.CAUSES."""
+    error: str | None = None
+    grace: float | None = None
+    """0 to kill its ranks at once, without a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """The attempt that owns a run directory: no other one may write."""
+
+    attempt: int
+    job_id: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    """Of the process that began the attempt, on `host`."""
+    node: str | None = None
+    """Slurm's name of the node that the batch script runs on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureReport:
+    """What a rank that fails writes down for the end of the attempt to find."""
+
+    time: float
+    rank: int
+    error: str
+    """Type and message, in a line."""
+    traceback: str = ""
+    step: int | None = None
+    """The step it was in; None outside the loop."""
+    samples: list[int] = field(default_factory=list)
+    """Ids of this rank's samples in that step."""
+    node: str | None = None
+    node_index: int | None = None
+    alone: bool = False
+    """Whether the ranks did not form the group they were started for: equal errors on all nodes mean little then."""
+    disk: bool = False
+    """Whether a full disk is to blame."""
+    out_of_memory: str | None = None
+    """`GPU` or `host`, where that is the reason."""
+    peak_bytes: int | None = None

@@ -1,1 +1,0 @@
-"""Inside the job: process group, notices, the context and its loop."""

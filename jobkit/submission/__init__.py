@@ -1,0 +1,1 @@
+"""Before the job: the plan, the batch script, the submission. Never imports torch."""

@@ -1,0 +1,145 @@
+"""Following a run from outside: rank 0's output, the progress bar, and what Ctrl-C means."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+from jobkit.display import Display
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
+from jobkit.run import status as states
+from jobkit.run.files import read_json
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+from jobkit.submission import job
+
+POLL_SECONDS = 0.2
+ASK_SCHEDULER_SECONDS = 10.0
+
+_OVER = (states.FINISHED, states.FAILED, states.CANCELLED)
+
+
+class Tail:
+    """The lines that rank 0 of each attempt has added to its output since the last call."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.positions: dict[int, int] = {}
+
+    def lines(self, attempt: int) -> list[str]:
+        """Whole lines of that attempt not returned before."""
+        file = self.run.rank_log(attempt, 0)
+        try:
+            with file.open("rb") as stream:
+                stream.seek(self.positions.get(attempt, 0))
+                text = stream.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self.positions[attempt] = self.positions.get(attempt, 0) + len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def follow_local(run: RunDir, controller: subprocess.Popen[bytes], asked: list[int]) -> int:
+    """Show a local run until its controller ends. A signal in `asked`: checkpoint and stop; a second one kills.
+
+    Returns the exit code: 0 finished, 1 failed, 75 interrupted but resumable.
+    """
+    display, tail, stops = Display(run.name), Tail(run), 0
+    told = 0
+    while controller.poll() is None:
+        if len(asked) > stops:
+            stops = len(asked)
+            controller.send_signal(signal.SIGTERM if stops == 1 else signal.SIGINT)
+            display.say("stopping: writing a checkpoint ... (once more kills without one)" if stops == 1 else "killing")
+        status = run.status()
+        _refresh(run, status, display, tail)
+        told = _say_restarts(status, told, display)
+        time.sleep(POLL_SECONDS)
+    _refresh(run, run.status(), display, tail)
+    display.close()
+    status = job.current_status(run)
+    announce_end(run, status, display)
+    return exit_code(status)
+
+
+def follow_slurm(run: RunDir) -> int:
+    """Show a run on Slurm until it is over, through its requeues. Ctrl-C leaves it running."""
+    display, tail, asked_at = Display(run.name), Tail(run), 0.0
+    shown = None
+    try:
+        while True:
+            status = run.status()
+            over = status.state in _OVER
+            if time.monotonic() - asked_at > ASK_SCHEDULER_SECONDS and not over:
+                asked_at = time.monotonic()
+                try:
+                    status = job.current_status(run)
+                    over = not job.is_active(run, status)
+                except SchedulerError as error:
+                    display.say(f"{error}; still following")
+            if (status.state, len(status.attempts)) != shown:
+                shown = (status.state, len(status.attempts))
+                display.say(f"{run.name}: {status.state} (job {status.job_id}, attempt {len(status.attempts)})")
+            _refresh(run, status, display, tail)
+            if over:
+                display.close()
+                announce_end(run, status, display)
+                return exit_code(status)
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        display.close()
+        display.say(f"no longer following; the job goes on. To stop it: python -m jobkit cancel {run.name}")
+        return EXIT_FINISHED
+
+
+def _say_restarts(status: Status, told: int, display: Display) -> int:
+    """Say why attempts ended that others followed, from number `told` on; returns how many there are."""
+    followed = status.attempts[:-1]
+    for attempt in followed[told:]:
+        why = (attempt.failure or {}).get("error") or attempt.cause
+        display.say(f"attempt {attempt.id} ended: {why}; it goes on from step {attempt.durable_step}")
+    return max(told, len(followed))
+
+
+def _refresh(run: RunDir, status: Status, display: Display, tail: Tail) -> None:
+    if not status.attempt:
+        return
+    for line in tail.lines(status.attempt.id):
+        display.say(line)
+    progress = read_json(run.progress_file)
+    if isinstance(progress, dict) and progress.get("attempt") == status.attempt.id:
+        display.show(progress)
+
+
+def announce_end(run: RunDir, status: Status, display: Display) -> None:
+    """How the run stands now, and what to type next."""
+    steps = f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else "")
+    if status.state == states.FINISHED:
+        at = f" at {steps}" if status.total_steps else ""  # without a loop there are no steps
+        display.say(f"finished{at}: {status.result if status.result is not None else ''}".rstrip(": "))
+        display.say(f"run directory: {run.path}")
+    elif status.state == states.FAILED:
+        attempt = status.attempt
+        display.say(f"failed at {steps}: {status.error}")
+        if attempt:
+            display.say(f"tracebacks: {run.logs(attempt.id)}/rank_*.err")
+        display.say(_safe(status))
+    else:
+        why = (status.attempt.failure or {}).get("error") if status.attempt else None
+        display.say(f"{status.state} at {steps}{f': {why}' if why else ''}. {_safe(status)}")
+
+
+def _safe(status: Status) -> str:
+    kept = (
+        "There is no checkpoint yet"
+        if status.checkpoint is None
+        else f"The checkpoint of step {status.checkpoint} is safe"
+    )
+    return f"{kept}; the same command continues the run:\n  {status.how_to_continue}"
+
+
+def exit_code(status: Status) -> int:
+    """0 finished, 1 failed, 75 anything that the same command continues."""
+    return {states.FINISHED: EXIT_FINISHED, states.FAILED: EXIT_FAILED}.get(status.state, EXIT_RESUMABLE)

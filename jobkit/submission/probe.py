@@ -1,0 +1,94 @@
+"""The probe of `jobkit doctor`, from its submission to its result: a run like any other that removes itself."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jobkit import slurm
+from jobkit.errors import InputError, SchedulerError
+from jobkit.run import status as states
+from jobkit.run.config import Loaded
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+from jobkit.submission import interrupts as stops
+from jobkit.submission import job
+from jobkit.submission.plan import LaunchPlan
+from jobkit.submission.submit import submit
+
+TASK = "jobkit.worker.network_probe:probe"
+
+POLL_SECONDS = 0.3
+
+ENDING_SECONDS = 60.0
+"""How long a job is given to be gone after its run has finished."""
+
+
+def run_probe(loaded: Loaded, plan: LaunchPlan, source: Path, say: Callable[[str], None]) -> tuple[RunDir, Status]:
+    """Run the experiment to its end, saying what is waited for; its directory stays only where it failed.
+
+    Raises KeyboardInterrupt, after cancelling it, for Ctrl-C and its like, and InputError for a rank that is alone.
+    """
+    if plan.config.resources.world_size == 1:
+        raise InputError("a probe of the network needs two ranks: --tasks-per-node 2, or --no-probe for checks alone")
+    with stops.collected() as asked:
+        outcome = submit(
+            loaded.config,
+            plan.cluster,
+            source=source,
+            runs_dir=plan.run.parent,
+            fresh=True,
+            foreground=True,
+            command="python -m jobkit doctor",
+            where=loaded.where,
+        )
+        status = _wait(outcome.run, asked, say)
+    if status.state == states.FINISHED:
+        _remove(outcome.run, status)
+    return outcome.run, status
+
+
+def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
+    """The status once the run is over; raises KeyboardInterrupt when it was cancelled instead."""
+    told = ""
+    while True:
+        try:
+            status = job.current_status(run)
+            over, line = not job.is_active(run, status), _progress(status)
+        except SchedulerError as error:  # it may answer again
+            over, line = False, str(error)
+        if asked:
+            say("cancelling the probe ...")
+            _remove(run, job.cancel(run))
+            raise KeyboardInterrupt
+        if over:
+            return status
+        if line != told:
+            told = line
+            say(line)
+        time.sleep(POLL_SECONDS)
+
+
+def _progress(status: Status) -> str:
+    if status.state == states.QUEUED and status.scheduler == "slurm" and status.job_id:
+        waiting = slurm.show_job(status.job_id)
+        reason = f": {waiting.reason}" if waiting and waiting.state == "PENDING" else ""
+        return f"waiting for job {status.job_id}{reason}; Ctrl-C cancels it"
+    return "measuring the network ..."
+
+
+def _remove(run: RunDir, status: Status) -> None:
+    """Remove the run's directory once its job is gone and writes nothing more."""
+    deadline = time.monotonic() + ENDING_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if not job.is_alive(run, status):
+                break
+        except SchedulerError as error:
+            print(f"{error}; {run.path} stays", file=sys.stderr)
+            return
+        time.sleep(POLL_SECONDS)
+    shutil.rmtree(run.path, ignore_errors=True)

@@ -1,0 +1,225 @@
+"""Who uses which device of this machine: two local runs share none unless they are asked to.
+
+A device has a lock file in a folder of the machine. All users of the device hold a shared flock on it, which the kernel
+takes back when their last process is gone; who can lock it exclusively sees that it is free. Decisions are made one at
+a time, under a lock of their own. Runs that jobkit's local controller did not start are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobkit.errors import InputError
+from jobkit.run.device_kinds import SHARE, DeviceKind, of_this_machine
+from jobkit.supervisor.physical import physical_names
+
+LEASES = "JOBKIT_LEASES"
+"""Environment variable that a controller is started with: which one names its devices, and their open lock files."""
+
+FOLDER = "JOBKIT_DEVICES_DIR"
+"""Environment variable with the folder of the lock files, where /tmp/jobkit-devices is not the whole machine's."""
+
+DECIDING = "deciding.lock"
+"""The lock file that is held while devices are taken."""
+
+GHOST_SECONDS = 30.0
+"""How long to wait for the ranks of the same run whose controller was killed: they write a last checkpoint."""
+
+
+@dataclass(frozen=True)
+class Leases:
+    """Devices that a run has, by the names that `variable` takes, and their open lock files."""
+
+    variable: str = ""
+    devices: tuple[str, ...] = ()
+    files: tuple[int, ...] = ()
+
+    @classmethod
+    def inherited(cls, environ: Mapping[str, str]) -> Leases:
+        """What the process that started this one took for it."""
+        variable, _, files = environ.get(LEASES, "").partition(":")
+        if not files:
+            return cls()
+        return cls(variable, tuple(environ[variable].split(",")), tuple(map(int, files.split(","))))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a controller is started with, beside the open files."""
+        if not self.devices:
+            return {}
+        files = ",".join(map(str, self.files))
+        return {self.variable: ",".join(self.devices), LEASES: f"{self.variable}:{files}"}
+
+    def of_rank(self, rank: int, each: int) -> tuple[dict[str, str], tuple[int, ...]]:
+        """A rank's environment, in which it sees `each` devices of its own only, and their open lock files."""
+        if not self.devices:
+            return {}, ()
+        own = slice(rank * each, (rank + 1) * each)
+        return {self.variable: ",".join(self.devices[own])}, self.files[own]
+
+    def sign(self, run: Path, pid: int) -> None:
+        """Write down who has the devices, for whoever wants them next."""
+        for file in self.files:
+            os.write(file, (json.dumps({"run": str(run), "pid": pid}) + "\n").encode())
+
+    def close(self) -> None:
+        """Leave the devices to the processes that were given the open files."""
+        for file in self.files:
+            os.close(file)
+
+
+def take(device: str, count: int, run: Path, environ: Mapping[str, str]) -> Leases:
+    """Devices for the local run of a directory: `count` free ones of those that `environ` allows.
+
+    Args:
+        device: the YAML's; for `cpu`, and where only the driver knows which devices there are, there are no leases.
+        count: how many; with JOBKIT_SHARE_DEVICES=1 in `environ` used ones, too, where too few are free.
+
+    Raises InputError, naming who has them and what to do.
+    """
+    kind, devices = of_this_machine(device, environ)
+    if count == 0 or kind.visible is None or devices is None:
+        return Leases()
+    folder = Path(environ.get(FOLDER, "/tmp/jobkit-devices"))  # TMPDIR differs from user to user
+    locks = [folder / re.sub(r"[^\w.-]", "_", name) for name in physical_names(kind, devices, environ)]
+    started, said = time.monotonic(), False
+    while True:
+        try:
+            taken = _take(locks, count, share=environ.get(SHARE) == "1")
+        except OSError as error:
+            raise InputError(f"{folder}: {error.strerror}; set {FOLDER} to a folder for all") from None
+        if taken.files:
+            return Leases(kind.visible, tuple(devices[number] for number in taken.files), tuple(taken.files.values()))
+        ghost = any(holder["run"] == str(run) for found in taken.holders.values() for holder in found)
+        if not ghost or time.monotonic() - started > GHOST_SECONDS:
+            raise InputError(_refusal(kind, count, devices, taken.holders))
+        if not said:
+            print(f"waiting for the last ranks of {run.name} to leave their devices", file=sys.stderr)
+            said = True
+        time.sleep(0.2)
+
+
+def _refusal(kind: DeviceKind, count: int, devices: Sequence[str], holders: Holders) -> str:
+    used = []
+    for number, found in holders.items():
+        who = " and ".join(f"process {one['pid']} for {one['run']}" for one in found)
+        used.append(f"{devices[number]} is used by {who or 'another run'}")
+    return (
+        f"resources: {count} {kind.name} device(s) are needed, and {len(devices) - len(used)} of the {len(devices)} "
+        f"visible are free ({'; '.join(used)}): wait, let {kind.visible} name others, or set {SHARE}=1 to share them"
+    )
+
+
+# Lock files
+
+Holders = Mapping[int, Sequence[Mapping[str, str]]]
+"""By a device's number: {run, pid} of each user."""
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The open lock files of the devices that were taken, by number; or, where too few are free, who has the others."""
+
+    files: dict[int, int] = field(default_factory=dict)
+    holders: Holders = field(default_factory=dict)
+
+
+def _take(locks: Sequence[Path], count: int, share: bool) -> _Taken:
+    with _deciding(locks[0].parent):
+        free = [number for number, lock in enumerate(locks) if _is_free(lock)]
+        used = [number for number in range(len(locks)) if number not in free]
+        chosen = sorted((free + used)[:count]) if share else free[:count]
+        if len(chosen) == count:
+            return _Taken(files={number: _hold(locks[number], alone=number in free) for number in chosen})
+        return _Taken(holders={number: _holders(locks[number]) for number in used})
+
+
+@contextlib.contextmanager
+def _deciding(folder: Path) -> Iterator[None]:
+    """Nobody else on this machine takes a device meanwhile. Released in an instant, so it is waited for."""
+    if not folder.is_dir():
+        _make(folder)
+    file = _open(folder / DECIDING)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _make(folder: Path) -> None:
+    """The folder, everybody's whatever the umask is, as /tmp; it appears with all permissions."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    os.close(_open(temporary / DECIDING))
+    temporary.chmod(0o1777)
+    try:
+        temporary.rename(folder)
+    except OSError:  # another process was quicker
+        shutil.rmtree(temporary)
+        if not folder.is_dir():
+            raise
+
+
+def _open(path: Path) -> int:
+    """An open file that every user may lock and write."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(FileNotFoundError):
+        # Without O_CREAT: in a sticky folder Linux refuses that for somebody else's file (fs.protected_regular).
+        return os.open(path, flags)
+    try:
+        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return os.open(path, flags)
+    os.fchmod(file, 0o666)
+    return file
+
+
+def _is_free(lock: Path) -> bool:
+    file = _open(lock)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def _hold(lock: Path, alone: bool) -> int:
+    file = _open(lock)
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held exclusively only under the lock that is held here
+    if alone:
+        os.ftruncate(file, 0)  # what earlier users wrote
+    return file
+
+
+def _holders(lock: Path) -> list[dict[str, str]]:
+    """{run, pid} of those who signed the lock file and are still there, or of the last where none is."""
+    signed = []
+    for line in lock.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            holder = json.loads(line)
+            signed.append({"run": str(holder["run"]), "pid": str(int(holder["pid"]))})
+    return [holder for holder in signed if _lives(int(holder["pid"]))] or signed[-1:]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's
+    return True

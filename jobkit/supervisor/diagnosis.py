@@ -1,0 +1,160 @@
+"""Why an attempt ended whose ranks could not say so: from what they, srun, Slurm and jobkit's notices left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobkit import slurm
+from jobkit.errors import EXIT_RESUMABLE, SchedulerError
+from jobkit.run.files import read_json
+from jobkit.run.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The first rank that ended as it should not, as whoever started it saw it."""
+
+    rank: int | None = None
+    node: str | None = None
+    signal: int | None = None
+    """The signal it died of; None where it exited by itself."""
+    code: int | None = None
+    out_of_memory: bool = False
+    """Whether the kernel or Slurm says that it was ended for the memory it used."""
+    node_lost: bool = False
+
+
+@dataclass(frozen=True)
+class EndCause:
+    """The cause of an attempt's end, and what is known of it: see Attempt.failure."""
+
+    cause: str
+    failure: dict[str, Any] = field(default_factory=dict)
+
+
+def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
+    """The cause of an attempt's hard end, the most certain witness first.
+
+    `nodes` is how many the attempt had, `first` the first rank to die as far as known, `job` Slurm's record.
+    """
+    progress = read_json(run.progress_file)
+    known: dict[str, Any] = {}
+    if first is not None and first.node_lost:  # whatever else happened followed from it
+        return EndCause("node_failure", {"node": first.node, "error": f"node {first.node} died"})
+    if isinstance(progress, dict) and progress.get("attempt") == attempt:
+        known["peak_bytes"] = progress.get("peak_bytes")
+    notice = read_json(run.notice_file(attempt))
+    if isinstance(notice, dict) and notice.get("cause"):
+        if notice.get("error"):
+            known["error"] = notice["error"]
+        return EndCause(str(notice["cause"]), known)
+    if job is not None and (cause := slurm.stop_cause(job)):
+        if cause == "killed":
+            known["error"] = "the batch script was killed"
+        return EndCause(cause, known)
+    reports = _reports(run, attempt)
+    if first is not None and first.signal is not None:
+        return _killed(first, known)
+    report = _first_report(reports)
+    if report is None and first is not None and first.code == EXIT_RESUMABLE:
+        return EndCause("disk", known | {"error": f"rank {first.rank} could not write to the run directory's disk"})
+    silent = first is not None and first.rank not in [one["rank"] for one in reports]
+    if report is None or (silent and _SECONDARY.search(str(report["error"]))):
+        code = "" if first is None or first.code is None else f" with exit code {first.code}"
+        where = "the ranks" if first is None or first.rank is None else f"rank {first.rank}"
+        known |= {"rank": first.rank, "node": first.node} if first else {}
+        return EndCause("crashed", known | {"error": f"{where} ended{code}, without a traceback"})
+    return _reported(report, reports, nodes, known)
+
+
+def _killed(first: FirstFailure, known: dict[str, Any]) -> EndCause:
+    who = "a rank" if first.rank is None else f"rank {first.rank}"
+    where = f" on {first.node}" if first.node else ""
+    peak = f"; peak of a rank: {known['peak_bytes'] / 2**30:.2f} GiB" if known.get("peak_bytes") else ""
+    known |= {"rank": first.rank, "node": first.node}
+    if first.out_of_memory:
+        error = f"{who}{where} was killed for lack of memory on the host{peak}"
+        return EndCause("out_of_memory", known | {"error": error})
+    how = "SIGKILL" if first.signal == 9 else f"signal {first.signal}"
+    hint = f" (out of memory?{peak.replace('; ', ' ')})" if first.signal == 9 else ""
+    return EndCause("killed", known | {"error": f"{who}{where} was killed by {how}{hint}"})
+
+
+def _reported(report: dict[str, Any], reports: list[dict[str, Any]], nodes: int, known: dict[str, Any]) -> EndCause:
+    keys = ("rank", "step", "samples", "traceback", "node", "peak_bytes")
+    failure = known | {key: report[key] for key in keys if report.get(key) is not None}
+    failure["error"] = f"rank {report['rank']}: {report['error']}"
+    if report.get("disk"):
+        return EndCause("disk", failure)
+    if kind := report.get("out_of_memory"):
+        peak = f" (peak of the {kind}'s memory: {report.get('peak_bytes', 0) / 2**30:.2f} GiB)"
+        return EndCause("out_of_memory", failure | {"error": failure["error"] + peak})
+    same = {one.get("node_index") for one in reports if one["error"] == report["error"]}
+    failure["everywhere"] = len(same) >= nodes and not report.get("alone")
+    return EndCause("crashed", failure)
+
+
+def _reports(run: RunDir, attempt: int) -> list[dict[str, Any]]:
+    """What the ranks of an attempt wrote down when they failed, the earliest first."""
+    written = [read_json(file) for file in run.logs(attempt).glob("error_*.json")]
+    return sorted((one for one in written if isinstance(one, dict)), key=lambda one: float(one["time"]))
+
+
+# What ranks say when another one is gone (gloo, NCCL, TCPStore): true, but not the cause. Not by time alone, since the
+# clocks of nodes differ, nor by who ended first: the one that failed may take longer to end than the others.
+_SECONDARY = re.compile(
+    r"Connection closed by peer|Connection reset|Broken pipe|Connection was likely closed|Failed to (recv|send)|"
+    r"Timed out waiting \d+ms|recvValue|Application timeout|NCCL|remote process"
+)
+
+
+def _first_report(reports: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The earliest that is not about the others' end."""
+    own = [report for report in reports if not _SECONDARY.search(str(report["error"]))]
+    return next(iter(own or reports), None)
+
+
+# srun's own words: `srun: error: node2: task 3: Killed`, and `tasks 0-1,3: Exited with exit code 1` for several.
+_TASK = re.compile(r"srun: error: (\S+?): tasks? (\d+)[\d,-]*: (.*)")
+_NODE = re.compile(r"srun: error: Node failure on (\S+)")
+_SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()} | {"Out Of Memory": 9}
+
+
+def first_failure(text: str) -> FirstFailure | None:
+    """Who died first, by what srun printed; None where it says nothing of the kind."""
+    oom = "oom_kill event" in text or "Out Of Memory" in text
+    if lost := _NODE.search(text):  # the others' deaths come first there: srun waits for the controller's word
+        return FirstFailure(node=lost[1], node_lost=True)
+    for line in text.splitlines():
+        if match := _TASK.search(line):
+            how = match[3].removesuffix(" (core dumped)").strip()
+            code = re.fullmatch(r"Exited with exit code (\d+)", how)
+            return FirstFailure(
+                rank=int(match[2]),
+                node=match[1],
+                signal=_SIGNALS.get(how),
+                code=int(code[1]) if code else None,
+                out_of_memory=oom,
+            )
+    return FirstFailure(signal=9, out_of_memory=True) if oom else None
+
+
+def srun_said(run: RunDir, number: int) -> str:
+    """What srun has printed about an attempt so far."""
+    try:
+        return run.srun_log(number).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def dead_node_of(job: slurm.JobInfo | None) -> str | None:
+    """The node of a job that Slurm says is down, or no longer answers; None where all live, or Slurm is mute."""
+    if job is None or not job.nodes:
+        return None
+    try:
+        return slurm.dead_node(job.nodes)
+    except SchedulerError:
+        return None

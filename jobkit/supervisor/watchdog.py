@@ -1,0 +1,128 @@
+"""The watchdog: notices from outside that the ranks of an attempt no longer get anywhere, and ends them.
+
+From outside, because a stopped process, or a loop in C that holds the interpreter, cannot notice itself: the local
+controller looks in its own loop, under Slurm supervisor/beside_srun.py does. What is watched is rank 0's count of beats
+(worker/heartbeat.py): the ranks wait for each other all the time, so it stops wherever one of them does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jobkit.run.duration import format_seconds, parse_seconds
+from jobkit.run.files import read_json, write_json
+from jobkit.run.rundir import RunDir
+
+LEAST_SECONDS = 300.0
+"""`watchdog: auto` waits at least this long for a step, with an evaluation or the end of a checkpoint in it."""
+
+MAX_FACTOR = 8.0
+"""How many times longer it waits after false alarms, at most."""
+
+GAP_SECONDS = 30.0
+"""A watch that has not looked for so long was stopped itself, as the ranks may have been."""
+
+TIMES_SLOWEST = 20.0
+"""`watchdog: auto` waits this many times as long as the slowest step so far took."""
+
+OUTSIDE_LOOP_SECONDS = 1800.0
+"""How long imports, the building of a model, the first step and what follows the loop may take, at the least."""
+
+STACKS_SECONDS = 2.0
+"""What the ranks get to write down their stacks."""
+
+KILL_AFTER_FAILURE_SECONDS = 3.0
+"""What the ranks beside a failed one get to write down their own error before they are killed."""
+
+
+class Watch:
+    """Judges from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.
+
+    `false_alarms`: how many attempts ended as hung before: `auto`, and what is outside the loop, gets twice the time
+    for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end. `may_be_silent`: ranks
+    that never report, as those of a command without jobkit.init, are left alone.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        setting: str | int | bool,
+        false_alarms: int = 0,
+        may_be_silent: bool = False,
+    ) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.setting = setting
+        self.factor = min(2.0**false_alarms, MAX_FACTOR)
+        self.may_be_silent = may_be_silent
+        self._beats: object = None
+        self._since = self._looked = time.monotonic()
+
+    @classmethod
+    def of(cls, run: RunDir, attempt: int) -> Watch:
+        """The watch of an attempt that has just begun."""
+        now = run.status()
+        hangs = sum(one.cause == "hang" and one.submission == now.submissions for one in now.attempts)
+        config = run.config()
+        return cls(run, attempt, config.watchdog, hangs, may_be_silent=bool(config.command))
+
+    def limit(self, training: bool, slowest: float) -> float:
+        """Seconds without a beat that count as hung; `slowest` is 0 before the first step is done."""
+        if self.setting == "auto":
+            limit = max(LEAST_SECONDS, TIMES_SLOWEST * slowest) * self.factor
+            known = training and slowest > 0
+        else:
+            limit, known = float(parse_seconds(self.setting)), training
+        return limit if known else max(limit, OUTSIDE_LOOP_SECONDS * self.factor)
+
+    def look(self) -> str | None:
+        """What to tell about a hang, or None where there is none."""
+        if self.setting == "off" or self.setting is False:
+            return None
+        now, looked = time.monotonic(), self._looked
+        self._looked = now
+        report = read_json(self.run.progress_file)
+        report = report if isinstance(report, dict) and report.get("attempt") == self.attempt else {}
+        if self.may_be_silent and not report:
+            return None
+        beats = (report.get("beats"), report.get("training"))
+        if beats != self._beats or now - looked > GAP_SECONDS:
+            self._beats, self._since = beats, now
+            return None
+        training = bool(report.get("training"))
+        limit = self.limit(training, float(report.get("slowest") or 0.0))
+        if now - self._since < limit:
+            return None
+        if not self._can_be_written():
+            self._since = now  # the ranks could not report if they wanted to: the disk is full or away
+            return None
+        where = f"in step {report.get('step')}" if training else "outside its loop"
+        return f"no sign of life for {format_seconds(limit)} {where} (watchdog: {self.setting})"
+
+    def _can_be_written(self) -> bool:
+        try:
+            with tempfile.TemporaryFile(dir=self.run.logs(self.attempt)) as file:
+                file.write(b"x" * 4096)
+        except OSError:
+            return False
+        return True
+
+
+def give_notice(run: RunDir, attempt: int, notice: dict[str, Any]) -> None:
+    """Say why this attempt is being ended; a disk that does not take it must not keep it from being ended."""
+    with contextlib.suppress(OSError):
+        write_json(run.notice_file(attempt), notice)
+
+
+def end_hung(run: RunDir, attempt: int, error: str, send: Callable[[str], None]) -> None:
+    """Have all ranks write down their stacks, then kill them; `send` sends the signal of a name to every rank."""
+    give_notice(run, attempt, {"cause": "hang", "error": error})
+    send("USR1")  # STACKS_SIGNAL of worker/failure.py
+    send("CONT")  # a stopped one writes its own down when it goes on
+    time.sleep(STACKS_SECONDS)
+    send("KILL")

@@ -1,0 +1,95 @@
+"""One rank of a YAML's `command:`: it becomes that program, with RANK, WORLD_SIZE, MASTER_ADDR and their family set."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from submitit.core.job_environment import JobEnvironment
+
+from jobkit.errors import JobkitError
+from jobkit.run.command_line import find_program, is_python, target
+from jobkit.run.rundir import RunDir
+from jobkit.worker.launcher import topology_of
+from jobkit.worker.notices import NOTICES
+from jobkit.worker.rendezvous import agree_on_port, interface_towards
+
+# What `python -m` does, with the snapshot where it would put the current folder.
+_RUN_MODULE = (
+    "import runpy, sys; sys.path[0] = sys.argv.pop(1); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+_IN_SNAPSHOT = (".py", ".sh")
+"""Files named on the command line that are taken from the snapshot."""
+
+
+def become_command(path: str) -> NoReturn:
+    """Replace this process by the command of the run directory `path`: the launcher's signals then reach it directly.
+
+    JOBKIT_RUN and JOBKIT_ATTEMPT, by which a jobkit.init() in it knows its run, are set already.
+    """
+    run, attempt = RunDir(path), int(os.environ["JOBKIT_ATTEMPT"])
+    config = run.config()
+    topology = topology_of(JobEnvironment())
+    try:
+        topology.check(config.resources.world_size)
+        address, port = agree_on_port(topology, run.rendezvous_file(attempt))
+        code, here = Path(os.environ["JOBKIT_CODE"]), Path.cwd()
+        words = in_snapshot(config.command, code)
+        program = find_program(words[0])  # its path becomes argv[0], by which a Python knows its environment
+        if program is None:
+            raise JobkitError(f"command: {words[0]}: no such program on this node")
+        environment = {**os.environ, **topology.environment(address, port), "PYTHONUNBUFFERED": "1"}
+        if paths := os.environ.get("PYTHONPATH"):
+            environment["PYTHONPATH"] = _paths_in_snapshot(paths, code, here)
+        if interface := interface_towards(address):
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        _become([program, *words[1:]], environment)
+    except BaseException as error:
+        from jobkit.worker.failure import write_report  # imports torch, which the command may never do
+
+        write_report(run, attempt, topology, None, error)
+        raise
+
+
+def in_snapshot(command: Sequence[str], code: Path) -> list[str]:
+    """`command` with the user's files, and the modules of `-m`, taken from the snapshot `code`."""
+    words = [command[0], *(_file_in_snapshot(word, code) for word in command[1:])]
+    own = code / command[0]
+    if "/" in command[0] and own.is_file() and os.access(own, os.X_OK):
+        words[0] = str(own)
+    runs = target(command) if is_python(command[0]) else None
+    if runs is not None and runs.kind == "module":
+        words[runs.index - 1 : runs.index + 1] = ["-c", _RUN_MODULE, str(code), runs.text]
+    return words
+
+
+def _file_in_snapshot(word: str, code: Path) -> str:
+    inside = (code / word).resolve().is_relative_to(code.resolve())
+    return str(code / word) if word.endswith(_IN_SNAPSHOT) and inside and (code / word).is_file() else word
+
+
+def _paths_in_snapshot(paths: str, code: Path, here: Path) -> str:
+    """PYTHONPATH with the folder where the run was submitted, and those below it, replaced by their copies."""
+    full = [(here / entry).resolve() for entry in paths.split(os.pathsep)]
+    return os.pathsep.join(
+        str(code / one.relative_to(here))
+        if one.is_relative_to(here) and (code / one.relative_to(here)).is_dir()
+        else str(one)
+        for one in full
+    )
+
+
+def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    if NOTICES.signal is not None:  # it came before there was a program to get it
+        os.kill(os.getpid(), NOTICES.signal)
+    os.execve(words[0], list(words), dict(environment))

@@ -1,0 +1,69 @@
+"""What a rank that fails writes down for the end of the attempt to find: error_<rank>.json beside its log."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from jobkit.errors import DistributedError
+from jobkit.run.disk import is_full
+from jobkit.run.files import write_json
+from jobkit.run.rundir import RunDir
+from jobkit.worker.context import Context
+from jobkit.worker.heartbeat import peak_bytes
+from jobkit.worker.launcher import Topology
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes each process of a rank write all its stacks to the rank's error log; see supervisor/watchdog.py."""
+
+MAX_TRACEBACK = 8000
+MAX_SAMPLES = 256
+
+
+def show_stacks_when_asked() -> None:
+    """Let STACKS_SIGNAL print stacks, from C: also where a thread that holds the interpreter never lets go of it."""
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    os.register_at_fork(after_in_child=_show_no_stacks)
+
+
+def _show_no_stacks() -> None:
+    """A loader's worker gets the rank's signals too, and would write into the middle of the rank's stacks."""
+    faulthandler.unregister(STACKS_SIGNAL)
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+
+
+def write_report(run: RunDir, attempt: int, topology: Topology, context: Context | None, error: BaseException) -> None:
+    """Say what happened, where, in which step and to which samples; the traceback goes to the rank's own log too."""
+    report = {
+        "time": time.time(),
+        "rank": topology.rank,
+        "node_index": topology.node,
+        "node": os.environ.get("SLURMD_NODENAME"),
+        "error": f"{type(error).__name__}: {error}".strip(),
+        "traceback": "".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
+        "step": context.step if context is not None and context.in_loop else None,
+        "samples": context.current_samples()[:MAX_SAMPLES] if context is not None else [],
+        "alone": isinstance(error, DistributedError),
+        "disk": is_full(error),
+        **_memory(error),
+    }
+    try:
+        write_json(run.error_file(attempt, topology.rank), report)
+    except OSError as problem:
+        print(f"jobkit: the error could not be written down: {problem}", file=sys.stderr)
+
+
+def _memory(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"out_of_memory": "GPU", "peak_bytes": torch.cuda.max_memory_allocated()}
+    # Without memory even torch's allocator on the CPU raises a plain RuntimeError.
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return {"out_of_memory": "host", "peak_bytes": peak_bytes()}
+    return {"peak_bytes": peak_bytes()}

@@ -1,0 +1,26 @@
+"""What Submitit pickles: the run's directory and nothing else. The rest is on disk, where a requeue finds it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Runs one rank of one attempt."""
+
+    run: str
+    """The run directory."""
+
+    def __call__(self) -> None:
+        # Imported in the job only: the submitting side pickles this class and must not pay for torch.
+        from jobkit.run.rundir import RunDir
+
+        if RunDir(self.run).config().command:
+            from jobkit.worker.command import become_command
+
+            become_command(self.run)
+        else:
+            from jobkit.worker.task import run_rank
+
+            run_rank(self.run)

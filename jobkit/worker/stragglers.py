@@ -1,0 +1,110 @@
+"""Which rank holds up the others: each measures the part of a step that is its own, and they compare."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from jobkit.worker.own_time import ComputeTimer, marks_of
+from jobkit.worker.session import Session
+
+EXCHANGE_SECONDS = 1.0
+"""How often the ranks compare, at most."""
+
+SLOW_FACTOR = 1.5
+"""A rank is slow whose own time is this many times the median ..."""
+
+SLOW_SHARE = 0.1
+"""... and is longer than it by this part of a whole step: what is less holds nobody up."""
+
+EXCHANGES = 3
+"""How many times in a row a rank must be slow to be named, and must not be to be cleared."""
+
+EACH_RANK = 16
+"""Up to this many ranks have a curve each in TensorBoard; of more there are minimum, median and maximum."""
+
+
+class StragglerDetector:
+    """Which ranks are slow, by what they say of several exchanges."""
+
+    def __init__(self) -> None:
+        self.slow: set[int] = set()
+        self._in_a_row: dict[int, int] = {}
+
+    def look(self, seconds: Sequence[float], step_seconds: float) -> list[int]:
+        """The ranks that have become slow, or no longer are, with this exchange of own seconds, by rank."""
+        middle = statistics.median_low(seconds)  # of two ranks the faster one
+        changed = []
+        for rank, own in enumerate(seconds):
+            now = own > SLOW_FACTOR * middle and own - middle > SLOW_SHARE * step_seconds
+            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if now != (rank in self.slow) else 0
+            if self._in_a_row[rank] == EXCHANGES:
+                self._in_a_row[rank] = 0
+                changed.append(rank)
+        self.slow ^= set(changed)
+        return changed
+
+
+class Stragglers:
+    """Compares the ranks' own times in the loop; rank 0 writes them to TensorBoard and names who is slow."""
+
+    def __init__(self, session: Session) -> None:
+        self.own = ComputeTimer(marks_of(session.device))
+        self._session = session
+        self._judge = StragglerDetector()
+        self._hosts: list[str] = []
+        self._compared = time.monotonic()
+
+    def watch(self, model: torch.nn.Module, forward_waits: bool = False) -> None:
+        """Measure by this model's forwards, where there are others to compare with."""
+        if self._session.topology.world_size > 1:
+            self.own.watch(model, forward_waits)
+
+    def is_due(self) -> bool:
+        """Whether it is time to compare: rank 0's clock, which tells the others."""
+        session = self._session
+        several = session.topology.world_size > 1
+        return several and session.is_main and time.monotonic() - self._compared >= EXCHANGE_SECONDS
+
+    def compare(self, step: int) -> None:
+        """Exchange the means since the last time, on all ranks together, after `step` steps."""
+        control, topology = self._session.control, self._session.topology
+        if not self._hosts:
+            host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+            self._hosts = [str(one) for one in control.gather(host)]
+        seconds = torch.zeros(topology.world_size, dtype=torch.float64)
+        seconds[topology.rank], whole = self.own.take()
+        control.sum(seconds)
+        self._compared = time.monotonic()
+        if self._session.is_main and bool((seconds > 0).all()):
+            self._report(step, seconds.tolist(), whole)
+
+    def _report(self, step: int, seconds: list[float], step_seconds: float) -> None:
+        session, median = self._session, statistics.median_low(seconds)
+        if session.metrics is not None:
+            session.metrics.scalars(step - 1, curves(seconds))
+        for rank in self._judge.look(seconds, step_seconds):
+            who = {"rank": rank, "host": self._hosts[rank], "step": step}
+            times = {"seconds": round(seconds[rank], 6), "median": round(median, 6)}
+            told = f"jobkit: rank {rank} on {self._hosts[rank]}"
+            if rank in self._judge.slow:
+                session.record("straggler", **who, **times, factor=round(seconds[rank] / median, 2))
+                needs = f"needs {seconds[rank]:.3g} s a step by itself, the median rank {median:.3g} s"
+                print(f"{told} holds the others up: it {needs}", flush=True)
+            else:
+                session.record("straggler_over", **who, **times)
+                print(f"{told} no longer holds the others up", flush=True)
+
+
+def curves(seconds: Sequence[float]) -> dict[str, float]:
+    """The ranks' own seconds as TensorBoard's scalars: one a rank, or a summary where there are many."""
+    if len(seconds) <= EACH_RANK:
+        return {f"perf/rank_seconds/{rank}": own for rank, own in enumerate(seconds)}
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    summary = {"min": min(seconds), "median": statistics.median_low(seconds), "max": max(seconds)}
+    return {f"perf/rank_seconds/{name}": value for name, value in {**summary, "slowest_rank": slowest}.items()}

@@ -1,0 +1,185 @@
+"""What the function tracks: from live objects to a checkpoint's trees and back, however they are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from jobkit.checkpoint.reader import Contents, Loaded
+from jobkit.checkpoint.state import escape, unescape
+from jobkit.checkpoint.writer import Checkpointer
+from jobkit.errors import CheckpointError
+from jobkit.train.gradient_compression import averaged_copy
+from jobkit.train.gradients import LossScaler
+from jobkit.train.optimizer_state import (
+    Names,
+    load_optimizer_state,
+    optimizer_state,
+    parameter_names,
+    parameters_of,
+    placed_like,
+)
+from jobkit.train.parallel import Parallel, unwrapped
+from jobkit.train.pipeline import Pipeline
+from jobkit.train.zero1 import Zero1
+
+PART = "#"
+"""Between a tracked object's name and the number of a part: of a pipeline's stage, or of zero1's rank."""
+
+
+class TrackedState:
+    """The tracked objects of one rank. Saving and restoring are collective."""
+
+    def __init__(self, parallel: Parallel, checkpointer: Checkpointer, loaded: Loaded | None) -> None:
+        self.objects: dict[str, Any] = {}
+        self.modules: list[nn.Module] = []
+        """What ctx.parallelize made, in that order: where the names of an optimizer's parameters come from."""
+        self._parallel = parallel
+        self._checkpointer = checkpointer
+        self._loaded = loaded
+        self._names: Names = {}
+
+    def add_module(self, module: nn.Module) -> None:
+        """A module whose parameters' names an optimizer's state is kept by."""
+        self.modules.append(module)
+        self._names = parameter_names(unwrapped(one) for one in self.modules)
+
+    def add(self, name: str, value: Any) -> None:
+        """Track an object; where the run is being continued it is restored. Raises CheckpointError for a misfit."""
+        if self._loaded is not None:
+            self._restore(self._loaded, name, value)
+        self.objects[name] = value
+
+    def forget_checkpoint(self) -> list[str]:
+        """Nothing is restored from here on; returns the names in the checkpoint that nothing was tracked for."""
+        if self._loaded is None:
+            return []
+        saved = {name.split(PART)[0] for name in self._loaded.contents}
+        self._loaded = None
+        return sorted(saved - set(self.objects))
+
+    def share_buffers(self) -> None:
+        """Make the copies of each model equal, buffers included. Collective."""
+        wrapped = [value for value in self.objects.values() if isinstance(value, DistributedDataParallel)]
+        for module in dict.fromkeys([*self.modules, *wrapped]):  # DDP may be the user's own
+            self._parallel.share_buffers(module)
+
+    # Saving
+
+    def trees(self) -> tuple[dict[str, Any], dict[str, Sequence[int]]]:
+        """This rank's part of the shared state by name, and for what only some ranks have, which."""
+        shared: dict[str, Any] = {}
+        held_by: dict[str, Sequence[int]] = {}
+        self.share_buffers()
+        for name, value in self.objects.items():
+            part, holders = self._part(value)
+            key = name if part is None else f"{name}{PART}{part:05d}"
+            tree = self._state(value)
+            shared[key] = averaged_copy(tree) if self._parallel.drifts and self._is_replica(value) else tree
+            if part is not None:
+                held_by[key] = holders
+        return shared, held_by
+
+    def local_state(self) -> dict[str, Any]:
+        """What of the tracked objects is different on each rank."""
+        state: dict[str, Any] = {}
+        if self._parallel.drifts:
+            state["replica"] = {n: self._state(v) for n, v in self.objects.items() if self._is_replica(v)}
+        if memory := [compression.state_dict() for compression in self._parallel.compressions]:
+            state["compressions"] = memory
+        return state
+
+    def load_local_state(self, state: Mapping[str, Any]) -> None:
+        """What `local_state` gave on this rank, of a world of the same size."""
+        for compression, saved in zip(self._parallel.compressions, state.get("compressions", []), strict=False):
+            compression.load_state_dict(saved)
+        for name, saved in state.get("replica", {}).items():
+            self._load(self.objects[name], saved)
+
+    def _is_replica(self, value: Any) -> bool:
+        return isinstance(value, (nn.Module, torch.optim.Optimizer, LossScaler))
+
+    def _is_named(self, value: Any) -> bool:
+        return isinstance(value, torch.optim.Optimizer) and all(p in self._names for p in parameters_of(value))
+
+    def _state(self, value: Any) -> Any:
+        if self._is_named(value):
+            return optimizer_state(value, self._names)
+        return unwrapped(value).state_dict()
+
+    def _part(self, value: Any) -> tuple[int | None, Sequence[int]]:
+        """Which part of an object this rank has, and the ranks that have it too; None for the whole."""
+        layout, rank = self._parallel.layout, self._parallel.rank
+        if isinstance(value, Zero1):
+            return rank, [rank]
+        if isinstance(value, Pipeline) or (layout.pipeline > 1 and self._is_named(value)):
+            stage = layout.stage(rank)
+            return stage, [one for one in range(layout.world_size) if layout.stage(one) == stage]
+        return None, ()
+
+    # Restoring
+
+    def _restore(self, loaded: Loaded, name: str, value: Any) -> None:
+        saved = [key for key in loaded.contents if key.split(PART)[0] == name]
+        if not saved:
+            there = ", ".join(dict.fromkeys(key.split(PART)[0] for key in loaded.contents))
+            raise CheckpointError(
+                f"{loaded.path.name} has no {name!r} (it has: {there}); "
+                "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
+            )
+        whole = saved == [name]
+        templates = {key: self._template(value, loaded.contents[key]) for key in saved}
+        wanted = self._paths(value)
+        read = self._checkpointer.read(
+            loaded, templates, lambda key, path: whole or wanted is None or path.startswith(wanted)
+        )
+        try:
+            self._load(value, read[name] if whole else self._joined(value, list(read.values())))
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} does not take its state from {loaded.path.name}: {error}; "
+                "the code or the params that build it changed: undo that, or submit with --fresh"
+            ) from error
+
+    def _load(self, value: Any, state: Any) -> None:
+        if self._is_named(value):
+            load_optimizer_state(value, self._names, state)
+        else:
+            unwrapped(value).load_state_dict(state)
+
+    def _template(self, value: Any, contents: Contents) -> Any:
+        """Live tensors, or tensors spread as live ones are, for what a checkpoint has of an object."""
+        if not self._is_named(value):
+            return unwrapped(value).state_dict() if isinstance(value, nn.Module) else {}
+        parameters = {self._names[parameter]: parameter for parameter in parameters_of(value)}
+        state: dict[str, dict[str, Any]] = {}
+        for path, (shape, dtype) in contents.items():
+            parts = [unescape(part) for part in path.split("/")]
+            if len(parts) == 3 and parts[0] == "state" and parts[1] in parameters:
+                placed = placed_like(parameters[parts[1]], shape, dtype)
+                if placed is not None:
+                    state.setdefault(parts[1], {})[parts[2]] = placed
+        return {"state": state}
+
+    def _paths(self, value: Any) -> tuple[str, ...] | None:
+        """What the paths of an object's tensors begin with, of those this rank needs; None for all."""
+        if self._is_named(value):
+            return tuple(f"state/{escape(self._names[parameter])}/" for parameter in parameters_of(value))
+        if isinstance(value, nn.Module):
+            return tuple(escape(key) for key in unwrapped(value).state_dict())
+        return None
+
+    def _joined(self, value: Any, parts: list[Any]) -> Any:
+        """One state of several parts, as far as this rank needs it."""
+        if self._is_named(value):
+            return {
+                **parts[0],
+                "state": {name: state for part in parts for name, state in part["state"].items()},
+                "param_groups": [group for part in parts for group in part["param_groups"]],
+            }
+        own = unwrapped(value).state_dict()
+        return {key: tensor for part in parts for key, tensor in part.items() if key in own}

@@ -1,0 +1,1 @@
+"""What several tests share: a user's project, groups of ranks, waiting."""

@@ -1,0 +1,308 @@
+"""`command:` runs any script under jobkit; one with jobkit.init() in it is as safe as a task."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness.project import Project, assert_each_step_once, describe, events, names, status, step, wait_for, weights
+from slurm_cluster import Cluster
+
+from jobkit.run.command_line import target
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor.watchdog import OUTSIDE_LOOP_SECONDS, Watch
+from jobkit.worker.command import in_snapshot
+
+TRAIN = """\
+import os, time
+import torch
+import jobkit
+from numbers_of_mine import Numbers
+
+ctx = jobkit.init(name="ignored", params={"sleep": 0.0, "steps": 1})
+model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = ctx.loader(Numbers(), global_batch_size=12)
+ctx.track(model=model, optimizer=optimizer, loader=loader)
+for step in ctx.steps(ctx.params.steps):
+    loss = (model(next(loader)) - 1).square().mean()
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    ctx.log({"train/loss": loss})
+    with open(ctx.run_dir / f"steps_{ctx.rank}.txt", "a") as file:
+        file.write(f"{step}\\n")
+    time.sleep(float(os.environ.get("SLEEP", "0")))
+ctx.finish({"loss": loss.item()})
+"""
+
+NUMBERS = """\
+import torch
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return torch.randn(8, generator=torch.Generator().manual_seed(index)) + 0.1 * torch.randn(8)
+"""
+
+# A script that knows nothing of jobkit, not even torch.
+BARE = """\
+import json, os, sys, time
+from pathlib import Path
+
+family = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+told = {name: os.environ[name] for name in family}
+told |= {"arguments": sys.argv[1:], "file": __file__, "cwd": os.getcwd(), "python": sys.executable}
+attempt, rank = os.environ["JOBKIT_ATTEMPT"], os.environ["RANK"]
+Path(os.environ["JOBKIT_RUN"], f"told_{attempt}_{rank}.json").write_text(json.dumps(told))
+while attempt == "1" and os.environ.get("WAIT"):
+    time.sleep(0.1)
+sys.exit(int(os.environ.get("EXIT", "0")) if rank == "1" else 0)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    made = Project(tmp_path / "project")
+    (made.path / "scripts").mkdir()
+    (made.path / "scripts" / "train.py").write_text(TRAIN)
+    (made.path / "scripts" / "numbers_of_mine.py").write_text(NUMBERS)
+    (made.path / "bare.py").write_text(BARE)
+    (made.path / "toy.yaml").write_text(
+        "name: toy\ncommand: [python, bare.py, --lr, '${params.lr}']\nparams: {lr: 1e-3, steps: 60}\n"
+        "resources: {nodes: 2, tasks_per_node: 2}\nclusters: {slurm: {partition: low}}\n"
+    )
+    return made
+
+
+WITH_INIT = "command=[python, scripts/train.py]"
+
+
+def told(run: Path, attempt: int = 1, ranks: int = 4) -> list[dict[str, str]]:
+    """What the ranks of the bare script were told."""
+    return [json.loads((run / f"told_{attempt}_{rank}.json").read_text()) for rank in range(ranks)]
+
+
+# A script without jobkit.init
+
+
+def test_a_script_that_knows_nothing_of_jobkit_is_told_its_place_and_finishes_its_run(project: Project) -> None:
+    project.submit("--local")
+    (run,) = project.runs
+    assert status(run)["state"] == "finished", describe(run)
+    for rank, one in enumerate(told(run)):
+        assert [int(one[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == [
+            *(rank, 4, rank % 2, 2)
+        ]
+        assert one["GROUP_RANK"] == str(rank // 2)
+        assert one["arguments"] == ["--lr", "0.001"]
+        assert Path(one["file"]).is_relative_to(run / "code")
+        assert (one["cwd"], one["python"]) == (str(project.path), sys.executable)
+    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in told(run)}) == 1
+    assert "already finished" in project.submit("--local").stdout
+
+
+def test_a_script_that_fails_is_tried_again_within_its_budget(project: Project) -> None:
+    project.env["EXIT"] = "3"
+    project.submit("--local", "retry.crash=2", expect=1)
+    (run,) = project.runs
+    assert status(run)["state"] == "failed"
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["crashed", "crashed"]
+    assert "rank 1 ended with exit code 3" in status(run)["error"]
+
+
+def test_a_script_without_init_is_preempted_and_starts_again_on_this_machine(project: Project) -> None:
+    project.env["WAIT"] = "1"
+    with project.start("submit", "toy.yaml", "--local") as process:
+        wait_for("its start", lambda: project.runs and (project.runs[0] / "told_1_0.json").exists())
+        (run,) = project.runs
+        project.jobkit("preempt", run.name)
+        assert process.wait(60) == 0
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["preempted", "finished"]
+
+
+def test_a_script_without_init_is_preempted_and_starts_again_on_slurm(project: Project, slurm: Cluster) -> None:
+    project.env.update(slurm.env, WAIT="1")
+    project.submit("--cluster", "slurm")
+    (run,) = project.runs
+    wait_for("its start", lambda: (run / "told_1_3.json").exists(), run)
+    slurm.preempt(status(run)["job_id"])
+    wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["preempted", "finished"], describe(run)
+    assert [one["GROUP_RANK"] for one in told(run, attempt=2)] == ["0", "0", "1", "1"]
+
+
+def test_a_signal_of_somebodys_own_does_not_count_as_a_crash(project: Project) -> None:
+    project.env["WAIT"] = "1"
+    with project.start("submit", "toy.yaml", "--local", "resources.nodes=1", "resources.tasks_per_node=1") as process:
+        wait_for("its start", lambda: project.runs and (project.runs[0] / "told_1_0.json").exists())
+        (run,) = project.runs
+        (rank,) = [int(pid) for pid in ranks_of(run)]
+        os.kill(rank, signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["signal", "finished"]
+
+
+def ranks_of(run: Path) -> list[str]:
+    """Process ids of a run's ranks on this machine."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environ, words = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"JOBKIT_RUN={run}\0".encode() in environ and b"bare.py" in words:
+            found.append(entry.name)
+    return found
+
+
+def test_a_command_that_never_reports_is_not_taken_for_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    silent = Watch(RunDir(tmp_path), 1, "auto", may_be_silent=True)
+    task = Watch(RunDir(tmp_path), 1, "auto")
+    RunDir(tmp_path).logs(1).mkdir(parents=True)
+    assert (silent.look(), task.look()) == (None, None)
+    later = now + OUTSIDE_LOOP_SECONDS + 10
+    for watch in (silent, task):
+        watch._looked = later  # it has looked all the time
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert silent.look() is None
+    assert "no sign of life" in str(task.look())
+
+
+# A script with jobkit.init
+
+
+def test_a_script_with_init_is_preempted_here_and_continues_where_it_was(project: Project) -> None:
+    project.env["SLEEP"] = "0.1"
+    with project.start("submit", "toy.yaml", "--local", WITH_INIT) as process:
+        wait_for("a run", lambda: project.runs)
+        (run,) = project.runs
+        wait_for("some steps", lambda: step(run) >= 5, run)
+        project.jobkit("preempt", run.name)
+        assert process.wait(120) == 0, describe(run)
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["preempted", "finished"], describe(run)
+    assert_each_step_once(run, 60)
+    assert "loss" in status(run)["result"]
+    assert names(run).count("started") == 2
+    interrupted = weights(run)
+
+    project.env["SLEEP"] = "0"
+    project.submit("--local", "--fresh", WITH_INIT)
+    assert weights(project.runs[1]) == interrupted
+
+
+def test_a_script_with_init_is_preempted_on_slurm_and_an_exception_is_named(project: Project, slurm: Cluster) -> None:
+    failing = TRAIN.replace(
+        "    time.sleep", "    if step == 20 and ctx.attempt == 2 and ctx.rank == 3: 1 / 0\n    time.sleep"
+    )
+    (project.path / "scripts" / "train.py").write_text(failing)
+    project.env.update(slurm.env, SLEEP="0.1")
+    project.submit("--cluster", "slurm", WITH_INIT, "checkpoint.every=5")
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    slurm.preempt(status(run)["job_id"])
+    wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
+    attempts = status(run)["attempts"]
+    assert [attempt["cause"] for attempt in attempts] == ["preempted", "crashed", "finished"], describe(run)
+    assert attempts[1]["failure"]["error"] == "rank 3: ZeroDivisionError: division by zero"
+    assert (attempts[1]["failure"]["step"], attempts[1]["first_step"]) == (20, attempts[0]["last_step"])
+    assert attempts[2]["first_step"] >= 15
+
+
+def test_the_yaml_decides_what_the_script_gets_and_init_adds_what_it_does_not_name(project: Project) -> None:
+    (project.path / "look.py").write_text(
+        "import jobkit\n"
+        "ctx = jobkit.init(name='mine', params={'lr': 5, 'extra': {'depth': 2}}, seed=7)\n"
+        "print('seen', ctx.params.lr, ctx.params.extra.depth, ctx.seed, ctx.world_size, ctx.run_dir.name)\n"
+        "for step in ctx.steps(3): pass\n"
+    )
+    project.submit("--local", "command=[python, look.py]", "resources.nodes=1")
+    (run,) = project.runs
+    assert status(run)["state"] == "finished", describe(run)  # all its steps are done, though it never said finish
+    printed = (run / "logs" / "1" / "rank_0.out").read_text()
+    assert f"seen 0.001 2 0 2 {run.name}" in printed
+
+
+def test_a_script_that_leaves_its_loop_without_a_word_is_interrupted(project: Project) -> None:
+    (project.path / "leave.py").write_text(
+        "import jobkit\nctx = jobkit.init()\nfor step in ctx.steps(9):\n    if step == 4: break\n"
+    )
+    one = ("resources.nodes=1", "resources.tasks_per_node=1")
+    project.submit("--local", "command=[python, leave.py]", *one, expect=75)
+    (run,) = project.runs
+    assert (status(run)["state"], status(run)["attempts"][0]["cause"]) == ("interrupted", "left")
+
+
+# The words
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "train.py", "-m", "x"], ("script", "train.py")),
+        (["python3", "-u", "-W", "ignore", "train.py"], ("script", "train.py")),
+        (["/opt/bin/python3.11", "-m", "pkg.train", "--lr", "1"], ("module", "pkg.train")),
+        (["python", "-X", "dev", "-c", "print(1)"], ("code", "print(1)")),
+        (["python", "-u"], None),
+        (["python", "-m"], None),
+    ],
+)
+def test_what_a_python_runs_is_told_by_its_words(command: list[str], expected: tuple[str, str] | None) -> None:
+    found = target(command)
+    assert (None if found is None else (found.kind, found.text)) == expected
+
+
+def test_the_users_files_are_taken_from_the_snapshot(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    (code / "scripts").mkdir(parents=True)
+    for name in ("train.py", "scripts/run.sh", "config.json", "go"):
+        (code / name).touch()
+    (tmp_path / "outside.py").touch()
+    copy = str(code / "train.py")
+    assert in_snapshot(["python", "train.py", "--file", "config.json"], code) == [
+        "python",
+        copy,
+        "--file",
+        "config.json",
+    ]
+    assert in_snapshot(["torchrun", "--nproc-per-node=2", "train.py"], code)[-1] == copy
+    assert in_snapshot(["bash", "scripts/run.sh", "none.py"], code) == ["bash", str(code / "scripts/run.sh"), "none.py"]
+    assert in_snapshot(["python", "../outside.py", "/train.py"], code) == ["python", "../outside.py", "/train.py"]
+    assert in_snapshot(["./go"], code) == ["./go"]  # not executable there
+    (code / "go").chmod(0o755)
+    assert in_snapshot(["./go"], code) == [str(code / "./go")]
+
+
+def test_a_module_is_imported_from_the_snapshot(project: Project) -> None:
+    (project.path / "pkg").mkdir()
+    (project.path / "pkg" / "__init__.py").touch()
+    (project.path / "pkg" / "main.py").write_text(
+        "import sys, pkg\nprint('here', pkg.__file__, sys.argv[1:], __name__)\n"
+    )
+    project.submit("--local", "command=[python, -m, pkg.main, --flag]", "resources.nodes=1")
+    (run,) = project.runs
+    assert status(run)["state"] == "finished", describe(run)
+    printed = (run / "logs" / "1" / "rank_0.out").read_text()
+    assert printed.startswith(f"here {run}/code/")
+    assert printed.endswith("['--flag'] __main__\n")
+
+
+def test_torchrun_in_a_command_starts_the_ranks(project: Project) -> None:
+    (project.path / "sum.py").write_text(
+        "import jobkit, torch, torch.distributed as dist\n"
+        "ctx = jobkit.init()\ntotal = torch.ones(1)\ndist.all_reduce(total)\n"
+        "for step in ctx.steps(2): pass\n"
+        "ctx.finish({'total': total.item(), 'world': ctx.world_size})\n"
+    )
+    words = "command=[torchrun, --standalone, --nproc-per-node=2, sum.py]"
+    project.submit("--local", words, "resources.nodes=1", "resources.tasks_per_node=1")
+    (run,) = project.runs
+    assert status(run)["result"] == {"total": 2.0, "world": 2}, describe(run)
+    assert [event["attempt"] for event in events(run) if event["event"] == "started"] == [1]

@@ -1,0 +1,135 @@
+"""jobkit.init(): a plain script gets the same context; tasks that would train apart are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.project import Project, logged_steps, names, status, step, wait_for
+from slurm_cluster import Cluster
+
+SCRIPT = """\
+import time
+import torch
+import jobkit
+
+ctx = jobkit.init(name="plain", params={"steps": 40}, runs_dir="runs")
+model = ctx.parallelize(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+ctx.track(model=model, optimizer=optimizer)
+for step in ctx.steps(ctx.params.steps):
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    ctx.log({"train/loss": loss})
+    time.sleep(SLEEP)
+ctx.finish({"loss": loss.item()})
+"""
+
+
+def run_script(folder: Path, sleep: float, **environment: str) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(SCRIPT.replace("SLEEP", str(sleep)))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen([sys.executable, "train.py"], cwd=folder, env=env, text=True, stderr=subprocess.PIPE)
+
+
+def test_a_plain_script_resumes_and_ends_with_the_uninterrupted_weights(tmp_path: Path) -> None:
+    weights = []
+    for folder, interrupted in ((tmp_path / "a", False), (tmp_path / "b", True)):
+        folder.mkdir()
+        if interrupted:
+            process = run_script(folder, 0.05)
+            wait_for("a run directory", lambda: list(folder.glob("runs/*/config.yaml")))  # noqa: B023
+            (run,) = folder.glob("runs/plain-*")
+            wait_for("some steps", lambda: step(run) >= 5, run)  # noqa: B023
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+            assert process.returncode == 75
+            assert status(run)["state"] == "interrupted"
+        process = run_script(folder, 0.0)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        (run,) = folder.glob("runs/plain-*")
+        assert status(run)["state"] == "finished"
+        assert logged_steps(run) == list(range(40))
+        weights.append((run / "final" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("SLEEP", "0").replace("loss.backward()", "1 / 0"))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    (run,) = tmp_path.glob("runs/plain-*")
+    assert status(run)["state"] == "failed"
+    assert "ZeroDivisionError" in status(run)["error"]
+
+
+def test_several_tasks_that_would_each_train_alone_are_an_error(tmp_path: Path) -> None:
+    process = run_script(tmp_path, 0.0, OMPI_COMM_WORLD_SIZE="4")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and "DistributedError" in errors and "OMPI_COMM_WORLD_SIZE=4" in errors
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_job_with_another_number_of_tasks_than_the_run_has_is_an_error(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", "clusters.slurm.srun_args=[--ntasks=1,--nodes=1]")
+    (run,) = project.runs
+    wait_for("the end", lambda: status(run)["state"] == "failed", run)
+    assert "rank 0 of 1" in status(run)["error"] and "4 rank(s)" in status(run)["error"]
+    assert "resumed" not in names(run)
+
+
+def test_the_rank_family_of_variables_reaches_every_task(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    (project.path / "mytask.py").write_text(
+        "import json, os\n"
+        "NAMES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'MASTER_ADDR', 'MASTER_PORT')\n"
+        "def train(ctx):\n"
+        "    import torch, torch.distributed as dist\n"
+        "    total = torch.ones(1); dist.all_reduce(total)\n"
+        "    seen = {name: os.environ[name] for name in NAMES} | {'total': total.item()}\n"
+        "    (ctx.run_dir / f'seen_{ctx.rank}.json').write_text(json.dumps(seen))\n"
+    )
+    for place, attempt in (("--cluster=slurm", 1), ("--local", 2)):
+        project.submit(place, "--fresh")
+        run = project.runs[attempt - 1]
+        wait_for("the end", lambda: status(run).get("state") in ("finished", "failed"), run)  # noqa: B023
+        seen = [json.loads((run / f"seen_{rank}.json").read_text()) for rank in range(4)]
+        assert [one["RANK"] for one in seen] == ["0", "1", "2", "3"]
+        assert [one["LOCAL_RANK"] for one in seen] == ["0", "1", "0", "1"]
+        assert [one["GROUP_RANK"] for one in seen] == ["0", "0", "1", "1"]
+        assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["total"]) for one in seen} == {("4", "2", 4.0)}
+        assert len({one["MASTER_PORT"] for one in seen}) == 1
+
+
+OWN_LOOP = """\
+import torch
+def train(ctx):
+    model = ctx.parallelize(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("parallel=zero1", "make it by ctx.optimizer"),
+        ("precision=fp16", "use ctx.backward"),
+        ("comm.local_sgd=2", "by ctx.update"),
+    ],
+)
+def test_a_loop_that_would_not_do_what_the_yaml_asks_for_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    project = Project(tmp_path)
+    (project.path / "mytask.py").write_text(OWN_LOOP)
+    done = project.jobkit("submit", "toy.yaml", "--local", "resources.nodes=1", "retry.crash=1", override, expect=1)
+    assert said in done.stderr

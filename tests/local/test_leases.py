@@ -1,0 +1,329 @@
+"""Devices of this machine: a local run has its own, and says who has those that it may not have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.project import Project, status, wait_for
+
+from jobkit.errors import InputError
+from jobkit.run.device_kinds import SHARE
+from jobkit.supervisor.device_leases import FOLDER, LEASES, Leases, take
+from jobkit.supervisor.physical import cuda_names
+
+A, B, C = Path("/runs/a-1"), Path("/runs/b-2"), Path("/runs/c-3")
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": "4,5", FOLDER: str(tmp_path / "devices")}
+
+
+def refusal(*arguments: object) -> str:
+    with pytest.raises(InputError) as refused:
+        take(*arguments)  # type: ignore[arg-type]
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def signed(environ: dict[str, str], count: int, run: Path, pid: int = os.getpid()) -> Leases:
+    leases = take("auto", count, run, environ)
+    leases.sign(run, pid)
+    return leases
+
+
+def test_two_runs_get_different_devices_of_those_that_are_visible(environ: dict[str, str]) -> None:
+    first, second = signed(environ, 1, A), signed(environ, 1, B)
+    assert (first.devices, second.devices) == (("4",), ("5",))
+    first.close()
+    assert signed(environ, 1, C).devices == ("4",)
+
+
+def test_who_gets_none_is_told_who_has_them_and_what_to_do(environ: dict[str, str]) -> None:
+    signed(environ, 1, A)
+    message = refusal("auto", 2, B, environ)
+    assert "2 cuda device(s) are needed, and 1 of the 2 visible are free" in message
+    assert f"4 is used by process {os.getpid()} for /runs/a-1" in message
+    for advice in ("wait", "CUDA_VISIBLE_DEVICES", "JOBKIT_SHARE_DEVICES=1"):
+        assert advice in message
+    assert signed(environ, 1, B).devices == ("5",), "a refused run keeps nothing"
+
+
+def test_who_asks_to_share_gets_the_free_ones_first_and_then_used_ones(environ: dict[str, str]) -> None:
+    signed(environ, 1, A)
+    sharing = environ | {SHARE: "1"}
+    assert signed(sharing, 1, B).devices == ("5",)
+    assert signed(sharing, 2, C).devices == ("4", "5")
+    message = refusal("auto", 1, Path("/runs/d-4"), environ)
+    assert f"4 is used by process {os.getpid()} for /runs/a-1 and process {os.getpid()} for /runs/c-3" in message
+
+
+def test_a_shared_device_is_not_free_before_the_last_of_its_users_is_gone(environ: dict[str, str]) -> None:
+    environ["CUDA_VISIBLE_DEVICES"] = "4"
+    first, second = signed(environ, 1, A), signed(environ | {SHARE: "1"}, 1, B)
+    first.close()
+    assert "0 of the 1 visible are free" in refusal("auto", 1, C, environ)
+    second.close()
+    assert signed(environ, 1, C).devices == ("4",)
+
+
+@pytest.mark.parametrize("value", ["GPU-8932f937,MIG-GPU-8932f937/1/0", "MIG-41b5,MIG-70ae"])
+def test_devices_may_be_named_by_uuid(environ: dict[str, str], value: str) -> None:
+    environ["CUDA_VISIBLE_DEVICES"] = value
+    first, second = value.split(",")
+    assert signed(environ, 1, A).devices == (first,)
+    assert signed(environ, 1, B).devices == (second,)
+    assert "0 of the 2 visible are free" in refusal("auto", 1, C, environ)
+
+
+def test_a_run_on_the_cpu_takes_nothing(environ: dict[str, str]) -> None:
+    for device, count in (("auto", 0), ("cpu", 2), ("mps", 1), ("xpu", 1)):
+        nothing = take(device, count, A, environ)
+        assert nothing == Leases()
+        assert nothing.environment == {}
+        assert nothing.of_rank(0, 1) == ({}, ())
+    assert not Path(environ[FOLDER]).exists()
+
+
+def test_other_kinds_of_devices_have_their_own_variable_and_locks(environ: dict[str, str]) -> None:
+    environ["ASCEND_RT_VISIBLE_DEVICES"] = "4,5,6"
+    signed(environ, 2, A)
+    npus = take("npu", 3, B, environ)
+    assert npus.environment["ASCEND_RT_VISIBLE_DEVICES"] == "4,5,6"
+    assert npus.of_rank(2, 1)[0] == {"ASCEND_RT_VISIBLE_DEVICES": "6"}
+
+
+def test_every_user_of_the_machine_may_use_the_folder_and_none_may_remove_the_others_locks(
+    environ: dict[str, str],
+) -> None:
+    before = os.umask(0o077)
+    try:
+        signed(environ, 2, A)
+    finally:
+        os.umask(before)
+    folder = Path(environ[FOLDER])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o666}
+
+
+def test_a_folder_that_cannot_be_is_named_with_the_variable_that_moves_it(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "devices").write_text("a file")
+    message = refusal("auto", 1, A, environ)
+    assert str(tmp_path / "devices") in message
+    assert "JOBKIT_DEVICES_DIR" in message
+
+
+# Processes
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from jobkit.supervisor.device_leases import take
+leases = take("auto", int(sys.argv[1]), Path(sys.argv[2]), os.environ)
+leases.sign(Path(sys.argv[2]), os.getpid())
+print(*leases.devices, flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def holders(environ: dict[str, str]) -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def hold(
+    holders: list[subprocess.Popen[str]], environ: dict[str, str], count: int, run: Path, seconds: float = 600
+) -> tuple[subprocess.Popen[str], list[str]]:
+    """A process of its own that takes devices and stays, and which it got."""
+    command = [sys.executable, "-c", HOLD, str(count), str(run), str(seconds)]
+    process = subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
+    holders.append(process)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()
+
+
+def test_the_kernel_takes_a_device_back_from_a_process_that_is_killed(
+    holders: list[subprocess.Popen[str]], environ: dict[str, str]
+) -> None:
+    process, devices = hold(holders, environ, 2, A)
+    assert devices == ["4", "5"]
+    assert f"5 is used by process {process.pid} for /runs/a-1" in refusal("auto", 1, B, environ)
+    process.kill()
+    process.wait()
+    assert signed(environ, 2, B).devices == ("4", "5")
+
+
+def test_a_run_waits_for_what_a_killed_controller_of_its_own_has_left(
+    holders: list[subprocess.Popen[str]], environ: dict[str, str]
+) -> None:
+    process, _ = hold(holders, environ, 2, A, seconds=2)
+    assert "0 of the 2 visible are free" in refusal("auto", 1, B, environ)
+    assert signed(environ, 1, A).devices == ("4",)
+    assert process.wait(10) == 0, "it was waited for"
+
+
+def test_a_device_belongs_to_those_who_were_given_its_open_lock(environ: dict[str, str]) -> None:
+    leases = take("auto", 1, A, environ)
+    child = subprocess.Popen(["sleep", "600"], pass_fds=leases.files)
+    try:
+        leases.sign(A, child.pid)
+        leases.close()
+        message = refusal("auto", 2, B, environ)
+        assert f"4 is used by process {child.pid}" in message
+    finally:
+        child.kill()
+        child.wait()
+    assert signed(environ, 2, B).devices == ("4", "5")
+
+
+def test_two_processes_that_take_devices_at_the_same_time_never_get_the_same(
+    holders: list[subprocess.Popen[str]], environ: dict[str, str]
+) -> None:
+    environ["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
+    command = [sys.executable, "-c", HOLD, "1", str(A), "600"]
+    for _ in range(4):
+        holders.append(subprocess.Popen(command, env=os.environ | environ, stdout=subprocess.PIPE, text=True))
+    got = [process.stdout.readline().strip() for process in holders if process.stdout is not None]
+    assert sorted(got) == ["0", "1", "2", "3"]
+
+
+# From the submission to the ranks
+
+
+def test_a_controller_gives_each_rank_its_own_devices(environ: dict[str, str]) -> None:
+    environ["CUDA_VISIBLE_DEVICES"] = "2,3,4,5"
+    leases = take("auto", 4, A, environ)
+    inherited = Leases.inherited(environ | leases.environment)
+    assert inherited == leases
+    assert [inherited.of_rank(rank, 1)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == ["2", "3", "4", "5"]
+    assert [inherited.of_rank(rank, 2)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["2,3", "4,5"]
+    assert sorted([*inherited.of_rank(0, 2)[1], *inherited.of_rank(1, 2)[1]]) == sorted(leases.files)
+    assert Leases.inherited({"CUDA_VISIBLE_DEVICES": "2,3"}) == Leases()
+
+
+# There is no such device here, so each rank fails, but after it has imported the task.
+TELL = """
+import os
+from pathlib import Path
+
+seen = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "JOBKIT_LEASES")}
+Path(f"seen_{os.environ['JOBKIT_PROCID']}").write_text(str(seen))
+
+
+def train(ctx):
+    raise AssertionError("there is a device")
+"""
+
+
+def test_the_ranks_of_a_local_run_see_one_device_each_and_the_order_that_the_user_chose(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    project = Project(tmp_path / "project", environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    (project.path / "mytask.py").write_text(TELL)
+    gpus = ["resources.gpus_per_task=1", "resources.tasks_per_node=1", "retry.crash=0"]
+    done = project.submit("--local", *gpus, expect=1)
+    for rank, device in ((0, "4"), (1, "5")):
+        seen = (project.path / f"seen_{rank}").read_text()
+        expected = {"CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "JOBKIT_LEASES": None}
+        assert seen == str(expected)
+    assert "1 cuda device(s) and sees 0" in done.stderr
+    (run,) = project.runs
+    assert status(run)["state"] == "failed"
+    assert signed(environ, 2, A).devices == ("4", "5"), "the end of the run gives them back"
+
+
+def test_a_run_that_can_have_no_device_is_refused_before_anything_is_started(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    project = Project(tmp_path / "project", environ)
+    held = signed(environ, 1, A)
+    gpus = ["resources.gpus_per_task=1", "resources.tasks_per_node=1", "retry.crash=0"]
+    done = project.submit("--local", *gpus, expect=2)
+    assert "1 of the 2 visible are free" in done.stderr
+    assert "for /runs/a-1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert project.runs == []
+    held.close()
+
+
+def ranks(run: Path) -> list[int]:
+    """The processes of a run's ranks, by rank."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            words = file.read_text(errors="replace").split("\0")
+            environment = dict(word.split("=", 1) for word in words if "=" in word)
+            if environment.get("JOBKIT_RUN") == str(run) and os.getsid(int(file.parent.name)) == int(file.parent.name):
+                found[int(environment["JOBKIT_PROCID"])] = int(file.parent.name)
+    return [pid for _, pid in sorted(found.items())]
+
+
+def test_a_killed_controllers_devices_are_free_when_its_ranks_are_gone(tmp_path: Path, environ: dict[str, str]) -> None:
+    project = Project(tmp_path / "project", environ)
+    # Ranks that are about to choose their device, and let nobody keep them from it.
+    (project.path / "mytask.py").write_text("import time\ntime.sleep(600)\ndef train(ctx): pass\n")
+    gpus = ["resources.gpus_per_task=1", "resources.nodes=1", "retry.crash=0"]
+    controller = int(project.submit("--local", "--detach", *gpus).stdout.split()[1])
+    (run,) = project.runs
+    wait_for("both ranks", lambda: len(ranks(run)) == 2, run)
+    first, second = ranks(run)
+    try:
+        os.kill(controller, signal.SIGKILL)
+        message = refusal("auto", 1, A, environ)
+        assert "0 of the 2 visible are free" in message
+        assert f"4 is used by process {controller} for {run}" in message
+        os.killpg(first, signal.SIGKILL)
+        wait_for("its device", lambda: first not in ranks(run), run)
+        assert signed(environ, 1, A).devices == ("4",)
+        assert "0 of the 2 visible are free" in refusal("auto", 1, B, environ)
+    finally:
+        for rank in ranks(run):
+            os.killpg(rank, signal.SIGKILL)
+    wait_for("the other device", lambda: second not in ranks(run), run)
+    assert signed(environ, 1, B).devices == ("5",)
+
+
+# Which device a name means
+
+TWO_ALIKE = "GPU-aa11, NVIDIA H100\nGPU-bb22, NVIDIA H100\n"
+TWO_MODELS = "GPU-aa11, Quadro P620\nGPU-bb22, NVIDIA H100\n"
+
+
+@pytest.mark.parametrize(
+    ("devices", "query", "by_bus", "names"),
+    [
+        (["0", "1"], TWO_ALIKE, False, ["GPU-aa11", "GPU-bb22"]),
+        (["1", "GPU-aa11"], TWO_ALIKE, False, ["GPU-bb22", "GPU-aa11"]),
+        (["GPU-bb"], TWO_ALIKE, False, ["GPU-bb22"]),  # CUDA takes the beginning of a UUID
+        (["GPU-"], TWO_ALIKE, False, ["GPU-"]),  # if there is but one with it
+        (["0"], TWO_MODELS, True, ["GPU-aa11"]),
+        (["0"], TWO_MODELS, False, ["cuda-0"]),  # the faster one, which nvidia-smi does not tell
+        (["7"], TWO_ALIKE, True, ["cuda-7"]),
+        (["MIG-41b5"], TWO_ALIKE, False, ["MIG-41b5"]),
+        (["4", "GPU-cc"], "", False, ["cuda-4", "GPU-cc"]),  # no nvidia-smi
+    ],
+)
+def test_a_device_has_one_name_however_it_is_numbered(
+    devices: list[str], query: str, by_bus: bool, names: list[str]
+) -> None:
+    assert cuda_names(devices, query, by_bus) == names
+
+
+def test_the_variable_of_a_controller_is_not_one_of_the_users(environ: dict[str, str]) -> None:
+    leases = take("auto", 1, A, environ)
+    assert set(leases.environment) == {"CUDA_VISIBLE_DEVICES", LEASES}

@@ -1,0 +1,355 @@
+"""Bad input is refused at submission: exit code 2, a line or two that say what is wrong, and nothing left behind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from harness.project import Project
+from slurm_cluster import Cluster
+
+from jobkit.cli.main import VERBS
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a person did wrong, and what must be said of it."""
+
+    name: str
+    said: list[str]
+    arguments: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """Written into the project first."""
+    yaml: str = "toy.yaml"
+    marks: pytest.MarkDecorator | tuple[()] = ()
+
+
+TRAIN = "def train(ctx): pass\n"
+SHORT = "name: toy\ntask: mytask:train\n"
+
+MISTAKES = [
+    # The YAML
+    Mistake("a file that is not there", ["missing.yaml: no such file"], yaml="missing.yaml"),
+    Mistake("a folder", ["/: cannot be read"], yaml="/"),
+    Mistake("a list", ["toy.yaml", "found list"], files={"toy.yaml": "- name: toy\n"}),
+    Mistake("no YAML", ["toy.yaml:2: not valid YAML"], files={"toy.yaml": "name: [toy\n"}),
+    Mistake(
+        "an unknown key",
+        ["toy.yaml:3: recources", "did you mean 'resources'?", "allowed: name, task"],
+        files={"toy.yaml": SHORT + "recources: {nodes: 2}\n"},
+    ),
+    Mistake(
+        "a wrong type",
+        ["toy.yaml:3: resources.nodes: found True", "a whole number"],
+        files={"toy.yaml": SHORT + "resources: {nodes: yes}\n"},
+    ),
+    Mistake("a bad time", ["resources.time: found 'soon'", "1:30:00"], ["resources.time=soon"]),
+    Mistake("a negative count", ["resources.nodes: found -1", "1 or more"], ["resources.nodes=-1"]),
+    Mistake(
+        "a negative count of GPUs", ["resources.gpus_per_task: found -1", "0 or more"], ["resources.gpus_per_task=-1"]
+    ),
+    Mistake("an unknown precision", ["precision: found 'fp8'", "fp32, bf16"], ["precision=fp8"]),
+    Mistake("an unset variable", ["params.data", "JOBKIT_TEST_NOT_SET"], ["params.data=${oc.env:JOBKIT_TEST_NOT_SET}"]),
+    # Overrides and options
+    Mistake("an override without a value", ["'fast'", "key=value"], ["fast"]),
+    Mistake("an override that is no YAML", ["params.a=[1", "not valid YAML"], ["params.a=[1"]),
+    Mistake("an override of nothing", ["command line: nodes", "allowed: name"], ["nodes=2"]),
+    Mistake("a demo that is not there", ["--demo"], ["--demo"]),
+    # The task
+    Mistake("no task", ["task: missing"], files={"toy.yaml": "name: toy\n"}),
+    Mistake("a task of another form", ["task: found 'mytask'", "module:callable"], ["task=mytask"]),
+    Mistake("no such module", ["task", "no module 'mytsk'", "did you mean 'mytask'?"], ["task=mytsk:train"]),
+    Mistake("no such submodule", ["task", "pkg.sub"], ["task=pkg.sub:train"], {"pkg/__init__.py": ""}),
+    Mistake("no such function", ["mytask.py", "no 'trian'", "did you mean 'train'?"], ["task=mytask:trian"]),
+    Mistake("a syntax error", ["mytask.py:2", "not valid Python"], files={"mytask.py": f"{TRAIN}x = (\n"}),
+    Mistake(
+        "an import that is not installed",
+        ["mytask.py:1", "import torchh", "no module 'torchh'"],
+        files={"mytask.py": f"import torchh\n{TRAIN}"},
+    ),
+    Mistake(
+        "a syntax error in a module of the user's own",
+        ["pkg/sub.py:1", "not valid Python"],
+        files={"mytask.py": f"import pkg.sub\n{TRAIN}", "pkg/__init__.py": "", "pkg/sub.py": "def ("},
+    ),
+    Mistake(
+        "a missing import in a module of the user's own",
+        ["pkg/sub.py:1", "no module 'torchh'"],
+        files={"mytask.py": f"from pkg.sub import x\n{TRAIN}", "pkg/__init__.py": "", "pkg/sub.py": "import torchh"},
+    ),
+    Mistake(
+        "a missing import in a module that comes by `from package import module`",
+        ["pkg/sub.py:1", "no module 'torchh'"],
+        ["--dry-run"],
+        {"mytask.py": f"from pkg import sub\n{TRAIN}", "pkg/__init__.py": "", "pkg/sub.py": "import torchh"},
+    ),
+    Mistake(
+        "a name that neither a package nor its folder has",
+        ["mytask.py:1", "nosuch"],
+        ["--dry-run"],
+        {"mytask.py": f"from pkg import nosuch\n{TRAIN}", "pkg/__init__.py": ""},
+    ),
+    Mistake(
+        "a missing import in the package above the task",
+        ["pkg/__init__.py:1", "no module 'torchh'"],
+        ["task=pkg.sub:train", "--dry-run"],
+        {"pkg/__init__.py": "import torchh", "pkg/sub.py": TRAIN},
+    ),
+    Mistake(
+        "a relative import in a module of no package",
+        ["mytask.py:1", "import .other", "relative"],
+        files={"mytask.py": f"from . import other\n{TRAIN}", "other.py": ""},
+    ),
+    Mistake("a missing input", ["inputs", "/no/such/data"], ["inputs=[/no/such/data]"]),
+    # Where
+    Mistake("a runs directory below a file", ["toy.yaml/runs", "--runs-dir"], ["--runs-dir", "toy.yaml/runs"]),
+    Mistake("a runs directory nobody can make", ["/proc/runs", "--runs-dir"], ["--runs-dir", "/proc/runs"]),
+    Mistake(
+        "a file where the run directory should be",
+        ["runs", "--runs-dir"],
+        ["params={}"],
+        files={"toy.yaml": SHORT, "runs/toy-05e94d04": ""},
+    ),
+]
+
+SLURM_MISTAKES = [
+    Mistake("an unknown cluster", ["--cluster slrum", "did you mean 'slurm'?"], ["--cluster", "slrum"]),
+    Mistake("a cluster of nobody's", ["--cluster mars", "known: slurm, local"], ["--cluster", "mars"]),
+    Mistake(
+        "an unknown option of sbatch",
+        ["clusters.slurm.partion", "did you mean 'partition'?"],
+        ["clusters.slurm.partion=low"],
+    ),
+    Mistake("an option that jobkit sets", ["clusters.slurm.output", "jobkit logs"], ["clusters.slurm.output=x"]),
+    Mistake("an unknown scheduler", ["clusters.slurm.scheduler", "slurm, local"], ["clusters.slurm.scheduler=pbs"]),
+    Mistake(
+        "setup that is no text",
+        ["clusters.slurm.setup: found 5"],
+        ["clusters.slurm.setup=5"],
+    ),
+]
+
+OF_THE_REAL_SLURM = [
+    Mistake("a partition", ["nosuch", "sinfo", "clusters.<name>.partition"], ["clusters.slurm.partition=nosuch"]),
+    Mistake("a constraint", ["feature"], ["clusters.slurm.constraint=nosuch"]),
+    Mistake("a node", ["node name"], ["clusters.slurm.nodelist=nosuch"]),
+    Mistake("a resource", ["gres"], ["clusters.slurm.gres=nosuch:1"]),
+    Mistake("more GPUs than a node has", ["not available"], ["resources.gpus_per_task=99"]),
+]
+
+
+def each(mistakes: list[Mistake]) -> list[object]:
+    return [pytest.param(one, id=one.name, marks=one.marks) for one in mistakes]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    made = Project(tmp_path)
+    (tmp_path / "mytask.py").write_text(TRAIN)
+    yield made
+
+
+def submit(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jobkit.submit", *arguments],
+        cwd=project.path,
+        env=project.env,
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
+
+
+def assert_refused(project: Project, mistake: Mistake, *place: str) -> None:
+    for name, text in mistake.files.items():
+        (project.path / name).parent.mkdir(exist_ok=True, parents=True)
+        (project.path / name).write_text(text)
+    before = {path for path in project.path.glob("runs/*") if path.name != ".locks"}
+    done = submit(project, mistake.yaml, *place, *mistake.arguments)
+    assert_said(done, mistake.said)
+    assert {path for path in project.path.glob("runs/*") if path.name != ".locks"} == before
+
+
+def assert_said(done: subprocess.CompletedProcess[str], said: list[str]) -> None:
+    """One or two lines, the first beginning with `error:`, and all that must be in them."""
+    assert done.returncode == 2, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    lines = done.stderr.splitlines()
+    assert 1 <= len(lines) <= 2, done.stderr
+    assert lines[0].startswith("error:"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    for part in said:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize("mistake", each(MISTAKES))
+def test_a_mistake_is_refused_on_this_machine(project: Project, mistake: Mistake) -> None:
+    assert_refused(project, mistake, "--local")
+
+
+@pytest.mark.parametrize("mistake", each(SLURM_MISTAKES))
+def test_a_mistake_about_clusters_is_refused_before_slurm_is_asked(project: Project, mistake: Mistake) -> None:
+    project.env["SLURM_CONF"] = "/nonexistent"
+    assert_refused(project, mistake, *([] if "--cluster" in mistake.arguments else ["--cluster", "slurm"]))
+
+
+def test_more_gpus_than_there_are_are_refused_on_this_machine(project: Project) -> None:
+    project.env["CUDA_VISIBLE_DEVICES"] = "0,1"
+    arguments = ["resources.gpus_per_task=1", "resources.tasks_per_node=3", "resources.nodes=1"]
+    mistake = Mistake("GPUs", ["need 3", "CUDA_VISIBLE_DEVICES allows 2", "resources.gpus_per_task=0"], arguments)
+    assert_refused(project, mistake, "--local")
+
+
+def test_a_mistake_in_the_users_own_clusters_is_named_in_that_file(project: Project) -> None:
+    own = project.path / "none.yaml"
+    own.write_text("clusters:\n  h100: 5\n")
+    assert_refused(project, Mistake("own", ["none.yaml:1: clusters"]), "--local")
+
+
+def test_an_unknown_option_in_the_users_own_clusters_is_named_in_that_file(project: Project) -> None:
+    (project.path / "none.yaml").write_text("clusters:\n  h100: {partion: h100}\n")
+    mistake = Mistake("own", ["none.yaml:2: clusters.h100.partion", "did you mean 'partition'?"])
+    assert_refused(project, mistake, "--cluster", "h100")
+
+
+@pytest.mark.parametrize("key", ["task", "inputs"])
+def test_a_task_or_input_that_is_not_there_is_named_with_its_line(project: Project, key: str) -> None:
+    text = {"task": "task: nosuch:train\n", "inputs": "task: mytask:train\ninputs: [/no/such/data]\n"}[key]
+    line = 2 if key == "task" else 3
+    assert_refused(
+        project, Mistake(key, [f"toy.yaml:{line}: {key}"], files={"toy.yaml": f"name: toy\n{text}"}), "--local"
+    )
+
+
+def without_slurm(tmp_path: Path) -> str:
+    """A PATH with what jobkit may need and no Slurm."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for program in ("git", "sh", "env"):
+        if found := shutil.which(program):
+            (programs / program).symlink_to(found)
+    return str(programs)
+
+
+def test_where_there_is_no_sbatch_slurm_is_refused(project: Project, tmp_path: Path) -> None:
+    project.env["PATH"] = without_slurm(tmp_path)
+    assert_refused(project, Mistake("sbatch", ["sbatch is not on PATH", "--local"]), "--cluster", "slurm")
+    assert submit(project, "toy.yaml", "--dry-run", "--cluster", "slurm").returncode == 0
+    assert "(local)" in submit(project, "toy.yaml", "--dry-run").stdout
+
+
+def test_a_dry_run_leaves_nothing_behind_and_refuses_the_same(project: Project) -> None:
+    for place in (["--local"], ["--cluster", "slurm"]):
+        done = submit(project, "toy.yaml", "--dry-run", *place)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "name: toy" in done.stdout
+        assert_said(submit(project, "toy.yaml", "--dry-run", *place, "task=mytsk:train"), ["did you mean 'mytask'?"])
+    assert not (project.path / "runs").exists()
+
+
+def test_local_and_cluster_together_are_refused(project: Project) -> None:
+    done = submit(project, "toy.yaml", "--local", "--cluster", "slurm")
+    assert done.returncode == 2
+    assert "not allowed with" in done.stderr
+
+
+def test_with_a_slurm_a_mistake_is_refused_and_nothing_is_queued(slurm: Cluster, tmp_path: Path) -> None:
+    project = Project(tmp_path, slurm.env)
+    for mistake in [one for one in SLURM_MISTAKES if not one.marks]:
+        assert_refused(project, mistake, *([] if "--cluster" in mistake.arguments else ["--cluster", "slurm"]))
+    assert_refused(project, Mistake("inputs", ["/no/such"], ["inputs=[/no/such]"]), "--cluster", "slurm")
+    assert queued(slurm, project) == []
+
+
+def queued(cluster: Cluster, project: Project) -> list[str]:
+    """Jobs of this project, which may share the cluster with another test's."""
+    lines = cluster.command("squeue", "--noheader", "--format=%i %Z").splitlines()
+    return [line for line in lines if str(project.path) in line]
+
+
+@pytest.mark.parametrize("mistake", each(OF_THE_REAL_SLURM))
+def test_what_slurm_refuses_is_told_in_one_line(slurm: Cluster, tmp_path: Path, mistake: Mistake) -> None:
+    assert_refused(Project(tmp_path, slurm.env), mistake, "--cluster", "slurm")
+
+
+@pytest.mark.parametrize("mistake", each(OF_THE_REAL_SLURM))
+def test_what_slurm_refuses_is_not_queued_and_leaves_no_run(slurm: Cluster, tmp_path: Path, mistake: Mistake) -> None:
+    project = Project(tmp_path, slurm.env)
+    done = submit(project, "toy.yaml", "--cluster", "slurm", *mistake.arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: sbatch: ")
+    for part in mistake.said:
+        assert part in last
+    assert [path.name for path in project.path.glob("runs/*")] in ([], [".locks"])
+    assert queued(slurm, project) == []
+
+
+def test_a_controller_that_is_down_is_told_and_leaves_no_run(tmp_path: Path, short_dir: Path) -> None:
+    with Cluster(short_dir, nodes=1) as cluster:
+        project = Project(tmp_path, cluster.env)
+        cluster.stop_controller()
+        done = submit(project, "toy.yaml", "--cluster", "slurm")
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("error: sbatch: ")
+        assert "scontrol ping" in last
+        assert [path.name for path in project.path.glob("runs/*")] == [".locks"]
+        cluster.start_controller()
+        assert queued(cluster, project) == []
+        project.submit("--cluster", "slurm", "clusters.slurm.begin=now+1hour")
+        assert len(queued(cluster, project)) == len(project.runs) == 1
+
+
+# The other verbs
+
+
+@pytest.mark.parametrize("arguments", [[], *([verb] for verb in VERBS)], ids=lambda arguments: " ".join(arguments))
+def test_help_is_given(project: Project, arguments: list[str]) -> None:
+    printed = project.jobkit(*arguments, "--help").stdout
+    assert printed.startswith("usage: ")
+    assert all(verb in printed for verb in (VERBS if not arguments else []))
+
+
+def test_submit_is_one_program_under_both_names(project: Project) -> None:
+    ours, theirs = project.jobkit("submit", "--help").stdout, submit(project, "--help").stdout
+    assert ours == theirs
+    assert "75 interrupted" in " ".join(ours.split())
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("submit", "list", "board", "doctor")])
+def test_a_verb_refuses_an_unknown_run_in_one_line(project: Project, verb: str) -> None:
+    done = project.jobkit(verb, "nosuch", expect=2)
+    assert_said(done, ["nosuch", "jobkit list"])
+    assert len(done.stderr.splitlines()) == 1
+    assert not (project.path / "runs").exists()
+
+
+def test_a_verb_finds_a_run_by_a_beginning_that_is_its_own(project: Project) -> None:
+    for name in ("toy-11111111", "toy-22222222"):
+        run = project.path / "runs" / name
+        run.mkdir(parents=True)
+        shutil.copyfile(project.path / "toy.yaml", run / "config.yaml")
+    assert project.jobkit("status", "toy-2").stdout.startswith("toy-22222222: ")
+    assert_said(project.jobkit("status", "toy", expect=2), ["beginning of 2 runs", "toy-11111111", "toy-22222222"])
+    assert_said(project.jobkit("status", "toy-11111112", expect=2), ["did you mean 'toy-11111111'?"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["bogus"], ["status"], ["submit"], ["submit", "toy.yaml", "--bogus"]])
+def test_a_command_line_that_is_none_is_refused(project: Project, arguments: list[str]) -> None:
+    done = project.jobkit(*arguments, expect=2)
+    assert "usage: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_list_of_no_runs_is_no_mistake(project: Project) -> None:
+    assert "no runs" in project.jobkit("list").stdout
+    assert project.jobkit("list", "--json").stdout.strip() == "[]"

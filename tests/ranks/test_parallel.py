@@ -1,0 +1,447 @@
+"""Every way to spread a model over ranks trains as one process does, and resumes on as many ranks and on others."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import Team, on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from jobkit.run.config import CommConfig, ParallelConfig, Resources
+from jobkit.run.layout import Layout, check, factor
+from jobkit.train import schedule
+from jobkit.train.accumulation import backward
+from jobkit.train.gradient_compression import average_replicas
+from jobkit.train.gradients import LossScaler, clip_factor, gradient_norm, scale_gradients
+from jobkit.train.optim import fused_ema_adam
+from jobkit.train.optimizer_state import parameters_of
+from jobkit.train.parallel import Parallel, unwrapped
+from jobkit.train.pipeline import cut_stages, stage_of
+from jobkit.worker.export import whole_weights
+from jobkit.worker.tracked_state import TrackedState
+
+STEPS, BATCH, WIDTH = 6, 12, 8
+TOLERANCE = 2e-6
+"""Largest difference of a weight from one process's after six steps: sums in another order."""
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"data": "zero1"},
+    "zero2": {"data": "zero2"},
+    "zero3": {"data": "zero3"},
+    "hsdp": {"data": "hsdp", "shards": 2},
+    "tensor": {"tensor": "all"},
+    "ddp x tensor": {"tensor": 2},
+    "zero3 x tensor": {"data": "zero3", "tensor": 2},
+    "pipeline": {"pipeline": "all"},
+    "ddp x pipeline": {"pipeline": 2},
+    "zero1 x pipeline": {"data": "zero1", "pipeline": 2},
+    "zero2 x pipeline": {"data": "zero2", "pipeline": 2},
+    "tensor x pipeline": {"tensor": 2, "pipeline": 2},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Sequential):
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        # Only of the last two blocks: the first stage of a pipeline has tensors of one kind, the second one of two.
+        return {"[23].up": ColwiseParallel(), "[23].down": RowwiseParallel()}
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net(*[Block() for _ in range(4)])
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step and its target."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(2, BATCH, WIDTH, generator=generator).unbind()
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+class Training:
+    """A model and its optimizer, spread over the ranks of a team, and what a Context does with them."""
+
+    def __init__(self, team: Team, case: dict[str, Any], comm: CommConfig | None = None) -> None:
+        config = ParallelConfig(**case)
+        self.layout = factor(config, team.world_size, team.world_size)
+        self.comm = comm or CommConfig()
+        self.parallel = Parallel(self.layout, config, self.comm, torch.device("cpu"), team.rank)
+        self.model = self.parallel.spread(net())
+        self.optimizer = self.parallel.optimizer(
+            self.model.parameters(), fused_ema_adam, {"lr": 1e-2, "weight_decay": 0.1}
+        )
+        self.scheduler = schedule.cosine(self.optimizer, steps=3 * STEPS, warmup=2)
+        self.losses: list[float] = []
+        self.tracking: TrackedState | None = None
+
+    def track(self, tracking: TrackedState) -> None:
+        tracking.add_module(self.model)
+        tracking.add("model", self.model)
+        tracking.add("optimizer", self.optimizer)
+        tracking.add("scheduler", self.scheduler)
+        tracking.forget_checkpoint()
+        self.tracking = tracking
+
+    def steps(self, first: int, last: int, micro: int | None = None) -> None:
+        ranks, rank = self.layout.data, self.parallel.data_rank
+        for step in range(first, last):
+            x, y = (part[BATCH * rank // ranks : BATCH * (rank + 1) // ranks] for part in data(step))
+            loss = self.parallel.backward(
+                self.model,
+                x,
+                mean_square,
+                y,
+                global_batch_size=BATCH,
+                micro_batch_size=micro,
+                autocast=nullcontext,
+            )
+            parameters = parameters_of(self.optimizer)
+            scale_gradients(parameters, clip_factor(self.parallel.norm(parameters), 0.5))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            if self.parallel.drifts and (step + 1) % self.comm.local_sgd == 0:
+                average_replicas([self.model], [self.optimizer], self.parallel.data_group)
+            self.losses.append(float(loss))
+
+    def weights(self) -> dict[str, Tensor]:
+        """All of them, on rank 0."""
+        return {name: tensor.clone() for name, tensor in whole_weights(self.model).items()}
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """What this rank has, under plain DDP or local SGD."""
+        return copy.deepcopy(unwrapped(self.model).state_dict())
+
+    def averaged_weights(self) -> dict[str, Tensor]:
+        with self.optimizer.averaged():  # type: ignore[attr-defined]
+            return self.weights()
+
+
+def reference(steps: int = STEPS) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and averaged weights of one process that takes each global batch as a whole."""
+    model = net()
+    optimizer = fused_ema_adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = schedule.cosine(optimizer, steps=3 * STEPS, warmup=2)
+    for step in range(steps):
+        x, y = data(step)
+        mean_square(model(x), y).backward()
+        scale_gradients(model.parameters(), clip_factor(gradient_norm(model.parameters()), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    weights = copy.deepcopy(model.state_dict())
+    with optimizer.averaged():
+        return weights, copy.deepcopy(model.state_dict())
+
+
+def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """The largest of any element."""
+    assert set(left) == set(right)
+    return max((left[name] - right[name]).abs().max().item() for name in left)
+
+
+def train_save_and_go_on(team: Team, cases: list[dict[str, Any]], root: Path) -> list[Any]:
+    found = []
+    for number, case in enumerate(cases):
+        training = Training(team, case)
+        checkpointer = team.checkpointer(root / str(number))
+        training.track(TrackedState(training.parallel, checkpointer, None))
+        training.steps(0, 3, micro=2)
+        assert training.tracking is not None
+        shared, held_by = training.tracking.trees()
+        checkpointer.save(3, shared, training.tracking.local_state(), held_by=held_by).wait()
+        training.steps(3, STEPS, micro=2)
+        found.append((training.weights(), training.averaged_weights()))
+    return found
+
+
+def resume(team: Team, cases: list[dict[str, Any]], root: Path) -> list[Any]:
+    found = []
+    for number, case in enumerate(cases):
+        training = Training(team, case)
+        checkpointer = team.checkpointer(root / str(number))
+        loaded = checkpointer.load_newest(names=())
+        assert loaded is not None and loaded.step == 3 and loaded.shared == {}
+        tracking = TrackedState(training.parallel, checkpointer, loaded)
+        training.track(tracking)
+        if loaded.manifest.world_size == team.world_size:
+            tracking.load_local_state(loaded.local)
+        training.steps(3, STEPS, micro=2)
+        found.append((training.weights(), training.averaged_weights()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Each strategy trained for six steps on four ranks, with a checkpoint after three."""
+    root = tmp_path_factory.mktemp("strategies")
+    return root, on_ranks(4, train_save_and_go_on, list(STRATEGIES.values()), root)[0]
+
+
+def test_every_strategy_trains_as_one_process_does(trained: tuple[Path, list[Any]]) -> None:
+    weights, averages = reference()
+    for name, (found, found_averages) in zip(STRATEGIES, trained[1], strict=True):
+        assert difference(found, weights) < TOLERANCE, name
+        assert difference(found_averages, averages) < TOLERANCE, name
+
+
+def test_every_strategy_resumes_bit_for_bit_on_the_same_ranks(trained: tuple[Path, list[Any]]) -> None:
+    root, before = trained
+    after = on_ranks(4, resume, list(STRATEGIES.values()), root)[0]
+    for name, (weights, averages), (again, again_averages) in zip(STRATEGIES, before, after, strict=True):
+        assert difference(weights, again) == 0.0, name
+        assert difference(averages, again_averages) == 0.0, name
+
+
+def test_every_strategy_resumes_on_half_the_ranks(trained: tuple[Path, list[Any]]) -> None:
+    root, _ = trained
+    halved = {"tensor x pipeline": {"tensor": "all"}}  # four ranks are the least for the product
+    cases = [halved.get(name, case) for name, case in STRATEGIES.items()]
+    weights, averages = reference()
+    for name, (found, found_averages) in zip(STRATEGIES, on_ranks(2, resume, cases, root)[0], strict=True):
+        assert difference(found, weights) < TOLERANCE, name
+        assert difference(found_averages, averages) < TOLERANCE, name
+
+
+THREE_AXES: dict[str, dict[str, Any]] = {
+    "ddp x tensor x pipeline": {"tensor": 2, "pipeline": 2},
+    "zero3 x tensor x pipeline": {"data": "zero3", "tensor": 2, "pipeline": 2},
+    "hsdp x tensor": {"data": "hsdp", "shards": 2, "tensor": 2},
+    "hsdp x pipeline": {"data": "hsdp", "shards": 2, "pipeline": 2},
+}
+
+
+def test_products_of_three_axes_train_as_one_process_does_and_resume(tmp_path: Path) -> None:
+    cases = list(THREE_AXES.values())
+    trained = on_ranks(8, train_save_and_go_on, cases, tmp_path)[0]
+    same = on_ranks(8, resume, cases, tmp_path)[0]
+    fewer = on_ranks(2, resume, [{"tensor": 2}, {"tensor": 2}, {"tensor": 2}, {"data": "zero3"}], tmp_path)[0]
+    weights, averages = reference()
+    for name, before, after, other in zip(THREE_AXES, trained, same, fewer, strict=True):
+        assert difference(before[0], weights) < TOLERANCE and difference(before[1], averages) < TOLERANCE, name
+        assert difference(before[0], after[0]) == difference(before[1], after[1]) == 0.0, name
+        assert difference(other[0], weights) < TOLERANCE and difference(other[1], averages) < TOLERANCE, name
+
+
+# Communication
+
+
+def train_compressed(team: Team, comm: CommConfig, root: Path) -> tuple[Any, Any, list[float]]:
+    training = Training(team, {}, comm)
+    checkpointer = team.checkpointer(root)
+    training.track(TrackedState(training.parallel, checkpointer, None))
+    training.steps(0, 5)
+    assert training.tracking is not None
+    shared, held_by = training.tracking.trees()
+    checkpointer.save(5, shared, training.tracking.local_state(), held_by=held_by).wait()
+    training.steps(5, 10)
+    uninterrupted = training.own_weights()
+
+    again = Training(team, {}, comm)
+    loaded = checkpointer.load_newest(names=())
+    assert loaded is not None
+    tracking = TrackedState(again.parallel, checkpointer, loaded)
+    again.track(tracking)
+    tracking.load_local_state(loaded.local)
+    again.steps(5, 10)
+    return uninterrupted, again.own_weights(), training.losses
+
+
+COMM = {
+    "fp16": (CommConfig(hook="fp16"), 2e-3),
+    "powersgd": (CommConfig(hook="powersgd", powersgd_start=2), 0.2),
+    "local sgd": (CommConfig(local_sgd=4), 0.2),
+}
+
+
+@pytest.mark.parametrize("name", COMM)
+def test_less_communication_stays_near_the_exact_weights_and_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    comm, near = COMM[name]
+    results = on_ranks(2, train_compressed, comm, tmp_path)
+    exact, _ = reference(10)
+    for uninterrupted, resumed, _ in results:
+        assert difference(uninterrupted, resumed) == 0.0
+    assert 0.0 < difference(results[0][0], exact) < near
+
+
+def drift(team: Team) -> dict[str, Tensor]:
+    training = Training(team, {}, CommConfig(local_sgd=3))
+    training.steps(0, STEPS)
+    with training.optimizer.averaged():  # type: ignore[attr-defined]
+        return training.own_weights()
+
+
+def test_replicas_that_drifted_have_one_moving_average_after_they_met() -> None:
+    first, second = on_ranks(2, drift)
+    assert difference(first, second) == 0.0
+
+
+def normalise(team: Team, case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    config = ParallelConfig(**case)
+    parallel = Parallel(factor(config, 2, 2), config, CommConfig(), torch.device("cpu"), team.rank)
+    model = parallel.spread(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    generator = torch.Generator().manual_seed(team.rank)
+    for _ in range(3):
+        model(torch.randn(6, 4, generator=generator)).square().sum().backward()
+    tracking = TrackedState(parallel, None, None)  # type: ignore[arg-type]
+    tracking.add_module(model)
+    tracking.add("model", model)
+    (mean,) = (buffer for name, buffer in unwrapped(model).named_buffers() if name == "1.running_mean")
+    before = mean.clone()
+    saved = tracking.trees()[0]["model"]["1.running_mean"].clone()
+    return before, mean.clone(), saved
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_ranks_save_and_go_on_with_the_first_ones_batch_norm(name: str) -> None:
+    (first, after, saved), (second, other_after, other_saved) = on_ranks(2, normalise, STRATEGIES[name])
+    assert not torch.equal(first, second), "each has seen samples of its own"
+    for one in (after, saved, other_after, other_saved):
+        assert torch.equal(one, first)
+
+
+# Pieces
+
+
+def test_uneven_micro_batches_add_up_to_the_big_batch() -> None:
+    x, y = data(0)
+    whole, parts = net(), net()
+    mean_square(whole(x), y).backward()
+    loss = backward(parts, x, mean_square, y, global_batch_size=BATCH, micro_batch_size=5)
+    assert loss.item() == pytest.approx(mean_square(whole(x), y).item(), rel=1e-6)
+    for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+
+
+def test_only_the_last_micro_batch_is_synchronised() -> None:
+    entered = []
+
+    class Unsynchronised(nullcontext[None]):
+        def __enter__(self) -> None:
+            entered.append(True)
+
+    x, y = data(0)
+    backward(net(), x, mean_square, y, global_batch_size=BATCH, micro_batch_size=5, unsynchronised=Unsynchronised)
+    assert len(entered) == 2  # of three
+
+
+def uneven_shares(team: Team) -> dict[str, Tensor]:
+    """Gradients of 11 samples on 3 ranks: shares of 3, 4 and 4."""
+    parallel = Parallel(Layout(replicas=3), ParallelConfig(), CommConfig(), torch.device("cpu"), team.rank)
+    model = parallel.spread(net())
+    x, y = (part[:11][11 * team.rank // 3 : 11 * (team.rank + 1) // 3] for part in data(0))
+    parallel.backward(model, x, mean_square, y, global_batch_size=11, micro_batch_size=2, autocast=nullcontext)
+    return {name: parameter.grad for name, parameter in model.module.named_parameters()}  # type: ignore[union-attr]
+
+
+def test_uneven_shares_of_the_ranks_add_up_to_the_big_batch() -> None:
+    x, y = (part[:11] for part in data(0))
+    model = net()
+    mean_square(model(x), y).backward()
+    for found in on_ranks(3, uneven_shares):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+def test_the_loss_scale_halves_on_overflow_and_doubles_after_long_quiet() -> None:
+    scaler = LossScaler(scale=8.0, growth_interval=2)
+    assert not scaler.accepts(torch.tensor(float("inf")))
+    assert scaler.scale == 4.0
+    assert scaler.accepts(torch.tensor(1.0)) and scaler.scale == 4.0
+    again = LossScaler()
+    again.load_state_dict(scaler.state_dict())
+    again.growth_interval = 2
+    assert again.accepts(torch.tensor(1.0)) and again.scale == 8.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stages", "ends"),
+    [([1, 1, 1, 1], 2, [2, 4]), ([9, 1, 1, 1], 2, [1, 4]), ([1, 1, 9], 3, [1, 2, 3]), ([5, 1, 1, 5], 3, [1, 3, 4])],
+)
+def test_stages_are_cut_so_that_the_largest_is_small(sizes: list[int], stages: int, ends: list[int]) -> None:
+    assert cut_stages(sizes, stages) == ends
+
+
+def test_a_model_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"nn\.Sequential"):
+        stage_of(Block(), 0, 2)
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are one parameter"):
+        stage_of(tied, 0, 2)
+
+
+# The layout
+
+FOUR_BY_TWO = Resources(nodes=4, tasks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({}, Layout(replicas=8)),
+        ({"data": "zero3"}, Layout(shards=8)),
+        ({"data": "hsdp"}, Layout(replicas=4, shards=2)),
+        ({"data": "hsdp", "shards": 4}, Layout(replicas=2, shards=4)),
+        ({"tensor": 2, "pipeline": 2}, Layout(pipeline=2, replicas=2, tensor=2)),
+        ({"pipeline": "all", "tensor": 2}, Layout(pipeline=4, tensor=2)),
+    ],
+)
+def test_the_axes_follow_from_the_yaml_and_the_world(parallel: dict[str, Any], expected: Layout) -> None:
+    assert check(ParallelConfig(**parallel), CommConfig(), FOUR_BY_TWO) == expected
+
+
+@pytest.mark.parametrize(
+    ("parallel", "comm", "said"),
+    [
+        ({"pipeline": 3}, {}, "8 rank\\(s\\) do not divide by pipeline = 3"),
+        ({"data": "hsdp", "shards": 3}, {}, "do not divide by shards = 3"),
+        ({"data": "zero1", "tensor": 2}, {}, "zero1 x tensor"),
+        ({"tensor": 4}, {}, "at most resources.tasks_per_node"),
+        ({"shards": 2}, {}, "shards is for data: hsdp"),
+        ({"microbatches": 2}, {}, "microbatches is for a pipeline"),
+        ({"data": "zero2"}, {"hook": "fp16"}, "zero2 does not use DDP"),
+        ({}, {"hook": "bf16"}, "gloo cannot add bfloat16"),
+        ({"data": "zero1"}, {"local_sgd": 4}, "only with ddp"),
+        ({}, {"local_sgd": 4, "hook": "fp16"}, "nothing for comm.hook to compress"),
+        ({"pipeline": 2}, {"hook": "powersgd"}, "a memory that a pipeline's schedule would disturb"),
+    ],
+)
+def test_a_product_that_cannot_work_is_refused(parallel: dict[str, Any], comm: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(ParallelConfig(**parallel), CommConfig(**comm), FOUR_BY_TWO)
+
+
+def test_a_memory_of_compression_and_a_loss_scale_are_refused_together() -> None:
+    powersgd = CommConfig(hook="powersgd")
+    assert check(ParallelConfig(), powersgd, FOUR_BY_TWO, "bf16").replicas == 8
+    with pytest.raises(ValueError, match="also of a step that overflowed in fp16"):
+        check(ParallelConfig(), powersgd, FOUR_BY_TWO, "fp16")
+
+
+def test_ranks_of_a_pipeline_and_of_a_tensor_group_work_on_one_share() -> None:
+    layout = Layout(pipeline=2, replicas=2, tensor=2)
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [layout.stage(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]

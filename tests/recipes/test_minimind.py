@@ -1,0 +1,502 @@
+"""The minimind experiment: its recipe, model, data and samples, and that a run of it survives being interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import pickle
+import shutil
+import signal
+import socket
+import time
+import tracemalloc
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness.project import Project, events, logged_steps, status, step, wait_for, weights
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from experiments.minimind import cross_entropy
+from experiments.minimind.data import IGNORED, Corpus, documents, open_corpus
+from experiments.minimind.generate import load_weights
+from experiments.minimind.model import Block, MiniMind, rotate
+from experiments.minimind.sampling import complete, draw
+from experiments.minimind.tokens import ByteTokenizer, open_tokenizer
+from experiments.minimind.topics import write_topics
+from jobkit.run.config import Config, load
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+TINY = {"vocabulary": 257, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "theta": 1e4, "tie": True}
+
+
+def recipe(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Config:
+    for variable in ("MINIMIND_DATA", "MINIMIND_TOKENIZER"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    return load(EXPERIMENTS / "minimind.yaml").config
+
+
+def tiny(**changes: object) -> MiniMind:
+    torch.manual_seed(0)
+    return MiniMind(**{**TINY, **changes})
+
+
+def write(file: Path, *texts: str) -> Path:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A .jsonl file of 40 different documents."""
+    return write(tmp_path / "a.jsonl", *(f"document {number}" for number in range(40)))
+
+
+def read(corpus: Corpus) -> tuple[list[str], list[str]]:
+    """The training and the held-out documents of a corpus of bytes, from its packed tokens."""
+    both = []
+    for name in ("training", "held_out"):
+        tokens = np.fromfile(corpus.folder / f"{name}.bin", corpus.dtype)
+        ends = np.flatnonzero(tokens == 256)
+        assert ends[0] == 0 and ends[-1] == len(tokens) - 1
+        both.append([ByteTokenizer().decode(tokens[a + 1 : b]) for a, b in pairwise(ends)])
+    return both[0], both[1]
+
+
+# The recipe
+
+
+def test_the_full_recipe_has_63_9_million_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(monkeypatch, MINIMIND_DATA="/data/text.jsonl", MINIMIND_TOKENIZER="/data/tokenizer.json")
+    with torch.device("meta"):
+        net = MiniMind(**config.params["model"])
+    assert sum(parameter.numel() for parameter in net.parameters()) == 63_912_192
+    assert config.inputs == ["/data/text.jsonl", "/data/tokenizer.json"]
+    assert config.params["batch"] == 256 and config.params["micro_batch"] == 32
+    assert config.precision == "bf16"
+
+
+def test_without_data_the_small_recipe_reads_pythons_help_texts_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(monkeypatch)
+    net = MiniMind(**config.params["model"])
+    assert sum(parameter.numel() for parameter in net.parameters()) < 0.5e6
+    assert config.params["topics"] and config.params["tokenizer"] == "bytes" and config.inputs == []
+
+
+# The model
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_what_comes_later_does_not_change_the_logits_before_it(tie: bool) -> None:
+    net = tiny(tie=tie)
+    tokens = torch.randint(257, (2, 20))
+    other = tokens.clone()
+    other[:, 12:] = (other[:, 12:] + 1) % 257
+    with torch.no_grad():
+        a, b = net(tokens), net(other)
+    assert a.shape == (2, 20, 257)
+    assert torch.allclose(a[:, :12], b[:, :12], atol=1e-6)
+    assert not torch.allclose(a[:, 12], b[:, 12], atol=1e-3)
+
+
+def test_logits_depend_on_every_token_before_and_on_its_place() -> None:
+    net = tiny()
+    embedded = net.embed(torch.randint(257, (1, 8))).detach().requires_grad_()
+    h = embedded
+    for child in list(net.children())[1:]:
+        h = child(h)
+    (gradient,) = torch.autograd.grad(h[0, -1].square().sum(), embedded)
+    assert (gradient[0].abs().sum(-1) > 0).all()
+    with torch.no_grad():
+        first, second = net(torch.tensor([[5, 6, 7], [6, 5, 7]]))[:, -1]
+    assert not torch.allclose(first, second, atol=1e-4)
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 6, 1, 8)
+    products = rotate(query, 1e4)[0, :, 0] @ rotate(key, 1e4)[0, :, 0].T
+    assert torch.allclose(products[:-1, :-1], products[1:, 1:])
+    assert not torch.allclose(products[0, 0], products[0, 1])
+
+
+def test_key_and_value_heads_are_shared_by_neighbouring_query_heads() -> None:
+    shared = tiny().block_0.attention
+    full = tiny(kv_heads=4).block_0.attention
+    weights = shared.state_dict()
+    for name in ("key.weight", "value.weight"):
+        weights[name] = weights[name].unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1)
+    full.load_state_dict(weights)
+    x = torch.randn(2, 5, 32)
+    assert torch.allclose(shared(x), full(x), atol=1e-6)
+
+
+def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not() -> None:
+    tied, untied = tiny(tie=True), tiny(tie=False)
+    assert tied.head.weight is tied.embed.weight
+    assert untied.head.weight is not untied.embed.weight
+
+
+def test_the_blocks_are_what_is_sharded_one_by_one() -> None:
+    net = tiny()
+    assert [name for name, _ in net.named_children()] == ["embed", "block_0", "block_1", "norm", "head"]
+    assert net.shard_units() == [net.block_0, net.block_1]
+    assert all(isinstance(unit, Block) for unit in net.shard_units())
+
+
+def test_under_bf16_the_norms_and_the_stream_stay_fp32(recwarn: pytest.WarningsRecorder) -> None:
+    net, tokens = tiny(), torch.randint(257, (2, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        stream = net.block_0(net.embed(tokens))
+        logits = net(tokens)
+    assert stream.dtype == torch.float32
+    assert torch.allclose(logits.float(), net(tokens), atol=0.05)
+    assert [str(warning.message) for warning in recwarn if "rms_norm" in str(warning.message)] == []
+
+
+def _tensor_parallel_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    dense, net = tiny(), tiny()
+    with torch.no_grad():  # norms that start as ones would hide mistakes
+        for a, b in zip(dense.parameters(), net.parameters(), strict=True):
+            a.add_(0.1 * torch.randn_like(a))
+            b.copy_(a)
+    parallelize_module(net, mesh, net.tensor_plan())
+    tokens, target = torch.randint(257, (2, 3, 16))
+    logits = {}
+    for name, model in (("dense", dense), ("tensor", net)):
+        logits[name] = model(tokens)
+        cross_entropy(logits[name], target).backward()
+    gradients = {}
+    for name, parameter in net.named_parameters():
+        gradient = parameter.grad
+        gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    share = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in net.parameters())
+    expected = {name: parameter.grad for name, parameter in dense.named_parameters()}
+    torch.save((logits, gradients, expected, share), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_the_tensor_plan_gives_the_dense_models_logits_and_gradients(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_tensor_parallel_rank, (tmp_path,), nprocs=2)
+    dense_size = sum(parameter.numel() for parameter in tiny().parameters())
+    for rank in range(2):
+        logits, gradients, expected, share = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.allclose(logits["tensor"], logits["dense"], atol=1e-5)
+        assert gradients.keys() == expected.keys()
+        for name in expected:
+            assert torch.allclose(gradients[name], expected[name], atol=1e-6, rtol=1e-4), name
+        assert share < 0.8 * dense_size
+
+
+# The tokens
+
+
+def test_bytes_are_tokens_and_back(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer("bytes", "unused")
+    (tokens,) = tokenizer.encode(["naïve 中"])
+    assert list(tokens) == list("naïve 中".encode())
+    assert tokenizer.decode([*tokens, tokenizer.end]) == "naïve 中"
+    assert tokenizer.vocabulary == tokenizer.end + 1
+
+
+@pytest.mark.skipif(find_spec("tokenizers") is not None, reason="tokenizers is installed")
+def test_a_tokenizer_file_without_the_package_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^\S*tokenizer.json is read by .*: pip install tokenizers$"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"), "<|endoftext|>")
+
+
+def test_a_hugging_face_tokenizer_is_read_from_its_file(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet)
+    made.train_from_iterator(["the quick brown fox"] * 9, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"), "<end>")
+    (tokens,) = tokenizer.encode(["the quick 中"])
+    assert len(tokens) < len("the quick 中".encode()) and tokenizer.end == 0
+    assert tokenizer.decode([*tokens, tokenizer.end]) == "the quick 中"
+    with pytest.raises(ValueError, match=r"tokenizer.json: no token '<eos>'"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"), "<eos>")
+
+
+# The data
+
+
+def test_packed_documents_are_those_of_the_file_in_its_order(texts: Path) -> None:
+    corpus = open_corpus(texts, ByteTokenizer(), 0.3)
+    training, held_out = read(corpus)
+    assert sorted(training + held_out, key=lambda text: int(text.split()[1])) == list(documents(texts))
+    assert [text for text in documents(texts) if text in training] == training
+    assert (corpus.documents, corpus.held_out) == (40, len(held_out))
+    assert 5 < len(held_out) < 20
+    assert corpus.held_out_bytes == sum(len(text) for text in held_out)
+
+
+def test_equal_documents_count_once_and_are_never_on_both_sides(texts: Path, tmp_path: Path) -> None:
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text(texts.read_text() + "\n" + texts.read_text())
+    once, both = (open_corpus(file, ByteTokenizer(), 0.3) for file in (texts, twice))
+    assert read(both) == read(once)
+    assert both.sha256 == once.sha256 and both.documents == 40
+
+
+def test_the_split_of_a_document_does_not_depend_on_the_others(texts: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half.jsonl"
+    half.write_text("".join(texts.read_text().splitlines(keepends=True)[::2]))
+    whole_held_out = read(open_corpus(texts, ByteTokenizer(), 0.3))[1]
+    assert read(open_corpus(half, ByteTokenizer(), 0.3))[1] == [t for t in whole_held_out if t in set(documents(half))]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", "3", '{"txt": "a"}', '{"text": null}', '{"text": 1}', '{"text": "\\ud800"}', b'{"text": "\xff"}'],
+    ids=repr,
+)
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str | bytes) -> None:
+    file = write(tmp_path / "a.jsonl", "good", "too")
+    with file.open("ab") as opened:
+        opened.write(b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:4: expected \{\"text\": \"\.\.\.\"\}, found ") as caught:
+        open_corpus(file, ByteTokenizer(), 0.5)
+    assert "\n" not in str(caught.value)
+    assert not list(file.with_name("a.jsonl.tokens").glob("*/corpus.json"))
+
+
+def test_a_file_with_nothing_on_one_side_of_the_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.jsonl: with held_out 0\.5, [01] of 1 documents are for validation"):
+        open_corpus(write(tmp_path / "a.jsonl", "one"), ByteTokenizer(), 0.5)
+
+
+def test_each_token_is_a_target_once(texts: Path) -> None:
+    corpus = open_corpus(texts, ByteTokenizer(), 0.3)
+    stream = np.fromfile(corpus.folder / "held_out.bin", corpus.dtype).astype(np.int64)
+    for length in (7, 16, len(stream) - 1, len(stream) + 5):
+        windows = corpus.validation(length)
+        tokens, target = (torch.cat(part) for part in zip(*(windows[i] for i in range(len(windows))), strict=True))
+        assert len(tokens) == len(target) == length * len(windows)
+        assert torch.equal(tokens[: windows.targets], torch.from_numpy(stream[:-1]))
+        assert torch.equal(target[: windows.targets], torch.from_numpy(stream[1:]))
+        assert (target[windows.targets :] == IGNORED).all()
+
+
+def test_training_windows_are_all_full(texts: Path) -> None:
+    windows = open_corpus(texts, ByteTokenizer(), 0.3).training(16)
+    assert len(windows) == windows.targets // 16 > 5
+    assert all((target != IGNORED).all() and len(tokens) == 16 for tokens, target in map(windows.__getitem__, range(5)))
+
+
+def test_windows_travel_to_a_loader_worker_as_a_path(texts: Path) -> None:
+    windows = open_corpus(texts, ByteTokenizer(), 0.3).training(16)
+    pickled = pickle.dumps(windows)
+    assert len(pickled) < 500
+    assert torch.equal(pickle.loads(pickled)[1][0], windows[1][0])
+
+
+def test_a_changed_file_is_packed_anew_and_an_unchanged_one_is_not(texts: Path) -> None:
+    first = open_corpus(texts, ByteTokenizer(), 0.3)
+    inode = (first.folder / "training.bin").stat().st_ino
+    assert (open_corpus(texts, ByteTokenizer(), 0.3).folder / "training.bin").stat().st_ino == inode
+    assert open_corpus(texts, ByteTokenizer(), 0.2).folder != first.folder
+    time.sleep(0.02)  # more than the clock of a file system steps by
+    with texts.open("a") as opened:
+        opened.write('{"text": "one more"}\n')
+    assert open_corpus(texts, ByteTokenizer(), 0.3).documents == 41
+    assert sum(map(len, read(first))) == 40  # what a running job has open stays as it was
+
+
+def _open_in_process(file: Path, barrier, results) -> None:
+    barrier.wait()
+    corpus = open_corpus(file, ByteTokenizer(), 0.3)
+    results.put((corpus.documents, (corpus.folder / "training.bin").stat().st_ino))
+
+
+def test_processes_that_start_together_pack_once(texts: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_open_in_process, args=(texts, barrier, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    answers = {results.get(timeout=30) for _ in processes}
+    for process in processes:
+        process.join(timeout=30)
+    assert len(answers) == 1  # one file: the same inode for both
+    assert answers.pop()[0] == 40
+    assert not list(texts.with_name("a.jsonl.tokens").glob("*.tmp"))
+
+
+def test_what_a_killed_packer_left_behind_is_cleared_away(texts: Path) -> None:
+    leftover = texts.with_name("a.jsonl.tokens") / f".{socket.gethostname()}.tmp"
+    leftover.mkdir(parents=True)
+    (leftover / "training.bin").write_bytes(b"half")
+    assert open_corpus(texts, ByteTokenizer(), 0.3).documents == 40
+    assert not leftover.exists()
+
+
+def test_a_longer_file_takes_no_more_memory_to_pack(tmp_path: Path) -> None:
+    peaks = []
+    for size in (4_000, 16_000):
+        file = write(tmp_path / f"{size}.jsonl", *(f"{number} " * 50 for number in range(size)))
+        tracemalloc.start()
+        assert open_corpus(file, ByteTokenizer(), 0.3).documents == size
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+def test_the_small_data_set_has_each_paragraph_once(tmp_path: Path) -> None:
+    file = tmp_path / "topics" / "topics.jsonl"
+    write_topics(file)
+    before = file.stat().st_mtime_ns
+    write_topics(file)
+    assert file.stat().st_mtime_ns == before
+    assert [path.name for path in file.parent.iterdir()] == ["topics.jsonl"]
+    paragraphs = list(documents(file))
+    assert len(paragraphs) == len(set(paragraphs)) > 1000
+    assert open_corpus(file, ByteTokenizer(), 0.05).documents == len(paragraphs)
+
+
+# The samples
+
+
+def test_draws_are_among_the_likeliest_and_as_often_as_they_are_likely() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().repeat(4000, 1)
+    generator = torch.Generator().manual_seed(0)
+    assert set(draw(logits, 0, 0, generator).tolist()) == {3}
+    assert set(draw(logits, 1.0, 2, generator).tolist()) == {2, 3}
+    counts = torch.bincount(draw(logits, 1.0, 0, generator), minlength=4) / 4000
+    assert torch.allclose(counts, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.03)
+    colder = torch.bincount(draw(logits, 0.5, 0, generator), minlength=4) / 4000
+    assert torch.allclose(colder, torch.tensor([1.0, 4.0, 9.0, 16.0]) / 30, atol=0.03)
+
+
+def test_a_text_goes_on_from_its_prompt_and_ends_where_the_model_ends_it() -> None:
+    wanted = [*b" to market", 256, *b"never seen"]
+    seen = []
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(tokens.shape[1])
+        return torch.nn.functional.one_hot(torch.full_like(tokens, wanted[len(seen) - 1]), 257) * 100.0
+
+    options = {"temperature": 1.0, "top_k": 0, "window": 8, "seed": 0, "device": torch.device("cpu")}
+    assert complete(model, ByteTokenizer(), "We go", new_tokens=50, samples=2, **options) == ["We go to market"] * 2
+    assert seen == [6, 7, *[8] * 9]  # the end of another text, the prompt, and at most 8 in all
+    seen.clear()
+    assert complete(model, ByteTokenizer(), "We go", new_tokens=3, **options) == ["We go to"]
+
+
+def test_samples_are_repeatable_differ_and_leave_the_random_numbers_alone() -> None:
+    options = {"temperature": 1.0, "top_k": 0, "window": 32, "device": torch.device("cpu"), "new_tokens": 20}
+    net, state = tiny(), torch.get_rng_state()
+    first = complete(net, ByteTokenizer(), "a", samples=2, seed=1, **options)
+    assert complete(net, ByteTokenizer(), "a", samples=2, seed=1, **options) == first
+    assert first[0] != first[1]
+    assert complete(net, ByteTokenizer(), "a", samples=2, seed=2, **options) != first
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# The run
+
+STEPS = 40
+OVERRIDES = (
+    f"params.steps={STEPS}",
+    "params.model={vocabulary: 257, dim: 32, layers: 2, heads: 4, kv_heads: 2, hidden: 64, theta: 1e4, tie: true}",
+    "params.length=32",
+    "params.batch=7",  # uneven shares, and micro-batches that do not divide them
+    "params.micro_batch=3",
+    "params.warmup=5",
+    "params.validate_every=10",
+    "params.sampling.new_tokens=100",
+)
+
+
+def project_in(folder: Path) -> Project:
+    """A folder with a copy of the experiments, as a user has it."""
+    project = Project(folder)
+    for variable in ("MINIMIND_DATA", "MINIMIND_TOKENIZER"):
+        project.env.pop(variable, None)
+    shutil.copytree(EXPERIMENTS, folder / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
+    return project
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Path]:
+    """A run of the small recipe, made smaller, that nothing interrupted."""
+    project = project_in(tmp_path_factory.mktemp("finished"))
+    project.jobkit("submit", "experiments/minimind.yaml", "--local", *OVERRIDES)
+    (run,) = project.runs
+    return project, run
+
+
+def samples(run: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in (run / "samples").iterdir()}
+
+
+def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path: Path, finished: tuple[Project, Path]) -> None:
+    project = project_in(tmp_path)
+    process = project.start("submit", "experiments/minimind.yaml", "--local", *OVERRIDES)
+    wait_for("a run directory", lambda: project.runs)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert 5 <= status(run)["step"] < STEPS
+    project.jobkit("submit", "experiments/minimind.yaml", "--local", *OVERRIDES)
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["user", "finished"]
+    assert weights(run) == weights(finished[1])
+    assert status(run)["result"] == status(finished[1])["result"]
+    assert samples(run) == samples(finished[1])
+    assert logged_steps(run) == list(range(STEPS))
+    assert logged_steps(run, "validation/bits_per_byte") == list(range(0, STEPS + 1, 10))
+
+
+def test_a_run_shows_its_text_and_says_which_corpus_it_learnt(finished: tuple[Project, Path]) -> None:
+    _, run = finished
+    assert sorted(samples(run)) == [f"step_{number:08d}.txt" for number in range(0, STEPS + 1, 10)]
+    assert all(text.startswith('The "for" statement') for text in samples(run).values())
+    assert logged_steps(run, "sample/text_summary") == list(range(0, STEPS + 1, 10))
+    corpus = open_corpus(finished[0].path / "data" / "topics" / "topics.jsonl", ByteTokenizer(), 0.05)
+    assert events(run)[-1]["result"]["corpus"] == corpus.sha256
+
+
+def test_generation_writes_every_sample_and_finds_the_trainings_own_cost(finished: tuple[Project, Path]) -> None:
+    project, run = finished
+    project.jobkit(
+        "submit",
+        "experiments/minimind_generate.yaml",
+        "--local",
+        f"params.run={run}",
+        "params.prompts=[one, two, three]",
+        "params.samples=2",
+        "params.sampling.new_tokens=5",
+    )
+    (generated,) = (one for one in project.runs if one.name.startswith("minimind_generate"))
+    for number, prompt in enumerate(["one", "two", "three"]):
+        for sample in range(2):
+            text = samples(generated)[f"{number:04d}_{sample:04d}.txt"]
+            assert text.startswith(prompt) and len(text) > len(prompt) + 1
+    assert len(samples(generated)) == 6
+    assert status(generated)["result"] == status(run)["result"]
+    # Once more, without jobkit: exact bits of every held-out byte and end.
+    net = tiny()
+    load_weights(net, run / "final" / "model.safetensors")
+    corpus = open_corpus(project.path / "data" / "topics" / "topics.jsonl", ByteTokenizer(), 0.05)
+    windows, nats = corpus.validation(32), 0.0
+    with torch.no_grad():
+        for i in range(len(windows)):
+            tokens, target = windows[i]
+            nats += cross_entropy(net(tokens[None]), target[None]).item() * int((target != IGNORED).sum())
+    assert status(run)["result"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / corpus.held_out_bytes, rel=1e-5)

@@ -1,0 +1,197 @@
+"""Submitting is safe to repeat, to race and to cut off; what runs is what was submitted."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from harness.project import Project, events, names, queue, status, step, wait_for
+from slurm_cluster import Cluster
+
+LONG = ("params.steps=2000", "params.sleep=0.05")
+
+
+@pytest.fixture
+def project(tmp_path: Path, slurm: Cluster) -> Project:
+    return Project(tmp_path, slurm.env)
+
+
+def test_two_simultaneous_submissions_start_one_job(project: Project, slurm: Cluster) -> None:
+    processes = [project.start("submit", "toy.yaml", "--cluster", "slurm", *LONG) for _ in range(4)]
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    (run,) = project.runs
+    assert names(run).count("submitted") == 1
+    assert len(queue(slurm, project)) == 1
+    assert sum("already" in text for text in printed) == 3
+    project.jobkit("cancel", run.name)
+
+
+def test_submitting_a_running_job_says_where_it_is(project: Project) -> None:
+    project.submit("--cluster", "slurm", *LONG)
+    (run,) = project.runs
+    again = project.submit("--cluster", "slurm", *LONG).stdout
+    assert "already" in again and status(run)["job_id"] in again and str(run) in again
+    project.jobkit("cancel", run.name)
+
+
+def test_a_job_cancelled_while_it_waits_is_cancelled_and_can_be_resumed(project: Project, slurm: Cluster) -> None:
+    with_hold = ("clusters.slurm.hold=true", *LONG)
+    project.submit("--cluster", "slurm", *with_hold)
+    (run,) = project.runs
+    assert status(run)["state"] == "queued"
+    slurm.command("scancel", status(run)["job_id"])
+    assert json.loads(project.jobkit("status", run.name, "--json").stdout)["state"] == "cancelled"
+    assert status(run)["state"] == "cancelled"
+    project.submit("--cluster", "slurm", *with_hold)
+    assert status(run)["state"] == "queued"
+    project.jobkit("cancel", run.name)
+    assert status(run)["state"] == "cancelled"
+    wait_for("an empty queue", lambda: not queue(slurm, project), run)
+
+
+def test_a_submission_cut_off_after_sbatch_is_found_again(project: Project, slurm: Cluster) -> None:
+    project.submit("--cluster", "slurm", "clusters.slurm.hold=true", *LONG)
+    (run,) = project.runs
+    job = status(run)["job_id"]
+    journal = run / "events.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    assert json.loads(lines[-1])["event"] == "submitted"
+    journal.write_text("".join(lines[:-1]))  # as if the process had died between sbatch and the journal
+    again = project.submit("--cluster", "slurm", "clusters.slurm.hold=true", *LONG).stdout
+    assert "already queued" in again and job in again
+    assert queue(slurm, project) == [job]
+    project.jobkit("cancel", run.name)
+
+
+def test_a_finished_run_starts_nothing_and_fresh_starts_another(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.submit("--local", "params.steps=3", "resources.nodes=1")
+    (run,) = project.runs
+    before = names(run)
+    assert "already finished" in project.submit("--local", "params.steps=3").stdout
+    assert names(run) == before
+    project.submit("--local", "params.steps=3", "--fresh", "resources.nodes=1")
+    assert [one.name for one in project.runs] == [run.name, f"{run.name}-2"]
+
+
+def test_a_changed_parameter_is_a_new_run_and_a_changed_partition_is_the_same(project: Project) -> None:
+    held = ("--cluster", "slurm", "clusters.slurm.hold=true")
+    project.submit(*held)
+    project.submit(*held, "clusters.slurm.partition=high", "resources.nodes=1", "checkpoint.every=7")
+    assert len(project.runs) == 1
+    project.submit(*held, "params.steps=61")
+    assert len(project.runs) == 2
+    for run in project.runs:
+        project.jobkit("cancel", run.name)
+
+
+def test_an_edit_after_the_submission_does_not_change_what_a_queued_job_runs(project: Project, slurm: Cluster) -> None:
+    project.submit("--cluster", "slurm", "clusters.slurm.hold=true", "params.steps=5")
+    (run,) = project.runs
+    task = project.path / "mytask.py"
+    task.write_text(task.read_text() + "\nraise RuntimeError('edited later')\n")
+    slurm.command("scontrol", "release", status(run)["job_id"])
+    wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
+    assert status(run)["state"] == "finished"
+
+
+def test_a_later_submission_takes_the_code_as_it_is_then_and_says_what_changed(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    process = project.start("submit", "toy.yaml", "--local", "resources.nodes=1", *LONG)
+    wait_for("a run directory", lambda: project.runs)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    task = project.path / "mytask.py"
+    task.write_text(task.read_text().replace("params.steps", "params.get('short', 20)"))
+    (project.path / "more.py").write_text("")
+    told = project.submit("--local", "resources.nodes=1", *LONG).stderr
+    assert "+ more.py" in told and "~ mytask.py" in told
+    assert status(run)["state"] == "finished"
+    codes = [event["code"] for event in events(run) if event["event"] == "submitting"]
+    assert len(set(codes)) == 2 and all((run / "code" / code / "mytask.py").exists() for code in codes)
+
+
+def test_a_failing_task_fails_the_run_with_its_error_and_the_other_ranks_end(project: Project, slurm: Cluster) -> None:
+    (project.path / "mytask.py").write_text(
+        "import torch\n"
+        "def train(ctx):\n"
+        "    for step in ctx.steps(1000):\n"
+        "        if ctx.rank == 1 and step == 3: raise ValueError('no such luck')\n"
+        "        ctx.barrier()\n"
+    )
+    done = project.submit("--local", expect=1)
+    (run,) = project.runs
+    assert "ValueError: no such luck" in done.stderr and "rank 1" in done.stderr
+    assert status(run)["state"] == "failed"
+    project.submit("--cluster", "slurm")
+    wait_for("the end on Slurm", lambda: len(status(run)["attempts"]) == 6 and status(run)["state"] == "failed", run)
+    assert "rank 1: ValueError: no such luck" in status(run)["error"]
+    wait_for("an empty queue", lambda: not queue(slurm, project))
+
+
+def test_follow_shows_a_slurm_run_to_its_end(project: Project) -> None:
+    done = project.submit("--cluster", "slurm", "--follow", "params.steps=20")
+    assert "finished at step 20/20" in done.stderr
+    (run,) = project.runs
+    assert "finished" in project.jobkit("list").stdout
+    assert "attempt 1: finished" in project.jobkit("status", run.name).stdout
+
+
+def test_detach_returns_at_once_and_logs_follow_to_the_end(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.path / "mytask.py").write_text(
+        "def train(ctx):\n    for step in ctx.steps(5):\n        print('at step', step, flush=True)\n"
+    )
+    printed = project.submit("--local", "--detach", "resources.nodes=1").stdout
+    (run,) = project.runs
+    assert str(run) in printed
+    shown = project.jobkit("logs", "-f", run.name).stdout
+    assert "at step 4" in shown
+    assert status(run)["state"] == "finished"
+
+
+def test_dry_run_prints_config_and_script_and_starts_nothing(project: Project, slurm: Cluster) -> None:
+    printed = project.submit("--cluster", "slurm", "--dry-run", "resources.nodes=3").stdout
+    assert "nodes: 3" in printed and "#SBATCH --nodes=3" in printed and "#SBATCH --requeue" in printed
+    assert "srun" in printed and not project.runs and not queue(slurm, project)
+    assert "run directory" in project.submit("--local", "--dry-run").stdout
+
+
+def test_neither_local_nor_cluster_means_slurm_where_there_is_one(project: Project) -> None:
+    project.submit("clusters.slurm.hold=true")
+    (run,) = project.runs
+    assert status(run)["scheduler"] == "slurm"
+    project.jobkit("cancel", run.name)
+
+
+def test_a_named_cluster_comes_from_the_users_own_config(project: Project, slurm: Cluster) -> None:
+    Path(project.env["JOBKIT_CONFIG"]).write_text(
+        "clusters: {h100: {scheduler: slurm, partition: high, hold: true, nodes: 3, comment: mine}}\n"
+    )
+    project.submit("--cluster", "h100")
+    (run,) = project.runs
+    job = slurm.job(status(run)["job_id"])
+    assert (job["Partition"], job["NumNodes"], job["Comment"]) == ("high", "3-3", "mine")
+    project.jobkit("cancel", run.name)
+
+
+def test_a_model_or_loader_that_is_not_tracked_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    task = project.path / "mytask.py"
+    task.write_text(task.read_text().replace("ctx.track(model=model, ", "ctx.track("))
+    assert "not tracked" in project.submit("--local", "resources.nodes=1", expect=1).stderr
+    assert status(project.runs[0])["step"] == 0
+
+
+def test_an_edit_after_the_end_is_told_and_a_slip_in_a_parameter_too(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.submit("--local", "params.steps=3", "resources.nodes=1")
+    task = project.path / "mytask.py"
+    task.write_text(task.read_text() + "\n")
+    assert "~ mytask.py" in project.submit("--local", "params.steps=3").stderr
+    assert "did you mean 'steps'?" in project.submit("--local", "params.stepz=3", "--dry-run").stderr

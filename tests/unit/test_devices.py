@@ -1,0 +1,263 @@
+"""One table of devices, and what a rank makes of it: its device, what it talks over, and a line that says so."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import socket
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.project import Project, describe
+from torch.distributed import HashStore
+
+import jobkit
+from jobkit.errors import DistributedError, InputError
+from jobkit.run import device_kinds as devices
+from jobkit.run.config import Config, Resources, load
+from jobkit.run.device_kinds import KINDS, DeviceKind
+from jobkit.submission.plan import make_plan
+from jobkit.train.devices import check_precision, choose_device, group_backend, report
+from jobkit.train.devices import describe as description
+
+CPU = torch.device("cpu")
+NAMES = [kind.name for kind in KINDS]
+
+
+def refusal(call: typing.Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(DistributedError) as refused:
+        call(*arguments)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# The table
+
+
+def test_each_kind_has_a_backend_and_the_cpu_comes_last() -> None:
+    assert {kind.name: kind.backend for kind in KINDS} == {
+        "cuda": "nccl",
+        "npu": "hccl",
+        "xpu": "xccl",
+        "mps": "gloo",
+        "cpu": "gloo",
+    }
+    assert NAMES[-1] == "cpu"
+
+
+def test_only_what_tests_run_on_says_that_it_is_tested() -> None:
+    assert [kind.name for kind in KINDS if kind.tested] == ["cpu"]
+
+
+def test_the_yamls_device_is_a_name_of_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "toy.yaml"
+    for name in ("auto", *NAMES):
+        file.write_text(f"name: toy\ntask: mytask:train\ndevice: {name}\n")
+        assert load(file).config.device == name
+    file.write_text("name: toy\ntask: mytask:train\ndevice: cuba\n")
+    with pytest.raises(InputError, match=f"toy.yaml:3: device: found 'cuba', .*{', '.join(NAMES)}.*mean 'cuda'"):
+        load(file)
+
+
+def test_what_autocast_computes_in_is_a_precision_of_the_yaml() -> None:
+    precisions = typing.get_args(typing.get_type_hints(Config)["precision"])
+    assert all(set(kind.autocast) < set(precisions) for kind in KINDS)
+
+
+def strings(file: Path) -> Iterator[str]:
+    """The string constants of a module that are no docstrings."""
+    tree = ast.parse(file.read_text())
+    said = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said:
+            yield node.value
+
+
+def test_no_other_module_knows_what_a_device_talks_over_or_which_variable_shows_it() -> None:
+    of_the_table = {kind.backend for kind in KINDS} | {kind.visible for kind in KINDS} - {None}
+    assert {"nccl", "ASCEND_RT_VISIBLE_DEVICES"} < of_the_table
+    root = Path(jobkit.__file__).parent
+    found = {
+        (file.name, text)
+        for file in root.rglob("*.py")
+        if file != root / "run" / "devices.py"
+        for text in strings(file)
+        if text in of_the_table - {"gloo"}  # which is also what jobkit's own small agreements use, on the CPU
+    }
+    assert found == set()
+
+
+# What a machine has, before there is torch
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", []),
+        ("4,5", ["4", "5"]),
+        (" 4 , 5 ", ["4", "5"]),
+        ("0,-1,1", ["0"]),
+        ("-1", []),
+        ("GPU-8932f937,MIG-41b5", ["GPU-8932f937", "MIG-41b5"]),
+    ],
+)
+def test_the_variable_says_which_devices_are_visible(value: str, expected: list[str]) -> None:
+    for kind in KINDS:
+        if kind.visible is not None:
+            assert devices.listed(kind, {kind.visible: value}) == expected
+
+
+def test_a_kind_whose_devices_have_files_is_counted_by_them(tmp_path: Path) -> None:
+    for name in ("davinci0", "davinci1", "davinci_manager"):
+        (tmp_path / name).touch()
+    kind = DeviceKind(name="npu", backend="hccl", visible="SEEN", files=f"{tmp_path}/davinci[0-9]*")
+    assert devices.listed(kind, {}) == ["0", "1"]
+    assert devices.listed(kind, {"SEEN": "1"}) == ["1"]
+
+
+def test_auto_is_the_first_kind_that_the_environment_shows() -> None:
+    def chosen(environ: dict[str, str]) -> tuple[str, list[str] | None]:
+        kind, found = devices.of_this_machine("auto", environ)
+        return kind.name, found
+
+    assert chosen({"CUDA_VISIBLE_DEVICES": "3"}) == ("cuda", ["3"])
+    assert chosen({"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": "0,1"}) == ("npu", ["0", "1"])
+    assert chosen({"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}) == ("cuda", [])
+
+
+def test_a_device_without_a_device_for_each_rank_is_refused_at_submission() -> None:
+    config = Config(name="toy", task="mytask:train", device="cuda")
+    for cluster in ("local", "slurm"):
+        with pytest.raises(InputError, match=r"device: found 'cuda', but resources.gpus_per_task is 0"):
+            make_plan(Path("/runs/toy-1"), config, cluster)
+
+
+def test_npus_are_counted_by_their_own_variable_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
+    config = Config(
+        name="toy", task="mytask:train", device="npu", resources=Resources(tasks_per_node=2, gpus_per_task=1)
+    )
+    make_plan(Path("/runs/toy-1"), config, "local")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+    with pytest.raises(InputError, match="need 2, ASCEND_RT_VISIBLE_DEVICES allows 1"):
+        make_plan(Path("/runs/toy-1"), config, "local")
+
+
+# A rank's device
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("auto", 0), ("cpu", 0), ("cpu", 1)])
+def test_a_run_without_gpus_computes_on_the_cpu(name: str, gpus: int) -> None:
+    assert choose_device(name, gpus, 0, 1) == CPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_rank_that_sees_no_gpu_says_what_it_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    message = refusal(choose_device, name, 1, 1, 2)
+    assert "local rank 1 of 2 needs 1 cuda device(s) and sees 0 (CUDA_VISIBLE_DEVICES=4)" in message
+    assert "resources.gpus_per_task=0" in message
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this is a Mac")
+def test_the_one_device_of_a_mac_is_looked_for() -> None:
+    assert "needs 1 mps device(s) and sees 0;" in refusal(choose_device, "mps", 1, 0, 1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_a_device_whose_package_is_missing_says_what_to_install() -> None:
+    message = refusal(choose_device, "npu", 1, 0, 1)
+    assert "device: npu needs the Python package torch_npu" in message
+    assert torch.__version__.partition("+")[0] in message
+
+
+def test_a_device_needs_gpus_per_task() -> None:
+    assert "device: cuda, but resources.gpus_per_task is 0" in refusal(choose_device, "cuda", 0, 0, 1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_cpu_computes_in_every_precision_that_its_entry_names(precision: str) -> None:
+    check_precision(CPU, precision)
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    layer = torch.nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=types[precision], enabled=precision != "fp32"):
+        output = layer(torch.ones(2, 4))
+    assert output.dtype == types[precision]
+    output.float().sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()  # type: ignore[arg-type]
+
+
+def test_a_precision_that_the_entry_does_not_name_is_refused() -> None:
+    message = refusal(check_precision, CPU, "fp8")
+    assert "precision: fp8 is not for cpu; use fp32 or bf16 or fp16" in message
+
+
+# What ranks talk over
+
+
+def test_a_backend_comes_with_the_device_and_gloo_always_sends_what_is_on_the_cpu() -> None:
+    assert group_backend(CPU) == "gloo"
+    assert group_backend(torch.device("mps")) == "cpu:gloo,mps:gloo"
+    assert group_backend(torch.device("cuda", 0), "gloo") == "cpu:gloo,cuda:gloo"
+    assert group_backend(torch.device("xpu", 0), "cpu:gloo,xpu:gloo") == "cpu:gloo,xpu:gloo"
+    if dist.is_nccl_available():
+        assert group_backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo", "cpu:gloo,mps:gloo"])
+def test_torch_takes_what_is_chosen(backend: str) -> None:
+    dist.init_process_group(group_backend(CPU, backend), store=HashStore(), rank=0, world_size=1)
+    try:
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        assert torch.equal(ones, torch.ones(3))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_backend_that_torch_was_built_without_is_refused() -> None:
+    message = refusal(group_backend, torch.device("cuda", 0), "hccl")
+    assert "backend: hccl is not in this torch" in message
+    assert "gloo" in message
+
+
+# What is said about it
+
+
+def gathered(*others: tuple[str, str | None, str]) -> typing.Callable[[object], list[object]]:
+    return lambda own: [own, *others]
+
+
+def test_rank_0_says_in_a_line_what_all_compute_on() -> None:
+    here = (socket.gethostname(), None, "cpu")
+    assert report(CPU, "gloo", 0, 1, gathered(here, here, here)) == "4 rank(s), gloo, cpu"
+    assert report(CPU, "cpu:gloo,cuda:nccl", 0, 2, gathered(here)) == "2 rank(s) on 2 node(s), nccl, cpu"
+    assert report(CPU, "gloo", 3, 1, gathered(here, here, here)) == "rank 3: cpu"
+    assert description(CPU) == "cpu"
+
+
+def test_two_ranks_with_one_device_are_told_so_unless_they_asked_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JOBKIT_SHARE_DEVICES", raising=False)
+    same = ("node1", "GPU-8932f937", "CUDA_VISIBLE_DEVICES=0")
+    elsewhere = ("node2", "GPU-8932f937", "CUDA_VISIBLE_DEVICES=0")
+    report(CPU, "gloo", 0, 2, gathered(same, elsewhere))
+    message = refusal(report, CPU, "gloo", 0, 1, gathered(same, same))
+    assert "ranks 1 and 2 have both got the same" in message
+    assert "CUDA_VISIBLE_DEVICES=0" in message
+    assert "JOBKIT_SHARE_DEVICES=1" in message
+    monkeypatch.setenv("JOBKIT_SHARE_DEVICES", "1")
+    report(CPU, "gloo", 0, 1, gathered(same, same))
+
+
+def test_each_rank_of_a_run_says_once_what_it_computes_on(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.submit("--local", "params.steps=2", "resources.nodes=1")
+    (run,) = project.runs
+    for rank, line in ((0, "2 rank(s), gloo, cpu"), (1, "rank 1: cpu")):
+        lines = (run / "logs" / "1" / f"rank_{rank}.out").read_text().splitlines()
+        assert lines.count(line) == 1, describe(run)

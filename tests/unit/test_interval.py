@@ -1,0 +1,101 @@
+"""`checkpoint.every: auto`: as often as what a checkpoint costs and how often the run dies make worth while."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from jobkit.run.status import Attempt
+from jobkit.worker.interval import (
+    FIRST_SECONDS,
+    MAX_OVERHEAD,
+    MAX_SECONDS,
+    PRIOR_SECONDS,
+    AutoInterval,
+    mean_time_between_failures,
+)
+
+HOUR = 3600.0
+
+
+def interval(mtbf: float, *observed: tuple[float, float]) -> AutoInterval:
+    """The interval after checkpoints of (seconds they held up the training, seconds until they were durable)."""
+    auto = AutoInterval(mtbf)
+    for stall, seconds in observed:
+        auto.observe(stall, seconds)
+    return auto
+
+
+def test_the_first_checkpoint_comes_soon_since_its_cost_is_not_known() -> None:
+    assert interval(8 * HOUR).seconds == FIRST_SECONDS
+
+
+YOUNG = [
+    ("half a second, every 2 hours", 2 * HOUR, [(0.5, 2.0)], math.sqrt(2 * 0.5 * 7200)),
+    ("100 ms, every 8 hours", 8 * HOUR, [(0.1, 1.0)], math.sqrt(2 * 0.1 * 28800)),
+    ("a run that hardly ever dies", 1e6 * HOUR, [(1.0, 1.0)], MAX_SECONDS),
+    ("a run that dies all the time costs no more than a hundredth", 60.0, [(2.0, 2.0)], 2.0 / MAX_OVERHEAD),
+    ("a checkpoint that costs nothing, on a slow disk", 8 * HOUR, [(0.0, 20.0)], 40.0),
+    ("a checkpoint that costs nothing at all", 8 * HOUR, [(0.0, 0.0)], 0.0),
+    ("a hundredth is kept even where that is more than half an hour", 8 * HOUR, [(60.0, 60.0)], 6000.0),
+    ("a disk that takes an hour", 8 * HOUR, [(1.0, HOUR)], 2 * HOUR),
+]
+
+
+@pytest.mark.parametrize(("mtbf", "observed", "seconds"), [row[1:] for row in YOUNG], ids=[row[0] for row in YOUNG])
+def test_the_interval_is_youngs_within_bounds(mtbf: float, observed: list[tuple[float, float]], seconds: float) -> None:
+    assert interval(mtbf, *observed).seconds == pytest.approx(seconds)
+
+
+def test_a_cost_that_changes_is_followed() -> None:
+    auto = interval(2 * HOUR, (1.0, 1.0), (3.0, 3.0))
+    assert auto.cost == pytest.approx(2.0)
+    for _ in range(20):
+        auto.observe(8.0, 8.0)
+    assert auto.cost == pytest.approx(8.0, rel=1e-4)
+    assert auto.seconds == pytest.approx(8.0 / MAX_OVERHEAD, rel=1e-3)
+
+
+def test_a_disk_that_has_become_slow_counts_at_once_and_is_forgiven_slowly() -> None:
+    auto = interval(8 * HOUR, (0.0, 1.0), (0.0, 100.0))
+    assert auto.seconds == 200.0
+    auto.observe(0.0, 1.0)
+    assert 2.0 < auto.seconds < 200.0
+
+
+def test_the_interval_and_its_reasons_are_told() -> None:
+    assert "not known yet" in interval(8 * HOUR).explain()
+    text = interval(2 * HOUR, (2.0, 2.0)).explain()
+    assert "every 200 s" in text
+    assert "2 s" in text
+    assert "2:00:00" in text
+
+
+# How often it dies
+
+
+def lived(seconds: float, hard: bool = False, **more: Any) -> Attempt:
+    failure = {"error": "killed"} if hard else None
+    return Attempt(id=1, cluster="slurm", job_id="7", started=1000.0, ended=1000.0 + seconds, failure=failure, **more)
+
+
+FAILURES: list[tuple[str, list[Attempt], float]] = [
+    ("nothing known", [], PRIOR_SECONDS),
+    ("one that ended gracefully", [lived(HOUR)], PRIOR_SECONDS + HOUR),
+    ("one that died", [lived(HOUR, hard=True)], (PRIOR_SECONDS + HOUR) / 2),
+    ("many that died soon", [lived(60, hard=True)] * 99, (PRIOR_SECONDS + 99 * 60) / 100),
+    ("graceful ones between", [lived(HOUR), lived(HOUR, hard=True), lived(HOUR)], (PRIOR_SECONDS + 3 * HOUR) / 2),
+    ("an end before its start, by a clock that is off", [lived(-HOUR, hard=True)], PRIOR_SECONDS / 2),
+]
+
+
+@pytest.mark.parametrize(("attempts", "mtbf"), [row[1:] for row in FAILURES], ids=[row[0] for row in FAILURES])
+def test_the_time_between_failures_is_what_the_run_has_seen(attempts: list[Attempt], mtbf: float) -> None:
+    assert mean_time_between_failures(attempts) == pytest.approx(mtbf)
+
+
+def test_an_attempt_that_has_not_ended_has_not_failed() -> None:
+    running = Attempt(id=1, cluster="slurm", job_id="7", started=1000.0)
+    assert mean_time_between_failures([running]) == PRIOR_SECONDS
