@@ -39,8 +39,8 @@ def evaluate(
     """The mean of what `function` returns over the dataset, on every rank; a dict of means where it returns a dict.
 
     Which batches this rank computes is for `batches` to say: DynamicBatches or LockstepBatches of jobkit.train.batches,
-    or by default every W-th. `group` is one of a backend for the CPU. For the rest see `compute`. Raises ValueError where no rank
-    computed one of the batches.
+    or by default every W-th. `group` is one of a backend for the CPU. For the rest see `compute`. Raises ValueError
+    where no rank computed one of the batches.
     """
     scores = SampleScores(len(dataset), batch_size)  # type: ignore[arg-type]
     if batches is None:

@@ -1,0 +1,32 @@
+"""What jobkit itself says, line by line: one logger, `jobkit: ` in front, set up once by each program's entry point."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+log = logging.getLogger("jobkit")
+"""For all of jobkit. Info is what a user wants to know anyway; a warning is what the user may have to act on."""
+
+
+class _Handler(logging.Handler):
+    """Looks sys.stdout and sys.stderr up at each line: a rank replaces them by ones that outlive a full disk."""
+
+    def __init__(self, info: Literal["stdout", "stderr"]) -> None:
+        super().__init__()
+        self._info = info
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = getattr(sys, self._info if record.levelno < logging.WARNING else "stderr")
+        try:
+            print(f"jobkit: {self.format(record)}", file=stream, flush=True)
+        except Exception:  # as in logging: a line that cannot be printed is no reason to stop
+            self.handleError(record)
+
+
+def configure(info: Literal["stdout", "stderr"] = "stderr") -> None:
+    """Print what is logged: warnings to standard error, the rest to `info`, which in a rank is what followers show."""
+    log.handlers[:] = [_Handler(info)]
+    log.setLevel(logging.INFO)
+    log.propagate = False  # a root logger that the user's code sets up would print every line again
