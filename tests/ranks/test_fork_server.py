@@ -1,0 +1,259 @@
+"""Processes that the fork server starts are what a program started by itself would be."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from harness.project import wait_for
+
+from jobkit.supervisor.fork_client import PARENT, TASK_MODULES, WARM_SERVER, ForkClient, ForkServerError
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path])}
+ENVIRONMENT.pop(WARM_SERVER, None)
+
+
+# What the forked processes run
+
+
+def look(file: str) -> None:
+    """Write down what this process sees of itself."""
+    found = {
+        "pid": os.getpid(),
+        "session": os.getsid(0),
+        "cwd": os.getcwd(),  # noqa: PTH109
+        "environment": dict(os.environ),
+        "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in open_files()),  # noqa: PTH115
+        "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
+        "main": threading.current_thread() is threading.main_thread(),
+        "ignored": [signal.getsignal(one) is signal.SIG_IGN for one in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)],
+        "imported": [name for name in ("torch", "torch._dynamo") if name in sys.modules],
+        "path": sys.path[:2],
+    }
+    Path(file).write_text(json.dumps(found))
+
+
+def open_files() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            os.fstat(int(name))
+        except OSError:  # the listing's own
+            continue
+        found.append(int(name))
+    return found
+
+
+def end(how: str) -> None:
+    atexit.register(lambda: print("at exit", flush=True))
+    print("out")
+    if how == "error":
+        raise ValueError("broken")
+    if how.isdigit():
+        raise SystemExit(int(how))
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[how])
+    if how == "thread":
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread done", flush=True))).start()
+
+
+def wait_for_signal(file: str) -> None:
+    """Say that it runs, and end with 75 at a SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
+    Path(file).write_text(str(os.getpid()))
+    while True:
+        time.sleep(10)
+
+
+def become(file: str) -> None:
+    os.execv("/bin/sh", ["sh", "-c", f"readlink /proc/$$/fd/* >{file}; exit 4"])
+
+
+class Forks:
+    """A client, and forks whose output goes to files of a folder."""
+
+    def __init__(self, client: ForkClient, folder: Path) -> None:
+        self.client, self.folder = client, folder
+
+    def fork(self, function: str, *arguments: str, files: tuple[int, ...] = (), **variables: str) -> int:
+        with (self.folder / "out").open("ab") as out, (self.folder / "err").open("ab") as err:
+            return self.client.fork(
+                (f"ranks.test_fork_server:{function}", list(arguments)),
+                environment=ENVIRONMENT | variables,
+                cwd=self.folder,
+                stdout=out.fileno(),
+                stderr=err.fileno(),
+                files=files,
+            )
+
+    def returncode(self, pid: int) -> int:
+        wait_for(f"the end of {pid}", lambda: self.client.poll(pid) is not None)
+        code = self.client.poll(pid)
+        assert code is not None
+        return code
+
+    def text(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+
+@contextmanager
+def started(preload: tuple[str, ...] = (), **variables: str) -> Iterator[ForkClient]:
+    client = ForkClient.start(ENVIRONMENT | variables, preload)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[ForkClient]:
+    with started() as one:
+        yield one
+
+
+@pytest.fixture
+def forks(client: ForkClient, tmp_path: Path) -> Forks:
+    return Forks(client, tmp_path)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("return", 0), ("75", 75), ("error", 1), ("SIGKILL", -9), ("SIGSEGV", -11), ("thread", 0)],
+)
+def test_a_rank_ends_as_a_program_does(forks: Forks, how: str, code: int) -> None:
+    assert forks.returncode(forks.fork("end", how)) == code
+    assert ("Traceback" in forks.text("err") and "ValueError: broken" in forks.text("err")) == (how == "error")
+    if code >= 0:
+        printed = ["out", "thread done", "at exit"] if how == "thread" else ["out", "at exit"]
+        assert forks.text("out").splitlines() == printed
+
+
+def test_a_rank_has_an_environment_a_folder_a_session_and_files_of_its_own(forks: Forks) -> None:
+    with (forks.folder / "lock").open("w") as lock:
+        pid = forks.fork("look", "seen.json", files=(lock.fileno(),), JOBKIT_PROCID="3")
+    assert forks.returncode(pid) == 0, forks.text("err")
+    seen = json.loads(forks.text("seen.json"))
+    assert seen["pid"] == seen["session"] == pid
+    assert seen["cwd"] == seen["path"][0] == str(forks.folder)
+    server = seen["environment"].pop(PARENT)
+    assert seen["environment"] == ENVIRONMENT | {"JOBKIT_PROCID": "3"}
+    assert seen["main"]
+    assert seen["threads"] == 1
+    assert seen["ignored"] == [True] * 3
+    names = sorted(["/dev/null", *(str(forks.folder / name) for name in ("err", "lock", "out"))])
+    assert seen["files"] == names, f"nothing of the server's, {server}, is open"
+
+
+def test_the_files_of_a_rank_outlive_an_exec(forks: Forks) -> None:
+    with (forks.folder / "lock").open("w") as lock:
+        pid = forks.fork("become", "seen", files=(lock.fileno(),))
+    assert forks.returncode(pid) == 4
+    assert str(forks.folder / "lock") in forks.text("seen").splitlines()
+
+
+def test_signals_reach_a_rank_and_its_end_is_told(forks: Forks) -> None:
+    pid = forks.fork("wait_for_signal", "ready")
+    wait_for("a rank with a handler", (forks.folder / "ready").exists)
+    assert forks.client.poll(pid) is None
+    os.kill(pid, signal.SIGTERM)
+    assert forks.returncode(pid) == 75
+
+
+def test_an_environment_of_a_megabyte_arrives(forks: Forks) -> None:
+    variables = {f"LARGE_{number}": "x" * 100_000 for number in range(10)}
+    assert forks.returncode(forks.fork("look", "seen.json", **variables)) == 0
+    assert json.loads(forks.text("seen.json"))["environment"]["LARGE_9"] == "x" * 100_000
+
+
+def test_many_ranks_end_at_once_and_each_end_is_told(forks: Forks) -> None:
+    pids = [forks.fork("end", str(number)) for number in range(20)]
+    assert [forks.returncode(pid) for pid in pids] == list(range(20))
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_ranks_get_sigterm_when_their_server_ends(tmp_path: Path, how: str) -> None:
+    client = ForkClient.start(ENVIRONMENT)
+    forks = Forks(client, tmp_path)
+    pid = forks.fork("wait_for_signal", "ready")
+    wait_for("a rank with a handler", (tmp_path / "ready").exists)
+    if how == "closed":
+        client.close()
+        wait_for("the rank to be gone", lambda: not lives(pid))
+        return
+    assert client._server is not None
+    client._server.kill()
+    assert forks.returncode(pid) == -signal.SIGKILL, "nobody knows how it ended"
+    assert not lives(pid)
+    with pytest.raises(ForkServerError, match="ended with exit code -9"):
+        forks.fork("end", "0")
+    client.close()
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_of_the_first_fork(tmp_path: Path) -> None:
+    with started(("no_such_module",)) as client, pytest.raises(ForkServerError, match="exit code 1"):
+        Forks(client, tmp_path).fork("end", "0")
+
+
+def test_the_modules_of_a_task_start_no_thread_and_touch_no_device(tmp_path: Path) -> None:
+    # As where a user's shell does not say how many threads to use: OpenBLAS would start one for each core.
+    with started(TASK_MODULES, OMP_NUM_THREADS="4") as client:
+        forks = Forks(client, tmp_path)
+        assert forks.returncode(forks.fork("look", "seen.json")) == 0, forks.text("err")
+        seen = json.loads(forks.text("seen.json"))
+        assert seen["imported"] == ["torch", "torch._dynamo"]
+        assert client._server is not None
+        assert len(list(Path(f"/proc/{client._server.pid}/task").iterdir())) == 1
+        opened = [str(file.readlink()) for file in Path(f"/proc/{client._server.pid}/fd").iterdir()]
+        assert not [name for name in opened if name.startswith("/dev/") and name != "/dev/null"]
+
+
+def test_a_module_that_starts_a_thread_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
+    with started(("json", "threaded"), PYTHONPATH=path) as client:
+        forks = Forks(client, tmp_path)
+        assert forks.returncode(forks.fork("end", "0")) == 0
+    assert "importing threaded has started a thread" in capfd.readouterr().err
+
+
+def test_a_warm_server_serves_each_client_by_a_server_of_its_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with ExitStack() as stack:
+        warm = stack.enter_context(started(("wave",)))
+        warm.listen(path)
+        clients = [stack.enter_context(started(**{WARM_SERVER: path, "WHOSE": str(number)})) for number in range(2)]
+        assert [client._server for client in clients] == [None, None]
+        for number, client in enumerate(clients):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            forks = Forks(client, folder)
+            assert forks.returncode(forks.fork("end", str(number + 3))) == number + 3
+        other = stack.enter_context(started(**{WARM_SERVER: path, "OMP_NUM_THREADS": "2"}))
+        assert other._server is not None, "libraries that were imported for one thread are no good for two"
+        gone = stack.enter_context(started(**{WARM_SERVER: f"{path}.gone"}))
+        assert gone._server is not None
+
+        folder = tmp_path / "left"
+        folder.mkdir()
+        pid = Forks(clients[0], folder).fork("wait_for_signal", "ready")
+        wait_for("a rank with a handler", (folder / "ready").exists)
+        clients[0].close()
+        wait_for("the rank to be gone with its client", lambda: not lives(pid))
