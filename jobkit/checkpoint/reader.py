@@ -5,28 +5,29 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from jobkit.checkpoint.failure import as_checkpoint_error
 from jobkit.checkpoint.planner import BytesLoadPlanner
 from jobkit.checkpoint.staging import SHARED, local_key, tree_key
 from jobkit.checkpoint.state import named_tensors, unescape, unflatten
 from jobkit.checkpoint.storage import RawReader
 from jobkit.checkpoint.store import Manifest, Store
-from jobkit.checkpoint.team import Team, describe
 from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup
 
 Contents = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class RestoredCheckpoint:
     """A checkpoint read back."""
 
     step: int
@@ -45,24 +46,27 @@ class Loaded:
 class Reader:
     """Chooses and loads on all ranks together."""
 
-    def __init__(self, store: Store, team: Team) -> None:
+    def __init__(self, store: Store, ranks: RankGroup) -> None:
         self._store = store
-        self._team = team
+        self._ranks = ranks
         self.set_aside: list[tuple[int, str]] = []
 
-    def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> Loaded | None:
+    def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
         """See `Checkpointer.load_newest`."""
         self.set_aside = []
-        for step in self._team.lead(self._candidates):
-            manifest, problems = self._check(step)
-            if manifest is not None and not problems:
-                return self._load(step, manifest, templates, names)
-            reason = "; ".join(problems)
-            self._team.lead(lambda step=step, reason=reason: str(self._store.set_aside(step, reason)))  # type: ignore[misc]
-            self.set_aside.append((step, reason))
+        with as_checkpoint_error("the checkpoints cannot be read"):
+            for step in self._ranks.on_main(self._candidates):
+                manifest, problems = self._check(step)
+                if manifest is not None and not problems:
+                    return self._load(step, manifest, templates, names)
+                reason = "; ".join(problems)
+                self._ranks.on_main(partial(self._store.set_aside, step, reason))
+                self.set_aside.append((step, reason))
         return None
 
-    def read(self, loaded: Loaded, templates: Mapping[str, Any], wants: Callable[[str, str], bool]) -> dict[str, Any]:
+    def read(
+        self, loaded: RestoredCheckpoint, templates: Mapping[str, Any], wants: Callable[[str, str], bool]
+    ) -> dict[str, Any]:
         """See `Checkpointer.read`."""
         return self._load(loaded.step, loaded.manifest, templates, set(templates), wants).shared
 
@@ -72,15 +76,15 @@ class Reader:
 
     def _check(self, step: int) -> tuple[Manifest | None, list[str]]:
         """The manifest as rank 0 reads it, and what rank 0 too finds wrong with the files."""
-        manifest, problem = self._team.lead(lambda: self._manifest(step))
+        manifest, problem = self._ranks.on_main(lambda: self._manifest(step))
         if manifest is None:
             return None, [problem]
-        reports = self._team.gather(lambda: self._verify_share(step, manifest))
+        reports = self._ranks.gather(self._ranks.all_or_none(lambda: self._verify_share(step, manifest)))
         suspects = [name for report in reports for name in report.problems]
         if not suspects:
             return manifest, []
-        # A checkpoint is condemned only by two witnesses: one node may have a bad mount, disk cache or memory.
-        confirmed = self._team.lead(lambda: self._store.verify(step, suspects, manifest))
+        # Set aside only what rank 0 finds damaged too: one node may have a bad mount, disk cache or memory.
+        confirmed = self._ranks.on_main(lambda: self._store.verify(step, suspects, manifest))
         if not confirmed:
             seen = "; ".join(
                 f"rank {rank} on {report.host}: {problem}"
@@ -97,7 +101,7 @@ class Reader:
             return None, str(error)
 
     def _verify_share(self, step: int, manifest: Manifest) -> _Report:
-        mine = sorted(manifest.files)[self._team.rank :: self._team.world_size]
+        mine = sorted(manifest.files)[self._ranks.rank :: self._ranks.world_size]
         problems = {name: found[0] for name in mine if (found := self._store.verify(step, [name], manifest))}
         return _Report(socket.gethostname(), problems)
 
@@ -108,29 +112,24 @@ class Reader:
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool] = lambda name, path: True,
-    ) -> Loaded:
+    ) -> RestoredCheckpoint:
         reader = RawReader(self._store.path(step))
-        state: dict[str, Any] = {}
-        left_out: dict[str, Any] = {}
-        self._team.gather(lambda: state.update(self._targets(reader, templates, names, wants, left_out)))
-        try:
+        with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded"):
+            wanted, left_out = self._ranks.all_or_none(lambda: self._targets(reader, templates, names, wants))
             load(
-                state,
+                wanted,
                 storage_reader=reader,
                 planner=BytesLoadPlanner(),
-                process_group=self._team.group,
-                no_dist=self._team.group is None,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
             )
-        except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            raise CheckpointError(
-                f"the checkpoint of step {step} is whole but cannot be loaded on rank {rank}: {describe(cause)}"
-            ) from error
-        trees = _trees(state | left_out)
-        mine = local_key(self._team.rank)
+        trees = _trees(wanted | left_out)
+        mine = local_key(self._ranks.rank)
         shared = {_name(key): tree for key, tree in trees.items() if key != mine}
         contents = _contents(reader)
-        return Loaded(step, self._store.path(step), shared, trees.get(mine), manifest, list(self.set_aside), contents)
+        return RestoredCheckpoint(
+            step, self._store.path(step), shared, trees.get(mine), manifest, list(self.set_aside), contents
+        )
 
     def _targets(
         self,
@@ -138,21 +137,21 @@ class Reader:
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool],
-        left_out: dict[str, Any],
-    ) -> dict[str, Any]:
-        """A place for every tensor and object this rank wants, by DCP's key; `left_out` gets the shapes of others."""
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where every tensor and object that this rank wants goes, by DCP's key; and the others, on the meta device."""
         live = {
             f"{tree_key(SHARED, name)}/{path}": tensor
             for name, tree in templates.items()
             for path, tensor in named_tensors(tree).items()
             if isinstance(tensor, DTensor)
         }
-        wanted = None if names is None else {tree_key(SHARED, name) for name in names}
+        chosen = None if names is None else {tree_key(SHARED, name) for name in names}
         targets: dict[str, Any] = {}
+        left_out: dict[str, Any] = {}
         for key, saved in reader.read_metadata().state_dict_metadata.items():
             tree, _, path = key.partition("/")
-            is_shared = tree.startswith(f"{SHARED}.") and (wanted is None or tree in wanted)
-            if not is_shared and tree != local_key(self._team.rank):
+            is_shared = tree.startswith(f"{SHARED}.") and (chosen is None or tree in chosen)
+            if not is_shared and tree != local_key(self._ranks.rank):
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 targets[key] = b""
@@ -160,7 +159,7 @@ class Reader:
                 left_out[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
             else:
                 targets[key] = live[key] if key in live else torch.empty(saved.size, dtype=saved.properties.dtype)
-        return targets
+        return targets, left_out
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import shutil
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.errors import CheckpointError
+from jobkit.log import log
 from jobkit.run.files import fsync_dir, write_json
 
 FORMAT = 1
@@ -24,8 +24,6 @@ LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
 _STAGING, _TRASH, _REPLACED = ".staging_", ".trash_", ".replaced_"
 _BLOCK = 4 << 20
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import warnings
@@ -11,19 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from jobkit.checkpoint.failure import as_checkpoint_error
 from jobkit.checkpoint.planner import StagedSavePlanner
-from jobkit.checkpoint.reader import Loaded, Reader
+from jobkit.checkpoint.reader import Reader, RestoredCheckpoint
 from jobkit.checkpoint.staging import Staged, Stager
 from jobkit.checkpoint.storage import RawWriter
 from jobkit.checkpoint.store import Manifest, Store
-from jobkit.checkpoint.team import Team, checkpoint_error, describe
-from jobkit.errors import CheckpointError
-
-log = logging.getLogger(__name__)
+from jobkit.errors import CheckpointError, JobkitError
+from jobkit.group import RankGroup
+from jobkit.log import log
 
 # What DCP says of every save and load of a single process, which is no news here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -78,27 +75,27 @@ class PendingSave:
 class Checkpointer:
     """Saves and loads the checkpoints of a store, on all ranks together.
 
-    `group` is a gloo group of all ranks that nothing else uses; None for a single rank, which then needs no process
-    group at all. `rank` is the rank in it. The newest `keep` checkpoints stay. `may_publish` is asked on rank 0 at the
-    last moment: an attempt that has lost its lease must not publish.
+    Args:
+        ranks: all ranks, in a group that nothing else uses: the writing thread's collectives must not meet the
+            training's. None for a process that is alone, which needs no process group.
+        keep: how many checkpoints stay, the newest.
+        may_publish: asked on rank 0 at the last moment: an attempt that has lost its lease must not publish.
     """
 
     def __init__(
         self,
         store: Store,
+        ranks: RankGroup | None = None,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        group: dist.ProcessGroup | None = None,
         keep: int = 3,
         may_publish: Callable[[], bool] | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, found {keep}")
         self.store = store
-        self._team = Team(rank, world_size, group)
-        self._reader = Reader(store, self._team)
-        self._stager = Stager(rank, world_size)
+        self._ranks = ranks or RankGroup.alone()
+        self._reader = Reader(store, self._ranks)
+        self._stager = Stager(self._ranks.rank, self._ranks.world_size)
         self._keep = keep
         self._may_publish = may_publish
         self._thread: threading.Thread | None = None
@@ -134,10 +131,10 @@ class Checkpointer:
         def finish() -> None:
             error = None
             try:
-                self._write(step, staged, extra)
-            except (Exception, CheckpointException) as cause:
-                reason, first = _reason(cause)
-                error = checkpoint_error(f"the checkpoint of step {step} was not written: {reason}", first)
+                with as_checkpoint_error(f"the checkpoint of step {step} was not written"):
+                    self._write(step, staged, extra)
+            except CheckpointError as raised:
+                error = raised
             saved = Saved(step, self.store.path(step), stall, time.perf_counter() - started, staged.nbytes, error)
             try:
                 if on_done is not None:
@@ -161,11 +158,11 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, and give the host memory back."""
         self.wait()
-        self._stager = Stager(self._team.rank, self._team.world_size)
+        self._stager = Stager(self._ranks.rank, self._ranks.world_size)
 
     def load_newest(
         self, templates: Mapping[str, Any] | None = None, names: Collection[str] | None = None
-    ) -> Loaded | None:
+    ) -> RestoredCheckpoint | None:
         """The newest checkpoint that verifies on all ranks, or None where there is none. Collective.
 
         One that does not verify is set aside by rank 0, appears in `set_aside`, and the one before is taken.
@@ -179,7 +176,7 @@ class Checkpointer:
 
     def read(
         self,
-        loaded: Loaded,
+        loaded: RestoredCheckpoint,
         templates: Mapping[str, Any],
         wants: Callable[[str, str], bool] = lambda name, path: True,
     ) -> dict[str, Any]:
@@ -192,38 +189,30 @@ class Checkpointer:
 
     def _write(self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None) -> None:
         """Write, agree, publish; raises on all ranks or on none."""
-        writer = RawWriter(self.store.staging(step), self._team.rank)
+        writer = RawWriter(self.store.staging(step), self._ranks.rank)
         try:
-            self._team.lead(lambda: self.store.stage(step))
+            self._ranks.on_main(lambda: self.store.stage(step))
             save_distributed(
                 {},
                 storage_writer=writer,
                 planner=StagedSavePlanner(staged),
-                process_group=self._team.group,
-                no_dist=self._team.group is None,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
             )
-            self._team.lead(lambda: self._publish(step, writer, extra))
+            self._ranks.on_main(lambda: self._publish(step, writer, extra))
         finally:
-            if self._team.rank == 0:
+            if self._ranks.is_main:
                 self.store.discard_staging(step)
 
     def _publish(self, step: int, writer: RawWriter, extra: Callable[[], dict[str, Any]] | None) -> None:
-        manifest = Manifest(step, self._team.world_size, writer.files, extra() if extra else {})
+        manifest = Manifest(step, self._ranks.world_size, writer.files, extra() if extra else {})
         if self._may_publish is not None and not self._may_publish():
-            raise CheckpointError("another attempt owns the run by now")
+            raise JobkitError("another attempt owns the run by now")
         self.store.publish(manifest)
 
     def _retain(self) -> None:
-        if self._team.rank == 0:
+        if self._ranks.is_main:
             try:
                 self.store.retain(self._keep)
             except OSError as error:
                 log.warning("old checkpoints could not be removed: %s", error)
-
-
-def _reason(error: BaseException) -> tuple[str, BaseException]:
-    """The first failure among the ranks, in a line and as it is."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        return f"rank {rank}: {describe(cause)}", cause
-    return describe(error), error

@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from jobkit.checkpoint.reader import Loaded
+from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
 from jobkit.train.data import Loader, derive_seed, seed_generators
@@ -54,7 +54,7 @@ class Context(Engine):
         self.seed: int = session.config.seed
         self.step: int = 0
         """The step the loop is in, from 0; after the loop, the number of steps done."""
-        self._loaded: Loaded | None = session.checkpointer.load_newest(names=())
+        self._loaded: RestoredCheckpoint | None = session.checkpointer.load_newest(names=())
         self._total: int | None = None
         self._logged: dict[str, Any] = {}
         self._images: list[tuple[str, torch.Tensor]] = []

@@ -21,6 +21,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from jobkit.checkpoint.store import Store as CheckpointStore
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import EXIT_RESUMABLE
+from jobkit.group import RankGroup
 from jobkit.run.config import Config
 from jobkit.run.disk import Outage
 from jobkit.run.files import write_json
@@ -173,10 +174,7 @@ def open_session(run: RunDir, config: Config, attempt: int, topology: Topology, 
         store.clean()
     checkpointer = Checkpointer(
         store,
-        rank=topology.rank,
-        world_size=topology.world_size,
-        # A group of its own: the writing thread's collectives must not meet the training's.
-        group=dist.new_group(backend="gloo") if topology.world_size > 1 else None,
+        RankGroup.of_world(),  # of its own: the writing thread's collectives must not meet the training's
         keep=config.checkpoint.keep,
         may_publish=lambda: run.owner() == attempt,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.checkpoint.reader import Contents, Loaded
+from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
@@ -34,7 +34,7 @@ PART = "#"
 class TrackedState:
     """The tracked objects of one rank. Saving and restoring are collective."""
 
-    def __init__(self, parallel: Parallel, checkpointer: Checkpointer, loaded: Loaded | None) -> None:
+    def __init__(self, parallel: Parallel, checkpointer: Checkpointer, loaded: RestoredCheckpoint | None) -> None:
         self.objects: dict[str, Any] = {}
         self.modules: list[nn.Module] = []
         """What ctx.parallelize made, in that order: where the names of an optimizer's parameters come from."""
@@ -123,7 +123,7 @@ class TrackedState:
 
     # Restoring
 
-    def _restore(self, loaded: Loaded, name: str, value: Any) -> None:
+    def _restore(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
         saved = [key for key in loaded.contents if key.split(PART)[0] == name]
         if not saved:
             there = ", ".join(dict.fromkeys(key.split(PART)[0] for key in loaded.contents))

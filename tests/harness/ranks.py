@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
+from jobkit.group import RankGroup
 
 # Processes are forked off a server that has torch imported already: a group of ranks starts in a fraction of a second.
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -30,8 +31,7 @@ class Team(NamedTuple):
     group: Any
 
     def checkpointer(self, root: Path, **options: Any) -> Checkpointer:
-        rank, world_size, group = self
-        return Checkpointer(Store(root, patience=0.2), rank=rank, world_size=world_size, group=group, **options)
+        return Checkpointer(Store(root, patience=0.2), RankGroup.of(self.group), **options)
 
 
 def be_a_rank(pipe: Any, team: Team, rendezvous: str, action: Callable[..., Any], args: tuple[Any, ...]) -> None:

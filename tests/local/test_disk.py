@@ -21,9 +21,10 @@ from harness.project import Project, describe, events, logged_steps, names, stat
 from safetensors.torch import save_file
 from tensorboard.compat.proto.event_pb2 import Event
 
+from jobkit.checkpoint.failure import as_checkpoint_error
 from jobkit.checkpoint.store import Store
-from jobkit.checkpoint.team import Team
 from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup
 from jobkit.run.disk import disk_errno
 from jobkit.run.journal import Journal
 from jobkit.worker.metrics import EventFile, rewind
@@ -469,9 +470,10 @@ def test_a_full_disk_is_known_as_such_in_every_ranks_checkpoint_error() -> None:
     def fail() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(CheckpointError) as raised:
-        Team(0, 1, None).lead(fail)
-    assert disk_errno(pickle.loads(pickle.dumps(raised.value))) == errno.ENOSPC
+    for ranks in (RankGroup.alone(), RankGroup(1, 2, lambda value: [(None, ("No space left", errno.ENOSPC)), value])):
+        with pytest.raises(CheckpointError) as raised, as_checkpoint_error("the checkpoint was not written"):
+            ranks.on_main(fail)
+        assert disk_errno(pickle.loads(pickle.dumps(raised.value))) == errno.ENOSPC
 
 
 def test_an_export_to_a_full_disk_is_known_as_such(tmp_path: Path, disk: Callable[[Path], SmallDisk]) -> None:

@@ -28,9 +28,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jobkit.checkpoint.reader import Loaded
+from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
+from jobkit.group import RankGroup
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "jobkit.checkpoint.writer"])
@@ -100,7 +101,7 @@ def state(version: int) -> dict[str, Any]:
     }
 
 
-def version_of(loaded: Loaded | None) -> int:
+def version_of(loaded: RestoredCheckpoint | None) -> int:
     """What was saved, to the last bit; 0 for nothing."""
     if loaded is None:
         return 0
@@ -126,7 +127,7 @@ def attempt(rank: int, rendezvous: str, plan: Plan, point: KillPoint | None, rep
         kill_at(point)
     if rank == 0:
         store.clean()
-    checkpointer = Checkpointer(store, rank=rank, world_size=plan.ranks, group=group, keep=plan.keep)
+    checkpointer = Checkpointer(store, RankGroup.of(group), keep=plan.keep)
     loaded = checkpointer.load_newest()
     step = loaded.step if loaded else 0
     report(loaded=version_of(loaded), local=loaded and loaded.local, set_aside=checkpointer.set_aside)
