@@ -129,7 +129,7 @@ class Controller:
             if self.stop_signals:  # before there was a rank to tell
                 self.run_dir.record("interrupted", cause="user")
                 break
-            begun = attempts.begin(self.run_dir, job_id, "local")
+            begun = attempts.begin(self.run_dir, job_id=job_id, scheduler="local")
             self.attempt, self.ending = begun.number, False
             first = self._run_tasks(begun, job_id)
             decision = attempts.end(self.run_dir, begun.number, job_id, first=first, all_returned=self._all_returned)

@@ -1,29 +1,30 @@
-"""Beginning and end of an attempt, around the ranks: who owns the run directory, why it ended, what comes next.
+"""The life cycle of an attempt, around its ranks: who owns the run directory, why it ended, what comes next.
 
-The batch script's program (supervisor/batch.py) and the local controller (submission/local.py) call the same two
-functions. No torch: this must work when the training processes cannot.
+The supervisor and scripts with jobkit.init call the same functions. No torch: this must work when the training
+processes cannot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass
 
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
-from jobkit.run import snapshot, status
-from jobkit.run.files import read_json, write_json
+from jobkit.log import log
+from jobkit.run import records, snapshot, status
+from jobkit.run.records import Lease, Progress, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt
-from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure, srun_said
+from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure, own_failure, srun_said
 from jobkit.supervisor.retry import Decision, decide
 
 
 class NotRunnable(JobkitError):
-    """The run is finished or cancelled, or its code is damaged: an attempt may not start."""
+    """The run is finished or cancelled, another job runs it, or its code is damaged: no attempt may start."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,30 @@ class Begun:
     environment: dict[str, str]
 
 
-def begin(run: RunDir, job_id: str, scheduler: str) -> Begun:
-    """Take the lease of the run directory for a new attempt; raises NotRunnable where there is nothing to run."""
-    config = run.config()  # an attempt whose ranks could not read it does not begin
-    before = run.status()
-    if before.state in (status.FINISHED, status.CANCELLED) or before.cancel_requested:
-        raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
-    if before.attempt and before.attempt.ended is None:
-        _refuse_second_job(before, job_id, scheduler)
-        close_lost_attempt(run, before.attempt, job_id, scheduler)
-    if problems := snapshot.verify(run.code, before.code):
-        raise NotRunnable(f"the code snapshot is damaged: {problems[0]}; submit the run again to take a new one")
-    number = before.attempt.id + 1 if before.attempt else 1
-    run.logs(number).mkdir(parents=True, exist_ok=True)
-    lease = {"attempt": number, "job_id": job_id, "host": socket.gethostname(), "pid": os.getpid()}
-    write_json(run.lease_file, lease | {"node": os.environ.get("SLURMD_NODENAME")})
-    run.failed_starts.unlink(missing_ok=True)
-    run.record("started", attempt=number, job_id=job_id, host=socket.gethostname())
+def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = None) -> Begun:
+    """Take the lease of the run directory for a new attempt; an attempt that never ended is closed first.
+
+    The run has been submitted: its config is written, and the journal has `submitting`. `launcher` is who started the
+    ranks, where jobkit did not. Raises NotRunnable where there is nothing to run.
+    """
+    with run.begin_lock():  # a second job, of an sbatch that gave no answer, may start in the same second
+        config = run.config()  # an attempt whose ranks could not read it does not begin
+        before = run.status()
+        if before.state in (status.FINISHED, status.CANCELLED) or before.cancel_requested:
+            raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
+        if before.attempt and before.attempt.ended is None:
+            _refuse_second_job(before, job_id, scheduler)
+            close_lost_attempt(run, before.attempt, job_id, scheduler)
+        if before.code and (problems := snapshot.verify(run.code, before.code)):
+            raise NotRunnable(f"the code snapshot is damaged: {problems[0]}; submit the run again to take a new one")
+        number = before.attempt.id + 1 if before.attempt else 1
+        run.logs(number).mkdir(parents=True, exist_ok=True)
+        node = os.environ.get("SLURMD_NODENAME") if scheduler == "slurm" else None
+        host = socket.gethostname()
+        records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
+        run.failed_starts.unlink(missing_ok=True)
+        who = {"launcher": launcher} if launcher else {}
+        run.record("started", attempt=number, job_id=job_id, host=host, **who)
     return Begun(number, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
 
 
@@ -65,24 +73,27 @@ def _refuse_second_job(before: status.Status, job_id: str, scheduler: str) -> No
 
 
 def close_lost_attempt(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> None:
-    """Write the end of an attempt whose batch script died with its node, or was given no time, for the journal."""
-    lease = read_json(run.lease_file)
-    node = lease.get("node") if isinstance(lease, dict) else None
-    notice = read_json(run.notice_file(attempt.id))
-    death = EndCause("lost")
+    """Record the end of an attempt that nobody could record: its supervisor died with its node, or had no time."""
+    cause = _cause_of_lost(run, attempt, job_id, scheduler)
+    _record_end(run, attempt.id, cause)
+    if scheduler == "slurm":
+        run.record("requeued", job_id=job_id, cause=cause.cause, by="slurm")
+
+
+def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> EndCause:
     first = first_failure(srun_said(run, attempt.id))
     if first is not None and first.node_lost:
-        death = diagnose(run, attempt.id, 1, first, None)
-    elif isinstance(notice, dict) and notice.get("cause"):
-        death = EndCause(str(notice["cause"]))
-    elif scheduler == "slurm" and attempt.job_id == job_id:
+        return diagnose(run, attempt.id, 1, first, None)
+    request = records.read(StopRequest, run.notice_file(attempt.id))
+    if request is not None:
+        return EndCause(request.cause)
+    if scheduler == "slurm" and attempt.job_id == job_id:
         # Slurm itself has put the job back: for the dead node of the batch script, or to make room.
-        dead = node and _has_died(node, attempt.started)
-        death = (
-            EndCause("node_failure", {"node": node, "error": f"node {node} died"}) if dead else EndCause("preempted")
-        )
-    _record_end(run, attempt.id, death)
-    run.record("requeued", job_id=job_id, cause=death.cause, by="slurm")
+        lease = records.read(Lease, run.lease_file)
+        if lease is not None and lease.node and _has_died(lease.node, attempt.started):
+            return EndCause("node_failure", {"node": lease.node, "error": f"node {lease.node} died"})
+        return EndCause("preempted")
+    return own_failure(run, attempt.id) or EndCause("lost")
 
 
 def _environment(run: RunDir, number: int, scheduler: str, code: str, cpus: int) -> dict[str, str]:
@@ -108,8 +119,8 @@ def end(
 ) -> Decision:
     """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
 
-    `first` is the first rank to die, where one did; `job` is Slurm's record of the job, None for a local one;
-    `all_returned` is whether every rank ended with exit code 0.
+    `first` is the first rank to fail, where one did; `job` is Slurm's record of the job, None for a local one;
+    `all_returned` is whether every rank ended with exit code 0. Harmless to call twice.
     """
     now = run.status()
     attempt = next((one for one in now.attempts if one.id == number), None)
@@ -117,10 +128,10 @@ def end(
         return Decision("stop", "another attempt owns the run")
     if attempt.ended is None:
         if all_returned and run.config().command and not _was_told_to_stop(run, number, job):
-            run.record("finished", attempt=number)  # a script that asked for no context has said all it had to say
+            run.record("finished", attempt=number)  # a command without jobkit.init reports by its exit code alone
         else:
-            death = diagnose(run, number, run.config().resources.nodes, first, job)
-            _record_end(run, number, _obeyed(death, first, job) if run.config().command else death)
+            cause = diagnose(run, number, run.config().resources.nodes, first, job)
+            _record_end(run, number, _obeyed(cause, first, job) if run.config().command else cause)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record("cancelled", attempt=number)  # a scancel during the last save: the job must not come back
     now = run.status()
@@ -144,27 +155,41 @@ def end(
     return decision
 
 
+def request_stop(run: RunDir, attempt: int, request: StopRequest, *, replace: bool = False) -> None:
+    """Write down why this attempt is being ended, unless somebody has; a full disk must not keep it from ending."""
+    if replace or records.read(StopRequest, run.notice_file(attempt)) is None:
+        with contextlib.suppress(OSError):
+            records.write(run.notice_file(attempt), request)
+
+
 def _was_told_to_stop(run: RunDir, attempt: int, job: slurm.JobInfo | None) -> bool:
     """Whether exit code 0 may mean: stopped as asked, and not: done."""
-    return read_json(run.notice_file(attempt)) is not None or (job is not None and slurm.stop_cause(job) is not None)
+    asked = records.read(StopRequest, run.notice_file(attempt)) is not None
+    return asked or (job is not None and slurm.stop_cause(job) is not None)
 
 
-def _obeyed(death: EndCause, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
+def _obeyed(cause: EndCause, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
     """What the signal meant that a command died of: without jobkit.init, that is how it stops."""
-    if death.cause != "killed" or first is None or first.signal not in (signal.SIGTERM, signal.SIGUSR2):
-        return death
+    if cause.cause != "killed" or first is None or first.signal not in (signal.SIGTERM, signal.SIGUSR2):
+        return cause
     near_limit = job is not None and slurm.early_timeout_signal(job, slurm.stop_margin(job.limit or 0.0))
     return EndCause("timeout" if first.signal == signal.SIGUSR2 and near_limit else "signal")
 
 
-def _record_end(run: RunDir, attempt: int, death: EndCause) -> None:
-    """The ranks ended without a word to the journal: say what is known, and how far they had come."""
-    progress = read_json(run.progress_file)
-    seen = progress if isinstance(progress, dict) and progress.get("attempt") == attempt else {}
-    # The report may be older than the failure.
-    steps = [step for step in (seen.get("step"), death.failure.get("step")) if step is not None]
-    reached = {"reached": max(steps, default=None), "last_seen": seen.get("time", 0.0) - seen.get("idle", 0.0) or None}
-    run.record("interrupted", attempt=attempt, cause=death.cause, failure=death.failure, **reached)
+def _record_end(run: RunDir, attempt: int, cause: EndCause) -> None:
+    """The ranks ended without writing to the journal: record what is known, and how far they had come."""
+    progress = records.read(Progress, run.progress_file)
+    seen = progress if progress is not None and progress.attempt == attempt else None
+    # The progress report may be older than the failure.
+    steps = [step for step in (seen.step if seen else None, cause.failure.get("step")) if step is not None]
+    run.record(
+        "interrupted",
+        attempt=attempt,
+        cause=cause.cause,
+        failure=cause.failure,
+        reached=max(steps, default=None),
+        last_seen=seen.last_beat if seen else None,
+    )
 
 
 def _has_died(node: str, since: float) -> bool:
@@ -175,9 +200,9 @@ def _has_died(node: str, since: float) -> bool:
 
 
 def ask(job_id: str) -> slurm.JobInfo | None:
-    """Slurm's record of a job; None, after a word about it, where Slurm does not answer."""
+    """Slurm's record of a job; None, with a warning, where Slurm does not answer."""
     try:
         return slurm.show_job(job_id)
     except SchedulerError as error:
-        print(f"jobkit: {error}", file=sys.stderr)
+        log.warning("%s", error)
         return None

@@ -193,8 +193,7 @@ def _start_again_blindly(job_id: str) -> int:
 def _begin_alone(run: RunDir, job_id: str) -> Begun:
     from jobkit.submission.sbatch import complete_submission
 
-    with run.begin_lock():  # a twin, of a submission that gave no answer, may start in the same second
-        begun = begin(run, job_id, "slurm")
+    begun = begin(run, job_id=job_id, scheduler="slurm")
     complete_submission(run, job_id)
     return begun
 

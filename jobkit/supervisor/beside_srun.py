@@ -12,10 +12,12 @@ from pathlib import Path
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.run.files import read_json
+from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
+from jobkit.supervisor.attempt import request_stop
 from jobkit.supervisor.batch import end_on_slurm
 from jobkit.supervisor.diagnosis import first_failure, srun_said
-from jobkit.supervisor.watchdog import KILL_AFTER_FAILURE_SECONDS, Watch, end_hung, give_notice
+from jobkit.supervisor.watchdog import KILL_AFTER_FAILURE_SECONDS, Watch, end_hung
 
 ASK_SECONDS = 60.0
 """How often Slurm is asked for the time limit."""
@@ -61,7 +63,7 @@ class BesideSrun:
             end_hung(self.run, self.attempt, error, self._send)
             self._killed = True
         elif self._is_out_of_time():
-            give_notice(self.run, self.attempt, {"cause": "timeout"})
+            request_stop(self.run, self.attempt, StopRequest(cause="timeout"))
             self._kill()
         return False
 

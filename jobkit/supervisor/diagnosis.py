@@ -1,15 +1,17 @@
-"""Why an attempt ended whose ranks could not say so: from what they, srun, Slurm and jobkit's notices left behind."""
+"""Why an attempt ended whose ranks could not say so: from what they, srun, Slurm and stop requests left."""
 
 from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
-from jobkit.run.files import read_json
+from jobkit.run import records
+from jobkit.run.records import FailureReport, Progress, StopRequest
 from jobkit.run.rundir import RunDir
 
 
@@ -38,36 +40,48 @@ class EndCause:
 def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
     """The cause of an attempt's hard end, the most certain witness first.
 
-    `nodes` is how many the attempt had, `first` the first rank to die as far as known, `job` Slurm's record.
+    `nodes` is how many the attempt had, `first` the first rank to fail as far as known, `job` Slurm's record.
     """
-    progress = read_json(run.progress_file)
-    known: dict[str, Any] = {}
     if first is not None and first.node_lost:  # whatever else happened followed from it
         return EndCause("node_failure", {"node": first.node, "error": f"node {first.node} died"})
-    if isinstance(progress, dict) and progress.get("attempt") == attempt:
-        known["peak_bytes"] = progress.get("peak_bytes")
-    notice = read_json(run.notice_file(attempt))
-    if isinstance(notice, dict) and notice.get("cause"):
-        if notice.get("error"):
-            known["error"] = notice["error"]
-        return EndCause(str(notice["cause"]), known)
+    known: dict[str, Any] = {}
+    progress = records.read(Progress, run.progress_file)
+    if progress is not None and progress.attempt == attempt:
+        known["peak_bytes"] = progress.peak_bytes
+    request = records.read(StopRequest, run.notice_file(attempt))
+    if request is not None:
+        return EndCause(request.cause, known | ({"error": request.error} if request.error else {}))
     if job is not None and (cause := slurm.stop_cause(job)):
-        if cause == "killed":
-            known["error"] = "the batch script was killed"
-        return EndCause(cause, known)
-    reports = _reports(run, attempt)
+        return EndCause(cause, known | ({"error": "the batch script was killed"} if cause == "killed" else {}))
     if first is not None and first.signal is not None:
         return _killed(first, known)
-    report = _first_report(reports)
+    reports = _reports(run, attempt)
+    report = _first_of(reports)
     if report is None and first is not None and first.code == EXIT_RESUMABLE:
         return EndCause("disk", known | {"error": f"rank {first.rank} could not write to the run directory's disk"})
-    silent = first is not None and first.rank not in [one["rank"] for one in reports]
-    if report is None or (silent and _SECONDARY.search(str(report["error"]))):
-        code = "" if first is None or first.code is None else f" with exit code {first.code}"
-        where = "the ranks" if first is None or first.rank is None else f"rank {first.rank}"
-        known |= {"rank": first.rank, "node": first.node} if first else {}
-        return EndCause("crashed", known | {"error": f"{where} ended{code}, without a traceback"})
+    silent = first is not None and first.rank not in [one.rank for one in reports]
+    if report is None or (silent and _is_secondary(report)):
+        return _silent(first, known)
     return _reported(report, reports, nodes, known)
+
+
+def own_failure(run: RunDir, attempt: int) -> EndCause | None:
+    """What a rank reported of a failure of its own; None where no rank did, or all only missed another one."""
+    reports = _reports(run, attempt)
+    report = _first_of(reports)
+    return None if report is None or _is_secondary(report) else _reported(report, reports, 1, {})
+
+
+def first_report(run: RunDir, attempt: int) -> FailureReport | None:
+    """What the rank that failed first wrote down; a rank that only missed another one counts where all did."""
+    return _first_of(_reports(run, attempt))
+
+
+def _silent(first: FirstFailure | None, known: dict[str, Any]) -> EndCause:
+    code = "" if first is None or first.code is None else f" with exit code {first.code}"
+    who = "the ranks" if first is None or first.rank is None else f"rank {first.rank}"
+    known |= {"rank": first.rank, "node": first.node} if first else {}
+    return EndCause("crashed", known | {"error": f"{who} ended{code}, without a traceback"})
 
 
 def _killed(first: FirstFailure, known: dict[str, Any]) -> EndCause:
@@ -83,24 +97,27 @@ def _killed(first: FirstFailure, known: dict[str, Any]) -> EndCause:
     return EndCause("killed", known | {"error": f"{who}{where} was killed by {how}{hint}"})
 
 
-def _reported(report: dict[str, Any], reports: list[dict[str, Any]], nodes: int, known: dict[str, Any]) -> EndCause:
+def _reported(report: FailureReport, reports: Sequence[FailureReport], nodes: int, known: dict[str, Any]) -> EndCause:
     keys = ("rank", "step", "samples", "traceback", "node", "peak_bytes")
-    failure = known | {key: report[key] for key in keys if report.get(key) is not None}
-    failure["error"] = f"rank {report['rank']}: {report['error']}"
-    if report.get("disk"):
+    failure = known | {key: value for key in keys if (value := getattr(report, key)) is not None}
+    failure["error"] = f"rank {report.rank}: {report.error}"
+    if report.disk:
         return EndCause("disk", failure)
-    if kind := report.get("out_of_memory"):
-        peak = f" (peak of the {kind}'s memory: {report.get('peak_bytes', 0) / 2**30:.2f} GiB)"
+    if report.out_of_memory:
+        peak = f" (peak of the {report.out_of_memory}'s memory: {(report.peak_bytes or 0) / 2**30:.2f} GiB)"
         return EndCause("out_of_memory", failure | {"error": failure["error"] + peak})
-    same = {one.get("node_index") for one in reports if one["error"] == report["error"]}
-    failure["everywhere"] = len(same) >= nodes and not report.get("alone")
+    same = {one.node_index for one in reports if one.error == report.error}
+    failure["everywhere"] = len(same) >= nodes and not report.alone
     return EndCause("crashed", failure)
 
 
-def _reports(run: RunDir, attempt: int) -> list[dict[str, Any]]:
+# Reports of ranks
+
+
+def _reports(run: RunDir, attempt: int) -> list[FailureReport]:
     """What the ranks of an attempt wrote down when they failed, the earliest first."""
-    written = [read_json(file) for file in run.logs(attempt).glob("error_*.json")]
-    return sorted((one for one in written if isinstance(one, dict)), key=lambda one: float(one["time"]))
+    written = [records.read(FailureReport, file) for file in run.logs(attempt).glob("error_*.json")]
+    return sorted((one for one in written if one is not None), key=lambda one: one.time)
 
 
 # What ranks say when another one is gone (gloo, NCCL, TCPStore): true, but not the cause. Not by time alone, since the
@@ -111,11 +128,17 @@ _SECONDARY = re.compile(
 )
 
 
-def _first_report(reports: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The earliest that is not about the others' end."""
-    own = [report for report in reports if not _SECONDARY.search(str(report["error"]))]
+def _is_secondary(report: FailureReport) -> bool:
+    return _SECONDARY.search(report.error) is not None
+
+
+def _first_of(reports: Sequence[FailureReport]) -> FailureReport | None:
+    """The earliest that is not about the others' end, else the earliest."""
+    own = [report for report in reports if not _is_secondary(report)]
     return next(iter(own or reports), None)
 
+
+# Slurm's witnesses
 
 # srun's own words: `srun: error: node2: task 3: Killed`, and `tasks 0-1,3: Exited with exit code 1` for several.
 _TASK = re.compile(r"srun: error: (\S+?): tasks? (\d+)[\d,-]*: (.*)")
@@ -124,7 +147,7 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sig
 
 
 def first_failure(text: str) -> FirstFailure | None:
-    """Who died first, by what srun printed; None where it says nothing of the kind."""
+    """Which rank or node failed first, by what srun printed; None where it says nothing of the kind."""
     oom = "oom_kill event" in text or "Out Of Memory" in text
     if lost := _NODE.search(text):  # the others' deaths come first there: srun waits for the controller's word
         return FirstFailure(node=lost[1], node_lost=True)

@@ -1,21 +1,21 @@
-"""The watchdog: notices from outside that the ranks of an attempt no longer get anywhere, and ends them.
+"""The watchdog: whether the ranks of an attempt hang, as seen by the supervisor, and what is done about it.
 
-From outside, because a stopped process, or a loop in C that holds the interpreter, cannot notice itself: the local
-controller looks in its own loop, under Slurm supervisor/beside_srun.py does. What is watched is rank 0's count of beats
-(worker/heartbeat.py): the ranks wait for each other all the time, so it stops wherever one of them does.
+From outside, because a stopped process, or a loop in C that holds the interpreter, cannot notice itself. What is
+watched is rank 0's count of heartbeats (worker/heartbeat.py): the ranks wait for each other in every step, so the count
+stops wherever one of them does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
 
+from jobkit.run import records
 from jobkit.run.duration import format_seconds, parse_seconds
-from jobkit.run.files import read_json, write_json
+from jobkit.run.records import Progress, StopRequest
 from jobkit.run.rundir import RunDir
+from jobkit.supervisor.attempt import request_stop
 
 LEAST_SECONDS = 300.0
 """`watchdog: auto` waits at least this long for a step, with an evaluation or the end of a checkpoint in it."""
@@ -86,22 +86,22 @@ class Watch:
             return None
         now, looked = time.monotonic(), self._looked
         self._looked = now
-        report = read_json(self.run.progress_file)
-        report = report if isinstance(report, dict) and report.get("attempt") == self.attempt else {}
-        if self.may_be_silent and not report:
-            return None
-        beats = (report.get("beats"), report.get("training"))
+        report = records.read(Progress, self.run.progress_file)
+        if report is None or report.attempt != self.attempt:
+            if self.may_be_silent:
+                return None
+            report = Progress(attempt=self.attempt, time=0.0)
+        beats = (report.beats, report.training)
         if beats != self._beats or now - looked > GAP_SECONDS:
             self._beats, self._since = beats, now
             return None
-        training = bool(report.get("training"))
-        limit = self.limit(training, float(report.get("slowest") or 0.0))
+        limit = self.limit(report.training, report.slowest)
         if now - self._since < limit:
             return None
         if not self._can_be_written():
             self._since = now  # the ranks could not report if they wanted to: the disk is full or away
             return None
-        where = f"in step {report.get('step')}" if training else "outside its loop"
+        where = f"in step {report.step}" if report.training else "outside its loop"
         return f"no sign of life for {format_seconds(limit)} {where} (watchdog: {self.setting})"
 
     def _can_be_written(self) -> bool:
@@ -113,15 +113,9 @@ class Watch:
         return True
 
 
-def give_notice(run: RunDir, attempt: int, notice: dict[str, Any]) -> None:
-    """Say why this attempt is being ended; a disk that does not take it must not keep it from being ended."""
-    with contextlib.suppress(OSError):
-        write_json(run.notice_file(attempt), notice)
-
-
 def end_hung(run: RunDir, attempt: int, error: str, send: Callable[[str], None]) -> None:
     """Have all ranks write down their stacks, then kill them; `send` sends the signal of a name to every rank."""
-    give_notice(run, attempt, {"cause": "hang", "error": error})
+    request_stop(run, attempt, StopRequest(cause="hang", error=error), replace=True)
     send("USR1")  # STACKS_SIGNAL of worker/failure.py
     send("CONT")  # a stopped one writes its own down when it goes on
     time.sleep(STACKS_SECONDS)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from jobkit.run.config import Config
 from jobkit.run.files import write_json
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import CAUSES
 from jobkit.slurm import JobInfo
-from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure
+from jobkit.supervisor.attempt import begin
+from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure, first_report
 
 # What srun prints: real words of Slurm 22.05.
 
@@ -86,9 +88,9 @@ SAID: list[tuple[str, str, FirstFailure | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "casualty"), [row[1:] for row in SAID], ids=[row[0] for row in SAID])
-def test_srun_says_who_died_first(text: str, casualty: FirstFailure | None) -> None:
-    assert first_failure(text) == casualty
+@pytest.mark.parametrize(("text", "first"), [row[1:] for row in SAID], ids=[row[0] for row in SAID])
+def test_srun_says_who_died_first(text: str, first: FirstFailure | None) -> None:
+    assert first_failure(text) == first
 
 
 # The witnesses
@@ -173,6 +175,30 @@ def test_where_all_have_broken_connections_the_first_of_them_counts(run: RunDir)
     assert (found.cause, found.failure["rank"]) == ("crashed", 0)
 
 
+def test_a_script_that_is_continued_does_not_blame_the_victim_of_a_closed_connection(run: RunDir) -> None:
+    run.write_config(Config(name="toy", task="m:f"))
+    run.record("submitting", cluster="local", scheduler="local")
+    run.record("started", attempt=1, job_id="7")
+    run.record("started", attempt=2, job_id="8")
+    report(run, 0, CLOSED, time=99.0)
+    report(run, 1, "ValueError: no", time=100.0)
+    told = first_report(run, 2)
+    assert told is not None and told.rank == 1
+    assert begin(run, job_id="9", scheduler="local", launcher="torchrun").number == 3
+    second = run.status().attempts[1]
+    assert (second.cause, second.failure and second.failure["error"]) == ("crashed", "rank 1: ValueError: no")
+
+
+def test_an_attempt_whose_ranks_only_missed_each_other_is_lost_and_no_rank_is_blamed(run: RunDir) -> None:
+    run.write_config(Config(name="toy", task="m:f"))
+    run.record("submitting", cluster="local", scheduler="local")
+    run.record("started", attempt=2, job_id="8")
+    report(run, 0, CLOSED)
+    begin(run, job_id="9", scheduler="local")
+    lost = run.status().attempts[0]
+    assert (lost.cause, lost.failure) == ("lost", {})
+
+
 def test_a_rank_that_ended_without_a_word_is_the_culprit_where_the_others_only_missed_it(run: RunDir) -> None:
     report(run, 0, CLOSED)
     report(run, 1, CLOSED)
@@ -251,7 +277,7 @@ def test_who_left_no_report_is_described_by_how_it_ended(
 
 
 def test_the_memory_that_was_used_is_told_where_it_may_be_the_reason(run: RunDir) -> None:
-    write_json(run.progress_file, {"attempt": 2, "step": 5, "peak_bytes": 3 * GIB})
+    write_json(run.progress_file, {"attempt": 2, "time": 1.0, "step": 5, "peak_bytes": 3 * GIB})
     for first in (FirstFailure(rank=1, signal=9), FirstFailure(rank=1, signal=9, out_of_memory=True)):
         found = death(run, first)
         assert "3.00 GiB" in found.failure["error"]
@@ -259,7 +285,7 @@ def test_the_memory_that_was_used_is_told_where_it_may_be_the_reason(run: RunDir
 
 
 def test_the_memory_that_another_attempt_used_is_not_told(run: RunDir) -> None:
-    write_json(run.progress_file, {"attempt": 1, "step": 5, "peak_bytes": 3 * GIB})
+    write_json(run.progress_file, {"attempt": 1, "time": 1.0, "step": 5, "peak_bytes": 3 * GIB})
     assert "GiB" not in death(run, FirstFailure(rank=1, signal=9)).failure["error"]
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from jobkit.run import records
 from jobkit.run.config import Config
-from jobkit.run.files import read_json, write_json
+from jobkit.run.files import write_json
+from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import watchdog as watching
 from jobkit.supervisor.watchdog import GAP_SECONDS, LEAST_SECONDS, OUTSIDE_LOOP_SECONDS, TIMES_SLOWEST, Watch, end_hung
@@ -82,7 +84,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def report(run: RunDir, beats: int, attempt: int = 1, training: bool = True, slowest: float = 0.0) -> None:
-    own = {"attempt": attempt, "step": 7, "beats": beats, "training": training, "slowest": slowest}
+    own = {"attempt": attempt, "time": 1.0, "step": 7, "beats": beats, "training": training, "slowest": slowest}
     write_json(run.progress_file, own, durable=False)
 
 
@@ -274,4 +276,4 @@ def test_hung_ranks_write_their_stacks_and_are_killed(run: RunDir, tmp_path: Pat
     rank.stdout.close()
     assert [name for name, _ in sent] == ["USR1", "CONT", "KILL"]
     assert "most recent call first" in (tmp_path / "rank.err").read_text()
-    assert read_json(run.notice_file(1)) == {"cause": "hang", "error": "no sign of life"}
+    assert records.read(StopRequest, run.notice_file(1)) == StopRequest(cause="hang", error="no sign of life")
