@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jobkit.run.records import Progress as Report
 
 PLAIN_LINE_SECONDS = 10.0
 """How often a line is printed where there is no terminal to draw on."""
@@ -38,15 +39,15 @@ class Display:
         """Print a line above the bar."""
         self.console.print(text, markup=False)
 
-    def show(self, progress: dict[str, Any]) -> None:
-        """Draw a report {step, total_steps, steps_per_second, values, evaluation: {done, total}}."""
-        step, total = progress.get("step", 0), progress.get("total_steps")
-        evaluation: dict[str, int] = progress.get("evaluation") or {}
+    def show(self, progress: Report) -> None:
+        """Draw an attempt's report."""
+        step, total = progress.step or 0, progress.total_steps
+        evaluation = progress.evaluation or {}
         if total is None and not evaluation:
             return  # the training function has not reached its loop yet
-        rate = progress.get("steps_per_second")
+        rate = progress.steps_per_second
         rate_text = f"{rate:.3g} step/s" if rate else ""
-        values = "  ".join(f"{name} {value:.4g}" for name, value in list((progress.get("values") or {}).items())[:2])
+        values = "  ".join(f"{name} {value:.4g}" for name, value in list(progress.values.items())[:2])
         if evaluation:
             values = f"evaluating {evaluation['done']}/{evaluation['total']}  {values}".rstrip()
         if self.console.is_terminal:

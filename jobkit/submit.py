@@ -135,7 +135,7 @@ def _say_code_changes(outcome: Outcome) -> None:
 
 def _report(outcome: Outcome, follow: bool) -> int:
     """Say what the submission did, and stay with the run where that was asked for."""
-    from jobkit.run import status as states
+    from jobkit.run.status import State
 
     run, status = outcome.run, outcome.status
     if outcome.started is not None:
@@ -143,7 +143,7 @@ def _report(outcome: Outcome, follow: bool) -> int:
         where = "process" if outcome.started.controller else "job"
         print(f"{where} {outcome.started.job_id}\nrun directory {run.path}", flush=True)
         print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
-    elif status.state == states.FINISHED:
+    elif status.state == State.FINISHED:
         print(f"already finished, at step {status.step}: {run.path}\n--fresh starts a new run of the same config")
         _say_code_changes(outcome)
         return EXIT_FINISHED

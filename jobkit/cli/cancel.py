@@ -6,7 +6,7 @@ import argparse
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.run import status as states
+from jobkit.run.status import State
 from jobkit.submission import job
 
 
@@ -23,9 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{found.name} is {before.state} already; nothing to cancel")
         return EXIT_FINISHED
     status = job.cancel(found)
-    if status.state != states.CANCELLED:
+    if status.state != State.CANCELLED:
         print(f"{found.name} is still {status.state}: it was asked to stop; python -m jobkit status {found.name}")
-        return EXIT_FAILED if status.state in (states.QUEUED, states.RUNNING) else EXIT_FINISHED
+        return EXIT_FAILED if status.state in (State.QUEUED, State.RUNNING) else EXIT_FINISHED
     safe = (
         f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
     )

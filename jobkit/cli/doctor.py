@@ -16,10 +16,9 @@ from rich.table import Table
 from jobkit import slurm
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.run import status as states
 from jobkit.run.config import Loaded, load
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 from jobkit.run.yamlfile import dump
 from jobkit.submission import checks
 from jobkit.submission.checks import OK, PROBLEM, WARNING, Check
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         probe: dict[str, Any] | None = None
         if not arguments.no_probe and all(check.state != PROBLEM for check in found):
             measured, status = run_probe(loaded, plan, Path(folder), lambda line: console.print(line, markup=False))
-            probe = status.result if status.state == states.FINISHED else None
+            probe = status.result if status.state == State.FINISHED else None
             found.append(verdict(measured, status, plan.config.resources.nodes))
             _say(console, found[-1])
     ok = all(check.state != PROBLEM for check in found)
@@ -103,7 +102,7 @@ def _say(console: Console, check: Check) -> None:
 def verdict(run: RunDir, status: Status, nodes: int) -> Check:
     """The probe in a line; a slow node is a warning that names it."""
     probe = status.result
-    if status.state != states.FINISHED:
+    if status.state != State.FINISHED:
         logs = f"python -m jobkit logs {run.name} --runs-dir {run.path.parent}"
         return Check("network", PROBLEM, f"the probe is {status.state}: {status.error or 'its log says more'}", logs)
     small, large = probe["world"][0], probe["world"][-1]

@@ -7,17 +7,15 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from jobkit import slurm
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.run import status as states
 from jobkit.run.accounting import Account
 from jobkit.run.duration import format_seconds
+from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Attempt, Status
+from jobkit.run.status import Attempt, State, Status
 from jobkit.submission import job
 
 
@@ -46,17 +44,17 @@ def describe(run: RunDir, status: Status) -> list[str]:
     """The status in lines for a person; the last says what to type next."""
     steps = f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else "")
     lines = [f"{run.name}: {status.state}, {steps}"]
-    if status.state in (states.QUEUED, states.RUNNING):
+    if status.state in (State.QUEUED, State.RUNNING):
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
-    if status.state == states.QUEUED and status.scheduler == "slurm" and status.job_id:
+    if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:
         with contextlib.suppress(SchedulerError):
             waiting = slurm.show_job(status.job_id)
             lines += [f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)"] if waiting else []
     for attempt in status.attempts:
         lines += _attempt_lines(attempt)
     for slow in status.stragglers:
-        times = f"{slow['seconds']:.3g} s a step by itself, the median rank {slow['median']:.3g} s"
-        lines.append(f"slow: rank {slow['rank']} on {slow['host']} holds the others up: {times}")
+        times = f"{slow.seconds:.3g} s a step by itself, the median rank {slow.median:.3g} s"
+        lines.append(f"slow: rank {slow.rank} on {slow.host} holds the others up: {times}")
     if status.excluded_nodes:
         lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (they failed under this run)")
     if status.goodput is not None:
@@ -66,12 +64,12 @@ def describe(run: RunDir, status: Status) -> list[str]:
         lines.append(f"newest checkpoint: step {status.checkpoint}")
     if status.error:
         lines.append(f"error: {status.error}")
-    if status.state == states.FAILED and status.attempt and status.attempt.failure:
+    if status.state == State.FAILED and status.attempt and status.attempt.failure:
         lines += _failure_lines(status.attempt.failure)
     if status.result is not None:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
-    if status.state in (states.INTERRUPTED, states.FAILED, states.CANCELLED):
+    if status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
         lines.append(f"to continue it: {status.how_to_continue}")
     return lines
 
@@ -84,8 +82,8 @@ def _attempt_lines(attempt: Attempt) -> list[str]:
     line = f"  attempt {attempt.id}: {cause}, steps {first} to {last}, {format_seconds(seconds)}, job {attempt.job_id}"
     lost = _lost(attempt.account) if attempt.account else ""
     lines = [f"{line}; {lost}" if lost else line]
-    if error := (attempt.failure or {}).get("error"):
-        lines.append(f"    {str(error).splitlines()[0]}")
+    if attempt.failure and attempt.failure.error:
+        lines.append(f"    {attempt.failure.error.splitlines()[0]}")
     return lines
 
 
@@ -105,12 +103,12 @@ def _lost(account: Account) -> str:
     return ", ".join(parts)
 
 
-def _failure_lines(failure: Mapping[str, Any]) -> list[str]:
+def _failure_lines(failure: Failure) -> list[str]:
     """Where the last attempt failed, and on what."""
-    known = {"rank": failure.get("rank"), "step": failure.get("step"), "node": failure.get("node")}
+    known = {"rank": failure.rank, "step": failure.step, "node": failure.node}
     lines = ["failed at: " + ", ".join(f"{what} {value}" for what, value in known.items() if value is not None)]
-    if samples := failure.get("samples"):
-        lines.append(f"samples of that rank's batch: {', '.join(map(str, samples))}")
-    if traceback := failure.get("traceback"):
-        lines += ["", *str(traceback).rstrip().splitlines(), ""]
+    if failure.samples:
+        lines.append(f"samples of that rank's batch: {', '.join(map(str, failure.samples))}")
+    if failure.traceback:
+        lines += ["", *failure.traceback.rstrip().splitlines(), ""]
     return lines

@@ -45,7 +45,7 @@ class Account:
     """When the account was closed, in seconds since the epoch."""
 
 
-def settle(span: Span, best_before: int) -> Account:
+def account(span: Span, best_before: int) -> Account:
     """The account of an attempt; `best_before` is the last step that any attempt before it had done."""
     until = span.ended or span.last_seen or span.resumed or span.started
     queue = max(0.0, span.started - span.queued) if span.queued is not None else 0.0

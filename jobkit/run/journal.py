@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-Event = dict[str, Any]
+Entry = dict[str, Any]
+"""One event as it stands in the journal: `time`, `event` and the fields of its kind."""
 
 
 class Journal:
@@ -23,12 +24,12 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, event: str, **fields: Any) -> Event:
+    def append(self, event: str, **fields: Any) -> Entry:
         """Write one event and return it; raises OSError when it cannot be made durable.
 
         `time=...` is for one that happened earlier than now.
         """
-        entry: Event = {"time": round(time.time(), 3), "event": event, **fields}
+        entry: Entry = {"time": round(time.time(), 3), "event": event, **fields}
         line = json.dumps(entry, default=str) + "\n"
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -56,7 +57,7 @@ class Journal:
         size = os.fstat(fd).st_size
         return "\n" if size and os.pread(fd, 1, size - 1) != b"\n" else ""
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[Entry]:
         """All events, oldest first; lines that are not whole are skipped."""
         try:
             text = self.path.read_text(errors="replace")

@@ -7,6 +7,7 @@ an older jobkit. What is in a file and not in the record is ignored.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,8 +44,8 @@ class Progress:
     attempt: int
     time: float
     """When it was written, in seconds since the epoch."""
-    step: int = 0
-    """Steps done."""
+    step: int | None = None
+    """Steps done; None before the loop."""
     total_steps: int | None = None
     steps_per_second: float | None = None
     values: dict[str, float] = field(default_factory=dict)
@@ -68,6 +69,46 @@ class Progress:
     def last_beat(self) -> float:
         """When something was last done, in seconds since the epoch."""
         return self.time - self.idle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A rank that holds the others up, in own seconds a step: those in which it waits for nobody."""
+
+    rank: int
+    host: str
+    seconds: float
+    median: float
+    """Of all ranks."""
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What is known of an attempt's end that left no time to save; in JSON, without what is not known."""
+
+    error: str | None = None
+    rank: int | None = None
+    """The first to fail."""
+    step: int | None = None
+    """The step it was in; None outside the loop."""
+    samples: list[int] | None = None
+    """Ids of its samples in that step."""
+    traceback: str | None = None
+    node: str | None = None
+    peak_bytes: int | None = None
+    everywhere: bool | None = None
+    """Whether all nodes failed with this error, so that none of them is to blame."""
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Failure:
+        """The Failure in an event of the journal."""
+        known = {one.name for one in dataclasses.fields(cls)}
+        return cls(**{key: item for key, item in value.items() if key in known})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values: what is known."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

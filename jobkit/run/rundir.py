@@ -12,9 +12,12 @@ from typing import Any
 from filelock import FileLock
 
 from jobkit.errors import InputError, nearest
+from jobkit.run import records
 from jobkit.run.config import Config, read_resolved
-from jobkit.run.files import read_json, write_atomic, write_json
+from jobkit.run.events import Event
+from jobkit.run.files import write_atomic, write_json
 from jobkit.run.journal import Journal
+from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
 from jobkit.run.status import Status, derive
 
 
@@ -39,12 +42,12 @@ class RunDir:
 
     @property
     def progress_file(self) -> Path:
-        """The running attempt's own report, a few times a second at most; never the truth."""
+        """Progress of the running attempt."""
         return self.path / "progress.json"
 
     @property
     def lease_file(self) -> Path:
-        """The attempt that owns this directory: {attempt, job_id, host, pid, node}."""
+        """Lease of the attempt that owns this directory."""
         return self.path / "lease.json"
 
     @property
@@ -86,7 +89,7 @@ class RunDir:
         return self.logs(attempt) / f"rank_{rank}.{stream}"
 
     def error_file(self, attempt: int, rank: int) -> Path:
-        """What a rank that failed wrote down."""
+        """FailureReport of a rank."""
         return self.logs(attempt) / f"error_{rank}.json"
 
     def srun_log(self, attempt: int) -> Path:
@@ -101,8 +104,8 @@ class RunDir:
         """The same for ranks that somebody else started, who do not know the attempt yet."""
         return self.path / "logs" / f"rendezvous-{launch}.json"
 
-    def notice_file(self, attempt: int) -> Path:
-        """Why jobkit itself asked this attempt to stop: {cause, error, grace}; absent when somebody else did."""
+    def stop_request_file(self, attempt: int) -> Path:
+        """StopRequest of jobkit's own."""
         return self.logs(attempt) / "notice.json"
 
     @property
@@ -110,22 +113,21 @@ class RunDir:
         return Journal(self.path / "events.jsonl")
 
     def submission_lock(self) -> FileLock:
-        """Held while deciding about, and making, one submission; lives beside the runs so that it can precede them."""
-        locks = self.path.parent / ".locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        return FileLock(locks / f"{self.name}.submit")
+        """Held while deciding about, and making, one submission."""
+        return self._lock("submit")
 
     def alive_lock(self) -> FileLock:
-        """Held by a local attempt's controller as long as it lives: the kernel lets go of it however that ends."""
-        locks = self.path.parent / ".locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        return FileLock(locks / f"{self.name}.alive")
+        """Held by a local attempt's supervisor as long as it lives: the kernel releases it however that ends."""
+        return self._lock("alive")
 
     def begin_lock(self) -> FileLock:
         """Held while one job decides whether it may begin the next attempt."""
-        locks = self.path.parent / ".locks"
+        return self._lock("begin")
+
+    def _lock(self, purpose: str) -> FileLock:
+        locks = self.path.parent / ".locks"  # beside the runs: a lock precedes its run, and outlives its removal
         locks.mkdir(parents=True, exist_ok=True)
-        return FileLock(locks / f"{self.name}.begin")
+        return FileLock(locks / f"{self.name}.{purpose}")
 
     def exists(self) -> bool:
         return self.config_file.exists()
@@ -139,7 +141,7 @@ class RunDir:
 
     def status(self) -> Status:
         """What the journal and the running attempt's report say; a scheduler is not asked."""
-        return derive(self.journal.read(), read_json(self.progress_file))
+        return derive(self.journal.read(), self.progress())
 
     def write_status(self) -> Status:
         """Bring status.json up to date with the journal, and return what it says."""
@@ -147,16 +149,33 @@ class RunDir:
         write_json(self.status_file, status.as_dict(), durable=False)
         return status
 
-    def record(self, event: str, **fields: Any) -> None:
+    def record(self, event: Event, **fields: Any) -> None:
         """Append to the journal and let status.json follow, unless the disk has no room for what is only derived."""
         self.journal.append(event, **fields)
         with suppress(OSError):
             self.write_status()
 
+    def progress(self) -> Progress | None:
+        """The newest report of an attempt, which need not be the newest attempt."""
+        return records.read(Progress, self.progress_file)
+
+    def lease(self) -> Lease | None:
+        """Who owns this directory; None where there is no lease yet, or it cannot be read."""
+        return records.read(Lease, self.lease_file)
+
     def owner(self) -> int | None:
-        """The attempt that holds the lease, or None where there is none yet."""
-        lease = read_json(self.lease_file)
-        return int(lease["attempt"]) if isinstance(lease, dict) and "attempt" in lease else None
+        """The attempt that holds the lease; None as for `lease`."""
+        lease = self.lease()
+        return None if lease is None else lease.attempt
+
+    def stop_request(self, attempt: int) -> StopRequest | None:
+        """Why jobkit itself has asked an attempt to stop; None when it has not."""
+        return records.read(StopRequest, self.stop_request_file(attempt))
+
+    def failure_reports(self, attempt: int) -> list[FailureReport]:
+        """What the ranks of an attempt that failed wrote down, the earliest first by their nodes' clocks."""
+        found = [records.read(FailureReport, file) for file in self.logs(attempt).glob("error_*.json")]
+        return sorted((one for one in found if one is not None), key=lambda one: one.time)
 
 
 def default_runs_dir() -> Path:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any
 
-from jobkit.run.accounting import Account, Span, goodput, settle
-from jobkit.run.journal import Event
+from jobkit.run.accounting import Account, Span, account, goodput
+from jobkit.run.events import Event
+from jobkit.run.journal import Entry
+from jobkit.run.records import Failure, Progress, Straggler
 
-QUEUED, RUNNING, INTERRUPTED, FINISHED, FAILED, CANCELLED = (
-    "queued",
-    "running",
-    "interrupted",
-    "finished",
-    "failed",
-    "cancelled",
-)
+
+class State(str, Enum):
+    """How a run stands."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    """It can be continued."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    __str__ = str.__str__
+
 
 CAUSES = {
     "finished": "the training function returned",
@@ -58,8 +67,8 @@ class Attempt:
     """Which submission by a person it belongs to: budgets are counted for each anew."""
     durable_step: int = 0
     """Step of the newest checkpoint when it ended."""
-    failure: dict[str, Any] | None = None
-    """What is known of a hard end: {error, rank, step, samples, traceback, node, peak_bytes}, as far as it is."""
+    failure: Failure | None = None
+    """What is known of an end that left no time to save; None where the ranks could say themselves why they ended."""
     queued: float | None = None
     """When it was put into the queue, in seconds since the epoch, as all times here."""
     resumed: float | None = None
@@ -81,7 +90,7 @@ class Attempt:
 class Status:
     """What `jobkit status --json` prints and status.json holds."""
 
-    state: str = QUEUED
+    state: State = State.QUEUED
     step: int = 0
     """Steps done and not lost, or under way."""
     total_steps: int | None = None
@@ -98,7 +107,7 @@ class Status:
     cancel_requested: bool = False
     submitting: bool = False
     """A submission began and neither its success nor its failure was recorded."""
-    before_submission: tuple[str, str | None] = (INTERRUPTED, None)
+    before_submission: tuple[State, str | None] = (State.INTERRUPTED, None)
     """The state and error to fall back to when it failed."""
     code: str = ""
     """The code snapshot of the newest submission."""
@@ -110,8 +119,8 @@ class Status:
     """How often a person has submitted it."""
     excluded_nodes: list[str] = field(default_factory=list)
     """Nodes that Slurm was told not to use for this submission: they failed under it too often."""
-    stragglers: list[dict[str, Any]] = field(default_factory=list)
-    """Ranks that hold the others up right now: {rank, host, seconds, median, factor}, in own seconds a step."""
+    stragglers: list[Straggler] = field(default_factory=list)
+    """Ranks that hold the others up right now."""
     goodput: float | None = None
     """Useful step time over wall time since the first start; 1 would be: nothing but new steps."""
     queued: float | None = None
@@ -128,24 +137,27 @@ class Status:
         return self.attempts[-1] if self.attempts else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+        """Plain JSON values; of a failure only what is known."""
+        plain = asdict(self)
+        for attempt, found in zip(plain["attempts"], self.attempts, strict=True):
+            attempt["failure"] = found.failure and found.failure.as_dict()
+        return plain
 
 
-def derive(events: Sequence[Event], progress: Mapping[str, Any] | None = None) -> Status:
-    """The status after `events`; `progress` is the running attempt's own report {attempt, step, total_steps}."""
+def derive(events: Sequence[Entry], progress: Progress | None = None) -> Status:
+    """The status after `events`; `progress` is the newest report of an attempt."""
     status = Status()
     for event in events:
         _apply(status, event)
     attempt = status.attempt
-    if progress and attempt and progress.get("attempt") == attempt.id:
-        status.total_steps = progress.get("total_steps", status.total_steps)
-        if status.state == RUNNING:
-            status.step = max(status.step, int(progress.get("step") or 0))
+    if progress and attempt and progress.attempt == attempt.id:
+        status.total_steps = status.total_steps if progress.total_steps is None else progress.total_steps
+        if status.state == State.RUNNING:
+            status.step = max(status.step, progress.step or 0)
         elif attempt.last_step is None:
-            attempt.last_step = progress.get("step")
+            attempt.last_step = progress.step
         if attempt.ended is None or attempt.ended_hard:
-            attempt.last_seen = float(progress.get("time") or 0.0) - float(progress.get("idle") or 0.0)
+            attempt.last_seen = progress.last_beat
     _account(status)
     return status
 
@@ -165,27 +177,27 @@ def _account(status: Status) -> None:
             last_step=max(last or 0, attempt.first_step or 0),
             stalled=attempt.stalled,
         )
-        attempt.account = settle(span, best)
+        attempt.account = account(span, best)
         best = max(best, span.last_step)
-    status.goodput = (
-        goodput([a.account for a in status.attempts if a.account], status.attempts[0].started)
-        if (status.attempts)
-        else None
-    )
+    if status.attempts:
+        accounts = [one.account for one in status.attempts if one.account]
+        status.goodput = goodput(accounts, status.attempts[0].started)
 
 
-def _apply(status: Status, event: Event) -> None:
+def _apply(status: Status, event: Entry) -> None:
     handler = _HANDLERS.get(event["event"])
-    ghost = status.attempt and event["event"] != "started" and event.get("attempt") not in (None, status.attempt.id)
-    if handler and not ghost:  # an old attempt's last words say nothing about the one that runs now
+    newest = status.attempt.id if status.attempt and event["event"] != Event.STARTED else None
+    # What an older attempt writes late says nothing about the one that runs now.
+    superseded = newest is not None and event.get("attempt") not in (None, newest)
+    if handler and not superseded:
         handler(status, event)
 
 
-def _submitting(status: Status, event: Event) -> None:
-    if status.attempts or status.state != QUEUED:
+def _submitting(status: Status, event: Entry) -> None:
+    if status.attempts or status.state != State.QUEUED:
         status.before_submission = (status.state, status.error)
     status.submitting = True
-    status.state, status.error, status.cancel_requested = QUEUED, None, False
+    status.state, status.error, status.cancel_requested = State.QUEUED, None, False
     status.submissions, status.excluded_nodes = status.submissions + 1, []
     status.queued = float(event["time"])
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
@@ -193,20 +205,20 @@ def _submitting(status: Status, event: Event) -> None:
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
 
 
-def _submitted(status: Status, event: Event) -> None:
+def _submitted(status: Status, event: Entry) -> None:
     status.submitting = False  # the job may have started, and even ended, before the submitter could write this
     status.job_id = event.get("job_id")
 
 
-def _submit_failed(status: Status, event: Event) -> None:
+def _submit_failed(status: Status, event: Entry) -> None:
     status.submitting = False
     status.state, status.error = status.before_submission
 
 
-def _started(status: Status, event: Event) -> None:
+def _started(status: Status, event: Entry) -> None:
     status.submitting = False
     status.stragglers = []
-    status.state, status.job_id = RUNNING, event.get("job_id")
+    status.state, status.job_id = State.RUNNING, event.get("job_id")
     status.attempts.append(
         Attempt(
             id=int(event["attempt"]),
@@ -222,7 +234,7 @@ def _started(status: Status, event: Event) -> None:
     )
 
 
-def _resumed(status: Status, event: Event) -> None:
+def _resumed(status: Status, event: Entry) -> None:
     status.step = int(event["step"])
     status.total_steps = event.get("total_steps", status.total_steps)
     status.checkpoint = status.step if event.get("checkpoint") else None
@@ -231,33 +243,40 @@ def _resumed(status: Status, event: Event) -> None:
         attempt.resumed = float(event["time"])
 
 
-def _checkpoint(status: Status, event: Event) -> None:
+def _checkpoint(status: Status, event: Entry) -> None:
     status.step = status.checkpoint = int(event["step"])
     if attempt := status.attempt:
         attempt.durable_step = status.checkpoint
         attempt.stalled += float(event.get("stall", 0.0))
 
 
-def _straggler(status: Status, event: Event) -> None:
-    known = ("rank", "host", "seconds", "median", "factor")
-    status.stragglers.append({key: event.get(key) for key in known})
+def _straggler(status: Status, event: Entry) -> None:
+    status.stragglers.append(
+        Straggler(
+            rank=int(event["rank"]),
+            host=str(event["host"]),
+            seconds=float(event["seconds"]),
+            median=float(event["median"]),
+            factor=float(event["factor"]),
+        )
+    )
 
 
-def _straggler_over(status: Status, event: Event) -> None:
-    status.stragglers = [one for one in status.stragglers if one["rank"] != event.get("rank")]
+def _straggler_over(status: Status, event: Entry) -> None:
+    status.stragglers = [one for one in status.stragglers if one.rank != event.get("rank")]
 
 
-def _end(status: Status, event: Event, state: str, cause: str) -> None:
+def _end(status: Status, event: Entry, state: State, cause: str) -> None:
     attempt = status.attempt
-    if attempt and attempt.ended is not None and status.state == QUEUED and event.get("attempt") == attempt.id:
-        attempt.failure = None  # it was decided about while its ranks were still saving: their last words
+    if attempt and attempt.ended is not None and status.state == State.QUEUED and event.get("attempt") == attempt.id:
+        attempt.failure = None  # it was decided about while its ranks were still saving: they know better
         attempt.last_step = event.get("step", attempt.last_step)
         return
     status.state = state
     status.stragglers = []
     if attempt and attempt.ended is None:
         attempt.ended, attempt.cause = float(event["time"]), cause
-        attempt.failure = event.get("failure")
+        attempt.failure = None if event.get("failure") is None else Failure.of(event["failure"])
         if event.get("step") is not None:
             attempt.last_step = status.step = int(event["step"])
         if event.get("reached") is not None:
@@ -265,62 +284,62 @@ def _end(status: Status, event: Event, state: str, cause: str) -> None:
         attempt.last_seen = event.get("last_seen")
 
 
-def _interrupted(status: Status, event: Event) -> None:
+def _interrupted(status: Status, event: Entry) -> None:
     cause = str(event.get("cause"))
-    _end(status, event, CANCELLED if cause == "cancelled" else INTERRUPTED, cause)
+    _end(status, event, State.CANCELLED if cause == "cancelled" else State.INTERRUPTED, cause)
 
 
-def _requeued(status: Status, event: Event) -> None:
-    status.state = QUEUED
+def _requeued(status: Status, event: Entry) -> None:
+    status.state = State.QUEUED
     status.job_id = event.get("job_id", status.job_id)
     status.queued = float(event["time"])
 
 
-def _excluded(status: Status, event: Event) -> None:
+def _excluded(status: Status, event: Entry) -> None:
     status.excluded_nodes = sorted({*status.excluded_nodes, str(event["node"])})
 
 
-def _requeue_failed(status: Status, event: Event) -> None:
-    status.state, status.error = INTERRUPTED, event.get("error")
+def _requeue_failed(status: Status, event: Entry) -> None:
+    status.state, status.error = State.INTERRUPTED, event.get("error")
 
 
-def _finished(status: Status, event: Event) -> None:
-    _end(status, event, FINISHED, "finished")
+def _finished(status: Status, event: Entry) -> None:
+    _end(status, event, State.FINISHED, "finished")
     status.result = event.get("result")
 
 
-def _failed(status: Status, event: Event) -> None:
-    _end(status, event, FAILED, str(event.get("cause", "crashed")))
+def _failed(status: Status, event: Entry) -> None:
+    _end(status, event, State.FAILED, str(event.get("cause", "crashed")))
     status.error = event.get("error")
 
 
-def _cancel_requested(status: Status, event: Event) -> None:
+def _cancel_requested(status: Status, event: Entry) -> None:
     status.cancel_requested = True
 
 
-def _cancelled(status: Status, event: Event) -> None:
+def _cancelled(status: Status, event: Entry) -> None:
     attempt = status.attempt
-    if status.state == RUNNING and attempt and attempt.ended is None:
+    if status.state == State.RUNNING and attempt and attempt.ended is None:
         attempt.ended, attempt.cause = float(event["time"]), "cancelled"
-    status.state = CANCELLED
+    status.state = State.CANCELLED
     status.stragglers = []
 
 
-_HANDLERS = {
-    "submitting": _submitting,
-    "submitted": _submitted,
-    "submit_failed": _submit_failed,
-    "started": _started,
-    "resumed": _resumed,
-    "checkpoint": _checkpoint,
-    "straggler": _straggler,
-    "straggler_over": _straggler_over,
-    "interrupted": _interrupted,
-    "requeued": _requeued,
-    "excluded": _excluded,
-    "requeue_failed": _requeue_failed,
-    "finished": _finished,
-    "failed": _failed,
-    "cancel_requested": _cancel_requested,
-    "cancelled": _cancelled,
+_HANDLERS: dict[str, Callable[[Status, Entry], None]] = {
+    Event.SUBMITTING: _submitting,
+    Event.SUBMITTED: _submitted,
+    Event.SUBMIT_FAILED: _submit_failed,
+    Event.STARTED: _started,
+    Event.RESUMED: _resumed,
+    Event.CHECKPOINT: _checkpoint,
+    Event.STRAGGLER: _straggler,
+    Event.STRAGGLER_OVER: _straggler_over,
+    Event.INTERRUPTED: _interrupted,
+    Event.REQUEUED: _requeued,
+    Event.EXCLUDED: _excluded,
+    Event.REQUEUE_FAILED: _requeue_failed,
+    Event.FINISHED: _finished,
+    Event.FAILED: _failed,
+    Event.CANCEL_REQUESTED: _cancel_requested,
+    Event.CANCELLED: _cancelled,
 }

@@ -8,16 +8,14 @@ import time
 
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
-from jobkit.run import status as states
-from jobkit.run.files import read_json
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 from jobkit.submission import job
 
 POLL_SECONDS = 0.2
 ASK_SCHEDULER_SECONDS = 10.0
 
-_OVER = (states.FINISHED, states.FAILED, states.CANCELLED)
+_OVER = (State.FINISHED, State.FAILED, State.CANCELLED)
 
 
 class Tail:
@@ -98,7 +96,7 @@ def _say_restarts(status: Status, told: int, display: Display) -> int:
     """Say why attempts ended that others followed, from number `told` on; returns how many there are."""
     followed = status.attempts[:-1]
     for attempt in followed[told:]:
-        why = (attempt.failure or {}).get("error") or attempt.cause
+        why = (attempt.failure and attempt.failure.error) or attempt.cause
         display.say(f"attempt {attempt.id} ended: {why}; it goes on from step {attempt.durable_step}")
     return max(told, len(followed))
 
@@ -108,26 +106,26 @@ def _refresh(run: RunDir, status: Status, display: Display, tail: Tail) -> None:
         return
     for line in tail.lines(status.attempt.id):
         display.say(line)
-    progress = read_json(run.progress_file)
-    if isinstance(progress, dict) and progress.get("attempt") == status.attempt.id:
+    progress = run.progress()
+    if progress is not None and progress.attempt == status.attempt.id:
         display.show(progress)
 
 
 def announce_end(run: RunDir, status: Status, display: Display) -> None:
     """How the run stands now, and what to type next."""
     steps = f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else "")
-    if status.state == states.FINISHED:
+    if status.state == State.FINISHED:
         at = f" at {steps}" if status.total_steps else ""  # without a loop there are no steps
         display.say(f"finished{at}: {status.result if status.result is not None else ''}".rstrip(": "))
         display.say(f"run directory: {run.path}")
-    elif status.state == states.FAILED:
+    elif status.state == State.FAILED:
         attempt = status.attempt
         display.say(f"failed at {steps}: {status.error}")
         if attempt:
             display.say(f"tracebacks: {run.logs(attempt.id)}/rank_*.err")
         display.say(_safe(status))
     else:
-        why = (status.attempt.failure or {}).get("error") if status.attempt else None
+        why = status.attempt.failure.error if status.attempt and status.attempt.failure else None
         display.say(f"{status.state} at {steps}{f': {why}' if why else ''}. {_safe(status)}")
 
 
@@ -142,4 +140,4 @@ def _safe(status: Status) -> str:
 
 def exit_code(status: Status) -> int:
     """0 finished, 1 failed, 75 anything that the same command continues."""
-    return {states.FINISHED: EXIT_FINISHED, states.FAILED: EXIT_FAILED}.get(status.state, EXIT_RESUMABLE)
+    return {State.FINISHED: EXIT_FINISHED, State.FAILED: EXIT_FAILED}.get(status.state, EXIT_RESUMABLE)

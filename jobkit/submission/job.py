@@ -14,10 +14,11 @@ from filelock import Timeout
 
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
-from jobkit.run import status as states
-from jobkit.run.files import read_json, write_json
+from jobkit.run import records
+from jobkit.run.events import Event
+from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 from jobkit.submission.plan import LaunchPlan
 
 
@@ -40,21 +41,21 @@ def is_alive(run: RunDir, status: Status) -> bool:
 def current_status(run: RunDir) -> Status:
     """The run's status; where its job is gone without a last word, the journal gets one first."""
     status = run.status()
-    if status.state not in (states.QUEUED, states.RUNNING) or status.submitting or is_alive(run, status):
+    if status.state not in (State.QUEUED, State.RUNNING) or status.submitting or is_alive(run, status):
         return status
     status = run.status()  # its last word may have come while the scheduler was asked
-    if status.state not in (states.QUEUED, states.RUNNING):
+    if status.state not in (State.QUEUED, State.RUNNING):
         return status
     job = slurm.show_job(status.job_id) if status.scheduler == "slurm" and status.job_id else None
     cause = (slurm.stop_cause(job) if job else None) or "lost"
-    attempt = status.attempt.id if status.attempt and status.state == states.RUNNING else None
+    attempt = status.attempt.id if status.attempt and status.state == State.RUNNING else None
     try:
         if cause == "cancelled" or status.cancel_requested:
-            run.record("cancelled", attempt=attempt)
+            run.record(Event.CANCELLED, attempt=attempt)
         elif attempt is not None:
-            run.record("interrupted", attempt=attempt, cause=cause)
+            run.record(Event.INTERRUPTED, attempt=attempt, cause=cause)
         else:
-            run.record("requeue_failed", error=f"job {status.job_id} left the queue without having run ({cause})")
+            run.record(Event.REQUEUE_FAILED, error=f"job {status.job_id} left the queue without having run ({cause})")
     except OSError as error:  # a full disk, or somebody else's run
         print(
             f"jobkit: {run.name}: its {status.state} job is gone ({cause}), which cannot be journalled: {error}",
@@ -73,9 +74,9 @@ class Started:
 
 def is_active(run: RunDir, status: Status) -> bool:
     """Whether more will happen to the run by itself: queued, running, or about to be requeued by its job."""
-    if status.state in (states.QUEUED, states.RUNNING):
+    if status.state in (State.QUEUED, State.RUNNING):
         return True
-    return status.state == states.INTERRUPTED and _still_ending(run, status)
+    return status.state == State.INTERRUPTED and _still_ending(run, status)
 
 
 def submit(plan: LaunchPlan, *, foreground: bool = False) -> Started:
@@ -111,12 +112,12 @@ def settle(run: RunDir) -> Status:
                 "Repeat this where Slurm answers, or start a new run with --fresh"
             ) from None
         if found:
-            run.record("submitted", job_id=found[0])
+            run.record(Event.SUBMITTED, job_id=found[0])
         else:
-            run.record("submit_failed", error="the submission was cut off")
+            run.record(Event.SUBMIT_FAILED, error="the submission was cut off")
         status = current_status(run)
     deadline = time.monotonic() + ENDING_SECONDS
-    while status.state in (states.INTERRUPTED, states.CANCELLED, states.FAILED) and _still_ending(run, status):
+    while status.state in (State.INTERRUPTED, State.CANCELLED, State.FAILED) and _still_ending(run, status):
         if time.monotonic() > deadline:
             raise JobkitError(
                 f"{run.name} is {status.state}, but its job {status.job_id} has not ended; try again later"
@@ -140,9 +141,9 @@ def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:
             status = settle(run)
         if not is_active(run, status):
             return status
-        run.record("cancel_requested")
-    if status.state == states.RUNNING and status.attempt:
-        write_json(run.notice_file(status.attempt.id), {"cause": "cancelled"})
+        run.record(Event.CANCEL_REQUESTED)
+    if status.state == State.RUNNING and status.attempt:
+        records.write(run.stop_request_file(status.attempt.id), StopRequest(cause="cancelled"))
     if status.scheduler == "slurm" and status.job_id:
         slurm.cancel(status.job_id)
     elif is_alive(run, status):
@@ -151,8 +152,8 @@ def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:
     while is_active(run, status) and time.monotonic() < deadline:
         time.sleep(0.2)
         status = current_status(run)
-    if status.state == states.INTERRUPTED:
-        run.record("cancelled")  # it had stopped already when the cancel came
+    if status.state == State.INTERRUPTED:
+        run.record(Event.CANCELLED)  # it had stopped already when the cancel came
     return run.status()
 
 
@@ -164,11 +165,11 @@ def preempt(run: RunDir, *, grace: bool = True, wait_seconds: float = 60.0) -> S
     """
     status = current_status(run)
     attempt = status.attempt
-    if status.state != states.RUNNING or attempt is None:
+    if status.state != State.RUNNING or attempt is None:
         raise JobkitError(f"{run.name} is {status.state}, not running: there is nothing to preempt")
-    write_json(run.notice_file(attempt.id), {"cause": "preempted", "grace": None if grace else 0})
+    records.write(run.stop_request_file(attempt.id), StopRequest(cause="preempted", grace=None if grace else 0.0))
     if status.scheduler == "slurm" and status.job_id:
-        slurm.signal_steps(status.job_id, "TERM" if grace else "KILL")  # a local controller looks for the notice
+        slurm.signal_steps(status.job_id, "TERM" if grace else "KILL")  # a local supervisor finds the request
     deadline = time.monotonic() + wait_seconds
     while time.monotonic() < deadline:
         status = current_status(run)
@@ -179,10 +180,9 @@ def preempt(run: RunDir, *, grace: bool = True, wait_seconds: float = 60.0) -> S
 
 
 def _signal_controller(run: RunDir) -> None:
-    lease = read_json(run.lease_file)
-    host = os.uname().nodename
-    if not isinstance(lease, dict) or lease.get("host") != host:
-        where = lease.get("host") if isinstance(lease, dict) else "another machine"
+    lease = run.lease()
+    if lease is None or lease.pid is None or lease.host != os.uname().nodename:
+        where = lease.host if lease is not None else "another machine"
         raise JobkitError(f"{run.name} runs on {where}; cancel it there")
     with contextlib.suppress(ProcessLookupError):
-        os.kill(int(lease["pid"]), signal.SIGTERM)
+        os.kill(lease.pid, signal.SIGTERM)

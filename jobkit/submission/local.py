@@ -23,10 +23,11 @@ from submitit.local import local as submitit_local
 
 from jobkit import slurm
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
-from jobkit.run import status as states
 from jobkit.run.config import Resources
+from jobkit.run.events import Event
 from jobkit.run.files import read_json, write_json
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
 from jobkit.submission.plan import LaunchPlan
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor.device_leases import LEASES, Leases, take
@@ -127,7 +128,7 @@ class Controller:
         self._wait_for_pickle(job_id)
         while True:
             if self.stop_signals:  # before there was a rank to tell
-                self.run_dir.record("interrupted", cause="user")
+                self.run_dir.record(Event.INTERRUPTED, cause="user")
                 break
             begun = attempts.begin(self.run_dir, job_id=job_id, scheduler="local")
             self.attempt, self.ending = begun.number, False
@@ -135,9 +136,9 @@ class Controller:
             decision = attempts.end(self.run_dir, begun.number, job_id, first=first, all_returned=self._all_returned)
             if decision.action == "stop" or self.stop_signals:
                 break
-            self.run_dir.record("requeued", job_id=job_id, cause=decision.reason)
+            self.run_dir.record(Event.REQUEUED, job_id=job_id, cause=decision.reason)
         state = self.run_dir.status().state
-        return {states.FINISHED: EXIT_FINISHED, states.FAILED: EXIT_FAILED}.get(state, EXIT_RESUMABLE)
+        return {State.FINISHED: EXIT_FINISHED, State.FAILED: EXIT_FAILED}.get(state, EXIT_RESUMABLE)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop_signals += 2 if number == signal.SIGINT else 1  # what follows from it happens in the loop, not here
@@ -189,7 +190,7 @@ class Controller:
 
     def _look_around(self, limit: TimeLimit, watch: Watch) -> None:
         """What Slurm would do here: obey `jobkit preempt`, keep the time limit, end what hangs."""
-        notice = read_json(self.run_dir.notice_file(self.attempt))
+        notice = read_json(self.run_dir.stop_request_file(self.attempt))
         if isinstance(notice, dict) and not self.ending:
             self.ending = True
             self._signal("KILL" if notice.get("grace") == 0 else "TERM")
@@ -259,9 +260,9 @@ class Controller:
         if self.ending:
             return
         self.ending = True
-        if read_json(self.run_dir.notice_file(self.attempt)) is None:
+        if read_json(self.run_dir.stop_request_file(self.attempt)) is None:
             with contextlib.suppress(OSError):  # a full disk must not keep the ranks from saving what they can
-                write_json(self.run_dir.notice_file(self.attempt), {"cause": cause})
+                write_json(self.run_dir.stop_request_file(self.attempt), {"cause": cause})
         self._signal("TERM")
 
     def _signal(self, name: str) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import InputError, SchedulerError
-from jobkit.run import status as states
 from jobkit.run.config import Loaded
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 from jobkit.submission import interrupts as stops
 from jobkit.submission import job
 from jobkit.submission.plan import LaunchPlan
@@ -46,7 +45,7 @@ def run_probe(loaded: Loaded, plan: LaunchPlan, source: Path, say: Callable[[str
             where=loaded.where,
         )
         status = _wait(outcome.run, asked, say)
-    if status.state == states.FINISHED:
+    if status.state == State.FINISHED:
         _remove(outcome.run, status)
     return outcome.run, status
 
@@ -73,7 +72,7 @@ def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
 
 
 def _progress(status: Status) -> str:
-    if status.state == states.QUEUED and status.scheduler == "slurm" and status.job_id:
+    if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:
         waiting = slurm.show_job(status.job_id)
         reason = f": {waiting.reason}" if waiting and waiting.state == "PENDING" else ""
         return f"waiting for job {status.job_id}{reason}; Ctrl-C cancels it"

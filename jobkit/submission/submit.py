@@ -14,11 +14,11 @@ from pathlib import Path
 from jobkit import slurm
 from jobkit.errors import InputError, JobkitError, SchedulerTimeout
 from jobkit.run import snapshot
-from jobkit.run import status as states
 from jobkit.run.config import Config
+from jobkit.run.events import Event
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir, next_version, versions
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 from jobkit.submission import job
 from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.task_check import check_command, check_task
@@ -93,7 +93,7 @@ def submit(
             with _removed_on_error(run):
                 return _start_or_refuse(run, plan, Status(), Request(source, task_file, foreground, command))
         status = job.settle(run)
-        if status.state in (states.FINISHED, states.QUEUED, states.RUNNING):
+        if status.state in (State.FINISHED, State.QUEUED, State.RUNNING):
             return Outcome(run, status, None, _code_changes(run, status, source, task_file))
         return _start_or_refuse(run, plan, status, Request(source, task_file, foreground, command))
 
@@ -134,7 +134,7 @@ def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> O
     code = snapshot.take(request.source, run.code, skip=run.path.parent, needed=request.task_file)
     run.write_config(plan.config)
     run.record(
-        "submitting",
+        Event.SUBMITTING,
         cluster=plan.cluster,
         scheduler=plan.scheduler,
         code=code,
@@ -147,9 +147,9 @@ def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> O
     except SchedulerTimeout:
         raise  # the job may be in the queue: the next submission looks for it
     except JobkitError as error:
-        run.record("submit_failed", error=str(error))
+        run.record(Event.SUBMIT_FAILED, error=str(error))
         raise
-    run.record("submitted", job_id=started.job_id)
+    run.record(Event.SUBMITTED, job_id=started.job_id)
     return Outcome(run, before, started, changed)
 
 

@@ -16,9 +16,10 @@ from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
 from jobkit.run import records, snapshot, status
-from jobkit.run.records import Lease, Progress, StopRequest
+from jobkit.run.events import Event
+from jobkit.run.records import Lease, StopRequest
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Attempt
+from jobkit.run.status import Attempt, State
 from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure, own_failure, srun_said
 from jobkit.supervisor.retry import Decision, decide
 
@@ -44,7 +45,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
     with run.begin_lock():  # a second job, of an sbatch that gave no answer, may start in the same second
         config = run.config()  # an attempt whose ranks could not read it does not begin
         before = run.status()
-        if before.state in (status.FINISHED, status.CANCELLED) or before.cancel_requested:
+        if before.state in (State.FINISHED, State.CANCELLED) or before.cancel_requested:
             raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
         if before.attempt and before.attempt.ended is None:
             _refuse_second_job(before, job_id, scheduler)
@@ -58,7 +59,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
         run.failed_starts.unlink(missing_ok=True)
         who = {"launcher": launcher} if launcher else {}
-        run.record("started", attempt=number, job_id=job_id, host=host, **who)
+        run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
     return Begun(number, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
 
 
@@ -77,19 +78,19 @@ def close_lost_attempt(run: RunDir, attempt: Attempt, job_id: str, scheduler: st
     cause = _cause_of_lost(run, attempt, job_id, scheduler)
     _record_end(run, attempt.id, cause)
     if scheduler == "slurm":
-        run.record("requeued", job_id=job_id, cause=cause.cause, by="slurm")
+        run.record(Event.REQUEUED, job_id=job_id, cause=cause.cause, by="slurm")
 
 
 def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> EndCause:
     first = first_failure(srun_said(run, attempt.id))
     if first is not None and first.node_lost:
         return diagnose(run, attempt.id, 1, first, None)
-    request = records.read(StopRequest, run.notice_file(attempt.id))
+    request = run.stop_request(attempt.id)
     if request is not None:
         return EndCause(request.cause)
     if scheduler == "slurm" and attempt.job_id == job_id:
         # Slurm itself has put the job back: for the dead node of the batch script, or to make room.
-        lease = records.read(Lease, run.lease_file)
+        lease = run.lease()
         if lease is not None and lease.node and _has_died(lease.node, attempt.started):
             return EndCause("node_failure", {"node": lease.node, "error": f"node {lease.node} died"})
         return EndCause("preempted")
@@ -128,19 +129,19 @@ def end(
         return Decision("stop", "another attempt owns the run")
     if attempt.ended is None:
         if all_returned and run.config().command and not _was_told_to_stop(run, number, job):
-            run.record("finished", attempt=number)  # a command without jobkit.init reports by its exit code alone
+            run.record(Event.FINISHED, attempt=number)  # a command without jobkit.init reports by its exit code alone
         else:
             cause = diagnose(run, number, run.config().resources.nodes, first, job)
             _record_end(run, number, _obeyed(cause, first, job) if run.config().command else cause)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
-        run.record("cancelled", attempt=number)  # a scancel during the last save: the job must not come back
+        run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
     now = run.status()
-    if now.state in (status.FINISHED, status.CANCELLED):
+    if now.state in (State.FINISHED, State.CANCELLED):
         return Decision("stop", now.state)
-    if now.state == status.QUEUED and now.job_id != job_id:
+    if now.state == State.QUEUED and now.job_id != job_id:
         return Decision("stop", f"job {now.job_id} continues it")
     if now.cancel_requested:
-        run.record("cancelled", attempt=number)
+        run.record(Event.CANCELLED, attempt=number)
         return Decision("stop", "cancelled")
     decision = decide(
         now.attempts,
@@ -149,22 +150,22 @@ def end(
         can_requeue=job is None or job.requeueable,
     )
     if decision.failed:
-        run.record("failed", attempt=number, cause=now.attempts[-1].cause, error=decision.reason)
+        run.record(Event.FAILED, attempt=number, cause=now.attempts[-1].cause, error=decision.reason)
     for node in decision.exclude:
-        run.record("excluded", node=node)
+        run.record(Event.EXCLUDED, node=node)
     return decision
 
 
 def request_stop(run: RunDir, attempt: int, request: StopRequest, *, replace: bool = False) -> None:
     """Write down why this attempt is being ended, unless somebody has; a full disk must not keep it from ending."""
-    if replace or records.read(StopRequest, run.notice_file(attempt)) is None:
+    if replace or run.stop_request(attempt) is None:
         with contextlib.suppress(OSError):
-            records.write(run.notice_file(attempt), request)
+            records.write(run.stop_request_file(attempt), request)
 
 
 def _was_told_to_stop(run: RunDir, attempt: int, job: slurm.JobInfo | None) -> bool:
     """Whether exit code 0 may mean: stopped as asked, and not: done."""
-    asked = records.read(StopRequest, run.notice_file(attempt)) is not None
+    asked = run.stop_request(attempt) is not None
     return asked or (job is not None and slurm.stop_cause(job) is not None)
 
 
@@ -178,12 +179,12 @@ def _obeyed(cause: EndCause, first: FirstFailure | None, job: slurm.JobInfo | No
 
 def _record_end(run: RunDir, attempt: int, cause: EndCause) -> None:
     """The ranks ended without writing to the journal: record what is known, and how far they had come."""
-    progress = records.read(Progress, run.progress_file)
+    progress = run.progress()
     seen = progress if progress is not None and progress.attempt == attempt else None
     # The progress report may be older than the failure.
     steps = [step for step in (seen.step if seen else None, cause.failure.get("step")) if step is not None]
     run.record(
-        "interrupted",
+        Event.INTERRUPTED,
         attempt=attempt,
         cause=cause.cause,
         failure=cause.failure,

@@ -19,8 +19,9 @@ from typing import TypeVar
 
 from jobkit import slurm
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
-from jobkit.run import status
+from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
 from jobkit.submission.plan import BLIND_RESTARTS, EXIT_DECIDED
 from jobkit.supervisor.attempt import Begun, NotRunnable, ask, begin, end
 from jobkit.supervisor.diagnosis import FirstFailure, dead_node_of, first_failure, srun_said
@@ -89,9 +90,9 @@ def end_on_slurm(run: RunDir, number: int, returncode: int | None, job_id: str) 
     if decision.action == "stop":
         state = run.status().state
         _say(run, f"{decision.reason}: not started again")
-        if state == status.INTERRUPTED:
+        if state == State.INTERRUPTED:
             return EXIT_RESUMABLE
-        return EXIT_FAILED if state == status.FAILED else EXIT_FINISHED
+        return EXIT_FAILED if state == State.FAILED else EXIT_FINISHED
     return _start_again(run, decision, job_id)
 
 
@@ -121,7 +122,7 @@ def _start_again(run: RunDir, decision: Decision, job_id: str) -> int:
     """Requeue the job, or where Slurm refuses let a new one follow it."""
     refused = decision.action == "resubmit"
     # Journalled first: from the moment Slurm agrees, this script may be killed at any line.
-    _try_record(run, "requeued", job_id=job_id, cause=decision.reason)
+    _try_record(run, Event.REQUEUED, job_id=job_id, cause=decision.reason)
     problem = None
     for pause in (0, 2, 10, 30, 60, 60):  # a controller that restarts is away for a minute or two
         time.sleep(pause)
@@ -133,7 +134,7 @@ def _start_again(run: RunDir, decision: Decision, job_id: str) -> int:
                     _resubmit(run, job_id)
                     return EXIT_FINISHED
                 if cancelled or not slurm.requeue(job_id):
-                    _try_record(run, "cancelled")
+                    _try_record(run, Event.CANCELLED)
                     _say(run, "cancelled: not started again")
                     return EXIT_FINISHED
             _exclude(run, job_id, job)
@@ -144,17 +145,17 @@ def _start_again(run: RunDir, decision: Decision, job_id: str) -> int:
         except (SchedulerError, OSError) as error:
             problem = str(error)
             _say(run, problem)
-    _try_record(run, "requeue_failed", job_id=job_id, error=problem)
+    _try_record(run, Event.REQUEUE_FAILED, job_id=job_id, error=problem)
     _say(run, "not started again; the same command continues it")
     return EXIT_RESUMABLE
 
 
-def _try_record(run: RunDir, event: str, **fields: object) -> None:
+def _try_record(run: RunDir, event: Event, **fields: object) -> None:
     """Journal an event, unless the run directory is away just now: what is being recorded matters more."""
     try:
         run.record(event, **fields)
     except OSError as error:
-        _say(run, f"the journal does not take {event!r}: {error}")
+        _say(run, f"the journal does not take {event.value!r}: {error}")
 
 
 def _exclude(run: RunDir, job_id: str, job: slurm.JobInfo | None) -> None:
@@ -174,7 +175,7 @@ def _resubmit(run: RunDir, job_id: str) -> None:
     # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
     others = [one for one in slurm.jobs_named(run.name) if one != job_id]
     successor = others[0] if others else resubmit(run, job_id, run.status().excluded_nodes)
-    _try_record(run, "requeued", job_id=successor, cause="resubmitted", predecessor=job_id)
+    _try_record(run, Event.REQUEUED, job_id=successor, cause="resubmitted", predecessor=job_id)
     _say(run, f"job {successor} continues it")
 
 

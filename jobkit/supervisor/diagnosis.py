@@ -10,8 +10,7 @@ from typing import Any
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
-from jobkit.run import records
-from jobkit.run.records import FailureReport, Progress, StopRequest
+from jobkit.run.records import FailureReport
 from jobkit.run.rundir import RunDir
 
 
@@ -45,17 +44,17 @@ def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, 
     if first is not None and first.node_lost:  # whatever else happened followed from it
         return EndCause("node_failure", {"node": first.node, "error": f"node {first.node} died"})
     known: dict[str, Any] = {}
-    progress = records.read(Progress, run.progress_file)
+    progress = run.progress()
     if progress is not None and progress.attempt == attempt:
         known["peak_bytes"] = progress.peak_bytes
-    request = records.read(StopRequest, run.notice_file(attempt))
+    request = run.stop_request(attempt)
     if request is not None:
         return EndCause(request.cause, known | ({"error": request.error} if request.error else {}))
     if job is not None and (cause := slurm.stop_cause(job)):
         return EndCause(cause, known | ({"error": "the batch script was killed"} if cause == "killed" else {}))
     if first is not None and first.signal is not None:
         return _killed(first, known)
-    reports = _reports(run, attempt)
+    reports = run.failure_reports(attempt)
     report = _first_of(reports)
     if report is None and first is not None and first.code == EXIT_RESUMABLE:
         return EndCause("disk", known | {"error": f"rank {first.rank} could not write to the run directory's disk"})
@@ -67,14 +66,14 @@ def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, 
 
 def own_failure(run: RunDir, attempt: int) -> EndCause | None:
     """What a rank reported of a failure of its own; None where no rank did, or all only missed another one."""
-    reports = _reports(run, attempt)
+    reports = run.failure_reports(attempt)
     report = _first_of(reports)
     return None if report is None or _is_secondary(report) else _reported(report, reports, 1, {})
 
 
 def first_report(run: RunDir, attempt: int) -> FailureReport | None:
     """What the rank that failed first wrote down; a rank that only missed another one counts where all did."""
-    return _first_of(_reports(run, attempt))
+    return _first_of(run.failure_reports(attempt))
 
 
 def _silent(first: FirstFailure | None, known: dict[str, Any]) -> EndCause:
@@ -112,12 +111,6 @@ def _reported(report: FailureReport, reports: Sequence[FailureReport], nodes: in
 
 
 # Reports of ranks
-
-
-def _reports(run: RunDir, attempt: int) -> list[FailureReport]:
-    """What the ranks of an attempt wrote down when they failed, the earliest first."""
-    written = [records.read(FailureReport, file) for file in run.logs(attempt).glob("error_*.json")]
-    return sorted((one for one in written if one is not None), key=lambda one: one.time)
 
 
 # What ranks say when another one is gone (gloo, NCCL, TCPStore): true, but not the cause. Not by time alone, since the

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jobkit.run.config import UNLIMITED, RetryConfig
+from jobkit.run.records import Failure
 from jobkit.run.status import Attempt
 
 Action = Literal["requeue", "resubmit", "stop"]
@@ -75,9 +76,9 @@ def _hopeless(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
     """Why one more attempt would end like the last ones, in words; None where there is hope."""
     last = attempts[-1]
     kind = BUDGETS[last.cause or "lost"]
-    failure = last.failure or {}
-    what = f"{failure['error']}" if failure.get("error") else f"{last.cause}"
-    if failure.get("everywhere") and not any(_has_trained(attempt) for attempt in attempts):
+    failure = last.failure or Failure()
+    what = failure.error or str(last.cause)
+    if failure.everywhere and not any(_has_trained(attempt) for attempt in attempts):
         return f"{what} (before the first step, on every node: not retried)"
     advice = f": {_ADVICE[str(last.cause)]}" if last.cause in _ADVICE else ""
     budget = getattr(retry, kind)
@@ -87,16 +88,16 @@ def _hopeless(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
         fruitless = sum(BUDGETS.get(attempt.cause or "lost") == kind for attempt in _since_progress(attempts))
         if fruitless >= budget:
             return f"{what}; {fruitless} attempt(s) without progress (retry.{kind}: {budget}){advice}"
-    if kind == "crash" and retry.crash != UNLIMITED and failure.get("step") is not None:
-        same = sum((attempt.failure or {}).get("step") == failure["step"] for attempt in attempts)
+    if kind == "crash" and retry.crash != UNLIMITED and failure.step is not None:
+        same = sum(attempt.failure is not None and attempt.failure.step == failure.step for attempt in attempts)
         if same >= int(retry.crash):
-            return f"{what}; step {failure['step']} failed {same} times (retry.crash: {retry.crash}){advice}"
+            return f"{what}; step {failure.step} failed {same} times (retry.crash: {retry.crash}){advice}"
     return None
 
 
 def _has_trained(attempt: Attempt) -> bool:
     """Whether a step was behind it, its own or one of a checkpoint: it may have died before it could report any."""
-    reached = attempt.last_step, attempt.first_step, (attempt.failure or {}).get("step")
+    reached = attempt.last_step, attempt.first_step, attempt.failure.step if attempt.failure else None
     return any(step is not None and step > 0 for step in reached)
 
 
@@ -112,7 +113,7 @@ def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
 
 
 def _bad_nodes(attempts: Sequence[Attempt], limit: int, excluded: Sequence[str]) -> tuple[str, ...]:
-    failures = [attempt.failure or {} for attempt in attempts if attempt.cause in BLAMES_NODE]
+    failures = [attempt.failure for attempt in attempts if attempt.failure and attempt.cause in BLAMES_NODE]
     # The same error on all nodes is no node's fault.
-    blamed = Counter(str(one["node"]) for one in failures if one.get("node") and not one.get("everywhere"))
+    blamed = Counter(one.node for one in failures if one.node and not one.everywhere)
     return tuple(node for node, count in sorted(blamed.items()) if count >= limit and node not in excluded)

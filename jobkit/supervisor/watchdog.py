@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from jobkit.run import records
 from jobkit.run.duration import format_seconds, parse_seconds
 from jobkit.run.records import Progress, StopRequest
 from jobkit.run.rundir import RunDir
@@ -86,7 +85,7 @@ class Watch:
             return None
         now, looked = time.monotonic(), self._looked
         self._looked = now
-        report = records.read(Progress, self.run.progress_file)
+        report = self.run.progress()
         if report is None or report.attempt != self.attempt:
             if self.may_be_silent:
                 return None

@@ -50,7 +50,7 @@ class CauseFinder:
             self.notices.deadline = time.monotonic() + job.remaining - self.margin
 
     def _notice(self) -> str | None:
-        notice = read_json(self.run.notice_file(self.attempt))
+        notice = read_json(self.run.stop_request_file(self.attempt))
         return str(notice["cause"]) if isinstance(notice, dict) and notice.get("cause") else None
 
     def find(self) -> str | None:

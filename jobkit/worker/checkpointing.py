@@ -12,6 +12,7 @@ from typing import Any
 from jobkit.checkpoint.writer import PendingSave, Saved
 from jobkit.run.disk import disk_errno, is_disk_error
 from jobkit.run.duration import parse_seconds
+from jobkit.run.events import Event
 from jobkit.worker.interval import AutoInterval, mean_time_between_failures
 from jobkit.worker.session import Session
 
@@ -88,14 +89,16 @@ class Checkpoints:
         session.pulse.beat()
         if saved.error is None:
             self.durable_step = saved.step
-            session.record("checkpoint", step=saved.step, seconds=round(saved.seconds, 4), stall=round(saved.stall, 4))
+            session.record(
+                Event.CHECKPOINT, step=saved.step, seconds=round(saved.seconds, 4), stall=round(saved.stall, 4)
+            )
             if session.metrics is not None:
                 session.metrics.scalars(saved.step, {"perf/checkpoint_seconds": saved.seconds})
             if self._auto is not None and session.is_main:
                 self._auto.observe(saved.stall, saved.seconds)
                 self._tell_interval(self._auto)
         elif session.is_main:
-            session.record("checkpoint_failed", step=saved.step, error=str(saved.error))
+            session.record(Event.CHECKPOINT_FAILED, step=saved.step, error=str(saved.error))
             print(f"jobkit: {saved.error}; training goes on, step {self.durable_step or 0} is safe", flush=True)
 
     def _tell_interval(self, auto: AutoInterval) -> None:
@@ -104,7 +107,7 @@ class Checkpoints:
             self._told_interval = auto.seconds
             print(f"jobkit: {auto.explain()}", flush=True)
             cost = {"cost": auto.cost, "mtbf": round(auto.mtbf)}
-            self._session.record("checkpoint_interval", seconds=round(auto.seconds, 2), **cost)
+            self._session.record(Event.CHECKPOINT_INTERVAL, seconds=round(auto.seconds, 2), **cost)
 
 
 def retry_on_full_disk(session: Session, action: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.errors import EXIT_RESUMABLE, CheckpointError, JobkitError
+from jobkit.run.events import Event
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.evaluate import Metrics, PerSample, means
 from jobkit.train.parallel import unwrapped
@@ -69,7 +70,7 @@ class Context(Engine):
         self._evaluations = Evaluations(session, self._parallel, self._loaded.step if self._loaded else None)
         self.saver = Checkpoints(session, self._loaded.step if self._loaded else None)
         for step, reason in session.checkpointer.set_aside:
-            session.record("set_aside", step=step, reason=reason)
+            session.record(Event.SET_ASIDE, step=step, reason=reason)
             if session.is_main:
                 print(f"jobkit: the checkpoint of step {step} is damaged and was set aside: {reason}", flush=True)
         seed_generators(derive_seed(self.seed, "init"))  # equal on all ranks: equal initial weights
@@ -187,9 +188,9 @@ class Context(Engine):
                     f"{self._loaded.path.name} has {', '.join(missing)}, which the code no longer tracks; "
                     "call ctx.track with it before ctx.steps, or submit with --fresh"
                 )
-            self._session.record("resumed", step=self.step, total_steps=total, checkpoint=self._loaded.path.name)
+            self._session.record(Event.RESUMED, step=self.step, total_steps=total, checkpoint=self._loaded.path.name)
         else:
-            self._session.record("resumed", step=0, total_steps=total, checkpoint=None)
+            self._session.record(Event.RESUMED, step=0, total_steps=total, checkpoint=None)
         self._continue_local_state()
         self._loaded = None  # its tensors are in the model by now
         self._report_progress()
@@ -249,7 +250,7 @@ class Context(Engine):
         if self.saver.durable_step != self.step and self._total is not None:
             self._save(wait=True, must=False)
         self._evaluations.keep(self.saver.durable_step)
-        self._session.record("interrupted", cause=cause, step=self.saver.durable_step or 0, reached=self.step)
+        self._session.record(Event.INTERRUPTED, cause=cause, step=self.saver.durable_step or 0, reached=self.step)
         raise Stopped(cause, self.step)
 
     def _save(self, **options: Any) -> None:
@@ -418,7 +419,7 @@ class Context(Engine):
 
     def _record_finished(self, result: Any) -> None:
         self._session.pulse.stopping = True  # nothing is left that a time limit could interrupt
-        self._session.record("finished", step=self.step, result=result)
+        self._session.record(Event.FINISHED, step=self.step, result=result)
         retry_on_full_disk(self._session, self._session.write_journal)
 
     def _export(self) -> None:

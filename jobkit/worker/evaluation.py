@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from jobkit.run.events import Event
 from jobkit.run.files import write_atomic
 from jobkit.train.batches import DynamicBatches, LockstepBatches
 from jobkit.train.evaluate import Collate, Metrics, PerSample, compute, independent_forwards
@@ -121,7 +122,7 @@ class Evaluations:
             kept = self._kept[len(self._of_step)]
             if (kept.length, kept.batch_size) == (scores.length, scores.batch_size):
                 scores.update(kept)
-                self._session.record("evaluation_resumed", step=step, done=kept.done, total=kept.length)
+                self._session.record(Event.EVALUATION_RESUMED, step=step, done=kept.done, total=kept.length)
         self._of_step.append(scores)
         return scores
 
@@ -141,7 +142,7 @@ class Evaluations:
             except OSError as error:
                 print(f"jobkit: {error}; what is done of the evaluation will be repeated", flush=True)
         now = self._of_step[-1]
-        session.record("evaluation_interrupted", step=self._step, done=now.done, total=now.length, kept=kept)
+        session.record(Event.EVALUATION_INTERRUPTED, step=self._step, done=now.done, total=now.length, kept=kept)
 
     def _load(self) -> list[SampleScores]:
         """What was kept for an attempt like this one; what was kept for another is no longer needed."""

@@ -21,10 +21,11 @@ from jobkit.display import Display
 from jobkit.errors import InputError, JobkitError
 from jobkit.run import layout
 from jobkit.run.config import Config, load
+from jobkit.run.events import Event
 from jobkit.run.files import read_json, write_json
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir, default_runs_dir
-from jobkit.run.status import FINISHED, Status
+from jobkit.run.status import State, Status
 from jobkit.worker.context import Context, Stopped
 from jobkit.worker.failure import show_stacks_when_asked, write_report
 from jobkit.worker.launcher import Topology, find_topology
@@ -168,7 +169,7 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int:
     except Timeout:
         raise JobkitError(f"{run.name} is being run by another process already") from None
     before = run.status()
-    if before.state == FINISHED:
+    if before.state == State.FINISHED:
         print(f"already finished, at step {before.step}: {run.path}; other params or another name make a new run")
         return 0
     close_lost_attempt(run, before)
@@ -176,8 +177,8 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int:
     attempt = len(before.attempts) + 1
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     write_json(run.lease_file, {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
-    run.record("submitting", cluster="local", scheduler="local")
-    run.record("started", attempt=attempt, job_id=str(os.getpid()), host=socket.gethostname(), launcher=launcher)
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    run.record(Event.STARTED, attempt=attempt, job_id=str(os.getpid()), host=socket.gethostname(), launcher=launcher)
     return attempt
 
 
@@ -186,7 +187,9 @@ def close_lost_attempt(run: RunDir, before: Status) -> None:
     if before.attempt is not None and before.attempt.ended is None:
         report = _first_report(run, before.attempt.id)
         cause = "crashed" if report else "lost"
-        run.record("interrupted", attempt=before.attempt.id, cause=cause, failure=report, step=before.checkpoint or 0)
+        run.record(
+            Event.INTERRUPTED, attempt=before.attempt.id, cause=cause, failure=report, step=before.checkpoint or 0
+        )
 
 
 def _first_report(run: RunDir, attempt: int) -> dict[str, Any] | None:
@@ -282,6 +285,6 @@ def _record_end(context: Script, error: BaseException | None) -> None:
     if error is not None and not isinstance(error, KeyboardInterrupt):
         report = _first_report(session.run, session.attempt) or {"rank": 0, "error": repr(error)}
         who = f"rank {report['rank']}: " if session.topology.world_size > 1 else ""
-        session.record("failed", cause="crashed", error=f"{who}{report['error']}", failure=report)
+        session.record(Event.FAILED, cause="crashed", error=f"{who}{report['error']}", failure=report)
     else:
-        session.record("interrupted", cause="left", step=context.saver.durable_step or 0)
+        session.record(Event.INTERRUPTED, cause="left", step=context.saver.durable_step or 0)

@@ -22,9 +22,11 @@ from jobkit.checkpoint.store import Store as CheckpointStore
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.group import RankGroup
+from jobkit.run import records
 from jobkit.run.config import Config
 from jobkit.run.disk import Outage
-from jobkit.run.files import write_json
+from jobkit.run.events import Event
+from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.train.devices import check_precision, choose_device, group_backend, report
 from jobkit.worker.cause import CauseFinder
@@ -58,7 +60,7 @@ class Session:
     metrics: MetricLog | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     pulse: Heartbeat = field(default_factory=Heartbeat)
-    on_progress: Callable[[dict[str, Any]], None] | None = None
+    on_progress: Callable[[Progress], None] | None = None
     """Where a function runs without a follower outside, who draws its progress bar."""
     _unwritten: deque[dict[str, Any]] = field(default_factory=deque)
     _status_is_old: bool = False
@@ -74,7 +76,7 @@ class Session:
         """Whether this is rank 0."""
         return self.topology.rank == 0
 
-    def record(self, event: str, **fields: Any) -> None:
+    def record(self, event: Event, **fields: Any) -> None:
         """Journal an event of this attempt, once: on rank 0. What the disk does not take now is written later."""
         if self.is_main:
             entry = {"event": event, "time": round(time.time(), 3), "attempt": self.attempt, **fields}
@@ -141,15 +143,11 @@ class Session:
     def _report(self, latest: dict[str, float]) -> None:
         own = ("perf/", "final/", "train/lr")  # the user's values are what a progress bar has room for
         shown = {tag: value for tag, value in latest.items() if not tag.startswith(own)}
-        report = {
-            "attempt": self.attempt,
-            "time": time.time(),
-            **self.progress,
-            **self.pulse.report(),
-            "values": dict(list(shown.items())[:4]),
-        }
+        values = dict(list(shown.items())[:4])
+        known = {**self.progress, **self.pulse.report()}
+        report = Progress(attempt=self.attempt, time=time.time(), values=values, **known)
         with suppress(OSError):  # only a view, and the journal's own trouble has been said
-            write_json(self.run.progress_file, report, durable=False)
+            records.write(self.run.progress_file, report, durable=False)
         if self.on_progress is not None:
             self.on_progress(report)
         self.cause.replace_dead_script()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from jobkit.run.events import Event
 from jobkit.worker.own_time import ComputeTimer, marks_of
 from jobkit.worker.session import Session
 
@@ -93,11 +94,11 @@ class Stragglers:
             times = {"seconds": round(seconds[rank], 6), "median": round(median, 6)}
             told = f"jobkit: rank {rank} on {self._hosts[rank]}"
             if rank in self._judge.slow:
-                session.record("straggler", **who, **times, factor=round(seconds[rank] / median, 2))
+                session.record(Event.STRAGGLER, **who, **times, factor=round(seconds[rank] / median, 2))
                 needs = f"needs {seconds[rank]:.3g} s a step by itself, the median rank {median:.3g} s"
                 print(f"{told} holds the others up: it {needs}", flush=True)
             else:
-                session.record("straggler_over", **who, **times)
+                session.record(Event.STRAGGLER_OVER, **who, **times)
                 print(f"{told} no longer holds the others up", flush=True)
 
 

@@ -28,6 +28,7 @@ from jobkit.display import Display
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.files import write_json
 from jobkit.run.layout import Layout
+from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.train.batches import DynamicBatches, LockstepBatches
 from jobkit.train.data_parallel import data_parallel
@@ -493,7 +494,8 @@ def test_a_notice_in_a_step_that_would_be_repeated_waits_for_the_end(one_run: Ru
 
 def test_the_bar_says_how_far_an_evaluation_is(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display("toy")
-    display.show({"step": 3, "total_steps": 9, "values": {"loss": 0.5}, "evaluation": {"done": 120, "total": 500}})
+    evaluation = {"done": 120, "total": 500}
+    display.show(Progress(attempt=1, time=0.0, step=3, total_steps=9, values={"loss": 0.5}, evaluation=evaluation))
     assert capsys.readouterr().err.split() == ["step", "3/9", "evaluating", "120/500", "loss", "0.5"]
 
 

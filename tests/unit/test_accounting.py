@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jobkit.run.accounting import Account, Span, goodput, settle
+from jobkit.run.accounting import Account, Span, account, goodput
+from jobkit.run.records import Progress
 from jobkit.run.status import Status, derive
 
 PARTS = ("queue", "startup", "useful", "repeated", "checkpoints", "ending")
@@ -93,23 +94,23 @@ ACCOUNTS: list[tuple[str, Span, int, dict[str, float], tuple[int, int]]] = [
     ("one", "best", "expected", "steps"), [row[1:] for row in ACCOUNTS], ids=[row[0] for row in ACCOUNTS]
 )
 def test_the_account_of_an_attempt(one: Span, best: int, expected: dict[str, float], steps: tuple[int, int]) -> None:
-    account = settle(one, best)
-    assert parts(account) == expected
-    assert (account.steps, account.repeated_steps) == steps
+    found = account(one, best)
+    assert parts(found) == expected
+    assert (found.steps, found.repeated_steps) == steps
     if one.queued is not None and one.queued <= one.started:
-        assert total(account) == account.until - one.queued
+        assert total(found) == found.until - one.queued
 
 
 def test_goodput_is_the_useful_part_of_the_time_since_the_first_start() -> None:
-    first = settle(span(stalled=40.0), 0)
-    second = settle(span(queued=330.0, started=340.0, resumed=360.0, ended=510.0, first_step=100, last_step=150), 100)
+    first = account(span(stalled=40.0), 0)
+    second = account(span(queued=330.0, started=340.0, resumed=360.0, ended=510.0, first_step=100, last_step=150), 100)
     assert goodput([first], 110.0) == pytest.approx(160 / 220)
     assert goodput([first, second], 110.0) == pytest.approx((160 + 150) / 400)
 
 
 def test_there_is_no_goodput_before_there_is_time() -> None:
     assert goodput([], 100.0) is None
-    assert goodput([settle(span(ended=None, resumed=None, last_step=0), 0)], 110.0) is None
+    assert goodput([account(span(ended=None, resumed=None, last_step=0), 0)], 110.0) is None
 
 
 # A whole journal
@@ -145,7 +146,7 @@ def status(
 ) -> Status:
     """The status after the first `count` events of the journal and some more."""
     events = [{"time": float(at), "event": name, **fields} for at, name, fields in [*JOURNAL[:count], *more]]
-    return derive(events, progress)
+    return derive(events, Progress(**progress) if progress else None)
 
 
 def accounts(found: Status) -> list[Account]:

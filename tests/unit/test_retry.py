@@ -17,6 +17,7 @@ from slurm_cluster import Cluster, wait_until
 
 from jobkit.errors import InputError
 from jobkit.run.config import UNLIMITED, Config, Resources, RetryConfig
+from jobkit.run.records import Failure
 from jobkit.run.status import CAUSES, Attempt
 from jobkit.slurm import JobInfo, early_timeout_signal, explain, parse_job, stop_cause, stop_margin
 from jobkit.submission import options
@@ -55,7 +56,7 @@ def ended(
         last_step=last,
         durable_step=durable,
         submission=submission,
-        failure=failure or None,
+        failure=Failure(**failure) if failure else None,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from jobkit.run.files import read_json, write_atomic, write_json
 from jobkit.run.journal import Journal
+from jobkit.run.records import Progress
 from jobkit.run.status import Status, derive
 
 # A journal in short: (event, {field: value}); times are counted up.
@@ -48,7 +49,7 @@ RUNNING = [SUBMITTING, SUBMITTED, started(), resumed()]
 
 def of(short: list[Short], progress: dict[str, Any] | None = None) -> Status:
     events = [{"time": float(second), "event": name, **fields} for second, (name, fields) in enumerate(short)]
-    return derive(events, progress)
+    return derive(events, Progress(**({"time": 0.0} | progress)) if progress else None)
 
 
 STATES: list[tuple[str, list[Short], dict[str, Any]]] = [

@@ -276,4 +276,4 @@ def test_hung_ranks_write_their_stacks_and_are_killed(run: RunDir, tmp_path: Pat
     rank.stdout.close()
     assert [name for name, _ in sent] == ["USR1", "CONT", "KILL"]
     assert "most recent call first" in (tmp_path / "rank.err").read_text()
-    assert records.read(StopRequest, run.notice_file(1)) == StopRequest(cause="hang", error="no sign of life")
+    assert records.read(StopRequest, run.stop_request_file(1)) == StopRequest(cause="hang", error="no sign of life")

@@ -1,0 +1,41 @@
+"""The events of a run's journal, by name: whoever writes one and whoever reads it takes the name from here."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Event(str, Enum):
+    """What may happen to a run. The fields of each are read in run/status.py; others are for people."""
+
+    SUBMITTING = "submitting"
+    """A submission began; what follows says how it went."""
+    SUBMITTED = "submitted"
+    SUBMIT_FAILED = "submit_failed"
+    STARTED = "started"
+    """An attempt began: it holds the lease."""
+    RESUMED = "resumed"
+    """Its loop began, from a checkpoint or from step 0."""
+    CHECKPOINT = "checkpoint"
+    """One is durable."""
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    CHECKPOINT_INTERVAL = "checkpoint_interval"
+    """`checkpoint.every: auto` changed how often there is one."""
+    SET_ASIDE = "set_aside"
+    """A checkpoint that does not verify."""
+    EVALUATION_INTERRUPTED = "evaluation_interrupted"
+    EVALUATION_RESUMED = "evaluation_resumed"
+    STRAGGLER = "straggler"
+    STRAGGLER_OVER = "straggler_over"
+    INTERRUPTED = "interrupted"
+    """An attempt ended before the run did; `cause` is one of run.status.CAUSES."""
+    REQUEUED = "requeued"
+    REQUEUE_FAILED = "requeue_failed"
+    EXCLUDED = "excluded"
+    """A node that the run will not use again."""
+    CANCEL_REQUESTED = "cancel_requested"
+    CANCELLED = "cancelled"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+    __str__ = str.__str__
