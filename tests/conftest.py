@@ -11,6 +11,28 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster, MissingPackages, wait_until
 
+from jobkit.supervisor.fork_client import TASK_MODULES, WARM_SERVER, ForkClient
+
+WARM = pytest.StashKey[ForkClient]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One process imports torch for all local runs of a session, whichever of its workers starts them."""
+    if hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    path = f"{tempfile.mkdtemp(prefix='jobkit-warm-')}/socket"
+    # One thread a rank, as in each test's project: what a library reads at its import cannot be changed afterwards.
+    config.stash[WARM] = ForkClient.start({**os.environ, "OMP_NUM_THREADS": "1"}, TASK_MODULES)
+    config.stash[WARM].listen(path)
+    os.environ[WARM_SERVER] = path
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End it with the session."""
+    if client := config.stash.get(WARM, None):
+        client.close()
+        shutil.rmtree(Path(os.environ.pop(WARM_SERVER)).parent)
+
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:

@@ -46,7 +46,7 @@ def test_every_option_and_verb_in_the_readme_exists(tmp_path: Path) -> None:
     project = Project(tmp_path)
     known = project.jobkit("submit", "--help").stdout + "--wrap --partition --nodes --exclusive --res --logdir"
     known += "".join(project.jobkit(verb, "--help").stdout for verb in VERBS if verb != "submit")
-    chaos = [sys.executable, str(ROOT / "tools/chaos.py"), "--help"]
+    chaos = [sys.executable, str(ROOT / "tests/soak/chaos.py"), "--help"]
     known += subprocess.run(chaos, capture_output=True, text=True, check=True).stdout
     for option in set(re.findall(r"--[a-z][a-z-]+", README)):
         assert option in known, option

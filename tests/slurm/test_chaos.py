@@ -1,11 +1,12 @@
-"""A few of tools/chaos.py's plans, by fixed seeds; `tools/chaos.py --soak` goes through many more."""
+"""A few of tests/soak/chaos.py's plans, by fixed seeds; `tests/soak/chaos.py --soak` goes through many more."""
 
 from __future__ import annotations
 
 import pytest
-from chaos import Chaos, Trial, choose, main, table
-from chaos_kinds import KINDS, SAVING, STEPS, TOGETHER, Event
-from chaos_run import EVERY, Row, draw
+from chaos import Chaos, Trial, main, table
+from chaos_actions import ACTIONS
+from chaos_plan import EVERY, KINDS, SAVING, STEPS, TOGETHER, Event, choose, draw
+from chaos_run import Row
 from slurm_cluster import Cluster
 
 EVENTS = 3
@@ -74,3 +75,7 @@ def test_the_table_says_what_each_interruption_cost() -> None:
     lines = table([good, bad]).splitlines()
     assert "| oom | 3 | 1.0 | 1 / 4 / 9 | 7 | 2 of 3 | 2 of 3 |" in lines
     assert "| preempt | 1 | 1.0 | 0 / 0 / 0 | 7 | always | always |" in lines
+
+
+def test_every_kind_of_interruption_can_be_carried_out() -> None:
+    assert ACTIONS.keys() == KINDS.keys()

@@ -1,4 +1,4 @@
-"""What tools/sixty_four.py relies on; the run itself takes minutes and is not part of the tests."""
+"""What tests/soak/sixty_four.py relies on; the run itself takes minutes and is not part of the tests."""
 
 from __future__ import annotations
 

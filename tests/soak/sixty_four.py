@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The small imagenet64 on 64 ranks: 8 nodes x 8 tasks of a real Slurm on this machine, preempted once.
 
-    tools/sixty_four.py                       # ten minutes or so on two cores, with 20 GiB of memory
-    tools/sixty_four.py --nodes 2 --tasks 2   # the same in small
+    tests/soak/sixty_four.py                       # ten minutes or so on two cores, with 20 GiB of memory
+    tests/soak/sixty_four.py --nodes 2 --tasks 2   # the same in small
 
 Submits experiments/imagenet64.yaml, lets it train some steps, takes its nodes away by a job of higher priority, waits
 until it has continued and finished, and checks that every attempt had all ranks, that no step was repeated and that
@@ -25,17 +25,16 @@ from pathlib import Path
 
 if (
     importlib.util.find_spec("jobkit") is None
-    and (python := Path(__file__).resolve().parents[1] / ".venv/bin/python").exists()
+    and (python := Path(__file__).resolve().parents[2] / ".venv/bin/python").exists()
 ):
     os.execv(python, [str(python), *sys.argv])
-
-from slurm_cluster import Cluster, MissingPackages
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from harness.project import logged_steps, status, step, wait_for
+from slurm_cluster import Cluster, MissingPackages
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 TINY = [
     *("params.unet.width=8", "params.unet.multipliers=[1]", "params.unet.attention=[]", "params.unet.head=8"),

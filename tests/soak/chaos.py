@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Interrupts a small training in every way that a cluster has, and says whether it came through.
 
-    tools/chaos.py --seed 1 --events 20            # on a Slurm of its own, or where there is none on this machine
-    tools/chaos.py --only kill_rank,preempt        # some interruptions, or some moments, only
-    tools/chaos.py --soak                          # five seeds of 20 events on Slurm and here; a table for the README
+    tests/soak/chaos.py --seed 1 --events 20       # on a Slurm of its own, or where there is none on this machine
+    tests/soak/chaos.py --only kill_rank,preempt   # some interruptions, or some moments, only
+    tests/soak/chaos.py --soak                     # five seeds of 20 events on Slurm and here; a table for the README
 
 A run has come through when it finished by itself, its weights are bit for bit those of the uninterrupted run, each step
 is once in TensorBoard, no more steps were repeated than had to be, and nothing of it was left behind.
@@ -28,12 +28,15 @@ from typing import Any
 
 if (
     importlib.util.find_spec("jobkit") is None
-    and (python := Path(__file__).resolve().parents[1] / ".venv/bin/python").exists()
+    and (python := Path(__file__).resolve().parents[2] / ".venv/bin/python").exists()
 ):
     os.execv(python, [str(python), *sys.argv])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from chaos_kinds import KINDS, MOMENTS, STEPS, Event
-from chaos_run import Live, Row, Stuck, draw, reference_weights
+from chaos_actions import ACTIONS
+from chaos_plan import KINDS, MOMENTS, STEPS, Event, choose, draw
+from chaos_run import Live, Row, Stuck, reference_weights
 from slurm_cluster import Cluster, MissingPackages
 
 SOAK_SEEDS = range(1, 6)
@@ -89,7 +92,7 @@ class Chaos:
         trial.rows = live.rows
         self.say(f"{trial.place}, seed {seed}: {len(plan)} interruptions of {live.project.path}")
         try:
-            live.go(list(plan), self.say)
+            live.go(list(plan), ACTIONS, self.say)
         except Stuck as stuck:
             trial.stuck = True
             trial.problems.append(str(stuck))
@@ -145,20 +148,8 @@ def slurm_of_our_own() -> Iterator[Cluster]:
         yield cluster
 
 
-def choose(only: str, place: str, own_cluster: bool = True) -> tuple[list[str], list[str]]:
-    """The kinds and the moments that --only leaves, of those that there are in a place; ValueError for another name."""
-    names = [name for name in only.split(",") if name]
-    if unknown := [name for name in names if name not in KINDS and name not in MOMENTS]:
-        raise ValueError(f"--only {unknown[0]}: known are {', '.join([*KINDS, *MOMENTS])}")
-    there = [
-        name for name, kind in KINDS.items() if kind.place in ("", place) and (own_cluster or not kind.own_cluster)
-    ]
-    kinds = [name for name in there if name in names] or [name for name in there if KINDS[name].weight]
-    return kinds, [moment for moment in MOMENTS if moment in names] or list(MOMENTS)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    listed = "\n".join(f"  {name:16} {kind.fire.__doc__}" for name, kind in KINDS.items())
+    listed = "\n".join(f"  {name:16} {kind.text}" for name, kind in KINDS.items())
     moments = "\n".join(f"  {name:16} {text}" for name, text in MOMENTS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,

@@ -1,52 +1,42 @@
-"""One run that tools/chaos.py interrupts: submits it, watches it, finds its processes and judges how it went."""
+"""One run that chaos.py interrupts: submits it, watches it, finds its processes and judges how it went."""
 
 from __future__ import annotations
 
 import json
-import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_kinds import KINDS, RECOVERY, SAVING, STEPS, TOGETHER, Event, command_line, is_rank
+from chaos_plan import EVERY, KINDS, RANKS, RECOVERY, SAVING, STEPS, TOGETHER, Event
+from harness.processes import processes_of, ranks_of
+from harness.project import Project, describe, events, logged_steps, queue, status, weights
 from slurm_cluster import Cluster, ClusterError, Process, process_table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from harness.project import Project, describe, events, logged_steps, queue, status, weights
-
-EVERY = 10
-"""Steps between two checkpoints."""
-RANKS = 4
 PATIENCE = 240.0
 """Seconds that a run may take to react to anything."""
 
-TASK = '''\
-"""Everything that must survive: dropout, shuffling, augmentation, AdamW, a scheduler; and it misbehaves to order."""
+ORDERS = '''\
+"""Lets a rank of the toy task misbehave to order, and says when each step was done."""
 import json
 import time
 
-import torch
-from torch import nn
+
+def at_step(ctx, step):
+    control = ctx.run_dir.parent / ".control"
+    if (control / "order.json").exists():
+        obey(ctx, json.loads((control / "order.json").read_text()))
+    with open(ctx.run_dir / f"trained_{ctx.rank}.txt", "a") as file:
+        file.write(f"{ctx.attempt} {step} {time.time():.3f}\\n")
+    if not (control / "hurry").exists():
+        time.sleep(0.1)
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(8, generator=generator) + 0.1 * torch.randn(8)
-
-
-def obey(ctx, file):
-    if not file.exists():
-        return
-    order = json.loads(file.read_text())
+def obey(ctx, order):
     if (order["attempt"], order["rank"]) != (ctx.attempt, ctx.rank):
         return
     if order["what"] == "raise":
@@ -56,28 +46,6 @@ def obey(ctx, file):
     while order["what"] == "sleep":
         time.sleep(1)
     bytearray(1 << 60)
-
-
-def train(ctx):
-    model = ctx.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Linear(32, 8)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=ctx.params.steps)
-    loader = ctx.loader(Numbers(), global_batch_size=12, num_workers=ctx.params.workers)
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
-    control = ctx.run_dir.parent / ".control"
-    for step in ctx.steps(ctx.params.steps):
-        obey(ctx, control / "order.json")
-        loss = (model(next(loader)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        ctx.log({"train/loss": loss})
-        with open(ctx.run_dir / f"trained_{ctx.rank}.txt", "a") as file:
-            file.write(f"{ctx.attempt} {step} {time.time():.3f}\\n")
-        if not (control / "hurry").exists():
-            time.sleep(0.1)
-    return {"final_loss": loss.item()}
 '''
 
 YAML = """\
@@ -89,6 +57,9 @@ checkpoint: {{every: {every}}}
 watchdog: 15s
 clusters: {{slurm: {{partition: low}}}}
 """
+
+
+Say = Callable[[str], None]
 
 
 class Stuck(Exception):
@@ -138,7 +109,7 @@ class Live:
         self.steps = steps
         limit = "0:01:00" if any(event.kind == "time_limit" for event in plan) else "0:30:00"
         workers = int(any(event.kind == "kill_worker" for event in plan))
-        (path / "mytask.py").write_text(TASK)
+        (path / "orders.py").write_text(ORDERS)
         (path / "toy.yaml").write_text(YAML.format(steps=steps, workers=workers, time=limit, every=EVERY))
         self.control = path / "runs/.control"  # not part of the code, which each submission takes a snapshot of
         self.control.mkdir(parents=True)
@@ -197,14 +168,7 @@ class Live:
             self._ranks = (attempt, {})
         deadline = time.monotonic() + 30
         while len(self._ranks[1]) < RANKS and self.attempt == attempt and time.monotonic() < deadline:
-            table = process_table()
-            for process in table.values():
-                parent = table.get(process.parent)
-                if is_rank(process) and not (parent and is_rank(parent)):  # else a worker of its data loader
-                    variables = dict(line.partition("=")[::2] for line in process.environment())
-                    if (variables.get("JOBKIT_RUN"), variables.get("JOBKIT_ATTEMPT")) == (str(self.run), str(attempt)):
-                        number = variables.get("SLURM_PROCID" if self.on_slurm else "JOBKIT_PROCID")
-                        self._ranks[1][int(number or 0)] = process
+            self._ranks[1].update(ranks_of(self.run, attempt))
         return self._ranks[1]
 
     def rank(self, number: int) -> Process:
@@ -308,8 +272,8 @@ class Live:
         attempt = self.attempt
         return sum(one[0] == attempt for one in self.trained()) if attempt else 0
 
-    def interrupt(self, event: Event) -> Row:
-        """Wait for the moment of an event and let it happen."""
+    def interrupt(self, event: Event, fire: Callable[[Live, Event], object]) -> Row:
+        """Wait for the moment of an event and let `fire` make it happen."""
         last = self.rows[-1].attempt if self.rows else 0
         name = f"attempt {last + 1}" if event.moment != TOGETHER else ""
         if event.moment != TOGETHER:
@@ -329,7 +293,7 @@ class Live:
         row = Row(event, last if event.moment == TOGETHER else self.attempt, time.time(), self.intact())
         self.rows.append(row)
         try:
-            KINDS[event.kind].fire(self, event)
+            fire(self, event)
         except (ClusterError, AssertionError, StopIteration, ValueError) as error:
             words = str(error).strip().splitlines()
             if event.moment != TOGETHER:  # else the one before was quicker
@@ -339,13 +303,16 @@ class Live:
     def saving(self) -> bool:
         return any(name.name.startswith(".staging_") for name in (self.run / "checkpoints").iterdir())
 
-    def go(self, plan: list[Event], say: Callable[[str], None]) -> None:
-        """Submit the run and bring it through all events to its end; raises Stuck."""
+    def go(self, plan: list[Event], actions: Mapping[str, Callable[[Live, Event], object]], say: Say) -> None:
+        """Submit the run and bring it through all events to its end; raises Stuck.
+
+        `actions` has for each kind of event what makes it happen.
+        """
         self.submit()
         self.wait("a run directory", lambda: self.project.runs)
         told = 0
         for event in plan:
-            self.interrupt(event)
+            self.interrupt(event, actions[event.kind])
             told = self.tell(told, say)
         last = self.rows[-1].attempt
         self.wait("training after the last event", lambda: self.attempt > last and self.done())
@@ -354,10 +321,10 @@ class Live:
         self.wait("the end", lambda: self.finished)
         self.wait("the end of chores", lambda: self.tend() or not self._chores)
 
-    def tell(self, told: int, say: Callable[[str], None]) -> int:
+    def tell(self, told: int, say: Say) -> int:
         """Print the rows from number `told` on after which the run has trained again; how many are printed now."""
         for row in self.rows[told:]:
-            self.settle(row)
+            self.measure(row)
             if row.resumed is None:
                 break
             say(str(row))
@@ -366,7 +333,7 @@ class Live:
 
     # How it went
 
-    def settle(self, row: Row) -> None:
+    def measure(self, row: Row) -> None:
         """Fill in what an interruption did, as far as it shows by now."""
         attempts = {one["id"]: one for one in status(self.run)["attempts"]}
         own = attempts.get(row.attempt, {})
@@ -404,18 +371,13 @@ class Live:
 
     def left_behind(self) -> list[str]:
         """Processes of this run that still live, and its jobs that are still queued."""
-        mine = f"JOBKIT_RUN={self.run}"
-        found = [
-            f"process {process.pid} ({process.name})"
-            for process in process_table().values()
-            if mine in process.environment() or f"jobkit.submission.local {self.run}" in command_line(process)
-        ]
+        found = [f"process {process.pid} ({process.name})" for process in processes_of(self.run)]
         return found + [f"job {job}" for job in (queue(self.cluster, self.project) if self.on_slurm else [])]
 
     def verdict(self, reference: bytes) -> list[str]:
         """What is wrong with how the whole run went; empty where all is well."""
         for row in self.rows:
-            self.settle(row)
+            self.measure(row)
             self.check(row)
         wrong = [f"event {row.event.number} ({row.event.kind}): {one}" for row in self.rows for one in row.problems]
         fired = {row.attempt for row in self.rows}
@@ -451,12 +413,8 @@ class Live:
             self.cluster.command("scancel", job)
         if self._foreground:
             self._foreground.kill()
-        for process in process_table().values():
-            if (
-                f"JOBKIT_RUN={self.run}" in process.environment()
-                or f"jobkit.submission.local {self.run}" in command_line(process)
-            ):
-                process.send(9)
+        for process in processes_of(self.run):
+            process.send(signal.SIGKILL)
         return words
 
 
@@ -466,33 +424,3 @@ def reference_weights(path: Path, steps: int) -> bytes:
     (live.control / "hurry").touch()
     live.project.submit("--local")
     return weights(live.run)
-
-
-def draw(seed: int, count: int, kinds: list[str], moments: list[str]) -> list[Event]:
-    """A plan: the same for the same arguments.
-
-    Crashes that leave the run where it was are limited by its budget: after two of them it gets time for a checkpoint.
-    """
-    dice = random.Random(seed)
-    plan: list[Event] = []
-    fruitless = 0
-    often = {STEPS: 14, SAVING: 2, TOGETHER: 1, RECOVERY: 2}
-    while len(plan) < count:
-        name = dice.choices(kinds, [max(KINDS[name].weight, len(kinds) == 1) for name in kinds])[0]
-        moment = dice.choices(moments, [often[moment] for moment in moments])[0]
-        steps, delay = dice.randint(5, 25), dice.choice([0.0, dice.uniform(0, 5)])
-        rank, place = dice.randrange(RANKS), dice.random()
-        kind, before = KINDS[name], KINDS[plan[-1].kind] if plan else None
-        if moment in (TOGETHER, RECOVERY) and not (before and before.anytime and kind.anytime):
-            continue
-        if moment == TOGETHER:
-            delay = min(delay, 0.9)
-        elif not kind.graceful:
-            # What a damaged checkpoint held has to be trained, and saved, once more.
-            enough = EVERY + 2 + (EVERY if kind.damages or (before and before.damages) else 0)
-            fruitless = 0 if moment != RECOVERY and steps > enough else fruitless + 1
-            if fruitless > 2 or (kind.damages and fruitless):
-                moment = STEPS if moment == RECOVERY else moment
-                steps, fruitless = dice.randint(enough + 1, 25), 0
-        plan.append(Event(len(plan) + 1, name, moment, steps, round(delay, 2), rank, place))
-    return plan
