@@ -105,21 +105,19 @@ def _field(check: Callable[[Any], object], default: Any = dataclasses.MISSING) -
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one attempt is given. None of it changes what is computed, so it is not part of a run's identity."""
+    """What one attempt gets. None of it is part of the run's hash: a run moves between machines and world sizes."""
 
     nodes: int = _field(_at_least(1), 1)
-    """Machines; `--local` simulates them on one."""
+    """Machines. With `--local` they are simulated on this one."""
     tasks_per_node: int = _field(_at_least(1), 1)
-    """Processes (ranks) a node: one for each GPU, as a rule."""
+    """Processes (ranks) on each node; usually one for each GPU."""
     gpus_per_task: int = _field(_at_least(0), 0)
-    """GPUs a rank; 0 trains on the CPU."""
+    """GPUs of each rank; 0 trains on the CPU."""
     cpus_per_task: int = _field(_at_least(1), 1)
-    """CPU cores a rank, data loader workers included."""
+    """CPU cores of each rank, data loader workers included."""
     time: str | int = _field(_check_time, "auto")
-    """Time limit of one attempt, not of the run: a job that runs out of it is requeued and continues.
-
-    `auto` is an hour on Slurm and no limit on this machine.
-    """
+    """Time limit of one attempt, not of the run: a job that reaches it is requeued and continues. `auto` is one hour on
+    Slurm, and no limit on this machine."""
 
     @property
     def world_size(self) -> int:
@@ -134,67 +132,68 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written and how many are kept. The final one, and one at a graceful stop, always are."""
+    """When checkpoints are written and how many are kept. One is always written at a stop and at the end of the run."""
 
     every: str | int = _field(_check_every, "auto")
-    """`auto` (from a checkpoint's measured cost and the time between failures), steps, or a time like 10min."""
+    """A number of steps, a time, or `auto`: Young's interval, from the measured cost of a checkpoint and the time
+    between failures; at most half an hour, unless checkpoints would then take more than 1 % of the time."""
     keep: int = _field(_at_least(1), 3)
-    """Newest checkpoints kept; an older one goes only when a newer one is durable."""
+    """How many of the newest checkpoints are kept. An older one is deleted only after a newer one is on the disk."""
     mtbf: str | int = _field(_check_mtbf, "auto")
-    """For `every: auto`: the mean time between failures, or `auto` for what the run itself has seen."""
+    """For `every: auto`: the mean time between failures; `auto` starts at 8 hours and adds what the run has seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """How many attempts that brought the run nowhere it may make, by what ended them; a new checkpoint counts anew.
+    """How many attempts in a row may end without a newer checkpoint, by what ended them; then the run has failed.
 
-    The run fails when as many attempts ended that way without a checkpoint newer than they started from.
+    The count starts again with every new checkpoint, and when a person submits the run again.
     """
 
     preemption: str | int = _field(_check_budget, UNLIMITED)
-    """Preempted, or sent a signal by somebody."""
+    """Preempted, or sent a signal by another user or program."""
     time_limit: str | int = _field(_check_budget, 3)
-    """Out of `resources.time`."""
+    """The time limit `resources.time` was reached."""
     node_failure: str | int = _field(_check_budget, 10)
-    """A node died under the run."""
+    """A node died."""
     crash: str | int = _field(_check_budget, 3)
-    """An exception, a killed rank, out of memory, a hang. Also how often one step may fail at all."""
+    """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total."""
     exclude_after: int = _field(_at_least(1), 2)
-    """Failures on one node after which Slurm is told not to use it for this run."""
+    """After this many failures on one node the run excludes it (`ExcNodeList`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How ctx.parallelize spreads a model over the ranks. In a word: `parallel: zero3`, `parallel: pipeline`."""
+    """How `ctx.parallelize` distributes a model over the ranks; [training.md](training.md) explains each kind."""
 
     data: Literal["ddp", "zero1", "zero2", "zero3", "hsdp"] = "ddp"
-    """Over the ranks that work on samples of their own: `ddp` copies the model; `zero1` shards the optimizer's state,
-    `zero2` gradients and parameters at rest too, `zero3` parameters between any two uses; `hsdp` is zero3 within
-    groups of `shards` ranks, and copies between them."""
+    """What the data-parallel ranks share. `ddp`: nothing, a copy each. `zero1`: optimizer state. `zero2`: gradients and
+    parameters too, gathered from forward to the end of backward. `zero3`: the same, gathered block by block. `hsdp`:
+    zero3 within groups of `shards` ranks, copies between the groups."""
     shards: str | int = _field(_check_auto_or_count, "auto")
-    """For hsdp: ranks that share one copy of the model; `auto` is those of a node."""
+    """For `hsdp`: ranks that share one copy of the model; `auto` is the ranks of one node."""
     tensor: str | int = _field(_check_degree, 1)
     """Ranks that compute each layer together, after the model's `tensor_plan()`; `all` is every rank."""
     pipeline: str | int = _field(_check_degree, 1)
-    """Stages that the model's blocks are cut into; `all` is every rank that `tensor` leaves."""
+    """Stages that the model's blocks are divided into; `all` is every rank that `tensor` leaves."""
     microbatches: str | int = _field(_check_auto_or_count, "auto")
-    """For a pipeline: parts of a share under way at a time; `auto` is up to four a stage."""
+    """For a pipeline: micro-batches in flight; `auto` is up to four for each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """What the ranks send each other, for a network that is slower than the GPUs."""
+    """What the ranks send each other: for a network that is slow compared with the GPUs."""
 
     hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """How DDP compresses gradients; what PowerSGD has not sent yet is part of the checkpoint."""
+    """How DDP compresses gradients. The error that PowerSGD feeds back is part of the checkpoint."""
     powersgd_rank: int = _field(_at_least(1), 1)
-    """Rank of PowerSGD's approximation: higher is closer to the gradient, and more to send."""
+    """Rank of PowerSGD's approximation: a higher one is more exact and sends more."""
     powersgd_start: int = _field(_at_least(2), 100)
-    """Steps with whole gradients before PowerSGD begins: the first ones change too much to be approximated."""
+    """Steps with uncompressed gradients before PowerSGD begins: early gradients change too fast to be approximated."""
     bucket_cap_mb: int = _field(_at_least(1), 25)
-    """Megabytes of gradients that DDP sends at a time, while backward goes on."""
+    """Megabytes of gradients in one of DDP's all-reduces, which overlap with backward."""
     local_sgd: int = _field(_at_least(0), 0)
-    """Average the replicas' parameters every so many steps, instead of gradients at every step; 0 is off."""
+    """Average parameters every this many steps, instead of gradients at every step; 0 is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,32 +201,36 @@ class Config:
     """One experiment, resolved: no interpolation, demo or override is left in it."""
 
     name: str = _field(_check_name)
-    """Beginning of the run directory's and the job's name."""
+    """First part of the run directory's name, `<name>-<hash>`, which is also the job's."""
     task: str = _field(_check_task, "")
-    """module:callable, importable from where the command is typed; called with a jobkit.Context."""
+    """The training function, importable from where the command is typed; called with a jobkit.Context. Required, unless
+    there is a `command`."""
     command: list[str] = field(default_factory=list)
-    """Instead of `task`: a program that every rank runs, with RANK, WORLD_SIZE, MASTER_ADDR and their family set."""
+    """Instead of `task`: a program that every rank runs, as in `[python, train.py]`, with RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set."""
     params: dict[str, Any] = field(default_factory=dict)
-    """The training function's own, free-form: ctx.params."""
+    """The training function's own values, with any keys: `ctx.params`."""
     inputs: list[str] = field(default_factory=list)
-    """Files and folders that must exist before anything is queued, as a rule interpolated from params."""
+    """Files and folders that must exist before anything is queued, as in `["${params.data}"]`."""
     seed: int = 0
-    """Decides initial weights, order of samples and all random numbers."""
+    """Decides initial weights, sample order and all random numbers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type that ctx.autocast() computes in; fp16 comes with a loss scaler, which is part of the checkpoint."""
+    """What `ctx.autocast()` and `ctx.backward` compute in; fp16 uses a loss scale, which is part of the checkpoint."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     device: str = _field(_check_device, devices.AUTO)
-    """Where tensors live; `auto` is what the machine has where gpus_per_task is above 0, else the CPU."""
+    """Where tensors live; `auto` is the machine's accelerator if `gpus_per_task` is above 0, else the CPU."""
     backend: str = "auto"
-    """torch.distributed's backend for tensors on the device; `auto` is the device's own: nccl, hccl, xccl or gloo."""
+    """torch.distributed's backend; `auto` is the device's: nccl, hccl, xccl or gloo."""
     resources: Resources = field(default_factory=Resources)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     watchdog: str | int | bool = _field(_check_watchdog, "auto")
-    """How long a step may take until its ranks count as hung: a time, `auto` (from the steps' measured time), `off`."""
+    """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
+    minutes, doubled for each attempt that ended as hung (up to 8 times). Before the first step and after the last it
+    is at least 30 minutes."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Named places to run: `h100: {scheduler: slurm, partition: h100, constraint: ib}`; any sbatch option."""
+    """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. See [below](#clusters)."""
 
     def to_yaml(self) -> str:
         """The config as YAML that `load` reads back to an equal one."""

@@ -1,0 +1,106 @@
+"""README and docs say what there is: keys, commands, files, tests and links exist, and the README stays short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import config_reference
+import pytest
+from harness.documents import PAGES, ROOT, commands, without_code
+
+from jobkit.cli import main as cli
+from jobkit.run.config import load
+
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+LONGEST_README = 900
+"""Words of prose and tables, addresses of links included; code blocks do not count."""
+
+
+def test_the_readme_is_short() -> None:
+    assert len(without_code((ROOT / "README.md").read_text()).split()) <= LONGEST_README
+
+
+def test_the_reference_of_the_yaml_is_what_the_code_says() -> None:
+    assert (ROOT / "docs/config.md").read_text() == config_reference.reference()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+    text = without_code(page.read_text())
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for link in links:
+        if re.match(r"https?://", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@every_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"(?<![\w/.-])(?:tools|experiments|docs|tests|jobkit)/[\w./]+\.(?:\w+)", page.read_text())
+    for file in named:
+        assert (ROOT / file).exists(), file
+
+
+@every_page
+def test_no_path_of_the_machine_it_was_written_on(page: Path) -> None:
+    assert not re.findall(r"/work/|/root\b|/tmp/[a-z]\w*", page.read_text())
+
+
+def test_every_test_that_the_docs_name_exists() -> None:
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    missing = sorted(name for name in named if f"def {name}(" not in tests)
+    assert not missing
+    assert len(named) > 30
+
+
+def options_of(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    return capsys.readouterr().out
+
+
+@every_page
+def test_every_verb_and_option_exists(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inline = re.findall(r"`([^`\n]+)`", without_code(page.read_text()))
+    for command in commands(page) + inline:
+        found = re.search(r"(?:^|python -m )(?:jobkit (\w+)|jobkit\.submit|tools/run)(?: (.*)|$)", command)
+        if found:
+            verb = found[1] or "submit"
+            assert verb in cli.VERBS, command
+            known = options_of(verb, capsys)
+            for option in re.findall(r"(?<!\S)\[?(--?[a-z][a-z-]*)", found[2] or ""):
+                assert option in known, command
+
+
+@every_page
+def test_every_module_that_is_named_exists(page: Path) -> None:
+    for name in set(re.findall(r"\bjobkit(?:\.\w+)+", page.read_text())):
+        place, parts = ROOT, name.split(".")
+        while parts and (place / parts[0]).is_dir():
+            place /= parts.pop(0)
+        if parts and (place / f"{parts[0]}.py").exists():
+            place /= f"{parts.pop(0)}.py"
+        place = place / "__init__.py" if place.is_dir() else place
+        assert not parts or re.search(rf"\b{parts[0]}\b", place.read_text()), name
+
+
+@every_page
+def test_every_whole_experiment_is_accepted(page: Path, tmp_path: Path) -> None:
+    for block in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        if re.search(r"^name:", block, re.MULTILINE):
+            file = tmp_path / "experiment.yaml"
+            file.write_text(block)
+            load(file)
