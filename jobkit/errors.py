@@ -23,6 +23,19 @@ class InputError(JobkitError):
     exit_code = EXIT_BAD_INPUT
 
 
+class InvalidValue(InputError):
+    """One value of a config is wrong.
+
+    Raised with its dotted key alone, wherever that is found out; whoever loaded the config adds file and line, by
+    run.config.LoadedConfig.locating_errors.
+    """
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}" if key else problem)
+        self.key = key
+        self.problem = problem
+
+
 class SchedulerError(JobkitError):
     """A scheduler command is missing, failed or did not answer; nothing was queued."""
 

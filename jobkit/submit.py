@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
 
 if TYPE_CHECKING:
-    from jobkit.run.config import Loaded
+    from jobkit.run.config import LoadedConfig
     from jobkit.submission.submit import Outcome
 
 DESCRIPTION = "Run the experiment of a YAML on this machine or a Slurm cluster; the same command continues it."
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit import slurm
     from jobkit.run.config import load
     from jobkit.run.rundir import default_runs_dir
-    from jobkit.submission import interrupts as stops
+    from jobkit.submission import interrupts
     from jobkit.submission.submit import choose_run, submit
 
     loaded = load(arguments.experiment, arguments.overrides, arguments.demo)
@@ -76,17 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(loaded, cluster, choose_run(loaded.config, runs_dir, arguments.fresh).path, source)
     foreground = not arguments.detach
-    with stops.collected() as asked:
-        outcome = submit(
-            loaded.config,
-            cluster,
-            source=source,
-            runs_dir=runs_dir,
-            fresh=arguments.fresh,
-            foreground=foreground,
-            command=_continuing(arguments),
-            where=loaded.where,
-        )
+    with interrupts.collected() as asked:
+        with loaded.locating_errors():
+            outcome = submit(
+                loaded.config,
+                cluster,
+                source=source,
+                runs_dir=runs_dir,
+                fresh=arguments.fresh,
+                foreground=foreground,
+                command=_continuing(arguments),
+            )
         if outcome.started is not None and outcome.started.controller is not None and foreground:
             from jobkit.submission.follow import follow_local
 
@@ -106,12 +106,13 @@ def _continuing(arguments: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _dry_run(loaded: Loaded, cluster: str, run: Path, source: Path) -> int:
+def _dry_run(loaded: LoadedConfig, cluster: str, run: Path, source: Path) -> int:
     from jobkit.submission.plan import make_plan
     from jobkit.submission.submit import check
 
-    check(loaded.config, source, loaded.where)
-    plan = make_plan(run, loaded.config, cluster, loaded.where)
+    with loaded.locating_errors():
+        check(loaded.config, source)
+        plan = make_plan(run, loaded.config, cluster)
     print(f"{plan.config.to_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import script

@@ -16,7 +16,7 @@ from rich.table import Table
 from jobkit import slurm
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.run.config import Loaded, load
+from jobkit.run.config import LoadedConfig, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.run.yamlfile import dump
@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="jobkit-doctor-") as folder:
         cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
         loaded = _experiment(arguments, cluster, Path(folder))
-        plan = make_plan(runs / "doctor", loaded.config, cluster, loaded.where)
+        with loaded.locating_errors():
+            plan = make_plan(runs / "doctor", loaded.config, cluster)
         found = []
         for check in _checks(plan, runs):
             found.append(check)
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED if ok else EXIT_FAILED
 
 
-def _experiment(arguments: argparse.Namespace, cluster: str, folder: Path) -> Loaded:
+def _experiment(arguments: argparse.Namespace, cluster: str, folder: Path) -> LoadedConfig:
     """The probe as an experiment: with the user's own clusters, and overrides like any other."""
     here = cluster == "local"
     resources = {

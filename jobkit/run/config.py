@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,8 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from jobkit.errors import InputError, nearest
-from jobkit.run import device_kinds as devices
-from jobkit.run import layout
+from jobkit.errors import InputError, InvalidValue, nearest
+from jobkit.run import device_kinds
 from jobkit.run.duration import parse_seconds
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, parse_value, read_yaml
@@ -60,7 +60,7 @@ def _check_watchdog(value: str | int | bool) -> None:
 
 
 def _check_device(value: str) -> None:
-    allowed = [devices.AUTO, *(kind.name for kind in devices.KINDS)]
+    allowed = [device_kinds.AUTO, *(kind.name for kind in device_kinds.KINDS)]
     if value not in allowed:
         raise ValueError(f"one of {', '.join(allowed)}{nearest(value, allowed)}")
 
@@ -84,8 +84,8 @@ def _check_time(value: str | int) -> None:
 
 
 def _check_degree(value: str | int) -> None:
-    if value != layout.ALL and (isinstance(value, str) or value < 1):
-        raise ValueError(f"1 or more ranks, or {layout.ALL}")
+    if value != ALL and (isinstance(value, str) or value < 1):
+        raise ValueError(f"1 or more ranks, or {ALL}")
 
 
 def _check_auto_or_count(value: str | int) -> None:
@@ -94,6 +94,14 @@ def _check_auto_or_count(value: str | int) -> None:
 
 
 UNLIMITED = "unlimited"
+"""For a budget of `retry:`."""
+
+ALL = "all"
+"""For `tensor` and `pipeline` of `parallel:`: as many ranks as there are left."""
+
+PARALLEL_WORDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline")
+"""What `parallel:` may be in a word."""
+
 AUTO_TIME_SECONDS = 3600
 
 
@@ -218,7 +226,7 @@ class Config:
     """What `ctx.autocast()` and `ctx.backward` compute in; fp16 uses a loss scale, which is part of the checkpoint."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     comm: CommConfig = field(default_factory=CommConfig)
-    device: str = _field(_check_device, devices.AUTO)
+    device: str = _field(_check_device, device_kinds.AUTO)
     """Where tensors live; `auto` is the machine's accelerator if `gpus_per_task` is above 0, else the CPU."""
     backend: str = "auto"
     """torch.distributed's backend; `auto` is the device's: nccl, hccl, xccl or gloo."""
@@ -237,14 +245,53 @@ class Config:
         return dump(dataclasses.asdict(self))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where a person wrote each value of a config, for the errors about it."""
+
+    path: Path
+    lines: Mapping[str, int]
+    """The line of each dotted key in the file."""
+    own_lines: Mapping[str, int] = field(default_factory=dict)
+    """The same in the user's own file of clusters."""
+    demo: bool = False
+    """Whether the file's `demo:` was merged over the rest of it."""
+    overridden: set[str] = field(default_factory=set)
+    """Dotted keys that the command line has set."""
+
+    def of(self, key: str) -> str:
+        """A dotted key's place, `file:line: key`: the beginning of an error message about it."""
+        if any(key == one or key.startswith(f"{one}.") for one in self.overridden):
+            return f"command line: {key}"
+        if key in self.own_lines:
+            return f"{user_config_path()}:{self.own_lines[key]}: {key}"
+        for candidate in (f"demo.{key}", key) if self.demo else (key,):
+            if candidate in self.lines:
+                return f"{self.path}:{self.lines[candidate]}: {candidate}"
+        if key and any(one.startswith(f"{key}.") for one in self.overridden):
+            return f"command line: {key}"
+        return f"{self.path}: {key}" if key else f"{self.path}"
+
+    @contextlib.contextmanager
+    def locating_errors(self) -> Iterator[None]:
+        """Put the place before what is said of a value within this context."""
+        try:
+            yield
+        except InvalidValue as error:
+            raise InputError(f"{self.of(error.key)}: {error.problem}") from None
+
+
 @dataclass(frozen=True)
-class Loaded:
-    """A config and what a person should be told about how it came to be."""
+class LoadedConfig:
+    """A config, and what a person should be told about how it came to be."""
 
     config: Config
     notes: list[str]
-    where: Callable[[str], str]
-    """A dotted key's place, `file:line: key`: the beginning of an error message about it."""
+    places: _Places
+
+    def locating_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, an InvalidValue about the config becomes an InputError with file and line."""
+        return self.places.locating_errors()
 
 
 def user_config_path() -> Path:
@@ -255,59 +302,44 @@ def user_config_path() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "jobkit" / "config.yaml"
 
 
-def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) -> Loaded:
+def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) -> LoadedConfig:
     """The config of a YAML: its demo merged where it applies, then the overrides, then interpolated and checked.
 
     `demo` forces the YAML's `demo:` section on or off; None leaves it to the section's own `unless_env`.
     Raises InputError, naming file, line and key, for anything that is not right.
     """
     values, lines = read_yaml(path)
-    notes: list[str] = []
-
-    def where(key: str) -> str:
-        if any(key == one or key.startswith(f"{one}.") for one in overridden):
-            return f"command line: {key}"
-        if key in user_places:
-            return user_places[key]
-        for candidate in (f"demo.{key}", key) if note else (key,):
-            if candidate in lines:
-                return f"{path}:{lines[candidate]}: {candidate}"
-        if key and any(one.startswith(f"{key}.") for one in overridden):
-            return f"command line: {key}"
-        return f"{path}: {key}" if key else f"{path}"
-
-    note: str | None = None
-    overridden: set[str] = set()
-    own_clusters, user_places = _user_clusters()
-    values, note = _apply_demo(path, values, lines, demo)
-    if note:
-        notes.append(note)
-    merged = _create(values, path)
-    for text in overrides:
-        key, value = _split_override(text)
-        overridden.add(key)
-        notes += _new_parameter(merged, key)
-        try:
-            OmegaConf.update(merged, key, value, force_add=True)
-        except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
-            raise InputError(f"command line: {text}: {_first_line(error)}") from None
-    config = build(Config, _in_full(_resolve(merged, where), where), where)
-    if config.task and config.command:
-        raise InputError(f"{where('command')}: there is a task as well; a run is one of them")
-    if not (config.task or config.command):
-        raise InputError(f"{where('task')}: missing; it is required (or command: [python, train.py])")
-    return Loaded(dataclasses.replace(config, clusters=own_clusters | config.clusters), notes, where)
+    own_clusters, own_lines = _user_clusters()
+    with _Places(path=path, lines=lines).locating_errors():
+        values, note = _apply_demo(path, values, demo)
+    notes = [note] if note else []
+    places = _Places(path=path, lines=lines, own_lines=own_lines, demo=bool(note))
+    with places.locating_errors():
+        merged = _create(values)
+        for text in overrides:
+            key, value = _split_override(text)
+            places.overridden.add(key)
+            notes += _new_parameter(merged, key)
+            try:
+                OmegaConf.update(merged, key, value, force_add=True)
+            except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
+                raise InputError(f"command line: {text}: {_first_line(error)}") from None
+        config = build(Config, _in_full(_resolve(merged)))
+        if config.task and config.command:
+            raise InvalidValue("command", "there is a task as well; a run is one of them")
+        if not (config.task or config.command):
+            raise InvalidValue("task", "missing; it is required (or command: [python, train.py])")
+    return LoadedConfig(dataclasses.replace(config, clusters=own_clusters | config.clusters), notes, places)
 
 
 def read_resolved(path: Path) -> Config:
     """The Config that `to_yaml` wrote."""
     values, lines = read_yaml(path)
-    return build(Config, values, lambda key: f"{path}:{lines.get(key, 1)}: {key}")
+    with _Places(path=path, lines=lines).locating_errors():
+        return build(Config, values)
 
 
-def _apply_demo(
-    path: Path, values: dict[str, Any], lines: Mapping[str, int], forced: bool | None
-) -> tuple[dict[str, Any], str | None]:
+def _apply_demo(path: Path, values: dict[str, Any], forced: bool | None) -> tuple[dict[str, Any], str | None]:
     """`values` less the demo section, which is merged over the rest where it applies, and the line that says so."""
     demo = values.pop("demo", None)
     if demo is None:
@@ -315,15 +347,15 @@ def _apply_demo(
             raise InputError(f"{path}: --demo: this file has no `demo:` section")
         return values, None
     if not isinstance(demo, dict):
-        raise InputError(f"{path}:{lines['demo']}: demo: found {demo!r}, expected a mapping")
+        raise InvalidValue("demo", f"found {demo!r}, expected a mapping")
     variable = demo.pop("unless_env", None)
     if variable is not None and not isinstance(variable, str):
-        raise InputError(f"{path}:{lines['demo.unless_env']}: demo.unless_env: found {variable!r}, expected a variable")
+        raise InvalidValue("demo.unless_env", f"found {variable!r}, expected a variable")
     unset = variable is not None and not os.environ.get(variable)
     if not (unset if forced is None else forced):
         return values, None
     reason = f"{variable} is not set" if unset else "--demo"
-    merged = OmegaConf.to_container(OmegaConf.merge(_create(values, path), _create(demo, path)))
+    merged = OmegaConf.to_container(OmegaConf.merge(_create(values), _create(demo)))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items()}, f"{reason}: using the small recipe (`demo:` in {path})"
 
@@ -339,12 +371,11 @@ def _new_parameter(merged: Any, key: str) -> list[str]:
     return [f"note: {key} is a new parameter{hint}"] if hint else []
 
 
-def _create(values: dict[str, Any], path: Path) -> Any:
+def _create(values: dict[str, Any]) -> Any:
     try:
         return OmegaConf.create(values)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        key = getattr(error, "full_key", None)
-        raise InputError(f"{path}: {f'{key}: ' if key else ''}{_first_line(error)}") from None
+        raise InvalidValue(str(getattr(error, "full_key", None) or ""), _first_line(error)) from None
 
 
 def _split_override(text: str) -> tuple[str, Any]:
@@ -357,36 +388,34 @@ def _split_override(text: str) -> tuple[str, Any]:
         raise InputError(f"command line: {text!r}: the value is not valid YAML; quote it") from None
 
 
-def _resolve(merged: Any, where: Callable[[str], str]) -> dict[str, Any]:
+def _resolve(merged: Any) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         if missing := re.search(r"Missing mandatory value: ([\w.]+)", str(error)):
             key = missing[1] if "interpolation" in str(error) else key
-            raise InputError(f"{where(key)}: missing; give it a value: {key}=...") from None
-        raise InputError(f"{where(key)}: {_first_line(error)}") from None
+            raise InvalidValue(key, f"missing; give it a value: {key}=...") from None
+        raise InvalidValue(key, _first_line(error)) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 
 
-def _in_full(values: dict[str, Any], where: Callable[[str], str]) -> dict[str, Any]:
+def _in_full(values: dict[str, Any]) -> dict[str, Any]:
     """`values` with `parallel: zero3`, one word, written out as a mapping, and the numbers in a command as texts."""
     word, command = values.get("parallel"), values.get("command")
     if isinstance(command, str):
-        raise InputError(f"{where('command')}: found {command!r}, expected a list: [{', '.join(command.split())}]")
+        raise InvalidValue("command", f"found {command!r}, expected a list: [{', '.join(command.split())}]")
     if isinstance(command, list):  # an interpolation of a number is one
         numbers = [isinstance(one, (int, float)) and not isinstance(one, bool) for one in command]
         texts = [str(one) if number else one for one, number in zip(command, numbers, strict=True)]
         values = values | {"command": texts}
     if not isinstance(word, str):
         return values
-    if word not in layout.NAMES:
-        raise InputError(
-            f"{where('parallel')}: found {word!r}, allowed: {', '.join(layout.NAMES)}{nearest(word, layout.NAMES)}, "
-            "or a mapping of data, tensor, pipeline"
-        )
-    written = {word: layout.ALL} if word in ("tensor", "pipeline") else {"data": word}
+    if word not in PARALLEL_WORDS:
+        allowed = f"{', '.join(PARALLEL_WORDS)}{nearest(word, PARALLEL_WORDS)}"
+        raise InvalidValue("parallel", f"found {word!r}, allowed: {allowed}, or a mapping of data, tensor, pipeline")
+    written = {word: ALL} if word in ("tensor", "pipeline") else {"data": word}
     return values | {"parallel": written}
 
 
@@ -399,11 +428,11 @@ class _UserConfig:
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def _user_clusters() -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """The clusters of the user's own file, and the place of each dotted key in it."""
+def _user_clusters() -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    """The clusters of the user's own file, and the line of each dotted key in it."""
     path = user_config_path()
     if not path.exists():
         return {}, {}
     values, lines = read_yaml(path)
-    clusters = build(_UserConfig, values, lambda key: f"{path}:{lines.get(key, 1)}: {key}").clusters
-    return clusters, {key: f"{path}:{line}: {key}" for key, line in lines.items()}
+    with _Places(path=path, lines=lines).locating_errors():
+        return build(_UserConfig, values).clusters, lines

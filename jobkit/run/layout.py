@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jobkit.run.config import CommConfig, ParallelConfig, Resources
-
-ALL = "all"
-"""For `tensor` and `pipeline`: as many as there are ranks left."""
+from jobkit.run.config import ALL, CommConfig, ParallelConfig, Resources
 
 SHARDED = ("zero2", "zero3", "hsdp")
 """Kinds of data parallelism whose parameters are sharded (torch's fully_shard)."""
-
-NAMES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline")
-"""What `parallel:` may be in a word."""
 
 
 @dataclass(frozen=True)

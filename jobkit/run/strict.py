@@ -1,4 +1,4 @@
-"""Building a dataclass from a mapping, strictly: an unknown key or a wrong type is named, with its place."""
+"""Building a dataclass from a mapping, strictly: an unknown key or a wrong type is named."""
 
 from __future__ import annotations
 
@@ -8,34 +8,31 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jobkit.errors import InputError, nearest
+from jobkit.errors import InvalidValue, nearest
 
 T = TypeVar("T")
-Where = Callable[[str], str]  # dotted key -> "file:line: key", the beginning of an error message
 
 
-def build(cls: type[T], values: Any, where: Where, prefix: str = "") -> T:
+def build(cls: type[T], values: Any, prefix: str = "") -> T:
     """An instance of the dataclass `cls` from `values`; nested dataclasses are built likewise.
 
     A field's metadata may hold `check`, a function that raises ValueError, with what is allowed as its text.
-    Raises InputError naming the place and the key, what was found, what is allowed and the nearest valid name.
+    `prefix` stands before the keys of `values`, with a dot at its end.
+    Raises InvalidValue with the key, what was found, what is allowed and the nearest valid name.
     """
-    key_here = prefix.rstrip(".")
     if not isinstance(values, Mapping):
-        raise InputError(f"{where(key_here)}: found {values!r}, expected a mapping with {_names(cls)}")
+        raise InvalidValue(prefix.rstrip("."), f"found {values!r}, expected a mapping with {_names(cls)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     for key in values:
         if key not in fields:
-            raise InputError(
-                f"{where(f'{prefix}{key}')}: unknown key{nearest(str(key), fields)} (allowed: {_names(cls)})"
-            )
+            raise InvalidValue(f"{prefix}{key}", f"unknown key{nearest(str(key), fields)} (allowed: {_names(cls)})")
     arguments: dict[str, Any] = {}
     for name, field in fields.items():
         if name in values:
-            arguments[name] = _value(hints[name], values[name], where, f"{prefix}{name}", field.metadata.get("check"))
+            arguments[name] = _value(hints[name], values[name], f"{prefix}{name}", field.metadata.get("check"))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise InputError(f"{where(f'{prefix}{name}')}: missing; it is required")
+            raise InvalidValue(f"{prefix}{name}", "missing; it is required")
     return cls(**arguments)
 
 
@@ -43,19 +40,19 @@ def _names(cls: type[Any]) -> str:
     return ", ".join(field.name for field in dataclasses.fields(cls))
 
 
-def _value(kind: Any, value: Any, where: Where, key: str, check: Callable[[Any], object] | None) -> Any:
+def _value(kind: Any, value: Any, key: str, check: Callable[[Any], object] | None) -> Any:
     if dataclasses.is_dataclass(kind):
-        return build(typing.cast("type[Any]", kind), value, where, f"{key}.")
+        return build(typing.cast("type[Any]", kind), value, f"{key}.")
     if not _matches(kind, value):
-        raise InputError(f"{where(key)}: found {value!r}, expected {describe(kind)}")
+        raise InvalidValue(key, f"found {value!r}, expected {describe(kind)}")
     if typing.get_origin(kind) is typing.Literal and value not in typing.get_args(kind):
         allowed = [str(one) for one in typing.get_args(kind)]
-        raise InputError(f"{where(key)}: found {value!r}, allowed: {', '.join(allowed)}{nearest(str(value), allowed)}")
+        raise InvalidValue(key, f"found {value!r}, allowed: {', '.join(allowed)}{nearest(str(value), allowed)}")
     if check is not None:
         try:
             check(value)
         except ValueError as error:
-            raise InputError(f"{where(key)}: found {value!r}, expected {error}") from None
+            raise InvalidValue(key, f"found {value!r}, expected {error}") from None
     return value
 
 

@@ -95,8 +95,8 @@ ENDING_SECONDS = 30.0
 """How long a submission waits for a job whose run has stopped already to be gone, or requeued."""
 
 
-def settle(run: RunDir) -> Status:
-    """The status with nothing in the air; the caller holds the submission lock, so no submission is under way.
+def reconcile(run: RunDir) -> Status:
+    """The status, brought into line with what Slurm says; the caller holds the submission lock: none is under way.
 
     One that was cut off between sbatch and the journal is found in the queue by its name, which is the run's. A job
     that has stopped training but not yet ended is waited for: it may be about to requeue itself.
@@ -138,7 +138,7 @@ def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:
     with run.submission_lock():
         status = current_status(run)
         if status.submitting:
-            status = settle(run)
+            status = reconcile(run)
         if not is_active(run, status):
             return status
         run.record(Event.CANCEL_REQUESTED)

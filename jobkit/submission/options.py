@@ -9,73 +9,19 @@ from typing import Any
 
 from submitit.slurm import slurm as submitit_slurm
 
-from jobkit.errors import InputError, nearest
+from jobkit.errors import InvalidValue, nearest
 from jobkit.run.config import Resources
 
-# sbatch(1), long options that Submitit's signature does not have; they pass through its additional_parameters.
-OTHER_SBATCH = frozenset(
-    [
-        "acctg_freq",
-        "batch",
-        "bb",
-        "bbf",
-        "begin",
-        "cluster_constraint",
-        "clusters",
-        "container",
-        "contiguous",
-        "core_spec",
-        "cores_per_socket",
-        "cpu_freq",
-        "deadline",
-        "delay_boot",
-        "distribution",
-        "export_file",
-        "extra_node_info",
-        "get_user_env",
-        "gid",
-        "gpu_bind",
-        "gpu_freq",
-        "gpus",
-        "gpus_per_socket",
-        "gres_flags",
-        "hint",
-        "hold",
-        "kill_on_invalid_dep",
-        "licenses",
-        "mcs_label",
-        "mem_bind",
-        "mincpus",
-        "network",
-        "nice",
-        "no_kill",
-        "nodefile",
-        "ntasks_per_core",
-        "ntasks_per_gpu",
-        "ntasks_per_socket",
-        "overcommit",
-        "oversubscribe",
-        "power",
-        "prefer",
-        "priority",
-        "profile",
-        "propagate",
-        "reboot",
-        "reservation",
-        "sockets_per_node",
-        "spread_job",
-        "switches",
-        "thread_spec",
-        "threads_per_core",
-        "time_min",
-        "tmp",
-        "tres_per_task",
-        "uid",
-        "use_min_nodes",
-        "wait_all_nodes",
-        "export",
-    ]
-)
+_OTHER = """
+acctg_freq batch bb bbf begin cluster_constraint clusters container contiguous core_spec cores_per_socket cpu_freq
+deadline delay_boot distribution export export_file extra_node_info get_user_env gid gpu_bind gpu_freq gpus
+gpus_per_socket gres_flags hint hold kill_on_invalid_dep licenses mcs_label mem_bind mincpus network nice no_kill
+nodefile ntasks_per_core ntasks_per_gpu ntasks_per_socket overcommit oversubscribe power prefer priority profile
+propagate reboot reservation sockets_per_node spread_job switches thread_spec threads_per_core time_min tmp
+tres_per_task uid use_min_nodes wait_all_nodes
+"""
+OTHER_SBATCH = frozenset(_OTHER.split())
+"""Long options of sbatch(1) that Submitit's signature does not have; its additional_parameters pass them on."""
 
 RESOURCES = frozenset(field.name for field in dataclasses.fields(Resources))
 
@@ -100,12 +46,10 @@ OWNED = {
 }
 
 
-def split(
-    cluster: str, options: Mapping[str, Any], where: Callable[[str], str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A cluster entry as (resources it overrides, Submitit's parameters); `-` and `_` in a key are the same.
 
-    Raises InputError for an unknown key, with the nearest valid one, and for one that jobkit sets itself.
+    Raises InvalidValue for an unknown key, with the nearest valid one, and for one that jobkit sets itself.
     """
     submitit = set(submitit_slurm._get_default_parameters())
     allowed = (submitit | OTHER_SBATCH | RESOURCES) - set(OWNED)
@@ -114,20 +58,20 @@ def split(
     additional: dict[str, Any] = {}
     for written, value in options.items():
         key = str(written).replace("-", "_")
-        place = where(f"clusters.{cluster}.{written}")
+        full_key = f"clusters.{cluster}.{written}"
         if key == "scheduler":
             continue
-        _refuse_owned(key, place)
+        _refuse_owned(key, full_key)
         if key not in allowed:
-            raise InputError(f"{place}: not an option of sbatch{nearest(key, allowed)} (`man sbatch` lists them)")
+            raise InvalidValue(full_key, f"not an option of sbatch{nearest(key, allowed)} (`man sbatch` lists them)")
         if key in RESOURCES:
             resources[key] = value
         elif key == "additional_parameters":
-            additional.update(_additional(value, place))
+            additional.update(_additional(value, full_key))
         elif key in submitit:
-            parameters[key] = _texts(key, value, place) if key in _TEXTS else _scalar(value, place)
+            parameters[key] = _texts(key, value, full_key) if key in _TEXTS else _scalar(value, full_key)
         else:
-            additional[key] = _scalar(value, place)
+            additional[key] = _scalar(value, full_key)
     if additional:
         parameters["additional_parameters"] = additional
     return resources, parameters
@@ -141,28 +85,28 @@ _TEXTS: dict[str, Callable[[str], list[str]]] = {
 }
 
 
-def _texts(key: str, value: Any, place: str) -> list[str]:
+def _texts(key: str, value: Any, full_key: str) -> list[str]:
     if isinstance(value, str):
         return _TEXTS[key](value)
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return value
-    raise InputError(f"{place}: found {value!r}, expected a text or a list of texts")
+    raise InvalidValue(full_key, f"found {value!r}, expected a text or a list of texts")
 
 
-def _scalar(value: Any, place: str) -> Any:
+def _scalar(value: Any, full_key: str) -> Any:
     if isinstance(value, (str, int, float)):  # bool is an int
         return value
-    raise InputError(f"{place}: found {value!r}, expected one value, as sbatch takes it")
+    raise InvalidValue(full_key, f"found {value!r}, expected one value, as sbatch takes it")
 
 
-def _additional(value: Any, place: str) -> dict[str, Any]:
+def _additional(value: Any, full_key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InputError(f"{place}: found {value!r}, expected a mapping")
+        raise InvalidValue(full_key, f"found {value!r}, expected a mapping")
     for key in value:
-        _refuse_owned(str(key).replace("-", "_"), f"{place}.{key}")
+        _refuse_owned(str(key).replace("-", "_"), f"{full_key}.{key}")
     return value
 
 
-def _refuse_owned(key: str, place: str) -> None:
+def _refuse_owned(key: str, full_key: str) -> None:
     if key in OWNED:
-        raise InputError(f"{place}: jobkit sets this itself: {OWNED[key]}")
+        raise InvalidValue(full_key, f"jobkit sets this itself: {OWNED[key]}")

@@ -7,14 +7,13 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobkit.errors import EXIT_RESUMABLE, InputError, nearest
-from jobkit.run import device_kinds as devices
-from jobkit.run import layout
+from jobkit.errors import EXIT_RESUMABLE, InputError, InvalidValue, nearest
+from jobkit.run import device_kinds, layout
 from jobkit.run.config import Config, Resources
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
@@ -47,6 +46,11 @@ class LaunchPlan:
         submitit = [sys.executable, "-u", "-m", "submitit.core._submit", str(RunDir(self.run).submitit)]
         return ["sh", "-c", guard, "jobkit", *submitit]
 
+    def at(self, run: Path) -> LaunchPlan:
+        """The same plan for another run directory: which one it is, is decided last, under the submission's lock."""
+        named = {"job_name": run.name} if self.scheduler == "slurm" else {}
+        return dataclasses.replace(self, run=run, parameters={**self.parameters, **named})
+
     def describe(self) -> str:
         """The plan in words, for --dry-run."""
         resources = self.config.resources
@@ -65,35 +69,34 @@ class LaunchPlan:
         return "none" if endless else f"{format_seconds(resources.seconds)} an attempt"
 
 
-def make_plan(run: Path, config: Config, cluster: str, where: Callable[[str], str] = lambda key: key) -> LaunchPlan:
+def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
     """The plan for a config on a cluster: `local`, `slurm`, or a name under `clusters:`.
 
-    Raises InputError for a cluster that is not there and for an option that is not one.
+    Raises InputError for a cluster that is not there, and InvalidValue for an option that is not one.
     """
-    entry = _entry(config, cluster, where)
+    entry = _entry(config, cluster)
     scheduler = entry.get("scheduler", cluster if cluster in SCHEDULERS else "slurm")
     if scheduler not in SCHEDULERS:
-        raise InputError(
-            f"{where(f'clusters.{cluster}.scheduler')}: found {scheduler!r}, allowed: {', '.join(SCHEDULERS)}"
-        )
-    overridden, parameters = options.split(cluster, entry, where)
+        raise InvalidValue(f"clusters.{cluster}.scheduler", f"found {scheduler!r}, allowed: {', '.join(SCHEDULERS)}")
+    overridden, parameters = options.split(cluster, entry)
     values = dataclasses.asdict(config.resources) | overridden
-    resources = build(Resources, values, lambda key: where(f"clusters.{cluster}.{key}"))
+    resources = build(Resources, values, f"clusters.{cluster}.")
     config = dataclasses.replace(config, resources=resources)
     try:
         layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
-        raise InputError(f"{where('comm' if str(error).startswith('comm.') else 'parallel')}: {error}") from None
-    if resources.gpus_per_task == 0 and config.device not in (devices.AUTO, devices.CPU):
-        raise InputError(f"{where('device')}: found {config.device!r}, but resources.gpus_per_task is 0: set it to 1")
+        raise InvalidValue("comm" if str(error).startswith("comm.") else "parallel", str(error)) from None
+    if resources.gpus_per_task == 0 and config.device not in (device_kinds.AUTO, device_kinds.CPU):
+        raise InvalidValue("device", f"found {config.device!r}, but resources.gpus_per_task is 0: set it to 1")
     if scheduler == "local":
         _check_local_devices(config.device, resources)
-        return LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler)
-    plan = LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler)
-    return dataclasses.replace(plan, parameters=_sbatch_parameters(run, resources, parameters))
+        parameters = {}
+    else:
+        parameters = _sbatch_parameters(resources, parameters)
+    return LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler, parameters=parameters).at(run)
 
 
-def _entry(config: Config, cluster: str, where: Callable[[str], str]) -> Mapping[str, Any]:
+def _entry(config: Config, cluster: str) -> Mapping[str, Any]:
     if cluster in config.clusters:
         return config.clusters[cluster]
     if cluster in SCHEDULERS:
@@ -105,9 +108,8 @@ def _entry(config: Config, cluster: str, where: Callable[[str], str]) -> Mapping
     )
 
 
-def _sbatch_parameters(run: Path, resources: Resources, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> dict[str, Any]:
     ours: dict[str, Any] = {
-        "job_name": run.name,
         "time": math.ceil(resources.seconds / 60),  # Slurm's own resolution
         "nodes": resources.nodes,
         "ntasks_per_node": resources.tasks_per_node,
@@ -123,7 +125,7 @@ def _sbatch_parameters(run: Path, resources: Resources, parameters: Mapping[str,
 
 
 def _check_local_devices(device: str, resources: Resources) -> None:
-    kind, found = devices.of_this_machine(device, os.environ)
+    kind, found = device_kinds.of_this_machine(device, os.environ)
     wanted = resources.world_size * resources.gpus_per_task
     if found is None or wanted <= len(found):
         return  # where only the driver can tell, each rank looks for itself
@@ -137,7 +139,7 @@ def _check_local_devices(device: str, resources: Resources) -> None:
 
 def visible_gpus() -> int:
     """NVIDIA GPUs that a local task would see, told without a CUDA library."""
-    return len(devices.of_this_machine("cuda", os.environ)[1] or ())
+    return len(device_kinds.of_this_machine("cuda", os.environ)[1] or ())
 
 
 STEP_NUMBERS = 4

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import InputError, SchedulerError
-from jobkit.run.config import Loaded
+from jobkit.run.config import LoadedConfig
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
-from jobkit.submission import interrupts as stops
-from jobkit.submission import job
+from jobkit.submission import interrupts, job
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.submit import submit
 
@@ -26,14 +25,16 @@ ENDING_SECONDS = 60.0
 """How long a job is given to be gone after its run has finished."""
 
 
-def run_probe(loaded: Loaded, plan: LaunchPlan, source: Path, say: Callable[[str], None]) -> tuple[RunDir, Status]:
+def run_probe(
+    loaded: LoadedConfig, plan: LaunchPlan, source: Path, say: Callable[[str], None]
+) -> tuple[RunDir, Status]:
     """Run the experiment to its end, saying what is waited for; its directory stays only where it failed.
 
     Raises KeyboardInterrupt, after cancelling it, for Ctrl-C and its like, and InputError for a rank that is alone.
     """
     if plan.config.resources.world_size == 1:
         raise InputError("a probe of the network needs two ranks: --tasks-per-node 2, or --no-probe for checks alone")
-    with stops.collected() as asked:
+    with interrupts.collected() as asked, loaded.locating_errors():
         outcome = submit(
             loaded.config,
             plan.cluster,
@@ -42,7 +43,6 @@ def run_probe(loaded: Loaded, plan: LaunchPlan, source: Path, say: Callable[[str
             fresh=True,
             foreground=True,
             command="python -m jobkit doctor",
-            where=loaded.where,
         )
         status = _wait(outcome.run, asked, say)
     if status.state == State.FINISHED:

@@ -6,13 +6,13 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from jobkit import slurm
-from jobkit.errors import InputError, JobkitError, SchedulerTimeout
+from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerTimeout
 from jobkit.run import snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
@@ -38,21 +38,21 @@ class Outcome:
     code_changes: list[str]
 
 
-def check(config: Config, source: Path, where: Callable[[str], str] = lambda key: key) -> Path | None:
+def check(config: Config, source: Path) -> Path | None:
     """Refuse a config that would fail in the job; returns the task's file relative to `source`, where it is below it.
 
-    Raises InputError for a task that does not import, a command that does not start, and a missing input.
+    Raises InvalidValue for a task that does not import, a command that does not start, and a missing input.
     """
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
     if config.command:
-        module = check_command(config.command, source, where("command"))
+        module = check_command(config.command, source)
     else:
-        module = check_task(config.task, source, where("task"))
+        module = check_task(config.task, source)
     for path in config.inputs:
         if not Path(path).expanduser().exists():
-            raise InputError(f"{where('inputs')}: {path}: no such file or directory; the task needs it to start")
+            raise InvalidValue("inputs", f"{path}: no such file or directory; the task needs it to start")
     return module
 
 
@@ -74,7 +74,6 @@ def submit(
     fresh: bool = False,
     foreground: bool = False,
     command: str = "",
-    where: Callable[[str], str] = lambda key: key,
 ) -> Outcome:
     """Start the run of `config`, or continue it, unless it is finished or under way already.
 
@@ -82,27 +81,20 @@ def submit(
     Two submissions of one config at the same time start one job: the second waits for the first to have decided.
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
-    task_file = check(config, source, where)
-    make_plan(choose_run(config, runs_dir, fresh).path, config, cluster, where)  # refuse before anything is touched
+    # Whatever is wrong with the input is refused before anything is touched on the disk.
+    request = Request(source, check(config, source), foreground, command)
+    plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
     _check_writable(runs_dir)
-    name_lock = RunDir(runs_dir / run_name(config)).submission_lock()
-    with name_lock:
-        run = choose_run(config, runs_dir, fresh)
-        plan = make_plan(run.path, config, cluster, where)
+    with RunDir(runs_dir / run_name(config)).submission_lock():
+        run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
+        plan = plan.at(run.path)
         if not run.exists():
             with _removed_on_error(run):
-                return _start_or_refuse(run, plan, Status(), Request(source, task_file, foreground, command))
-        status = job.settle(run)
+                return _start_or_refuse(run, plan, Status(), request)
+        status = job.reconcile(run)
         if status.state in (State.FINISHED, State.QUEUED, State.RUNNING):
-            return Outcome(run, status, None, _code_changes(run, status, source, task_file))
-        return _start_or_refuse(run, plan, status, Request(source, task_file, foreground, command))
-
-
-def _code_changes(run: RunDir, before: Status, source: Path, task_file: Path | None) -> list[str]:
-    """What changed in the code since the run's newest submission, in lines."""
-    if not before.code:
-        return []
-    return snapshot.changes(run.code, before.code, snapshot.scan(source, run.path.parent, task_file))
+            return Outcome(run, status, None, _code_changes(run, status, request))
+        return _start_or_refuse(run, plan, status, request)
 
 
 @dataclass(frozen=True)
@@ -110,9 +102,18 @@ class Request:
     """Where and how a submission was asked for."""
 
     source: Path
+    """Where the command was typed."""
     task_file: Path | None
+    """The user's own Python file that it starts with, relative to `source`."""
     foreground: bool
     command: str
+
+
+def _code_changes(run: RunDir, before: Status, request: Request) -> list[str]:
+    """What changed in the code since the run's newest submission, in lines."""
+    if not before.code:
+        return []
+    return snapshot.changes(run.code, before.code, snapshot.scan(request.source, run.path.parent, request.task_file))
 
 
 def _start_or_refuse(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> Outcome:
@@ -130,7 +131,7 @@ def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> O
     for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
         folder.mkdir(parents=True, exist_ok=True)
     run.failed_starts.unlink(missing_ok=True)
-    changed = _code_changes(run, before, request.source, request.task_file)
+    changed = _code_changes(run, before, request)
     code = snapshot.take(request.source, run.code, skip=run.path.parent, needed=request.task_file)
     run.write_config(plan.config)
     run.record(

@@ -8,61 +8,71 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from jobkit.errors import InputError, nearest
+from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run.command_line import find_program, is_python, target
 
 
-def check_task(task: str, root: Path, place: str = "task") -> Path | None:
+class _NotFound(Exception):
+    """A module is not there; whoever looks for it knows who needs it."""
+
+
+def check_task(task: str, root: Path) -> Path | None:
     """Check that `module:callable` can be imported from `root`, and return the module's file, relative to `root`.
 
     Looked at: the module is there, it and the modules of the user's own that it imports at their top are valid Python,
     what they import at their top can be found, and the callable is defined. None for a module installed elsewhere.
-    Raises InputError saying which of these is not so.
+    Raises InvalidValue, or InputError for a file of the user's, saying which of these is not so.
     """
     module, _, name = task.partition(":")
     parents = module.split(".")[:-1]
     seen: dict[Path, set[str] | None] = {}
-    for depth in range(1, len(parents) + 1):  # importing a module runs the packages that it is in
-        _check_module(".".join(parents[:depth]), root, f"{place}: {task}", seen)
-    spec = _find(module, root, f"{place}: {task}")
+    try:
+        for depth in range(1, len(parents) + 1):  # importing a module runs the packages that it is in
+            _check_module(".".join(parents[:depth]), root, seen)
+        spec = _find(module, root)
+    except _NotFound as error:
+        raise InvalidValue("task", f"{task}: {error}") from None
     if spec.origin is None or not spec.origin.endswith(".py"):
-        raise InputError(f"{place}: {task}: {module} is not a Python file (found {spec.origin or 'a plain folder'})")
+        raise InvalidValue("task", f"{task}: {module} is not a Python file (found {spec.origin or 'a plain folder'})")
     file = Path(spec.origin)
     defined = _check_file(file, module, root, seen)
     if defined is not None and name not in defined:
-        raise InputError(f"{place}: {task}: {file} defines no {name!r}{nearest(name, defined)}")
+        raise InvalidValue("task", f"{task}: {file} defines no {name!r}{nearest(name, defined)}")
     return file.relative_to(root) if root in file.parents else None
 
 
-def check_command(command: list[str], root: Path, place: str = "command") -> Path | None:
+def check_command(command: list[str], root: Path) -> Path | None:
     """Check that a command typed in `root` would start, and return the user's Python file in it, relative to `root`.
 
     Looked at: the program is there; for a Python, that its script is and can be parsed, or that its module is found.
     What they import is not: a script may extend sys.path first. None where it names no Python file of the user's.
-    Raises InputError saying which of these is not so.
+    Raises InvalidValue, or InputError for a file of the user's, saying which of these is not so.
     """
     program = command[0]
     if find_program(program) is None:
         what = "no such program, or it may not be executed" if "/" in program else "no such program on PATH"
         hint = "" if "/" in program else nearest(program, ["python", "torchrun", "accelerate", "bash"])
-        raise InputError(f"{place}: {program}: {what}{hint}")
+        raise InvalidValue("command", f"{program}: {what}{hint}")
     if not is_python(program):
         return next((Path(word) for word in command[1:] if _is_own_file(word, root)), None)
     runs = target(command)
     if runs is None:
-        raise InputError(f"{place}: {program} with nothing to run: name a script, -m module or -c statements")
+        raise InvalidValue("command", f"{program} with nothing to run: name a script, -m module or -c statements")
     if runs.kind == "code":
         return None
     if runs.kind == "module":
-        spec = _find(runs.text, root, f"{place}: {program} -m")
-        if spec.submodule_search_locations:
-            spec = _find(f"{runs.text}.__main__", root, f"{place}: {program} -m {runs.text}")
+        try:
+            spec = _find(runs.text, root)
+            if spec.submodule_search_locations:
+                spec = _find(f"{runs.text}.__main__", root)
+        except _NotFound as error:
+            raise InvalidValue("command", f"{program} -m: {error}") from None
         file = Path(spec.origin or "")
     else:
         file = root / runs.text
         if not file.exists():
             scripts = [str(one.relative_to(root)) for one in root.glob("*.py")]
-            raise InputError(f"{place}: {runs.text}: no such file in {root}{nearest(runs.text, scripts)}")
+            raise InvalidValue("command", f"{runs.text}: no such file in {root}{nearest(runs.text, scripts)}")
     if file.suffix == ".py" and (runs.kind == "script" or root in file.parents):
         parse(file)
     return file.relative_to(root) if file.is_file() and root in file.parents else None
@@ -81,7 +91,7 @@ def parse(file: Path) -> ast.Module:
         raise InputError(f"{file}:{line or 1}: not valid Python: {getattr(error, 'msg', error)}") from None
 
 
-def _find(module: str, root: Path, what: str) -> importlib.machinery.ModuleSpec:
+def _find(module: str, root: Path) -> importlib.machinery.ModuleSpec:
     """The spec of a dotted module, without running any code of it or of its parents."""
     parts = module.split(".")
     # A file of the user's own shadows an installed module of the same name, as it will in the job.
@@ -96,7 +106,7 @@ def _find(module: str, root: Path, what: str) -> importlib.machinery.ModuleSpec:
         )
     if spec is None:
         candidates = [file.stem for file in root.glob("*.py")]
-        raise InputError(f"{what}: no module {module!r} from {root}{nearest(parts[0], candidates)}")
+        raise _NotFound(f"no module {module!r} from {root}{nearest(parts[0], candidates)}")
     return spec
 
 
@@ -121,23 +131,33 @@ def _check_import(
     place = f"{file}:{node.lineno}"
     if isinstance(node, ast.Import):
         for alias in node.names:
-            _check_module(alias.name, root, f"{place}: import {alias.name}", seen)
+            _check_needed(alias.name, root, f"{place}: import {alias.name}", seen)
         return
     source = "." * node.level + (node.module or "")
     wanted = _absolute(node, module, file)
     if wanted is None:
         raise InputError(f"{place}: import {source}{node.names[0].name}: a relative import in a module of no package")
-    what = f"{place}: from {source} import"
-    found = _check_module(wanted, root, f"{place}: import {wanted}", seen)
+    found = _check_needed(wanted, root, f"{place}: import {wanted}", seen)
     if found is None:
         return  # an installed package: what is in it is not ours to read
     folder, defined = found
     for alias in node.names:
         if alias.name == "*" or defined is None or alias.name in defined or alias.name.startswith("__"):
             continue
+        statement = f"{place}: from {source} import {alias.name}"
         if folder is None:
-            raise InputError(f"{what} {alias.name}: {wanted} defines no {alias.name!r}{nearest(alias.name, defined)}")
-        _check_module(f"{wanted}.{alias.name}", root, f"{what} {alias.name}", seen)
+            raise InputError(f"{statement}: {wanted} defines no {alias.name!r}{nearest(alias.name, defined)}")
+        _check_needed(f"{wanted}.{alias.name}", root, statement, seen)
+
+
+def _check_needed(
+    wanted: str, root: Path, statement: str, seen: dict[Path, set[str] | None]
+) -> tuple[str | None, set[str] | None] | None:
+    """`_check_module`, for an import statement of the user's own, which an error names."""
+    try:
+        return _check_module(wanted, root, seen)
+    except _NotFound as error:
+        raise InputError(f"{statement}: {error}") from None
 
 
 def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str | None:
@@ -150,7 +170,7 @@ def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str | None:
 
 
 def _check_module(
-    wanted: str, root: Path, what: str, seen: dict[Path, set[str] | None]
+    wanted: str, root: Path, seen: dict[Path, set[str] | None]
 ) -> tuple[str | None, set[str] | None] | None:
     """Check a module of the user's own: (its folder if it is a package, the names it defines); None for others'."""
     top = wanted.split(".")[0]
@@ -158,9 +178,9 @@ def _check_module(
         return None
     if importlib.machinery.PathFinder.find_spec(top, [str(root)]) is None:
         if importlib.util.find_spec(top) is None:
-            raise InputError(f"{what}: no module {top!r}; install it, or correct the name")
+            raise _NotFound(f"no module {top!r}; install it, or correct the name")
         return None
-    spec = _find(wanted, root, what)
+    spec = _find(wanted, root)
     folder = next(iter(spec.submodule_search_locations), None) if spec.submodule_search_locations else None
     if not (spec.origin and spec.origin.endswith(".py")):
         return folder, set()

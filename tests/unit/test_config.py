@@ -15,7 +15,7 @@ from jobkit.run.config import (
     CheckpointConfig,
     CommConfig,
     Config,
-    Loaded,
+    LoadedConfig,
     ParallelConfig,
     Resources,
     RetryConfig,
@@ -36,7 +36,7 @@ def nothing_of_the_developers_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def loaded(folder: Path, text: str, *overrides: str, demo: bool | None = None) -> Loaded:
+def loaded(folder: Path, text: str, *overrides: str, demo: bool | None = None) -> LoadedConfig:
     file = folder / "toy.yaml"
     file.write_text(text)
     return load(file, overrides, demo)

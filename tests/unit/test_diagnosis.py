@@ -10,6 +10,7 @@ import pytest
 
 from jobkit.run.config import Config
 from jobkit.run.files import write_json
+from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import CAUSES
 from jobkit.slurm import JobInfo
@@ -186,7 +187,7 @@ def test_a_script_that_is_continued_does_not_blame_the_victim_of_a_closed_connec
     assert told is not None and told.rank == 1
     assert begin(run, job_id="9", scheduler="local", launcher="torchrun").number == 3
     second = run.status().attempts[1]
-    assert (second.cause, second.failure and second.failure["error"]) == ("crashed", "rank 1: ValueError: no")
+    assert (second.cause, second.failure and second.failure.error) == ("crashed", "rank 1: ValueError: no")
 
 
 def test_an_attempt_whose_ranks_only_missed_each_other_is_lost_and_no_rank_is_blamed(run: RunDir) -> None:
@@ -196,7 +197,7 @@ def test_an_attempt_whose_ranks_only_missed_each_other_is_lost_and_no_rank_is_bl
     report(run, 0, CLOSED)
     begin(run, job_id="9", scheduler="local")
     lost = run.status().attempts[0]
-    assert (lost.cause, lost.failure) == ("lost", {})
+    assert (lost.cause, lost.failure) == ("lost", Failure())
 
 
 def test_a_rank_that_ended_without_a_word_is_the_culprit_where_the_others_only_missed_it(run: RunDir) -> None:

@@ -675,7 +675,7 @@ def test_an_option_of_the_wrong_type_is_refused(entry: dict[str, Any]) -> None:
 def test_every_owned_option_is_refused_and_no_allowed_one_is_owned() -> None:
     for key in options.OWNED:
         with pytest.raises(InputError, match="jobkit sets this itself"):
-            options.split("slurm", {key: "x"}, lambda key: key)
+            options.split("slurm", {key: "x"})
     assert not options.OTHER_SBATCH & set(options.OWNED)
 
 
