@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The project's virtual environment, for the scripts beside this file to source.
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
@@ -38,7 +39,7 @@ install() {
     touch "$root/.venv/incomplete"
     extras=$(IFS=, && echo "$*")
     if ! "$root/.venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
-        --constraint "$root/tools/constraints.txt" --editable "$root[$extras]" >&2; then
+        --constraint "$root/tools/constraints.txt" --editable "${root}[$extras]" >&2; then
         rm "$root/.venv/incomplete" # pip itself has put back what was there
         exit 1
     fi

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.imports import HEAVY, imported_by
 from harness.project import Project, queue, status, wait_for
 from rich.console import Console
 from slurm_cluster import Cluster
-from test_layers import HEAVY, imported_by
 
 from jobkit.cli.doctor import tables, verdict
 from jobkit.run.rundir import RunDir

@@ -5,23 +5,18 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.project import Project
-from slurm_cluster import Cluster
+from harness.imports import HEAVY
 
 import jobkit
 
 ROOT = Path(jobkit.__file__).parent
-HEAVY = ("torch", "numpy", "tensorboard", "safetensors")
 
 # What each part may import of the others, beside itself and jobkit.errors.
 BELOW = {
@@ -143,58 +138,6 @@ def test_the_worker_is_a_thin_pickle() -> None:
     tree = ast.parse(modules()["worker.main"].read_text())
     top = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert set(top) == {"__future__", "dataclasses"}
-
-
-# The commands themselves
-
-TELL = """
-import atexit, json, os, sys
-
-def tell():
-    with open(os.environ["JOBKIT_TEST_MODULES"], "a") as file:
-        file.write(json.dumps([sys.orig_argv[1:], sorted(sys.modules)]) + "\\n")
-
-atexit.register(tell)
-"""
-
-
-def imported_by(project: Project, *arguments: str) -> dict[str, set[str]]:
-    """The modules that `python -m jobkit ARGUMENTS`, alone of all processes, had imported when it ended."""
-    (project.path / "tell").mkdir()
-    (project.path / "tell/sitecustomize.py").write_text(TELL)
-    found = project.path / "modules.jsonl"
-    environment = project.env | {"PYTHONPATH": str(project.path / "tell"), "JOBKIT_TEST_MODULES": str(found)}
-    command = [sys.executable, "-m", "jobkit", *arguments]
-    done = subprocess.run(command, cwd=project.path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for line in found.read_text().splitlines():
-        argv, names = json.loads(line)
-        if argv[:2] == ["-m", "jobkit"]:
-            return {name: {one for one in names if one.split(".")[0] == name} for name in HEAVY}
-    raise AssertionError("the command did not say what it imported")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["submit", "toy.yaml", "--dry-run", "--local"],
-        ["submit", "toy.yaml", "--dry-run", "--cluster", "slurm"],
-        ["list"],
-        ["--help"],
-    ],
-    ids=" ".join,
-)
-def test_a_command_imports_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
-    assert imported_by(Project(tmp_path), *arguments) == {name: set() for name in HEAVY}
-
-
-def test_a_submission_to_slurm_imports_nothing_heavy(slurm: Cluster, tmp_path: Path) -> None:
-    project = Project(tmp_path, slurm.env)
-    # The job is not to start: what it imports is its own affair.
-    heavy = imported_by(project, "submit", "toy.yaml", "--cluster", "slurm", "clusters.slurm.begin=now+1hour")
-    (run,) = project.runs
-    project.jobkit("cancel", run.name)
-    assert heavy == {name: set() for name in HEAVY}
 
 
 # Documentation
