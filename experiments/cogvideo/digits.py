@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 
-from jobkit.train.prepared import folder_once
+from jobkit.train.prepared import prepare_folder
 
 FRAMES, CANVAS, DIGIT = 5, 16, 8
 STEPS = {"right": (0, 2), "left": (0, -2), "down": (2, 0), "up": (-2, 0)}
@@ -26,7 +26,7 @@ def write_moving_digits(folder: Path) -> None:
 
     latent: float32 [4, 5, 8, 8]. text: float32 [2, 16], the embeddings of digit and direction.
     """
-    folder_once(folder, _write, durable=False)
+    prepare_folder(folder, _write, durable=False)
 
 
 def _write(folder: Path) -> None:

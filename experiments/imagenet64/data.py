@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from jobkit.run.files import write_atomic
-from jobkit.train.prepared import folder_once
+from jobkit.train.prepared import prepare_folder
 
 CHUNK = 2048
 """Images that one worker decodes at a time."""
@@ -105,7 +105,7 @@ def open_images(folder: Path, res: int, channels: int) -> PngImages | PackedImag
     cache = folder.with_name(folder.name + ".uint8")
     packed = cache / fingerprint(folder, res, channels)
     try:
-        folder_once(packed, lambda temporary: _pack(PngImages(folder, res, channels), packed, temporary))
+        prepare_folder(packed, lambda temporary: _pack(PngImages(folder, res, channels), packed, temporary))
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         print(f"{cache} cannot be written ({error}): decoding the PNGs at every access", flush=True)
         return PngImages(folder, res, channels)

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from jobkit.train.prepared import folder_once
+from jobkit.train.prepared import prepare_folder
 
 
 def write_digits(folder: Path) -> None:
     """Make `folder/<digit>/<number>.png` whole, unless the folder is there already."""
-    folder_once(folder, _write, durable=False)
+    prepare_folder(folder, _write, durable=False)
 
 
 def _write(folder: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from experiments.minimind.tokens import Tokenizer
-from jobkit.train.prepared import folder_once
+from jobkit.train.prepared import prepare_folder
 
 CHUNK = 1024
 """Documents that the tokenizer is given at a time."""
@@ -101,7 +101,7 @@ def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float) -> Corpus:
         facts = _write_tokens(file, tokenizer, held_out, temporary)
         (temporary / "corpus.json").write_text(json.dumps(facts))
 
-    folder_once(folder, pack)
+    prepare_folder(folder, pack)
     return Corpus(folder, **json.loads((folder / "corpus.json").read_text()))
 
 

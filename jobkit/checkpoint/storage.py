@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from jobkit.checkpoint.store import FileDigest
@@ -160,32 +161,20 @@ def _open_direct(path: Path) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-class RawWriter(StorageWriter):
-    """Writes each rank's items into one file of `directory`; at the end the coordinator's `files` has all digests."""
+class RawWriter(FileSystemWriter):
+    """Writes each rank's items into one file of `directory`; at the end the coordinator's `files` has all digests.
+
+    torch's `write_data` takes no checksum, goes through the page cache and pickles each tensor.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
+        super().__init__(directory)
         self.directory = directory
         self.files: dict[str, FileDigest] = {}
         self._file = f"rank_{rank:05d}.bin"
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: an instance writes one checkpoint."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the directory is made with the first file."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
-        return plans
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and fsync this rank's file."""
-        # The coordinator made the directory; a shared file system may not show it here yet.
-        self.directory.mkdir(exist_ok=True)
         results = []
         with ChecksummedFile(self.directory / self._file) as file:
             for item in plan.items:
@@ -214,21 +203,14 @@ class RawWriter(StorageWriter):
         }
         self.files[INDEX] = file.digest
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: the directory is given to the constructor."""
-        return False
 
-
-class RawReader(StorageReader):
+class RawReader(FileSystemReader):
     """Reads what `RawWriter` wrote; a contiguous CPU tensor is read in place, of a slice only its rows are read."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
         self.directory = directory
         self._metadata: Metadata | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: an instance reads one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, read once."""
@@ -237,23 +219,11 @@ class RawReader(StorageReader):
             self._metadata = metadata
         return self._metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `read_metadata` has come before."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and hand it the pickled objects."""
-        extents: dict[Any, Extent] = self.read_metadata().storage_data
         by_file: dict[str, list[tuple[Extent, ReadItem]]] = {}
         for item in plan.items:
-            extent = extents[item.storage_index]
+            extent: Extent = self.storage_data[item.storage_index]
             by_file.setdefault(extent.file, []).append((extent, item))
         for name, wanted in by_file.items():
             with (self.directory / name).open("rb", buffering=0) as file:
@@ -262,11 +232,6 @@ class RawReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: the directory is given to the constructor."""
-        return False
 
 
 def _read_item(file: io.FileIO, extent: Extent, item: ReadItem, planner: LoadPlanner) -> None:

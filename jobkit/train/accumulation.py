@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from jobkit.train.nested import batch_size, cut
+
 Loss = Callable[..., Tensor]
 """`loss(output, target)`: the mean over a micro-batch's samples, a scalar."""
-
-
-def cut(batch: Any, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of a batch: every tensor in it, through dicts, lists and tuples, cut along dim 0."""
-    if isinstance(batch, Tensor):
-        return batch[start:stop]
-    if isinstance(batch, Mapping):
-        return {key: cut(value, start, stop) for key, value in batch.items()}
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return tuple(cut(value, start, stop) for value in batch)
-    return batch
-
-
-def batch_size(batch: Any) -> int:
-    """Samples in a batch: the length of the first tensor in it."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    children: Sequence[Any] = ()
-    if isinstance(batch, Mapping):
-        children = list(batch.values())
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        children = batch
-    for child in children:
-        if size := batch_size(child):
-            return size
-    return 0
 
 
 def micro_batches(size: int, largest: int, count: int) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.run.device_kinds import has_streams
+from jobkit.train.nested import to_device
 
 T = TypeVar("T", covariant=True)
 
@@ -213,16 +214,3 @@ class Loader:
                 )
         self.position = int(state["position"])
         self._iterator = None
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it, through dicts, lists and tuples, on `device`."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return type(batch)(to_device(value, device) for value in batch)  # type: ignore[call-arg]
-    return batch

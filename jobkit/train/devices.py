@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from jobkit.errors import DistributedError
-from jobkit.run import device_kinds as devices
+from jobkit.run import device_kinds
 from jobkit.run.device_kinds import DeviceKind
 
 
@@ -28,11 +28,15 @@ def choose_device(name: str, gpus_per_task: int, local_rank: int, local_world_si
     task its own devices only, or all of the node's: the first is number 0 for every rank.
     Raises DistributedError, with what to do, for a device that is not there.
     """
-    kind = devices.kind(devices.CPU) if gpus_per_task == 0 and name == devices.AUTO else devices.kind(name)
+    kind = (
+        device_kinds.kind(device_kinds.CPU)
+        if gpus_per_task == 0 and name == device_kinds.AUTO
+        else device_kinds.kind(name)
+    )
     if kind is None:
-        present = (one for one in devices.KINDS if _is_here(one))
-        kind = next((one for one in present if one.name != devices.CPU), devices.KINDS[0])
-    if kind.name == devices.CPU:
+        present = (one for one in device_kinds.KINDS if _is_here(one))
+        kind = next((one for one in present if one.name != device_kinds.CPU), device_kinds.KINDS[0])
+    if kind.name == device_kinds.CPU:
         return torch.device(kind.name)
     if gpus_per_task == 0:
         raise DistributedError(f"device: {kind.name}, but resources.gpus_per_task is 0: set it to 1, or device: cpu")
@@ -53,19 +57,19 @@ def choose_device(name: str, gpus_per_task: int, local_rank: int, local_world_si
     return torch.device(kind.name, index)
 
 
-def group_backend(device: torch.device, backend: str = devices.AUTO) -> str:
+def group_backend(device: torch.device, backend: str = device_kinds.AUTO) -> str:
     """What init_process_group is given for ranks on `device`: gloo for tensors on the CPU, and the device's own.
 
     `backend` is the YAML's. Raises DistributedError for one that this torch was built without.
     """
     kind = _kind_of(device)
-    chosen = kind.backend if backend == devices.AUTO else backend
+    chosen = kind.backend if backend == device_kinds.AUTO else backend
     if ":" in chosen:
         return chosen  # torch's own spelling, device by device
     if not dist.is_backend_available(chosen):
         has = [one for one in dist.Backend.backend_list if one != "undefined" and dist.is_backend_available(one)]
         raise DistributedError(f"backend: {chosen} is not in this torch (it has: {', '.join(has)}); try backend: auto")
-    return chosen if kind.name == devices.CPU else f"cpu:gloo,{kind.name}:{chosen}"
+    return chosen if kind.name == device_kinds.CPU else f"cpu:gloo,{kind.name}:{chosen}"
 
 
 def check_precision(device: torch.device, precision: str) -> None:
@@ -81,7 +85,7 @@ def check_precision(device: torch.device, precision: str) -> None:
 def describe(device: torch.device) -> str:
     """A device for a person: `cpu`, `cuda (NVIDIA H100 80GB HBM3)`."""
     name: Callable[[torch.device], str] | None = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if name is None or device.type == devices.CPU else f"{device.type} ({name(device)})"
+    return device.type if name is None or device.type == device_kinds.CPU else f"{device.type} ({name(device)})"
 
 
 def report(device: torch.device, backend: str, rank: int, nodes: int, gather: Callable[[object], Iterable[Any]]) -> str:
@@ -94,10 +98,10 @@ def report(device: torch.device, backend: str, rank: int, nodes: int, gather: Ca
     found = list(gather((socket.gethostname(), _identity(device), _shown(kind))))
     for one, (host, identity, _) in enumerate(found):
         first = next(other for other in range(one + 1) if found[other][:2] == (host, identity))
-        if identity is not None and first != one and not os.environ.get(devices.SHARE):
+        if identity is not None and first != one and not os.environ.get(device_kinds.SHARE):
             raise DistributedError(
                 f"ranks {first} and {one} have both got the same {kind.name} device of {host} ({found[one][2]}): start "
-                f"at most one task for each device, or set {devices.SHARE}=1 if that is meant"
+                f"at most one task for each device, or set {device_kinds.SHARE}=1 if that is meant"
             )
     seen = f", {_shown(kind)}" if kind.visible and kind.visible in os.environ else ""
     own = f"{describe(device)}{seen}"
@@ -109,7 +113,7 @@ def report(device: torch.device, backend: str, rank: int, nodes: int, gather: Ca
 
 
 def _kind_of(device: torch.device) -> DeviceKind:
-    kind = devices.kind(device.type)
+    kind = device_kinds.kind(device.type)
     if kind is None:
         raise DistributedError(f"{device.type}: not one of jobkit's devices (jobkit/run/device_kinds.py lists them)")
     return kind
@@ -146,7 +150,7 @@ def _identity(device: torch.device) -> str | None:
     """What no other device of the machine has: its UUID where torch tells it; None for what cannot be told apart."""
     kind = _kind_of(device)
     if kind.visible is None:
-        return None if kind.name == devices.CPU else kind.name
+        return None if kind.name == device_kinds.CPU else kind.name
     uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
     if uuid is None and kind.visible not in os.environ:
         return None  # each task's number 0 may be another device

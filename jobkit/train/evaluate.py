@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
-from jobkit.train.data import derive_seed, preserved_generators, seed_cpu_generators, seed_generators, to_device
+from jobkit.train.data import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
+from jobkit.train.nested import to_device
 from jobkit.train.scores import SampleScores, place
 
 PerSample = Callable[[Any, Tensor], Tensor]

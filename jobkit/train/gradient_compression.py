@@ -1,16 +1,12 @@
-"""Sending less: compressed gradients, and replicas that average their parameters only now and then."""
+"""Compressed gradients: less to send in each step of DDP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-
-from jobkit.checkpoint.state import flatten, unflatten
 
 
 class Compression:
@@ -45,34 +41,3 @@ class Compression:
             group = self.power_sgd.process_group  # which it replaces by the whole world
             self.power_sgd.__setstate__(dict(state))  # type: ignore[no-untyped-call]
             self.power_sgd.process_group = group
-
-
-def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace floating-point tensors by their mean over the ranks of a group, in place."""
-    ranks = dist.get_world_size(group)
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            dist.all_reduce(tensor, group=group)
-            tensor /= ranks
-
-
-def average_replicas(
-    modules: Iterable[torch.nn.Module],
-    optimizers: Iterable[torch.optim.Optimizer],
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Local SGD's synchronisation: parameters, buffers and moving averages become their mean over the ranks."""
-    with torch.no_grad():
-        for module in modules:
-            average([*module.parameters(), *module.buffers()], group)
-        for optimizer in optimizers:
-            states = (optimizer.state[p] for one in optimizer.param_groups for p in one["params"])
-            average([state["ema"] for state in states if "ema" in state], group)
-
-
-def averaged_copy(tree: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """A copy of a state_dict with every floating-point tensor in it averaged over the ranks of a group."""
-    skeleton, tensors = flatten(tree)
-    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    average(copies.values(), group)
-    return unflatten(skeleton, copies)

@@ -8,56 +8,46 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm (a float32 scalar, the same on every rank) of all gradients, each element counted once.
 
-    Gradients may be plain tensors, of which every rank has the whole, and DTensors sharded over any mesh. `stages`:
-    the group of a pipeline's stages, which have parameters of their own.
+    Gradients may be plain tensors, of which every rank has the whole, and DTensors over any mesh. `stages`: the group
+    of a pipeline's stages, which have parameters of their own.
     """
-    squares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    device = torch.device("cpu")
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is None:
-            continue
-        device = grad.device
-        groups: tuple[dist.ProcessGroup, ...] = ()
-        if isinstance(grad, DTensor):
-            if any(isinstance(placement, Partial) for placement in grad.placements):
-                grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
-            sharded = [i for i, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
-            groups = tuple(grad.device_mesh.get_group(i) for i in sharded)
-            grad = grad.to_local()
-        squares[groups].append(torch.linalg.vector_norm(grad, dtype=torch.float32).square())
-    total = torch.zeros((), device=device)
-    for groups in sorted(squares, key=len):
-        part = torch.stack(squares[groups]).sum()
-        for group in groups:
-            dist.all_reduce(part, group=group)
-        total = total + part
+    total = torch.zeros(())
+    for alike in _by_mesh(parameters):
+        norm = get_total_norm([parameter.grad for parameter in alike if parameter.grad is not None])
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total = total.to(whole.device) + whole.float().square()
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 
-def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: Tensor | float) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of the global norm `norm`, in place, so that it becomes at most `max_norm`."""
+    for alike in _by_mesh(parameters):
+        clip_grads_with_norm_(alike, max_norm, norm)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient, in place."""
-    by_kind: dict[object, list[Tensor]] = defaultdict(list)
+    for alike in _by_mesh(parameters):
+        torch._foreach_mul_([parameter.grad for parameter in alike if parameter.grad is not None], factor)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Parameters that have gradients, in lists of one mesh each: torch's multi-tensor kernels take no mixture."""
+    lists: dict[object, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            by_kind[local.device, local.dtype].append(local)
-    for grads in by_kind.values():
-        torch._foreach_mul_(grads, factor)
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by, so that it becomes at most `max_norm`."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            lists[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
+    return lists.values()
 
 
 class LossScaler:

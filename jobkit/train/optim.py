@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from jobkit.run import device_kinds as devices
+from jobkit.log import log
+from jobkit.run import device_kinds
 
 
 class EmaAdamW(torch.optim.AdamW):
@@ -66,7 +66,7 @@ class EmaAdamW(torch.optim.AdamW):
             if wanted and reason:
                 raise ValueError(f"fused=True: there is no fused AdamW {reason}; fused=None uses it where there is")
             if wanted is None and reason:
-                _say_once(f"jobkit: no fused AdamW {reason}: using the plain one; the moving average is kept")
+                _warn_once(f"no fused AdamW {reason}: using the plain one; the moving average is kept")
             fused = wanted is not False and reason is None
             group["fused"] = fused or None  # with False, torch would not take its multi-tensor kernels either
         # What torch's own AdamW says to a GradScaler: call step anyway, the kernel looks for infinities itself.
@@ -151,7 +151,7 @@ fused_ema_adam = EmaAdamW
 def why_not_fused(parameters: Sequence[Tensor]) -> str | None:
     """What there is no fused AdamW for, or on, among these parameters: `on npu`; None where it can update them all."""
     for name in {parameter.device.type for parameter in parameters}:
-        kind = devices.kind(name)
+        kind = device_kinds.kind(name)
         if kind is None or not kind.fused_adamw:
             return f"on {name}"
     if not all(parameter.is_floating_point() for parameter in parameters):
@@ -164,8 +164,9 @@ def why_not_fused(parameters: Sequence[Tensor]) -> str | None:
 def _weights(steps: list[Tensor], decay: float, found_inf: Tensor | None) -> list[float] | list[Tensor]:
     """1 - min(decay, (1 + n) / (10 + n)) for each n; 0 where a GradScaler found an infinity, and nothing was updated.
 
-    On the CPU, where AdamW keeps its counts unless it is fused, numbers; on a device tensors: to read one would be to
-    wait for it.
+    torch's get_ema_multi_avg_fn takes one number for all; here each parameter has its own count, which on a device
+    stays a tensor: to read it would be to wait for the device. On the CPU, where AdamW keeps its counts unless it is
+    fused, numbers.
     """
     if steps[0].is_cpu:
         skipped = found_inf is not None and bool(found_inf)
@@ -190,5 +191,5 @@ def _average_type(parameter: Tensor) -> torch.dtype:
 
 
 @cache
-def _say_once(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _warn_once(line: str) -> None:
+    log.warning(line)

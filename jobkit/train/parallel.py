@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from jobkit.errors import JobkitError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
-from jobkit.train.accumulation import Loss, backward, batch_size
+from jobkit.train.accumulation import Loss, backward
 from jobkit.train.data_parallel import data_parallel, shard, synchronise_buffers, without_synchronisation
 from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradients import gradient_norm
-from jobkit.train.optimizer_state import Kind, Parameters, by_kind, kinds_of
+from jobkit.train.nested import batch_size
+from jobkit.train.parameter_groups import Axes, Parameters, all_axes, divided_by_axes
 from jobkit.train.pipeline import Pipeline, stage_of
 from jobkit.train.zero1 import Zero1
 
@@ -123,7 +124,7 @@ class Parallel:
     ) -> torch.optim.Optimizer:
         """`make(parameters, **options)`; with zero1 each data-parallel rank keeps the state of a part of them."""
         listed: list[Any] = list(parameters)
-        groups = by_kind(listed, self._kinds(listed))
+        groups = divided_by_axes(listed, self._axes_of_all_stages(listed))
         if self.parallel.data == "zero1" and self.layout.data > 1:
             return Zero1(groups, make, self.data_group, options)
         return make(groups if len(groups) > 1 else groups[0]["params"], **{**options, **_others(groups)})
@@ -136,13 +137,13 @@ class Parallel:
         if self.layout.data > 1 and not self.drifts:
             synchronise_buffers(unwrapped(module), self.data_group)
 
-    def _kinds(self, parameters: Parameters) -> list[Kind]:
-        """The kinds of parameters that there are on any stage, in one order on all of them."""
-        found = [kinds_of(parameters)]
+    def _axes_of_all_stages(self, parameters: Parameters) -> list[Axes]:
+        """The axes that parameters of any stage are spread over, in one order on all stages."""
+        found = [all_axes(parameters)]
         if self.stages is not None:
             found *= dist.get_world_size(self.stages)
             dist.all_gather_object(found, found[0], group=self.stages)
-        return sorted({kind for kinds in found for kind in kinds})
+        return sorted({axes for of_a_stage in found for axes in of_a_stage})
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of all gradients of the model, on every rank."""

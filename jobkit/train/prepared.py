@@ -13,7 +13,7 @@ from filelock import FileLock
 from jobkit.run.files import fsync_dir
 
 
-def folder_once(folder: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
+def prepare_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
     """Make `folder` unless it is there: `fill(temporary)` writes into a folder that is then given its name.
 
     It appears whole or not at all, however many processes and hosts ask at once. `durable=False` skips the fsync of its

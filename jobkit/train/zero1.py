@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-
-Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class Zero1(ZeroRedundancyOptimizer):

@@ -15,8 +15,8 @@ from jobkit.run.layout import factor
 from jobkit.train.accumulation import Loss
 from jobkit.train.data import Loader
 from jobkit.train.data_parallel import reshard
-from jobkit.train.gradient_compression import average_replicas
-from jobkit.train.gradients import LossScaler, clip_factor, scale_gradients
+from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
+from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optimizer_state import parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.worker.session import Session
@@ -148,13 +148,12 @@ class Engine:
         if self._scaler is not None:
             norm = self._parallel.norm(parameters) / self._scale_used
             accepted = self._scaler.accepts(norm)
-            factor = clip_factor(norm, max_norm) if max_norm is not None else 1.0
-            if accepted:
-                scale_gradients(parameters, factor / self._scale_used)
+            scale_gradients(parameters, 1 / self._scale_used)
         elif max_norm is not None:
             norm = self._parallel.norm(parameters)
-            scale_gradients(parameters, clip_factor(norm, max_norm))
         if accepted:
+            if norm is not None and max_norm is not None:
+                clip_gradients(parameters, max_norm, norm)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._updates += 1

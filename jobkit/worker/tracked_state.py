@@ -13,8 +13,8 @@ from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
-from jobkit.train.gradient_compression import averaged_copy
 from jobkit.train.gradients import LossScaler
+from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.optimizer_state import (
     Names,
     load_optimizer_state,

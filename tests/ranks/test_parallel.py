@@ -17,8 +17,8 @@ from jobkit.run.config import CommConfig, ParallelConfig, Resources
 from jobkit.run.layout import Layout, check, factor
 from jobkit.train import schedule
 from jobkit.train.accumulation import backward
-from jobkit.train.gradient_compression import average_replicas
-from jobkit.train.gradients import LossScaler, clip_factor, gradient_norm, scale_gradients
+from jobkit.train.gradients import LossScaler, clip_gradients, gradient_norm
+from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optim import fused_ema_adam
 from jobkit.train.optimizer_state import parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
@@ -117,7 +117,7 @@ class Training:
                 autocast=nullcontext,
             )
             parameters = parameters_of(self.optimizer)
-            scale_gradients(parameters, clip_factor(self.parallel.norm(parameters), 0.5))
+            clip_gradients(parameters, 0.5, self.parallel.norm(parameters))
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
@@ -146,7 +146,7 @@ def reference(steps: int = STEPS) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     for step in range(steps):
         x, y = data(step)
         mean_square(model(x), y).backward()
-        scale_gradients(model.parameters(), clip_factor(gradient_norm(model.parameters()), 0.5))
+        clip_gradients(list(model.parameters()), 0.5, gradient_norm(model.parameters()))
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

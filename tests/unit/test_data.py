@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, OrderedDict, UserDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from jobkit.train.data import Loader, SampleOrder, derive_seed, to_device
+from jobkit.train.data import Loader, SampleOrder, derive_seed
+from jobkit.train.nested import batch_size, cut, to_device
 
 WORLD_SIZES = [1, 2, 3, 5]
 SIZES = [(1, 1), (7, 3), (10, 5), (13, 4), (5, 8), (97, 16), (3, 20)]
@@ -192,12 +193,27 @@ class Pair(NamedTuple):
     right: Any
 
 
-def test_a_batch_keeps_its_shape_on_its_way_to_the_device() -> None:
-    one = torch.ones(1)
-    batch = {"list": [one, "text"], "tuple": (one, 3), "named": Pair(one, None), "bytes": b"x"}
-    moved = to_device(batch, torch.device("meta"))
-    assert [type(moved[key]) for key in moved] == [list, tuple, Pair, bytes]
-    assert [moved["list"][0].device.type, moved["tuple"][0].device.type, moved["named"].left.device.type] == [
-        "meta"
-    ] * 3
-    assert (moved["list"][1], moved["tuple"][1], moved["bytes"]) == ("text", 3, b"x")
+def test_a_batch_keeps_its_shape_on_its_way_to_the_device_and_when_it_is_cut() -> None:
+    one = torch.ones(3)
+    batch = {
+        "list": [one, "text"],
+        "tuple": (one, 3),
+        "named": Pair(one, None),
+        "ordered": OrderedDict(x=one),
+        "bytes": b"x",
+    }
+    moved, part = to_device(batch, torch.device("meta")), cut(batch, 1, 3)
+    for found in (moved, part):
+        assert [type(found[key]) for key in batch] == [list, tuple, Pair, OrderedDict, bytes]
+        assert (found["list"][1], found["tuple"][1], found["named"].right, found["bytes"]) == ("text", 3, None, b"x")
+    for found, device, size in ((moved, "meta", 3), (part, "cpu", 2)):
+        tensors = [found["list"][0], found["tuple"][0], found["named"].left, found["ordered"]["x"]]
+        assert [(tensor.device.type, len(tensor)) for tensor in tensors] == [(device, size)] * 4
+    assert (batch_size(batch), batch_size(part), batch_size("text")) == (3, 2, 0)
+
+
+def test_a_mapping_of_a_librarys_own_is_looked_into() -> None:
+    batch = UserDict(ids=torch.arange(4), inner=UserDict(mask=torch.ones(4, 2)))  # what tokenizers return is one
+    assert cut([batch], 0, 3)[0]["inner"]["mask"].shape == (3, 2)
+    assert to_device(batch, torch.device("meta"))["ids"].device.type == "meta"
+    assert batch_size(batch) == 4
