@@ -66,6 +66,60 @@ def test_every_test_that_the_docs_name_exists() -> None:
     assert len(named) > 30
 
 
+RUN_BY = {
+    "git clone <this repository> jobkit && cd jobkit": "test_the_first_screen_of_the_readme_in_a_fresh_clone",
+    "tools/run experiments/imagenet64.yaml --local": "test_the_first_screen_of_the_readme_in_a_fresh_clone",
+    "tools/run experiments/imagenet64.yaml --cluster slurm": "test_the_first_screen_of_the_readme_in_a_fresh_clone",
+    "python -m jobkit.submit toy.yaml --local": "test_the_example_and_the_commands_of_the_readme_run",
+    "python -m jobkit.submit toy.yaml --cluster slurm params.lr=3e-4 resources.nodes=1": "test_the_example_on_slurm",
+    "python -m jobkit.submit toy.yaml --cluster slurm --dry-run": "test_the_example_on_slurm",
+    "python -m jobkit doctor": "test_doctor_measures_two_nodes_of_a_slurm",
+    "python -m jobkit doctor --cluster h100 --nodes 2 --no-probe": "test_a_cluster_of_the_users_own",
+    "python -m jobkit doctor --local --no-probe": "test_the_checks_of_this_machine_run",
+    "python -m jobkit.submit toy.yaml --cluster h100": "test_a_cluster_of_the_users_own",
+    "python -m jobkit.submit toy.yaml --cluster h100 --dry-run": "test_a_cluster_of_the_users_own",
+    "python -m jobkit preempt RUN": "test_a_preemption_can_be_rehearsed_with_and_without_grace",
+    "python -m jobkit preempt RUN --no-grace": "test_a_preemption_can_be_rehearsed_with_and_without_grace",
+    'eval "$(tools/slurm_cluster.py up)"': "test_a_preemption_on_the_private_cluster",
+    "tools/run experiments/imagenet64.yaml --cluster slurm name=boxed": "test_a_preemption_on_the_private_cluster",
+    'sbatch --partition=high --nodes=4 --exclusive -o /dev/null --wrap "sleep 1"': (
+        "test_a_preemption_on_the_private_cluster"
+    ),
+    ".venv/bin/python -m jobkit status boxed": "test_a_preemption_on_the_private_cluster",
+    "tools/slurm_cluster.py status": "test_a_preemption_on_the_private_cluster",
+    "tools/slurm_cluster.py down; unset SLURM_CONF": "test_a_preemption_on_the_private_cluster",
+    "tools/slurm_cluster.py up --nodes 8 --grace 60 --preempt cancel": "test_private_clusters_that_differ",
+    "tools/slurm_cluster.py up --user-signal --no-requeue --kill-wait 30": "test_private_clusters_that_differ",
+    "tests/soak/chaos.py --soak": "test_the_plan_of_the_soak_can_be_seen",
+    "tests/soak/chaos.py --seed 7 --events 5 --local": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/submit.py --repeats 9": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/step.py --ranks 1 2": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/checkpoint.py --megabytes 512 --repeats 7": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/evaluate.py --ranks 4": "test_chaos_and_benches",
+    "tests/soak/sixty_four.py": "test_sixty_four_ranks",
+    "python myscript.py": "test_the_example_of_a_script_runs",
+    "torchrun --nproc_per_node=2 myscript.py": "test_the_example_of_a_script_runs_under_torchrun",
+    "tools/run experiments/cogvideo.yaml --local": "test_the_small_recipes",
+    "tools/run experiments/cogvideo_sample.yaml --local params.run=runs/cogvideo-*": "test_the_small_recipes",
+    "tools/run experiments/minimind.yaml --local": "test_the_small_recipes",
+    "tools/run experiments/minimind_generate.yaml --local params.run=runs/minimind-*": "test_the_small_recipes",
+    "tools/run experiments/imagenet64_sample.yaml --local params.run=runs/imagenet64-*": "test_the_small_recipes",
+    ".venv/bin/python tools/prepare_imagenet.py .../ILSVRC2012/train $IMAGENET_DIR --res 64": (
+        "test_the_layout_the_pixels_and_the_broken_images"
+    ),
+    "IMAGENET_DIR=... tools/run experiments/imagenet64.yaml --cluster slurm": (
+        "test_the_full_recipe_is_submitted_as_64_ranks"
+    ),
+}
+"""Each command of the docs, and the test that runs it, as it stands or in small; those in tests/soak are slow."""
+
+
+def test_a_test_runs_every_command() -> None:
+    assert {command for page in PAGES for command in commands(page)} == set(RUN_BY)
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name in RUN_BY.values() if f"def {name}(" not in tests]
+
+
 def options_of(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         cli.main([verb, "--help"])
