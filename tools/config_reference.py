@@ -16,7 +16,7 @@ import sys
 import typing
 from typing import Any
 
-from jobkit.run import config, layout
+from jobkit.run import config
 from jobkit.submission import options
 
 HEAD = """\
@@ -142,7 +142,7 @@ def sections() -> str:
             about = inspect.getdoc(kind) or ""
             parts += [f"## `{field.name}`", about]
             if field.name == "parallel":
-                words = ", ".join(f"`{name}`" for name in layout.NAMES)
+                words = ", ".join(f"`{name}`" for name in config.PARALLEL_WORDS)
                 parts += [f"One word ({words}), or a mapping with one or several of these keys:"]
             parts += [table(kind, f"{field.name}.")]
     return "\n\n".join(parts)
