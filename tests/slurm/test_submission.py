@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from harness import in_process
 from harness.project import Project, events, names, queue, status, step, wait_for
 from slurm_cluster import Cluster
 
@@ -195,3 +196,68 @@ def test_an_edit_after_the_end_is_told_and_a_slip_in_a_parameter_too(tmp_path: P
     task.write_text(task.read_text() + "\n")
     assert "~ mytask.py" in project.submit("--local", "params.steps=3").stderr
     assert "did you mean 'steps'?" in project.submit("--local", "params.stepz=3", "--dry-run").stderr
+
+
+# What Slurm refuses
+
+REFUSED = {
+    "a partition": (["clusters.slurm.partition=nosuch"], ["nosuch", "sinfo", "clusters.<name>.partition"]),
+    "a constraint": (["clusters.slurm.constraint=nosuch"], ["feature"]),
+    "a node": (["clusters.slurm.nodelist=nosuch"], ["node name"]),
+    "a resource": (["clusters.slurm.gres=nosuch:1"], ["gres"]),
+    "more GPUs than a node has": (["resources.gpus_per_task=99"], ["not available"]),
+}
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_slurm_refuses_is_told_in_one_line_not_queued_and_leaves_no_run(
+    project: Project, slurm: Cluster, overrides: list[str], said: list[str]
+) -> None:
+    done = in_process.jobkit(project, "submit", "toy.yaml", "--cluster", "slurm", *overrides, expect=2)
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: sbatch: ")
+    for part in said:
+        assert part in done.stderr
+    assert [path.name for path in project.path.glob("runs/*")] in ([], [".locks"])
+    assert queued_here(slurm, project) == []
+
+
+def test_what_jobkit_refuses_is_not_queued_where_there_is_a_slurm(project: Project, slurm: Cluster) -> None:
+    mistakes = {
+        "clusters.slurm.partion=low": "did you mean 'partition'?",
+        "clusters.slurm.output=x": "jobkit logs",
+        "clusters.slurm.scheduler=pbs": "slurm, local",
+        "clusters.slurm.setup=5": "found 5",
+        "inputs=[/no/such]": "/no/such",
+    }
+    for override, said in mistakes.items():
+        done = in_process.jobkit(project, "submit", "toy.yaml", "--cluster", "slurm", override, expect=2)
+        assert done.stderr.startswith("error: ") and said in done.stderr
+    for name in ("slrum", "mars"):
+        done = in_process.jobkit(project, "submit", "toy.yaml", "--cluster", name, expect=2)
+        assert f"--cluster {name}" in done.stderr and "slurm" in done.stderr
+    assert not (project.path / "runs").exists()
+    assert queued_here(slurm, project) == []
+
+
+def test_a_controller_that_is_down_is_told_and_leaves_no_run(tmp_path: Path, short_dir: Path) -> None:
+    with Cluster(short_dir, nodes=1) as cluster:
+        project = Project(tmp_path, cluster.env)
+        cluster.stop_controller()
+        done = project.submit("--cluster", "slurm", expect=2)
+        assert "Traceback" not in done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("error: sbatch: ")
+        assert "scontrol ping" in last
+        assert [path.name for path in project.path.glob("runs/*")] == [".locks"]
+        cluster.start_controller()
+        assert queued_here(cluster, project) == []
+        project.submit("--cluster", "slurm", "clusters.slurm.begin=now+1hour")
+        assert len(queued_here(cluster, project)) == len(project.runs) == 1
+
+
+def queued_here(cluster: Cluster, project: Project) -> list[str]:
+    """Jobs submitted in this project's folder, those of no run that is left included."""
+    lines = cluster.command("squeue", "--noheader", "--format=%i %Z").splitlines()
+    return [line for line in lines if str(project.path) in line]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from harness.in_process import Done, jobkit
 from harness.project import Project
-from slurm_cluster import Cluster
 
 from jobkit.cli.main import VERBS
 
@@ -134,14 +132,6 @@ SLURM_MISTAKES = [
     ),
 ]
 
-OF_THE_REAL_SLURM = [
-    Mistake("a partition", ["nosuch", "sinfo", "clusters.<name>.partition"], ["clusters.slurm.partition=nosuch"]),
-    Mistake("a constraint", ["feature"], ["clusters.slurm.constraint=nosuch"]),
-    Mistake("a node", ["node name"], ["clusters.slurm.nodelist=nosuch"]),
-    Mistake("a resource", ["gres"], ["clusters.slurm.gres=nosuch:1"]),
-    Mistake("more GPUs than a node has", ["not available"], ["resources.gpus_per_task=99"]),
-]
-
 
 def each(mistakes: list[Mistake]) -> list[object]:
     return [pytest.param(one, id=one.name, marks=one.marks) for one in mistakes]
@@ -154,31 +144,19 @@ def project(tmp_path: Path) -> Iterator[Project]:
     yield made
 
 
-def submit(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jobkit.submit", *arguments],
-        cwd=project.path,
-        env=project.env,
-        text=True,
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-    )
-
-
 def assert_refused(project: Project, mistake: Mistake, *place: str) -> None:
     for name, text in mistake.files.items():
         (project.path / name).parent.mkdir(exist_ok=True, parents=True)
         (project.path / name).write_text(text)
     before = {path for path in project.path.glob("runs/*") if path.name != ".locks"}
-    done = submit(project, mistake.yaml, *place, *mistake.arguments)
+    done = jobkit(project, "submit", mistake.yaml, *place, *mistake.arguments, expect=2)
     assert_said(done, mistake.said)
     assert {path for path in project.path.glob("runs/*") if path.name != ".locks"} == before
 
 
-def assert_said(done: subprocess.CompletedProcess[str], said: list[str]) -> None:
+def assert_said(done: Done, said: list[str]) -> None:
     """One or two lines, the first beginning with `error:`, and all that must be in them."""
-    assert done.returncode == 2, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 2, done
     lines = done.stderr.splitlines()
     assert 1 <= len(lines) <= 2, done.stderr
     assert lines[0].startswith("error:"), done.stderr
@@ -240,73 +218,25 @@ def without_slurm(tmp_path: Path) -> str:
 def test_where_there_is_no_sbatch_slurm_is_refused(project: Project, tmp_path: Path) -> None:
     project.env["PATH"] = without_slurm(tmp_path)
     assert_refused(project, Mistake("sbatch", ["sbatch is not on PATH", "--local"]), "--cluster", "slurm")
-    assert submit(project, "toy.yaml", "--dry-run", "--cluster", "slurm").returncode == 0
-    assert "(local)" in submit(project, "toy.yaml", "--dry-run").stdout
+    assert jobkit(project, "submit", "toy.yaml", "--dry-run", "--cluster", "slurm").returncode == 0
+    assert "(local)" in jobkit(project, "submit", "toy.yaml", "--dry-run").stdout
 
 
 def test_a_dry_run_leaves_nothing_behind_and_refuses_the_same(project: Project) -> None:
     for place in (["--local"], ["--cluster", "slurm"]):
-        done = submit(project, "toy.yaml", "--dry-run", *place)
+        done = jobkit(project, "submit", "toy.yaml", "--dry-run", *place)
         assert (done.returncode, done.stderr) == (0, "")
         assert "name: toy" in done.stdout
-        assert_said(submit(project, "toy.yaml", "--dry-run", *place, "task=mytsk:train"), ["did you mean 'mytask'?"])
+        assert_said(
+            jobkit(project, "submit", "toy.yaml", "--dry-run", *place, "task=mytsk:train", expect=2),
+            ["did you mean 'mytask'?"],
+        )
     assert not (project.path / "runs").exists()
 
 
 def test_local_and_cluster_together_are_refused(project: Project) -> None:
-    done = submit(project, "toy.yaml", "--local", "--cluster", "slurm")
-    assert done.returncode == 2
+    done = jobkit(project, "submit", "toy.yaml", "--local", "--cluster", "slurm", expect=2)
     assert "not allowed with" in done.stderr
-
-
-def test_with_a_slurm_a_mistake_is_refused_and_nothing_is_queued(slurm: Cluster, tmp_path: Path) -> None:
-    project = Project(tmp_path, slurm.env)
-    for mistake in [one for one in SLURM_MISTAKES if not one.marks]:
-        assert_refused(project, mistake, *([] if "--cluster" in mistake.arguments else ["--cluster", "slurm"]))
-    assert_refused(project, Mistake("inputs", ["/no/such"], ["inputs=[/no/such]"]), "--cluster", "slurm")
-    assert queued(slurm, project) == []
-
-
-def queued(cluster: Cluster, project: Project) -> list[str]:
-    """Jobs of this project, which may share the cluster with another test's."""
-    lines = cluster.command("squeue", "--noheader", "--format=%i %Z").splitlines()
-    return [line for line in lines if str(project.path) in line]
-
-
-@pytest.mark.parametrize("mistake", each(OF_THE_REAL_SLURM))
-def test_what_slurm_refuses_is_told_in_one_line(slurm: Cluster, tmp_path: Path, mistake: Mistake) -> None:
-    assert_refused(Project(tmp_path, slurm.env), mistake, "--cluster", "slurm")
-
-
-@pytest.mark.parametrize("mistake", each(OF_THE_REAL_SLURM))
-def test_what_slurm_refuses_is_not_queued_and_leaves_no_run(slurm: Cluster, tmp_path: Path, mistake: Mistake) -> None:
-    project = Project(tmp_path, slurm.env)
-    done = submit(project, "toy.yaml", "--cluster", "slurm", *mistake.arguments)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: sbatch: ")
-    for part in mistake.said:
-        assert part in last
-    assert [path.name for path in project.path.glob("runs/*")] in ([], [".locks"])
-    assert queued(slurm, project) == []
-
-
-def test_a_controller_that_is_down_is_told_and_leaves_no_run(tmp_path: Path, short_dir: Path) -> None:
-    with Cluster(short_dir, nodes=1) as cluster:
-        project = Project(tmp_path, cluster.env)
-        cluster.stop_controller()
-        done = submit(project, "toy.yaml", "--cluster", "slurm")
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        last = done.stderr.splitlines()[-1]
-        assert last.startswith("error: sbatch: ")
-        assert "scontrol ping" in last
-        assert [path.name for path in project.path.glob("runs/*")] == [".locks"]
-        cluster.start_controller()
-        assert queued(cluster, project) == []
-        project.submit("--cluster", "slurm", "clusters.slurm.begin=now+1hour")
-        assert len(queued(cluster, project)) == len(project.runs) == 1
 
 
 # The other verbs
@@ -314,20 +244,14 @@ def test_a_controller_that_is_down_is_told_and_leaves_no_run(tmp_path: Path, sho
 
 @pytest.mark.parametrize("arguments", [[], *([verb] for verb in VERBS)], ids=lambda arguments: " ".join(arguments))
 def test_help_is_given(project: Project, arguments: list[str]) -> None:
-    printed = project.jobkit(*arguments, "--help").stdout
+    printed = jobkit(project, *arguments, "--help").stdout
     assert printed.startswith("usage: ")
     assert all(verb in printed for verb in (VERBS if not arguments else []))
 
 
-def test_submit_is_one_program_under_both_names(project: Project) -> None:
-    ours, theirs = project.jobkit("submit", "--help").stdout, submit(project, "--help").stdout
-    assert ours == theirs
-    assert "75 interrupted" in " ".join(ours.split())
-
-
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("submit", "list", "board", "doctor")])
 def test_a_verb_refuses_an_unknown_run_in_one_line(project: Project, verb: str) -> None:
-    done = project.jobkit(verb, "nosuch", expect=2)
+    done = jobkit(project, verb, "nosuch", expect=2)
     assert_said(done, ["nosuch", "jobkit list"])
     assert len(done.stderr.splitlines()) == 1
     assert not (project.path / "runs").exists()
@@ -338,18 +262,18 @@ def test_a_verb_finds_a_run_by_a_beginning_that_is_its_own(project: Project) -> 
         run = project.path / "runs" / name
         run.mkdir(parents=True)
         shutil.copyfile(project.path / "toy.yaml", run / "config.yaml")
-    assert project.jobkit("status", "toy-2").stdout.startswith("toy-22222222: ")
-    assert_said(project.jobkit("status", "toy", expect=2), ["beginning of 2 runs", "toy-11111111", "toy-22222222"])
-    assert_said(project.jobkit("status", "toy-11111112", expect=2), ["did you mean 'toy-11111111'?"])
+    assert jobkit(project, "status", "toy-2").stdout.startswith("toy-22222222: ")
+    assert_said(jobkit(project, "status", "toy", expect=2), ["beginning of 2 runs", "toy-11111111", "toy-22222222"])
+    assert_said(jobkit(project, "status", "toy-11111112", expect=2), ["did you mean 'toy-11111111'?"])
 
 
 @pytest.mark.parametrize("arguments", [[], ["bogus"], ["status"], ["submit"], ["submit", "toy.yaml", "--bogus"]])
 def test_a_command_line_that_is_none_is_refused(project: Project, arguments: list[str]) -> None:
-    done = project.jobkit(*arguments, expect=2)
+    done = jobkit(project, *arguments, expect=2)
     assert "usage: " in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_list_of_no_runs_is_no_mistake(project: Project) -> None:
-    assert "no runs" in project.jobkit("list").stdout
-    assert project.jobkit("list", "--json").stdout.strip() == "[]"
+    assert "no runs" in jobkit(project, "list").stdout
+    assert jobkit(project, "list", "--json").stdout.strip() == "[]"

@@ -1,0 +1,33 @@
+"""A refusal as a person at a terminal sees it: exit code, one line, and the same program under both of its names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.project import Project
+
+
+def submit(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jobkit.submit", *arguments]
+    return subprocess.run(command, cwd=project.path, env=project.env, text=True, capture_output=True, timeout=120)
+
+
+def test_a_mistake_ends_the_command_with_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    for done in (
+        submit(project, "toy.yaml", "--local", "task=mytask:trian"),
+        project.submit("--local", "task=mytask:trian", expect=2),
+    ):
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: command line: task: mytask:trian: ")
+        assert done.stderr.endswith("did you mean 'train'?\n")
+    assert not (project.path / "runs").exists()
+
+
+def test_submit_is_one_program_under_both_names(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    ours, theirs = project.jobkit("submit", "--help").stdout, submit(project, "--help").stdout
+    assert ours == theirs
+    assert "75 interrupted" in " ".join(ours.split())
