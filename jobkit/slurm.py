@@ -261,6 +261,12 @@ def nodes_left(partition: str, without: Collection[str]) -> int:
     return len(names - set(without))
 
 
+def submit(script: str, *options: str, environment: Mapping[str, str] | None = None) -> str:
+    """Queue a batch script; returns the new job's id."""
+    answer = command("sbatch", "--parsable", *options, script, environment=environment)
+    return answer.strip().splitlines()[-1].split(";")[0]  # a site's sbatch may print a banner before `id;cluster`
+
+
 def jobs_named(name: str) -> list[str]:
     """Ids of this user's queued and running jobs with this name."""
     return command("squeue", "--noheader", "--me", f"--name={name}", "--format=%i").split()

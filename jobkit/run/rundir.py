@@ -78,8 +78,18 @@ class RunDir:
         return self.path / "logs" / "submitit"
 
     @property
+    def submitted_pickle(self) -> Path:
+        """What Submitit pickles, before there is a job to name it after."""
+        return self.submitit / "submitted.pkl"
+
+    @property
+    def batch_script(self) -> Path:
+        """The newest submission's, for sbatch."""
+        return self.submitit / "submission.sh"
+
+    @property
     def failed_starts(self) -> Path:
-        """A line for each node in a row on which a batch script could not even begin an attempt."""
+        """A line for each node in a row on which a batch script has not begun an attempt."""
         return self.submitit / "failed_starts"
 
     def logs(self, attempt: int) -> Path:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobkit.errors import EXIT_RESUMABLE, InputError, InvalidValue, nearest
+from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run import device_kinds, layout
 from jobkit.run.config import Config, Resources
 from jobkit.run.duration import format_seconds
-from jobkit.run.rundir import RunDir
 from jobkit.run.strict import build
 from jobkit.slurm import stop_margin
 from jobkit.submission import options
@@ -36,15 +33,6 @@ class LaunchPlan:
     """`slurm` or `local`."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Submitit's parameters for the batch script; empty for local."""
-
-    @property
-    def task_command(self) -> list[str]:
-        """What every rank executes; Submitit's pickle in that folder names the run directory and little more."""
-        # Signals are ignored from the first instruction on, and exec keeps it so until the worker can take notice of
-        # them: one that comes during the imports would otherwise kill the task.
-        guard = 'trap "" TERM USR2; exec "$@"'
-        submitit = [sys.executable, "-u", "-m", "submitit.core._submit", str(RunDir(self.run).submitit)]
-        return ["sh", "-c", guard, "jobkit", *submitit]
 
     def at(self, run: Path) -> LaunchPlan:
         """The same plan for another run directory: which one it is, is decided last, under the submission's lock."""
@@ -140,99 +128,3 @@ def _check_local_devices(device: str, resources: Resources) -> None:
 def visible_gpus() -> int:
     """NVIDIA GPUs that a local task would see, told without a CUDA library."""
     return len(device_kinds.of_this_machine("cuda", os.environ)[1] or ())
-
-
-STEP_NUMBERS = 4
-"""How many attempts in a row have steps of different numbers."""
-
-EXIT_DECIDED = 76
-"""What the end of an attempt ends with when the run has failed: nothing is left to try."""
-
-BLIND_RESTARTS = 50
-"""After how many restarts of a job, of whatever cause, it no longer starts again without knowing why."""
-
-FAILED_STARTS = 3
-"""How many nodes in a row may be unable to begin an attempt."""
-
-# Without Python, which may be what the node lacks: a broken mount, a module that is not there.
-_ELSEWHERE = """\
-jobkit_restart() {{  # put the job into the queue again; not where its owner has cancelled it
-    case "$(scontrol -o show job "$SLURM_JOB_ID")" in
-        *JobState=RUNNING*) scontrol requeue Incomplete "$SLURM_JOB_ID" ;;
-        *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$SLURM_JOB_ID" ;;
-        *) return 1 ;;
-    esac
-}}
-jobkit_elsewhere() {{  # no attempt could begin here: start again on another node
-    jobkit_code=$?
-    trap '' TERM
-    echo "jobkit: $SLURMD_NODENAME cannot begin an attempt (exit code $jobkit_code)" >&2
-    if [ $jobkit_code -ne {resumable} ] && echo "$SLURMD_NODENAME" >>{file}; then
-        [ "$(wc -l <{file})" -lt {tries} ] || exit 1
-        jobkit_nodes=$(sinfo -h -N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" -o %N | sort -u | wc -l)
-    elif [ "${{SLURM_RESTART_COUNT:-0}}" -ge {restarts} ]; then
-        exit 1  # it is not the node: the run directory is full or away
-    fi
-    jobkit_excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ (]*\\).*/\\1/p')
-    jobkit_restart || exit 1
-    [ "${{jobkit_nodes:-0}}" -lt $((SLURM_JOB_NUM_NODES + {tries})) ] ||
-        scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${{jobkit_excluded:+$jobkit_excluded,}}$SLURMD_NODENAME"
-    exit 1
-}}"""
-
-
-def batch_lines(plan: LaunchPlan) -> tuple[list[str], str, list[str]]:
-    """(setup, command, teardown) of the batch script around srun, in the shell's words."""
-    batch = f"{shlex.quote(sys.executable)} -m jobkit.supervisor.batch"
-    run = shlex.quote(str(plan.run))
-    own = list(plan.parameters.get("setup") or [])
-    python = shlex.quote(sys.executable)
-    setup = [
-        "trap : TERM",  # what follows srun must run, in the KillWait that Slurm leaves at a time limit
-        "export JOBKIT_BEGAN=$(date +%s)",
-        _ELSEWHERE.format(
-            file=shlex.quote(str(RunDir(plan.run).failed_starts)),
-            tries=FAILED_STARTS,
-            restarts=BLIND_RESTARTS,
-            resumable=EXIT_RESUMABLE,
-        ),
-        "trap jobkit_elsewhere EXIT",
-        *(["set -e", *own, "set +e"] if own else []),  # a module that does not load must not train without it
-        f'jobkit_exports="$({batch} begin {run})" || exit $?',
-        "trap - EXIT",
-        '[ -n "$jobkit_exports" ] || exit 0  # finished, cancelled, or not to be run',
-        'eval "$jobkit_exports"',
-        # A busy Slurm may repeat a kill of the last attempt's step a minute later; each start numbers its steps anew:
-        # let this one's have another number.
-        f"for ((i = ${{SLURM_RESTART_COUNT:-0}} % {STEP_NUMBERS}; i > 0; i--)); do",
-        "    srun --overlap --nodes=1 --ntasks=1 true 2>/dev/null",
-        "done",
-        f'{python} -m jobkit.supervisor.beside_srun {run} "$JOBKIT_ATTEMPT" &',
-        "jobkit_watch=$!; disown",
-    ]
-    arguments = [
-        "--unbuffered",
-        "--kill-on-bad-exit=1",  # without it the other ranks of a dead one hang until the time limit
-        f"--cpus-per-task={plan.config.resources.cpus_per_task}",  # srun no longer inherits sbatch's (since 22.05)
-        *(plan.parameters.get("srun_args") or []),
-    ]
-    srun = " ".join(["srun", *map(shlex.quote, arguments)])
-    logs = '--output="$JOBKIT_LOGS/rank_%t.out" --error="$JOBKIT_LOGS/rank_%t.err"'
-    # Submitit exports SUBMITIT_EXECUTOR=slurm; ours is the environment that leaves signals to jobkit's notices.
-    said = '2>"$JOBKIT_LOGS/srun.err"'  # srun's own words tell who died first
-    command = f"SUBMITIT_EXECUTOR=jobkit {srun} {logs} {shlex.join(plan.task_command)} {said}"
-    teardown = [
-        "jobkit_rc=$?",
-        "trap '' TERM",
-        "kill -KILL $jobkit_watch 2>/dev/null",
-        *(plan.parameters.get("teardown") or []),
-        "for jobkit_try in 1 2 3; do",
-        f'    {batch} end {run} "$JOBKIT_ATTEMPT" "$jobkit_rc"',
-        "    jobkit_end=$?",
-        f"    case $jobkit_end in 0|{EXIT_RESUMABLE}) exit $jobkit_end ;; {EXIT_DECIDED}) exit 1 ;; esac",
-        "    sleep 2",
-        "done",
-        f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {BLIND_RESTARTS} ] && jobkit_restart',
-        "exit 1",
-    ]
-    return setup, command, teardown

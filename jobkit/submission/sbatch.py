@@ -1,27 +1,32 @@
-"""Submitit's SlurmExecutor with jobkit's batch script: an attempt begins and ends around srun, without torch."""
+"""Submitit's SlurmExecutor with jobkit's batch script, submitted once."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit.core import utils as submitit_core
+from submitit.core.utils import DelayedSubmission
 from submitit.slurm import slurm as submitit_slurm
 
 from jobkit import slurm
-from jobkit.errors import SchedulerError, SchedulerTimeout
+from jobkit.errors import EXIT_RESUMABLE, SchedulerError, SchedulerTimeout
+from jobkit.log import log
 from jobkit.run.files import write_atomic
 from jobkit.run.rundir import RunDir
-from jobkit.submission.plan import LaunchPlan, batch_lines
+from jobkit.submission.plan import LaunchPlan
+from jobkit.supervisor.slurm_job import BLIND_RESTARTS, EXIT_DECIDED, EXIT_START_AGAIN
 from jobkit.worker.main import Worker
 
 RETRY_SECONDS = (2, 4, 8, 16, 30)
 """Pauses between attempts to reach a controller that is away."""
+
+JOB_SCRIPT = Path(__file__).with_name("job.sh")
+"""The shell part of every batch script."""
 
 
 class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
@@ -30,6 +35,7 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     def __init__(self, plan: LaunchPlan) -> None:
         super().__init__(RunDir(plan.run).submitit)
         self.plan = plan
+        self.run = RunDir(plan.run)
         self.update_parameters(**plan.parameters)
 
     @classmethod
@@ -37,46 +43,59 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         return 1
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        setup, srun, teardown = batch_lines(self.plan)
-        ours = {"setup": setup, "teardown": teardown, "srun_args": None, "use_srun": False}
-        text: str = submitit_slurm._make_sbatch_string(command=srun, folder=self.folder, **{**self.parameters, **ours})
+        ours = {"setup": _definitions(self.plan), "teardown": None, "srun_args": None, "use_srun": False}
+        text: str = submitit_slurm._make_sbatch_string(
+            command=JOB_SCRIPT.read_text(), folder=self.folder, **{**self.parameters, **ours}
+        )
         return text
 
-    def _submit_command(self, command: str) -> submitit_slurm.SlurmJob[Any]:
-        # Submitit's own would print sbatch's complaint beside ours, and wait for a mute controller without a limit.
-        temporary = self.folder / f".{os.getpid()}.sh"
-        temporary.write_text(self._make_submission_file_text(command, ""))
-        try:
-            job_id = _sbatch(RunDir(self.plan.run).name, str(temporary))
-        except SchedulerError:
-            temporary.unlink(missing_ok=True)
-            raise
-        job = submitit_slurm.SlurmJob(folder=self.folder, job_id=job_id, tasks=list(range(self._num_tasks())))
-        job.paths.move_temporary_file(temporary, "submission_file")
-        return job
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[submitit_slurm.SlurmJob[Any]]:
+        # Submitit would name the pickle after the job, once sbatch has answered: a controller that is away may queue
+        # the job without an answer. Under names of their own pickle and script are there before the job is.
+        (delayed,) = delayed_submissions
+        delayed.dump(self.run.submitted_pickle)
+        write_atomic(self.run.batch_script, self._make_submission_file_text("", ""))
+        job_id = _sbatch(self.run)
+        return [submitit_slurm.SlurmJob(folder=self.folder, job_id=job_id, tasks=list(range(self._num_tasks())))]
 
 
-def complete_submission(run: RunDir, job_id: str) -> None:
-    """Make what Submitit keeps of a job where the submission ended before sbatch's answer came."""
-    paths = submitit_core.JobPaths(run.submitit, job_id)
-    if not Path(paths.submitted_pickle).exists():
-        submitit_core.DelayedSubmission(Worker(str(run.path))).dump(paths.submitted_pickle)
-    if not Path(paths.submission_file).exists():
-        with contextlib.suppress(SchedulerError):  # needed for a successor only
-            slurm.command("scontrol", "write", "batch_script", job_id, str(paths.submission_file))
+def _definitions(plan: LaunchPlan) -> list[str]:
+    """What job.sh takes for given, in the shell's words."""
+    run = RunDir(plan.run)
+    values = {
+        "jobkit_python": sys.executable,
+        "jobkit_run": str(run.path),
+        "jobkit_failed_starts": str(run.failed_starts),
+        "jobkit_blind_restarts": str(BLIND_RESTARTS),
+        "jobkit_resumable": str(EXIT_RESUMABLE),
+        "jobkit_failed": str(EXIT_DECIDED),
+        "jobkit_start_again": str(EXIT_START_AGAIN),
+    }
+    return [
+        *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
+        f"jobkit_srun_args=({shlex.join(plan.parameters.get('srun_args') or [])})",
+        *_function("jobkit_setup", plan.parameters.get("setup") or []),
+        *_function("jobkit_teardown", plan.parameters.get("teardown") or []),
+    ]
 
 
-def _sbatch(name: str, script: str) -> str:
-    """The id of a script's new job, submitted once: a controller that is away for a minute is waited for."""
+def _function(name: str, lines: Sequence[str]) -> list[str]:
+    return [f"{name}() {{", *lines, "    :", "}"]  # a shell function is not empty, and may hold comments only
+
+
+def _sbatch(run: RunDir) -> str:
+    """The id of the new job of a run's script, submitted once: a controller that is away for a minute is waited for."""
     for pause in (*RETRY_SECONDS, None):
         try:
-            return _job_id(slurm.command("sbatch", "--parsable", script))
+            return slurm.submit(str(run.batch_script))
         except SchedulerTimeout:
-            return _adopt(name)
+            return _adopt(run.name)
         except SchedulerError as error:
             if pause is None or not slurm.is_away(error):
                 raise
-            print(f"{error}; trying again in {pause} s", file=sys.stderr, flush=True)
+            log.warning("%s; trying again in %s s", error, pause)
             time.sleep(pause)
     raise AssertionError("unreachable")
 
@@ -92,32 +111,6 @@ def _adopt(name: str) -> str:
         f"sbatch gave no answer, and no job {name} is in the queue; the same command looks for it again before it "
         "submits another"
     )
-
-
-def _job_id(answer: str) -> str:
-    return answer.strip().split(";")[0]  # `id` or `id;cluster`
-
-
-def resubmit(run: RunDir, job_id: str, exclude: Sequence[str]) -> str:
-    """Submit the script of a job anew, to start when that has ended; returns the new job's id.
-
-    Raises SchedulerError when Slurm does not take it.
-    """
-    paths = submitit_core.JobPaths(run.submitit, job_id)
-    options = ["--parsable", f"--dependency=afterany:{job_id}"]
-    options += [f"--exclude={','.join(exclude)}"] if exclude else []
-    # sbatch reads a job's own variables as its options.
-    foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign) or name == "SLURM_CONF"}
-    answer = slurm.command("sbatch", *options, str(paths.submission_file), environment=kept)
-    successor = _job_id(answer)
-    new = submitit_core.JobPaths(run.submitit, successor)
-    for old_file, new_file in [
-        (paths.submitted_pickle, new.submitted_pickle),
-        (paths.submission_file, new.submission_file),
-    ]:
-        write_atomic(Path(new_file), Path(old_file).read_bytes())
-    return successor
 
 
 def script(plan: LaunchPlan) -> str:

@@ -17,6 +17,7 @@ from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
 from jobkit.run import records, snapshot, status
 from jobkit.run.events import Event
+from jobkit.run.files import write_atomic
 from jobkit.run.records import Lease, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State
@@ -57,9 +58,11 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         node = os.environ.get("SLURMD_NODENAME") if scheduler == "slurm" else None
         host = socket.gethostname()
         records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
-        run.failed_starts.unlink(missing_ok=True)
+        if run.submitted_pickle.exists():  # Submitit looks for it by the id of the job
+            write_atomic(run.submitit / f"{job_id}_submitted.pkl", run.submitted_pickle.read_bytes())
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
+        run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node
     return Begun(number, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
 
 

@@ -34,9 +34,6 @@ OUTSIDE_LOOP_SECONDS = 1800.0
 STACKS_SECONDS = 2.0
 """What the ranks get to write down their stacks."""
 
-KILL_AFTER_FAILURE_SECONDS = 3.0
-"""What the ranks beside a failed one get to write down their own error before they are killed."""
-
 
 class Watch:
     """Judges from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.

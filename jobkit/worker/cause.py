@@ -90,7 +90,7 @@ class CauseFinder:
         job = self._ask()
         if job is not None and job.script_died:
             self._script_asked = SCRIPT_ASKS
-            end = [sys.executable, "-m", "jobkit.supervisor.batch", "end", str(self.run.path), str(self.attempt)]
+            end = [sys.executable, "-m", "jobkit.supervisor", "end", str(self.run.path), str(self.attempt)]
             subprocess.Popen(end, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _ask(self) -> slurm.JobInfo | None:

@@ -20,7 +20,7 @@ from filelock import FileLock
 from harness.project import Project, describe, events, logged_steps, names, status, step, wait_for, weights
 
 from jobkit.run.config import Resources
-from jobkit.submission.local import TimeLimit
+from jobkit.supervisor.time_limit import LocalTimeLimit
 from jobkit.worker.interval import MAX_OVERHEAD, MAX_SECONDS
 
 STEPS = 60
@@ -207,7 +207,7 @@ def processes(run: Path) -> list[int]:
             words = file.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if "jobkit.submission.local" in words and str(run) in words:
+        if "jobkit.supervisor" in words and str(run) in words:
             controllers.append(int(file.parent.name))
     return [*environments(run), *controllers]
 
@@ -417,11 +417,11 @@ def test_the_time_limit_is_kept_here_too_also_by_a_step_that_outlasts_it(project
 
 
 def test_without_a_time_limit_there_is_none_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [TimeLimit(Resources(time=written)) for written in ("auto", "1h")]
+    limits = [LocalTimeLimit(Resources(time=written)) for written in ("auto", "1h")]
     later = time.monotonic() + 1e6
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert [limit.is_near for limit in limits] == [False, True]
-    assert [limit.is_over for limit in limits] == [False, True]
+    assert [limit.is_near() for limit in limits] == [False, True]
+    assert [limit.is_over() for limit in limits] == [False, True]
 
 
 # Interruptions

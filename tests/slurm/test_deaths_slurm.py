@@ -170,8 +170,19 @@ def kill_srun_after_its_shepherd(cluster: Cluster, project: Project, run: Path) 
     kill(main)
 
 
+def supervisor_of(run: Path) -> int:
+    """The supervisor, which has started srun."""
+    supervisor = process_table()[srun_of(run)[0]].parent
+    assert "jobkit.supervisor" in Path(f"/proc/{supervisor}/cmdline").read_text()
+    return supervisor
+
+
+def kill_the_supervisor(cluster: Cluster, project: Project, run: Path) -> None:
+    kill(supervisor_of(run))
+
+
 def kill_the_batch_script(cluster: Cluster, project: Project, run: Path) -> None:
-    script = process_table()[srun_of(run)[0]].parent
+    script = process_table()[supervisor_of(run)].parent
     assert "slurm_script" in Path(f"/proc/{script}/cmdline").read_text()
     kill(script)
 
@@ -199,6 +210,7 @@ def kill_a_rank_and_preempt(cluster: Cluster, project: Project, run: Path) -> No
         pytest.param(4, [kill_a_rank, kill_all_ranks], [{"killed"}, {"killed"}], id="ranks"),
         pytest.param(2, [kill_srun, kill_srun_after_its_shepherd], [{"killed"}, {"killed"}], id="srun"),
         pytest.param(4, [kill_the_batch_script], [{"killed"}], id="batch script"),
+        pytest.param(2, [kill_the_supervisor], [{"killed"}], id="supervisor"),
         pytest.param(2, [rehearse, rehearse_without_grace], [{"preempted"}, {"preempted"}], id="jobkit preempt"),
         pytest.param(2, [kill_a_rank_and_preempt], [{"killed", "preempted"}], id="two at once"),
     ],

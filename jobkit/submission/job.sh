@@ -1,0 +1,84 @@
+# shellcheck shell=bash disable=SC2154
+# What a batch script runs, on the first node of its job. sbatch.py puts before it:
+#   jobkit_setup, jobkit_teardown   functions with the user's own lines
+#   jobkit_python, jobkit_run, jobkit_failed_starts, jobkit_srun_args, jobkit_blind_restarts,
+#   jobkit_resumable, jobkit_failed, jobkit_start_again   exit codes of the supervisor
+# The supervisor does the work. Here is what must go on where Python does not: a mount that is broken on this node, a
+# module that is not there, a supervisor that was killed. Slurm copies the script, so that no mount can hide it.
+
+# How many nodes in a row may be unable to begin an attempt.
+jobkit_most_failed_starts=3
+
+# Put the job into the queue again; not where its owner has cancelled it: a requeue would undo a scancel.
+jobkit_requeue() {
+    case "$(scontrol -o show job "$SLURM_JOB_ID")" in
+        *JobState=RUNNING*) scontrol requeue Incomplete "$SLURM_JOB_ID" ;; # refused if it is cancelled at this moment
+        *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$SLURM_JOB_ID" ;;
+        *) return 1 ;;
+    esac
+}
+
+# No attempt could begin on this node: end, and start again on another one.
+jobkit_elsewhere() {
+    trap - EXIT
+    trap '' TERM
+    local code=$1 excluded nodes=0
+    echo "jobkit: $SLURMD_NODENAME cannot begin an attempt (exit code $code)" >&2
+    if [ -e "$jobkit_failed_starts" ]; then
+        [ "$(wc -l <"$jobkit_failed_starts")" -lt $jobkit_most_failed_starts ] || exit 1
+        nodes=$(sinfo -h -N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" -o %N | sort -u | wc -l)
+    elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$jobkit_blind_restarts" ]; then
+        exit 1 # it is not the node: the run directory is full or away
+    fi
+    excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p')
+    jobkit_requeue || exit 1
+    # Where few nodes are left, the job would wait for ever.
+    [ "$nodes" -lt $((SLURM_JOB_NUM_NODES + jobkit_most_failed_starts)) ] ||
+        scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${excluded:+$excluded,}$SLURMD_NODENAME"
+    exit 1
+}
+
+# `python -m jobkit.supervisor ARGUMENTS`. SIGTERM is ignored until Python takes it: during the imports it would kill.
+jobkit_supervisor() (
+    trap '' TERM
+    exec "$jobkit_python" -m jobkit.supervisor "$@"
+)
+
+# Exit with the code of a supervisor that has decided, and done, what comes next; else return. Python's own exit code for
+# a bug is 1, so that of a run that has failed is another one.
+jobkit_exit_if_done() {
+    case $1 in
+        0 | "$jobkit_resumable") exit "$1" ;;
+        "$jobkit_failed") exit 1 ;;
+    esac
+}
+
+# Slurm sends SIGTERM to the whole batch step when it ends a job. What follows needs the time (KillWait) until SIGKILL.
+trap : TERM
+JOBKIT_BEGAN=$(date +%s) # by this node's clock: the controller's may be off
+export JOBKIT_BEGAN
+echo "$SLURMD_NODENAME" >>"$jobkit_failed_starts" # the supervisor removes the file when an attempt has begun
+
+trap 'jobkit_elsewhere $?' EXIT
+set -e # a module that does not load must not train without it
+jobkit_setup
+set +e
+trap - EXIT
+
+jobkit_supervisor slurm "$jobkit_run" "${jobkit_srun_args[@]}"
+jobkit_code=$?
+case $jobkit_code in
+    0 | "$jobkit_resumable" | "$jobkit_failed" | "$jobkit_start_again") ;;
+    *) [ ! -e "$jobkit_failed_starts" ] || jobkit_elsewhere $jobkit_code ;;
+esac
+
+trap '' TERM
+jobkit_teardown
+jobkit_exit_if_done $jobkit_code
+for _ in 1 2 3; do # the supervisor may be killed at any line, and `end` is harmless to repeat
+    jobkit_supervisor end "$jobkit_run"
+    jobkit_exit_if_done $?
+    sleep 2
+done
+[ "${SLURM_RESTART_COUNT:-0}" -lt "$jobkit_blind_restarts" ] && jobkit_requeue
+exit 1

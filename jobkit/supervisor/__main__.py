@@ -1,0 +1,73 @@
+"""`python -m jobkit.supervisor local RUN`, `... slurm RUN [SRUN_ARGUMENT ...]`, `... end RUN [ATTEMPT]`.
+
+`local` is started by a submission, `slurm` and `end` by the batch script (submission/job.sh); `end` finishes what a
+supervisor of the job has left: the end of its attempt, where it was killed, and the requeue.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import Timeout
+
+from jobkit import slurm
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.log import configure, log
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor.attempt import NotRunnable
+from jobkit.supervisor.local_job import LocalJob
+from jobkit.supervisor.ranks import LocalRanks, SlurmRanks
+from jobkit.supervisor.slurm_job import EXIT_DECIDED, SlurmJob
+from jobkit.supervisor.supervisor import Supervisor
+
+
+def supervise_here(run: RunDir) -> int:
+    """Run the attempts of a local run, as the only supervisor it has."""
+    job = LocalJob(run)
+    job.listen()
+    lock = run.alive_lock()
+    try:
+        lock.acquire(timeout=10)  # whoever asks whether we live takes the lock for an instant
+    except Timeout:
+        log.warning("%s is already being run by another supervisor", run.name)
+        return EXIT_FAILED
+    try:
+        return Supervisor(run, LocalRanks(run, job.id), job).supervise()
+    except NotRunnable as error:
+        log.warning("%s", error)
+        return EXIT_FAILED
+    finally:
+        lock.release()
+
+
+def supervise_in_job(run: RunDir, job: SlurmJob, srun_args: Sequence[str]) -> int:
+    """Run the attempt of this start of a Slurm job."""
+    job.listen()
+    try:
+        return Supervisor(run, SlurmRanks(run, job.id, srun_args), job).supervise()
+    except NotRunnable as error:
+        log.warning("%s: %s", run.name, error)
+        return EXIT_FINISHED
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one of the verbs; returns the exit code."""
+    configure("stderr")
+    verb, path, *rest = arguments
+    run = RunDir(Path(path))
+    if verb == "local":
+        return supervise_here(run)
+    job = SlurmJob(run, slurm.current_job() or "")
+    if verb == "slurm":
+        code = supervise_in_job(run, job, rest)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, at the time limit or after a requeue
+        code = job.finish(int(rest[0]) if rest else None)
+    return EXIT_DECIDED if code == EXIT_FAILED else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

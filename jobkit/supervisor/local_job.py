@@ -1,0 +1,80 @@
+"""The supervisor's own process as the job of a local run: its signals, its foreground command, its exit code."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable
+from typing import TypeVar
+
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
+from jobkit.log import log
+from jobkit.run.events import Event
+from jobkit.run.records import StopRequest
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
+from jobkit.supervisor.ranks import LIFELINE
+from jobkit.supervisor.retry import Decision
+from jobkit.supervisor.time_limit import LocalTimeLimit, TimeLimit
+
+T = TypeVar("T")
+
+
+class LocalJob:
+    """SIGTERM, SIGHUP and the end of the foreground command stop the run gracefully, SIGINT kills."""
+
+    scheduler = "local"
+
+    def __init__(self, run: RunDir) -> None:
+        self.id = str(os.getpid())
+        self.run = run
+        self.signals = 0
+        """How often it was told to stop: the second time kills."""
+        self._lifeline = int(os.environ[LIFELINE]) if LIFELINE in os.environ else None
+
+    def listen(self) -> None:
+        """Take signals from here on: before the lock is held that tells others whom to signal."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.signals += 2 if number == signal.SIGINT else 1  # what follows from it happens in the loop, not here
+
+    def stop_request(self) -> StopRequest | None:
+        """What the signals, or the end of the foreground command, ask for."""
+        if self._lifeline is not None and select.select([self._lifeline], [], [], 0)[0]:
+            os.close(self._lifeline)  # a closed terminal, a kill -9: as if the command had asked to stop
+            self._lifeline = None
+            self.signals += 1
+        if not self.signals:
+            return None
+        return StopRequest(cause="user", grace=None if self.signals == 1 else 0)
+
+    def leaves_no_time(self) -> bool:
+        """Never: nobody ends this process but its signals."""
+        return False
+
+    def time_limit(self) -> TimeLimit:
+        """`resources.time`, from now on."""
+        return LocalTimeLimit(self.run.config().resources)
+
+    def record(self) -> None:
+        """No scheduler knows more."""
+
+    def until_mounted(self, action: Callable[[], T]) -> T:
+        """What `action` returns. A disk of this machine is not waited for: the user is there to mend it."""
+        return action()
+
+    def give_up(self, error: OSError) -> int:
+        """Leave the run as it is."""
+        log.warning("%s cannot go on: %s; the same command continues it", self.run.name, error)
+        return EXIT_RESUMABLE
+
+    def leave(self, decision: Decision, *, now: bool) -> int | None:
+        """Go on in this process, unless the run has ended or a signal came meanwhile."""
+        if decision.action == "stop" or self.signals:
+            state = self.run.status().state
+            return {State.FINISHED: EXIT_FINISHED, State.FAILED: EXIT_FAILED}.get(state, EXIT_RESUMABLE)
+        self.run.record(Event.REQUEUED, job_id=self.id, cause=decision.reason)
+        return None

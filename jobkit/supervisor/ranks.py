@@ -1,0 +1,275 @@
+"""The processes of an attempt's ranks: of this machine, or of a step of the Slurm job. Both look alike from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+from jobkit import slurm
+from jobkit.errors import EXIT_RESUMABLE, SchedulerError
+from jobkit.log import log
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor.attempt import Begun
+from jobkit.supervisor.device_leases import LEASES, Leases
+from jobkit.supervisor.diagnosis import FirstFailure, dead_node_of, first_failure, srun_said
+
+LIFELINE = "JOBKIT_LIFELINE"
+"""Environment variable with a pipe's read end: its end of file means that the command in the foreground is gone."""
+
+STEP_NUMBERS = 4
+"""How many starts of a job in a row give their steps different numbers."""
+
+END_STEPS_SECONDS = 30.0
+"""How long ranks that have outlived their srun are killed again and again: a node may answer late."""
+
+
+class Ranks(Protocol):
+    """The ranks of one attempt at a time."""
+
+    poll_seconds: float
+    """How often to ask whether they run."""
+
+    def start(self, begun: Begun) -> None:
+        """Start all ranks of an attempt."""
+
+    def are_running(self) -> bool:
+        """Whether any rank has not ended."""
+
+    def signal(self, name: str) -> None:
+        """Send a signal, by its name without SIG, to every rank; raises SchedulerError where that did not work."""
+
+    def first_failure(self) -> FirstFailure | None:
+        """The first rank that ended as it should not, while the others may run."""
+
+    def cause_of_death(self, job: slurm.JobInfo | None) -> FirstFailure | None:
+        """The first rank that ended as it should not, when all have ended; `job` is Slurm's record."""
+
+    def all_returned(self) -> bool:
+        """Whether every rank has ended with exit code 0."""
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+
+    def close(self) -> None:
+        """End what is left of them."""
+
+
+def rank_command(run: RunDir) -> list[str]:
+    """What every rank executes; Submitit's pickle in that folder names the run directory and little more."""
+    # Signals are ignored from the first instruction on, and exec keeps it so until the worker can take notice of
+    # them: one that comes during the imports would otherwise kill the task.
+    guard = 'trap "" TERM USR2; exec "$@"'
+    return ["sh", "-c", guard, "jobkit", sys.executable, "-u", "-m", "submitit.core._submit", str(run.submitit)]
+
+
+class LocalRanks:
+    """Processes of this machine, each with its logs and its devices; nodes are simulated."""
+
+    poll_seconds = 0.05
+
+    def __init__(self, run: RunDir, job_id: str) -> None:
+        self.run = run
+        self.job_id = job_id
+        self.leases = Leases.inherited(os.environ)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._told = False
+        """Whether they have been told to stop."""
+        self._first: FirstFailure | None = None
+        self._oom_kills = 0
+
+    def start(self, begun: Begun) -> None:
+        """Start all ranks of an attempt."""
+        resources = self.run.config().resources
+        self._processes, self._told, self._first, self._oom_kills = [], False, None, kernel_oom_kills()
+        shared = {
+            **{name: value for name, value in os.environ.items() if name not in (LIFELINE, LEASES)},
+            **begun.environment,
+            "SUBMITIT_EXECUTOR": "jobkit",
+            "JOBKIT_JOB_ID": self.job_id,
+            "JOBKIT_NTASKS": str(resources.world_size),
+            "JOBKIT_NNODES": str(resources.nodes),
+        }
+        for rank in range(resources.world_size):
+            node, local_rank = divmod(rank, resources.tasks_per_node)
+            own = {"JOBKIT_PROCID": str(rank), "JOBKIT_LOCALID": str(local_rank), "JOBKIT_NODEID": str(node)}
+            visible, leases = self.leases.of_rank(rank, resources.gpus_per_task)
+            self._start_rank(begun.number, rank, shared | own | visible, leases)
+
+    def _start_rank(self, attempt: int, rank: int, environment: dict[str, str], leases: Sequence[int]) -> None:
+        with self._log(attempt, rank, "out") as out, self._log(attempt, rank, "err") as err:
+            process = subprocess.Popen(
+                rank_command(self.run),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                pass_fds=leases,  # a rank that outlives the supervisor, for its checkpoint, still uses its device
+                start_new_session=True,  # a group of its own: what it starts ends with it
+            )
+        self._processes.append(process)
+
+    def _log(self, attempt: int, rank: int, stream: str) -> IO[bytes]:
+        return self.run.rank_log(attempt, rank, stream).open("ab")
+
+    def are_running(self) -> bool:
+        """Whether any rank has not ended."""
+        return None in [process.poll() for process in self._processes]  # all of them: the exit codes come by polling
+
+    def signal(self, name: str) -> None:
+        """Send a signal to every rank; all but TERM reach what the rank has started, too."""
+        number = signal.Signals[f"SIG{name}"]
+        self._told = self._told or name in ("TERM", "KILL")
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                if name != "TERM":
+                    os.killpg(process.pid, number)
+                elif process.poll() is None:
+                    process.send_signal(number)
+
+    def first_failure(self) -> FirstFailure | None:
+        """The first rank that was found dead; one that was killed before one that exited and may have missed it."""
+        if self._first is None:
+            asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if self._told else ()
+            codes = [(process.returncode, rank) for rank, process in enumerate(self._processes)]
+            dead = [(code, rank) for code, rank in codes if code and code not in asked_for]
+            if dead:
+                code, rank = min(dead, key=lambda one: one[0] > 0)
+                by = -code if code < 0 else None
+                oom = by == signal.SIGKILL and kernel_oom_kills() > self._oom_kills
+                self._first = FirstFailure(rank=rank, signal=by, code=None if by else code, out_of_memory=oom)
+        return self._first
+
+    def cause_of_death(self, job: slurm.JobInfo | None) -> FirstFailure | None:
+        """The first rank that was found dead."""
+        return self.first_failure()
+
+    def all_returned(self) -> bool:
+        """Whether every rank has ended with exit code 0."""
+        return all(process.returncode == 0 for process in self._processes)
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        for process in self._processes:
+            process.wait()
+
+    def close(self) -> None:
+        """Kill the ranks, where any are left, and what they have started."""
+        self.are_running()
+        self.first_failure()  # before they are killed
+        self.signal("KILL")
+        self.wait()
+
+
+def kernel_oom_kills() -> int:
+    """How many processes the kernel, or this control group, has killed for lack of memory so far."""
+    count = 0
+    for file in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
+        with contextlib.suppress(OSError):
+            count += sum(int(number) for number in re.findall(r"^oom_kill (\d+)", file.read_text(), re.MULTILINE))
+    return count
+
+
+class SlurmRanks:
+    """The tasks of one srun. `srun_args` are the user's own."""
+
+    poll_seconds = 0.25  # each poll reads a file of the file server
+
+    def __init__(self, run: RunDir, job_id: str, srun_args: Sequence[str] = ()) -> None:
+        self.run = run
+        self.job_id = job_id
+        self.srun_args = srun_args
+        self.attempt = 0
+        self._srun: subprocess.Popen[bytes] | None = None
+
+    def start(self, begun: Begun) -> None:
+        """Start srun, whose own words go to a file: they tell which rank failed first."""
+        self.attempt = begun.number
+        number_steps_anew()
+        # Submitit exports SUBMITIT_EXECUTOR=slurm; ours is the environment that leaves signals to jobkit.
+        environment = {**os.environ, **begun.environment, "SUBMITIT_EXECUTOR": "jobkit"}
+        with self.run.srun_log(begun.number).open("ab") as said:
+            self._srun = subprocess.Popen(self.command(), env=environment, stdin=subprocess.DEVNULL, stderr=said)
+
+    def command(self) -> list[str]:
+        """srun with the ranks' command."""
+        logs = self.run.logs(self.attempt)
+        return [
+            "srun",
+            "--unbuffered",
+            "--kill-on-bad-exit=1",  # without it the other ranks of a dead one hang until the time limit
+            f"--cpus-per-task={self.run.config().resources.cpus_per_task}",  # not sbatch's own since Slurm 22.05
+            *self.srun_args,
+            f"--output={logs}/rank_%t.out",
+            f"--error={logs}/rank_%t.err",
+            *rank_command(self.run),
+        ]
+
+    def are_running(self) -> bool:
+        """Whether srun runs: it may wait for a lost node long after the other ranks have ended."""
+        return self._srun is not None and self._srun.poll() is None
+
+    def signal(self, name: str) -> None:
+        """Send a signal to every process of the step, on all nodes."""
+        slurm.signal_steps(self.job_id, name)
+
+    def first_failure(self) -> FirstFailure | None:
+        """The first rank that srun told of; one that exits with 75 has stopped as it was asked by Slurm."""
+        first = first_failure(srun_said(self.run, self.attempt))
+        return None if first is not None and first.code == EXIT_RESUMABLE else first
+
+    def cause_of_death(self, job: slurm.JobInfo | None) -> FirstFailure | None:
+        """The node that died, or the first rank that srun told of."""
+        if self.all_returned():
+            return None
+        if node := dead_node_of(job):
+            return FirstFailure(node=node, node_lost=True)
+        code = self._srun.returncode if self._srun is not None else None
+        by = 0 if code is None else -code if code < 0 else code - 128  # srun was killed, or says that a rank was
+        said = first_failure(srun_said(self.run, self.attempt))
+        return said or (FirstFailure(signal=by) if by > 0 else None)
+
+    def all_returned(self) -> bool:
+        """Whether srun has ended with 0: then every rank has."""
+        return self._srun is not None and self._srun.returncode == 0
+
+    def wait(self) -> None:
+        """Wait for srun."""
+        if self._srun is not None:
+            self._srun.wait()
+
+    def close(self) -> None:
+        """Kill ranks that have outlived their srun, and repeat srun's words where Slurm would have put them."""
+        if self._srun is not None and self._srun.returncode:
+            end_steps(self.job_id)
+        sys.stderr.write(srun_said(self.run, self.attempt))
+
+
+def number_steps_anew() -> None:
+    """Let this start of the job number its steps differently from the last one.
+
+    A busy Slurm may repeat a kill of the last attempt's step a minute later; each start of a job counts its steps from
+    0, so that the kill would hit this attempt's.
+    """
+    for _ in range(int(os.environ.get("SLURM_RESTART_COUNT") or 0) % STEP_NUMBERS):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            empty = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "true"]
+            subprocess.run(empty, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
+
+
+def end_steps(job_id: str) -> None:
+    """Kill all steps of a job, and wait until they are gone: the ranks of two attempts must not meet."""
+    until = time.monotonic() + END_STEPS_SECONDS
+    try:
+        while slurm.steps(job_id) and time.monotonic() < until:
+            slurm.signal_steps(job_id, "KILL")
+            time.sleep(0.5)
+    except SchedulerError as error:
+        log.warning("%s", error)

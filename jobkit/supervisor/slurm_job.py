@@ -1,0 +1,236 @@
+"""The Slurm job that a supervisor runs in: why Slurm ends it, and how it is started again.
+
+Slurm and the run directory may be away for minutes, and this process may be killed at any line.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from jobkit import slurm
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
+from jobkit.log import log
+from jobkit.run.events import Event
+from jobkit.run.records import StopRequest
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
+from jobkit.supervisor.attempt import ask, end, request_stop
+from jobkit.supervisor.diagnosis import FirstFailure, dead_node_of, first_failure, srun_said
+from jobkit.supervisor.ranks import end_steps
+from jobkit.supervisor.retry import Decision
+from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit
+
+T = TypeVar("T")
+
+EXIT_DECIDED = 76
+"""The supervisor's exit code where the run has failed: nothing is left to try. Python itself exits with 1 for a bug."""
+
+EXIT_START_AGAIN = 77
+"""The supervisor's exit code where the job is to be started again: by `end`, after the user's teardown."""
+
+BLIND_RESTARTS = 50
+"""After how many restarts of a job, of whatever cause, it no longer starts again without knowing why."""
+
+PATIENCE_SECONDS = 300.0
+"""How long the beginning and the end of an attempt wait for a run directory whose file server is away."""
+
+REQUEUE_PAUSES = (0, 2, 10, 30, 60, 60)
+"""Seconds before each try to start the job again: a controller that restarts is away for a minute or two."""
+
+
+class SlurmJob:
+    """The job of the batch script that started this process."""
+
+    scheduler = "slurm"
+
+    def __init__(self, run: RunDir, job_id: str) -> None:
+        self.id = job_id
+        self.run = run
+        self._signalled = True  # a signal may have come before there was anyone to take it
+
+    def listen(self) -> None:
+        """Take SIGTERM from here on: Slurm sends it to every process of the batch step when it ends the job."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signalled = True
+
+    def stop_request(self) -> StopRequest | None:
+        """None: the ranks get Slurm's signals themselves, and ask Slurm why."""
+        return None
+
+    def leaves_no_time(self) -> bool:
+        """Whether Slurm is ending the job for good, though not by its owner's wish. Raises SchedulerError.
+
+        srun may wait for ranks that take long to save; KillWait after its SIGTERM Slurm kills this process too.
+        """
+        if not self._signalled:
+            return False
+        self._signalled = False
+        try:
+            job = slurm.show_job(self.id)
+        except SchedulerError:
+            self._signalled = True
+            raise
+        return job is not None and job.state == "COMPLETING" and slurm.stop_cause(job) != "cancelled"
+
+    def time_limit(self) -> TimeLimit:
+        """The job's limit."""
+        return SlurmTimeLimit(self.id)
+
+    def record(self) -> slurm.JobInfo | None:
+        """Slurm's record of the job; None where Slurm does not answer."""
+        return ask(self.id)
+
+    def until_mounted(self, action: Callable[[], T]) -> T:
+        """What `action` returns, tried until the run directory is there."""
+        return retry_until_mounted(self.run, action)
+
+    def give_up(self, error: OSError) -> int:
+        """Put the job into the queue again, a limited number of times: its next start looks for the directory."""
+        log.warning("%s: the run directory is away (%s); starting again to look for it", self.run.name, error)
+        if int(os.environ.get("SLURM_RESTART_COUNT") or 0) >= BLIND_RESTARTS:
+            return EXIT_RESUMABLE
+        try:
+            slurm.requeue(self.id)
+        except SchedulerError as problem:
+            log.warning("%s", problem)
+            return EXIT_RESUMABLE
+        return EXIT_FINISHED
+
+    def leave(self, decision: Decision, *, now: bool) -> int:
+        """The exit code for the batch script; with `now` the job is started again before that."""
+        if decision.action != "stop":
+            return self._start_again(decision) if now else EXIT_START_AGAIN
+        log.info("%s: %s: not started again", self.run.name, decision.reason)
+        state = self.run.status().state
+        return {State.INTERRUPTED: EXIT_RESUMABLE, State.FAILED: EXIT_FAILED}.get(state, EXIT_FINISHED)
+
+    def finish(self, number: int | None = None) -> int:
+        """End the newest attempt, or attempt `number`, where its supervisor has not, and carry out what follows.
+
+        Harmless to call twice: a job that is in the queue again already is left there. Raises LookupError where no
+        attempt of this job is known.
+        """
+        job = self.record()
+        try:
+            decision = self.until_mounted(lambda: self._end(number, job))
+        except OSError as error:
+            return self.give_up(error)
+        return self.leave(decision, now=True)
+
+    def _end(self, number: int | None, job: slurm.JobInfo | None) -> Decision:
+        number = number or self.run.owner()
+        attempt = next((one for one in self.run.status().attempts if one.id == number), None)
+        if number is None or attempt is None or attempt.job_id != self.id:
+            raise LookupError(f"{self.run.name} has no attempt of job {self.id}")
+        said = srun_said(self.run, number)  # before what is still running is killed
+        if job is None or job.state == "RUNNING":  # else Slurm ends them, and leaves them time to save
+            if attempt.ended is None and not said and slurm.steps(self.id):
+                request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
+            end_steps(self.id)
+        node = dead_node_of(job)
+        first = FirstFailure(node=node, node_lost=True) if node else first_failure(said)
+        return end(self.run, number, self.id, first=first, job=job)
+
+    # Starting again
+
+    def _start_again(self, decision: Decision) -> int:
+        """Requeue the job, or where Slurm refuses let a new one follow it."""
+        refused = decision.action == "resubmit"
+        # Journalled first: from the moment Slurm agrees, this process may be killed at any line.
+        self._try_record(Event.REQUEUED, job_id=self.id, cause=decision.reason)
+        problem = None
+        for pause in REQUEUE_PAUSES:
+            time.sleep(pause)
+            try:
+                job = slurm.show_job(self.id)
+                if job is None or not job.requeued_by_slurm:
+                    cancelled = job is not None and slurm.stop_cause(job) == "cancelled"  # since the decision
+                    if refused and not cancelled:
+                        self._resubmit()
+                        return EXIT_FINISHED
+                    if cancelled or not slurm.requeue(self.id):
+                        self._try_record(Event.CANCELLED)
+                        log.info("%s: cancelled: not started again", self.run.name)
+                        return EXIT_FINISHED
+                self._exclude(job)
+                return EXIT_FINISHED
+            except slurm.Refused as error:
+                log.warning("%s: %s; a new job will follow this one", self.run.name, error)
+                refused = True
+            except (SchedulerError, OSError) as error:
+                problem = str(error)
+                log.warning("%s: %s", self.run.name, problem)
+        self._try_record(Event.REQUEUE_FAILED, job_id=self.id, error=problem)
+        log.warning("%s: not started again; the same command continues it", self.run.name)
+        return EXIT_RESUMABLE
+
+    def _try_record(self, event: Event, **fields: object) -> None:
+        """Journal an event, unless the run directory is away just now: what is being recorded matters more."""
+        try:
+            self.run.record(event, **fields)
+        except OSError as error:
+            log.warning("%s: the journal does not take %r: %s", self.run.name, event.value, error)
+
+    def _exclude(self, job: slurm.JobInfo | None) -> None:
+        """Keep the job, which is in the queue by now, off the nodes that failed under it too often."""
+        if nodes := self.run.status().excluded_nodes:
+            listed = slurm.expand(",".join([*([job.excluded] if job and job.excluded else []), *nodes]))
+            names = ", ".join(nodes)
+            if job and job.partition and slurm.nodes_left(job.partition, listed) < job.node_count:
+                left = f"too few nodes of {job.partition} would be left"
+                log.warning("%s: not excluded, or %s: %s", self.run.name, left, names)
+                return
+            slurm.exclude(self.id, ",".join(listed))
+            log.info("%s: excluded from here on: %s", self.run.name, names)
+
+    def _resubmit(self) -> None:
+        # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
+        others = [one for one in slurm.jobs_named(self.run.name) if one != self.id]
+        successor = others[0] if others else self._submit_successor(self.run.status().excluded_nodes)
+        self._try_record(Event.REQUEUED, job_id=successor, cause="resubmitted", predecessor=self.id)
+        log.info("%s: job %s continues it", self.run.name, successor)
+
+    def _submit_successor(self, exclude: Sequence[str]) -> str:
+        """Submit the run's batch script anew, to start when this job has ended; returns the new job's id."""
+        options = [f"--dependency=afterany:{self.id}"]
+        options += [f"--exclude={','.join(exclude)}"] if exclude else []
+        # sbatch reads a job's own variables as its options.
+        foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign) or key == "SLURM_CONF"}
+        return slurm.submit(str(self.run.batch_script), *options, environment=kept)
+
+
+def retry_until_mounted(run: RunDir, action: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
+    """What `action` returns, tried until the run directory is there; raises the last OSError after `seconds`.
+
+    In a thread, since a file server that is gone does not answer at all; the main thread keeps the time.
+    """
+    outcome: list[T] = []
+    problem: list[BaseException] = [OSError(f"{run.path} does not answer")]
+
+    def try_it() -> None:
+        while not outcome:
+            try:
+                if not run.exists():
+                    raise FileNotFoundError(f"{run.config_file}: not there")
+                outcome.append(action())
+            except OSError as error:
+                problem[:] = [error]
+                time.sleep(1.0)
+            except BaseException as error:
+                problem[:] = [error]
+                return
+
+    thread = threading.Thread(target=try_it, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if outcome:
+        return outcome[0]
+    raise problem[0]

@@ -1,0 +1,189 @@
+"""The supervisor of a run: the one loop around its ranks, on Slurm and on this machine.
+
+It begins an attempt, starts the ranks, watches them, ends the attempt, and starts the next one or leaves. What differs
+between Slurm and this machine is in the ranks (ranks.py) and in the job (slurm_job.py, local_job.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from jobkit import slurm
+from jobkit.errors import EXIT_RESUMABLE, SchedulerError
+from jobkit.log import log
+from jobkit.run.events import Event
+from jobkit.run.records import StopRequest
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor import attempt as attempts
+from jobkit.supervisor.ranks import Ranks
+from jobkit.supervisor.retry import Decision
+from jobkit.supervisor.time_limit import TimeLimit
+from jobkit.supervisor.watchdog import Watch, end_hung
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 0.5
+"""How often the files of the run directory are read: stop requests and the ranks' progress."""
+
+KILL_AFTER_FAILURE_SECONDS = 3.0
+"""What the ranks beside a failed one get to write down their own error before they are killed.
+
+Slurm would give them KillWait. Where that is as long as its MessageTimeout, it may repeat its kill a minute later, and
+hit the next attempt.
+"""
+
+PAUSE_SECONDS = 1.0
+"""How long to wait after Slurm, or the disk, has not answered."""
+
+
+class Job(Protocol):
+    """What the ranks run in: a Slurm job, or this process."""
+
+    id: str
+    scheduler: str
+
+    def stop_request(self) -> StopRequest | None:
+        """What this process was told by a signal; a user's wish."""
+
+    def leaves_no_time(self) -> bool:
+        """Whether the scheduler is ending the job for good, so that what comes next must be decided at once."""
+
+    def time_limit(self) -> TimeLimit:
+        """The time limit of an attempt that begins now."""
+
+    def record(self) -> slurm.JobInfo | None:
+        """Slurm's record of the job."""
+
+    def until_mounted(self, action: Callable[[], T]) -> T:
+        """What `action` returns, which reads and writes the run directory; raises OSError where that is away."""
+
+    def give_up(self, error: OSError) -> int:
+        """Do what is right where the run directory is away, so that nothing can be decided; the exit code."""
+
+    def leave(self, decision: Decision, *, now: bool) -> int | None:
+        """Carry a decision out; the exit code of the supervisor, or None to start the next attempt here.
+
+        `now`: nobody else will be able to, see leaves_no_time.
+        """
+
+
+class Supervisor:
+    """Runs the attempts of one run until there is nothing left to run, or the job has to end."""
+
+    def __init__(self, run: RunDir, ranks: Ranks, job: Job) -> None:
+        self.run = run
+        self.ranks = ranks
+        self.job = job
+
+    def supervise(self) -> int:
+        """All attempts; returns the exit code. Raises NotRunnable where there was nothing to run."""
+        try:
+            while (request := self.job.stop_request()) is None:
+                code = self._run_attempt()
+                if code is not None:
+                    return code
+            self.run.record(Event.INTERRUPTED, cause=request.cause)  # it came before there was a rank to tell
+            return EXIT_RESUMABLE
+        except OSError as error:
+            return self.job.give_up(error)
+
+    def _run_attempt(self) -> int | None:
+        job = self.job
+        begun = job.until_mounted(lambda: attempts.begin(self.run, job_id=job.id, scheduler=job.scheduler))
+        with contextlib.closing(self.ranks):
+            self.ranks.start(begun)
+            AttemptWatch(self.run, begun.number, self.ranks, job).until_end()
+            if self.ranks.are_running():
+                code = job.leave(self._decide(begun.number), now=True)
+                self.ranks.wait()  # they may be writing the last checkpoint, in the time that Slurm leaves them
+                return code
+        return job.leave(self._decide(begun.number), now=False)
+
+    def _decide(self, number: int) -> Decision:
+        """Record the end of an attempt and decide what comes next."""
+        job = self.job.record()
+
+        def end() -> Decision:
+            first, all_returned = self.ranks.cause_of_death(job), self.ranks.all_returned()
+            return attempts.end(self.run, number, self.job.id, first=first, job=job, all_returned=all_returned)
+
+        return self.job.until_mounted(end)
+
+
+class AttemptWatch:
+    """Watches the ranks of one attempt: signals them when they have to stop, and kills them when they cannot."""
+
+    def __init__(self, run: RunDir, attempt: int, ranks: Ranks, job: Job) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.ranks = ranks
+        self.job = job
+        self.limit = job.time_limit()
+        self.watchdog = Watch.of(run, attempt)
+        self._told = False
+        """Whether the ranks have been told to stop."""
+        self._killed = False
+        self._failed_at: float | None = None
+        self._looked = -math.inf
+
+    def until_end(self) -> None:
+        """Return when all ranks have ended, or when the job leaves no time to wait for that."""
+        while self.ranks.are_running():
+            try:
+                if self.job.leaves_no_time():
+                    return
+                if not self._killed:  # srun may go on waiting for a lost node
+                    self._look()
+            except (SchedulerError, OSError) as problem:  # Slurm, or the disk, may be back in the next round
+                log.warning("%s", problem)
+                time.sleep(PAUSE_SECONDS)
+            time.sleep(self.ranks.poll_seconds)
+
+    def _look(self) -> None:
+        if request := self.job.stop_request():
+            self._obey(request)
+        if self._is_a_rank_dead():
+            self._kill()  # the others would wait for it for ever
+            return
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        if request := self.run.stop_request(self.attempt):
+            self._obey(request)  # `jobkit preempt`, `jobkit cancel`
+        if self.limit.is_over(saving=self._is_saving()):
+            self._obey(StopRequest(cause="timeout", grace=0))
+        elif self.limit.is_near():
+            self._obey(StopRequest(cause="timeout"))
+        if error := self.watchdog.look():
+            log.warning("%s: %s", self.run.name, error)
+            end_hung(self.run, self.attempt, error, self.ranks.signal)
+            self._killed = True
+
+    def _obey(self, request: StopRequest) -> None:
+        """Tell the ranks to stop, once, or kill them where the request leaves them no grace."""
+        if request.grace != 0 and self._told:
+            return
+        attempts.request_stop(self.run, self.attempt, request)
+        if request.grace == 0:
+            self._kill()
+        else:
+            self.ranks.signal("TERM")
+        self._told = True
+
+    def _kill(self) -> None:
+        self.ranks.signal("KILL")
+        self._killed = True
+
+    def _is_a_rank_dead(self) -> bool:
+        """Whether a rank has failed, and the others have had their time to write down what they saw of it."""
+        if self._failed_at is None and self.ranks.first_failure() is not None:
+            self._failed_at = time.monotonic()
+        return self._failed_at is not None and time.monotonic() - self._failed_at > KILL_AFTER_FAILURE_SECONDS
+
+    def _is_saving(self) -> bool:
+        progress = self.run.progress()
+        return progress is not None and progress.attempt == self.attempt and progress.stopping

@@ -1,0 +1,65 @@
+"""When an attempt has to end for its time limit: as Slurm counts it, or `resources.time` on this machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Protocol
+
+from jobkit import slurm
+from jobkit.run.config import Resources
+
+ASK_SECONDS = 60.0
+"""How often Slurm is asked for the time limit: an operator may have given the job more time."""
+
+
+class TimeLimit(Protocol):
+    """The time limit of one attempt."""
+
+    def is_near(self) -> bool:
+        """Whether the ranks have to be told to write the last checkpoint."""
+
+    def is_over(self, saving: bool) -> bool:
+        """Whether the ranks have to be killed; `saving` is whether they are writing the last checkpoint."""
+
+
+class LocalTimeLimit:
+    """`resources.time` as Slurm would keep it, margin included; none where the YAML says nothing."""
+
+    def __init__(self, resources: Resources) -> None:
+        self.seconds = math.inf if resources.time == "auto" else float(resources.seconds)
+        self._started = time.monotonic()
+
+    def is_near(self) -> bool:
+        """Whether the margin before the limit has begun."""
+        return math.isfinite(self.seconds) and self._left() <= slurm.stop_margin(self.seconds)
+
+    def is_over(self, saving: bool = False) -> bool:
+        """Whether the attempt has had its time."""
+        return self._left() <= 0
+
+    def _left(self) -> float:
+        return self._started + self.seconds - time.monotonic()
+
+
+class SlurmTimeLimit:
+    """The job's limit. At its end Slurm kills the supervisor too, which needs a part of the margin to decide in."""
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        self._asked = -math.inf
+        self._kill_at = self._kill_saving_at = math.inf
+
+    def is_near(self) -> bool:
+        """Never: the ranks ask Slurm for the limit themselves (worker/cause.py), and Slurm signals commands."""
+        return False
+
+    def is_over(self, saving: bool) -> bool:
+        """Whether the ranks, which were to stop a margin before the limit, leave too little of it. Asks Slurm."""
+        now = time.monotonic()
+        if now - self._asked > ASK_SECONDS:
+            self._asked, job = now, slurm.show_job(self.job_id)
+            if job is not None and job.remaining is not None and job.limit is not None:
+                margin, end = slurm.stop_margin(job.limit), now + job.remaining
+                self._kill_at, self._kill_saving_at = end - margin / 2, end - margin / 8
+        return now >= (self._kill_saving_at if saving else self._kill_at)

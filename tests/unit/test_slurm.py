@@ -1,0 +1,277 @@
+"""What Slurm says of a job, and what it means: real records of Slurm 22.05."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster, wait_until
+
+from jobkit.slurm import JobInfo, early_timeout_signal, explain, parse_job, stop_cause, stop_margin
+
+# What Slurm says: `scontrol --oneliner show job` of Slurm 22.05, less the fields between that nobody reads.
+
+HEAD = (
+    "JobId=9 JobName=wrap UserId=me(1) GroupId=me(1) MCS_label=N/A Priority=4294901752 Nice=0 Account=(null) QOS=(null)"
+)
+TAIL = "Scheduler=Main Partition=low ReqNodeList=(null) ExcNodeList=(null) Command=(null) WorkDir=/a b Power="
+
+
+def line(job: str, times: str, place: str = "NodeList=node1 BatchHost=node1 NumNodes=1") -> str:
+    return f"{HEAD} {job} Deadline=N/A {times} SecsPreSuspend=0 {TAIL} {place}"
+
+
+RUNNING = line(
+    "JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0 RunTime=00:00:01 TimeLimit=00:05:00",
+    "StartTime=2026-03-05T06:27:00 EndTime=2026-03-05T06:32:00 PreemptEligibleTime=Unknown PreemptTime=None",
+)
+PREEMPTED = line(  # in its grace time, at whose end EndTime is now
+    "JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0 RunTime=00:00:04 TimeLimit=00:05:00",
+    "StartTime=2026-03-05T06:27:00 EndTime=2026-03-05T06:27:17 PreemptTime=2026-03-05T06:27:02 SuspendTime=None",
+)
+SCANCEL_IN_GRACE = PREEMPTED.replace("RUNNING", "COMPLETING").replace("06:27:17", "06:27:04")
+GRACE_OVER = line(  # its ranks are being killed, and Slurm has requeued it
+    "JobState=COMPLETING Reason=None Requeue=1 Restarts=1 BatchFlag=1 ExitCode=0:0 RunTime=00:00:00 TimeLimit=00:05:00",
+    "StartTime=2026-03-05T06:27:22 EndTime=Unknown SuspendTime=None",
+)
+BACK = line(
+    "JobState=RUNNING Reason=None Requeue=1 Restarts=1 BatchFlag=1 ExitCode=0:0 RunTime=00:01:13 TimeLimit=00:05:00",
+    "StartTime=2026-03-05T06:27:39 EndTime=2026-03-05T06:32:39 PreemptTime=None SuspendTime=None",
+)
+SCANCEL = line(
+    "JobState=COMPLETING Reason=None Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:15 RunTime=00:00:01",
+    "StartTime=2026-03-05T06:27:06 EndTime=2026-03-05T06:27:07 PreemptTime=None SuspendTime=None",
+)
+PREEMPTED_FOR_GOOD = line(  # by PreemptMode=CANCEL, at the end of the grace time or without one
+    "JobState=COMPLETING Reason=None Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0 RunTime=00:00:20",
+    "StartTime=2026-03-05T06:27:06 EndTime=2026-03-05T06:27:26 PreemptTime=2026-03-05T06:27:26 SuspendTime=None",
+)
+SCANCEL_OVER = line(
+    "JobState=CANCELLED Reason=Priority Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0 RunTime=00:00:00",
+    "StartTime=2026-03-05T06:23:47 EndTime=2026-03-05T06:23:47 PreemptTime=None SuspendTime=None",
+)
+TIME_LIMIT = line(
+    "JobState=COMPLETING Reason=TimeLimit Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:15 RunTime=00:01:18",
+    "StartTime=2026-03-05T06:27:17 EndTime=2026-03-05T06:28:35 PreemptTime=None SuspendTime=None",
+)
+TIMEOUT = TIME_LIMIT.replace("COMPLETING", "TIMEOUT")
+SCRIPT_KILLED = line(  # its ranks are getting SIGTERM
+    "JobState=COMPLETING Reason=JobLaunchFailure Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:9 RunTime=00:00:12",
+    "StartTime=2026-03-05T06:27:06 EndTime=2026-03-05T06:27:18 PreemptTime=None SuspendTime=None",
+)
+SCRIPT_DEAD = SCRIPT_KILLED.replace("COMPLETING", "FAILED")
+NODE_DOWN = line(  # it was submitted with --no-requeue
+    "JobState=COMPLETING Reason=NodeDown Requeue=0 Restarts=0 BatchFlag=1 ExitCode=0:0 RunTime=00:00:30",
+    "StartTime=2026-03-05T06:27:06 EndTime=2026-03-05T06:27:36 PreemptTime=None SuspendTime=None",
+)
+NODE_FAIL = NODE_DOWN.replace("COMPLETING", "NODE_FAIL")
+OUT_OF_MEMORY = line(
+    "JobState=OUT_OF_MEMORY Reason=OutOfMemory Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:125 RunTime=00:00:30",
+    "StartTime=2026-03-05T06:27:06 EndTime=2026-03-05T06:27:36 PreemptTime=None SuspendTime=None",
+)
+HELD = line(
+    "JobState=PENDING Reason=JobHeldUser Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0 RunTime=00:00:00",
+    "TimeLimit=UNLIMITED EligibleTime=Unknown StartTime=Unknown EndTime=Unknown SuspendTime=None",
+    "NodeList= NumNodes=1-1",
+)
+ENDLESS = line(
+    "JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0 RunTime=2-03:00:02 TimeLimit=UNLIMITED",
+    "StartTime=2026-03-05T06:27:00 EndTime=Unknown PreemptTime=None SuspendTime=None",
+)
+LIMITLESS = line(  # what Slurm says of a job that waited in a partition without a limit
+    "JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0 RunTime=00:01:00",
+    "TimeLimit=365-00:00:00 StartTime=2026-03-05T06:27:00 EndTime=2027-03-05T06:27:00 PreemptTime=None",
+)
+CRASHED = line(
+    "JobState=FAILED Reason=NonZeroExitCode Requeue=1 Restarts=0 BatchFlag=1 ExitCode=3:0 RunTime=00:00:00",
+    "StartTime=2026-03-05T06:23:48 EndTime=2026-03-05T06:23:48 PreemptTime=None SuspendTime=None",
+)
+
+
+def after(runtime: str, text: str = RUNNING) -> str:
+    """A job's record when it has been running for so long."""
+    return re.sub(r"RunTime=\S+", f"RunTime={runtime}", text)
+
+
+def at(clock: str) -> float:
+    return datetime.fromisoformat(f"2026-03-05T{clock}").timestamp()
+
+
+def test_a_jobs_record_is_read() -> None:
+    assert parse_job(RUNNING) == JobInfo(
+        job_id="9",
+        state="RUNNING",
+        reason="None",
+        preempt_time=None,
+        start=at("06:27:00"),
+        end=at("06:32:00"),
+        elapsed=1.0,
+        restarts=0,
+        nodes="node1",
+        partition="low",
+        requeueable=True,
+        excluded="",
+    )
+    assert parse_job(PREEMPTED).preempt_time == at("06:27:02")
+    assert parse_job(BACK).restarts == 1
+    assert not parse_job(NODE_DOWN).requeueable
+    assert parse_job(RUNNING.replace("ExcNodeList=(null)", "ExcNodeList=node[2-3]")).excluded == "node[2-3]"
+    held = parse_job(HELD)
+    assert (held.start, held.end, held.nodes, held.ended) == (None, None, "", False)
+    assert parse_job("").state == "UNKNOWN"
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "elapsed", "remaining"),
+    [
+        (RUNNING, 300.0, 1.0, 299.0),
+        (after("00:04:10"), 300.0, 250.0, 50.0),
+        (after("00:05:20"), 300.0, 320.0, -20.0),
+        (after("1-02:03:04"), 300.0, 93784.0, -93484.0),
+        (after("INVALID"), 300.0, 0.0, 300.0),
+        (PREEMPTED, 17.0, 4.0, 13.0),
+        (HELD, None, 0.0, None),
+        (ENDLESS, None, 183602.0, None),
+        (LIMITLESS, 365 * 86400.0, 60.0, None),
+    ],
+)
+def test_a_jobs_time_is_counted_from_its_start(
+    text: str, limit: float | None, elapsed: float, remaining: float | None
+) -> None:
+    job = parse_job(text)
+    assert (job.limit, job.elapsed, job.remaining) == (limit, elapsed, remaining)
+
+
+def test_within_a_job_its_time_is_counted_by_the_clock_that_saw_it_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ago, cause in [(100, None), (250, "timeout")]:
+        monkeypatch.setenv("JOBKIT_BEGAN", str(time.time() - ago))
+        assert stop_cause(parse_job(after("99:00:00")), margin=90.0) == cause
+
+
+@pytest.mark.parametrize(
+    ("text", "ended"),
+    [(RUNNING, False), (PREEMPTED, False), (SCANCEL, False), (TIME_LIMIT, False), (HELD, False), (NODE_DOWN, False)]
+    + [(SCANCEL_OVER, True), (TIMEOUT, True), (CRASHED, True), (NODE_FAIL, True), (OUT_OF_MEMORY, True)],
+)
+def test_a_job_has_ended_when_slurm_will_do_no_more_with_it(text: str, ended: bool) -> None:
+    assert parse_job(text).ended == ended
+
+
+STOP_CAUSES = [
+    ("running", after("00:01:00"), None),
+    ("running, and back from the queue", BACK, None),
+    ("a minute and a half before the end", after("00:03:29"), None),
+    ("in the margin before the end", after("00:03:30"), "timeout"),
+    ("past the end", after("00:06:00"), "timeout"),
+    ("without an end", ENDLESS, None),
+    ("without a limit", LIMITLESS, None),
+    ("preempted", PREEMPTED, "preempted"),
+    ("preempted, in the margin of the grace time's end", after("00:00:17", PREEMPTED), "preempted"),
+    ("preempted for good", PREEMPTED_FOR_GOOD, "preempted"),
+    ("preempted, over", PREEMPTED.replace("RUNNING", "PREEMPTED"), "preempted"),
+    ("scancel", SCANCEL, "cancelled"),
+    ("scancel, over", SCANCEL_OVER, "cancelled"),
+    ("the time limit's kill, over", TIMEOUT, "timeout"),
+    ("the batch script was killed", SCRIPT_KILLED, "killed"),
+    ("the batch script was killed, over", SCRIPT_DEAD, "killed"),
+    ("a node went down", NODE_DOWN, "node_failure"),
+    ("a node went down, over", NODE_FAIL, "node_failure"),
+    ("out of memory", OUT_OF_MEMORY, "out_of_memory"),
+    ("waiting", HELD, None),
+    ("crashed", CRASHED, None),
+]
+
+
+@pytest.mark.parametrize(("text", "cause"), [row[1:] for row in STOP_CAUSES], ids=[row[0] for row in STOP_CAUSES])
+def test_the_jobs_record_says_why_it_is_being_stopped(text: str, cause: str | None) -> None:
+    assert stop_cause(parse_job(text), margin=90.0) == cause
+
+
+def test_a_job_that_slurm_kills_at_its_time_limit_is_not_taken_for_cancelled() -> None:
+    assert stop_cause(parse_job(TIME_LIMIT), margin=0.0) == "timeout"
+
+
+def test_a_job_that_is_cancelled_in_its_grace_time_is_cancelled() -> None:
+    assert stop_cause(parse_job(SCANCEL_IN_GRACE), margin=0.0) == "cancelled"
+
+
+def test_a_job_that_slurm_requeues_at_the_end_of_its_grace_time_is_not_taken_for_cancelled() -> None:
+    assert stop_cause(parse_job(GRACE_OVER), margin=0.0) == "preempted"
+
+
+@pytest.mark.parametrize("text", [SCRIPT_KILLED, SCRIPT_DEAD])
+def test_a_job_whose_script_was_killed_is_known_by_slurms_reason(text: str) -> None:
+    assert parse_job(text).script_died
+
+
+@pytest.mark.parametrize("text", [RUNNING, SCANCEL, SCANCEL_OVER, TIME_LIMIT, GRACE_OVER, CRASHED])
+def test_a_job_that_ends_for_another_reason_has_not_lost_its_script(text: str) -> None:
+    assert not parse_job(text).script_died
+
+
+@pytest.mark.parametrize(
+    ("runtime", "early"),
+    [("00:00:10", False), ("00:02:24", False), ("00:02:25", True), ("00:03:00", True), ("00:04:59", True)],
+)
+def test_slurm_may_send_its_signal_a_minute_early(runtime: str, early: bool) -> None:
+    assert early_timeout_signal(parse_job(after(runtime)), margin=90.0) == early
+
+
+@pytest.mark.parametrize("text", [HELD, ENDLESS, LIMITLESS])
+def test_a_job_without_an_end_has_no_early_signal(text: str) -> None:
+    assert not early_timeout_signal(parse_job(text), margin=90.0)
+
+
+@pytest.mark.parametrize(("limit", "margin"), [(60, 12.0), (300, 60.0), (450, 90.0), (86400, 90.0)])
+def test_a_job_stops_a_fifth_of_its_time_but_at_most_90_seconds_before_the_end(limit: float, margin: float) -> None:
+    assert stop_margin(limit) == margin
+
+
+@pytest.mark.parametrize(
+    ("stderr", "said"),
+    [
+        (
+            "sbatch: error: invalid partition specified: nosuch\n"
+            "sbatch: error: Batch job submission failed: Invalid partition name specified\n",
+            ["invalid partition specified: nosuch; Batch", "sinfo", "clusters.<name>.partition"],
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+            ["sacctmgr", "clusters.<name>.account"],
+        ),
+        (
+            "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+            ["sbatch: Unable to contact", "scontrol ping"],
+        ),
+        ("", ["failed without a word"]),
+    ],
+)
+def test_slurms_complaint_is_told_in_one_line_with_what_to_do(stderr: str, said: list[str]) -> None:
+    text = explain("sbatch", stderr)
+    assert "\n" not in text
+    for part in said:
+        assert part in text
+
+
+def test_the_record_of_a_real_job_says_why_it_is_being_stopped(slurm: Cluster, tmp_path: Path) -> None:
+    def cause(job: str) -> str | None:
+        return stop_cause(parse_job(slurm.command("scontrol", "--oneliner", "show", "job", job)), 12.0)
+
+    stubborn = "--wrap=srun sh -c 'trap : TERM; while true; do sleep 1; done'"
+    place = ["sbatch", "--parsable", "--output=/dev/null", f"--chdir={tmp_path}", "--partition=low", "--nodes=1"]
+    jobs = [slurm.command(*place, "--exclusive", "--time=5", stubborn) for _ in range(2)]
+    for job in jobs:
+        wait_until(lambda job=job: slurm.job(job)["JobState"] == "RUNNING", f"job {job} to run", 120)
+        # Its last step is what holds it in COMPLETING later on.
+        wait_until(lambda job=job: slurm.command("squeue", "-h", "-s", f"--job={job}"), f"a step of job {job}", 60)
+        assert cause(job) is None
+    preempted, cancelled = jobs
+    slurm.preempt(preempted)
+    wait_until(lambda: cause(preempted) is not None, "the preemption")
+    assert cause(preempted) == "preempted"
+    slurm.command("scancel", cancelled)
+    assert cause(cancelled) == "cancelled"
+    slurm.command("scancel", preempted)
