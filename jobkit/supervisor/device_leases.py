@@ -1,8 +1,8 @@
 """Who uses which device of this machine: two local runs share none unless they are asked to.
 
 A device has a lock file in a folder of the machine. All users of the device hold a shared flock on it, which the kernel
-takes back when their last process is gone; who can lock it exclusively sees that it is free. Decisions are made one at
-a time, under a lock of their own. Runs that jobkit's local controller did not start are not seen.
+releases when their last process is gone; a process that can lock it exclusively knows that it is free. One process at a
+time takes devices, under a lock of their own. Runs that jobkit did not start on this machine are not seen.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from pathlib import Path
 
 from jobkit.errors import InputError
 from jobkit.run.device_kinds import SHARE, DeviceKind, of_this_machine
-from jobkit.supervisor.physical import physical_names
 
 LEASES = "JOBKIT_LEASES"
-"""Environment variable that a controller is started with: which one names its devices, and their open lock files."""
+"""Environment variable of a local run's supervisor: which variable names its devices, and their open lock files."""
 
 FOLDER = "JOBKIT_DEVICES_DIR"
 """Environment variable with the folder of the lock files, where /tmp/jobkit-devices is not the whole machine's."""
 
-DECIDING = "deciding.lock"
+TAKING = "deciding.lock"
 """The lock file that is held while devices are taken."""
 
-GHOST_SECONDS = 30.0
-"""How long to wait for the ranks of the same run whose controller was killed: they write a last checkpoint."""
+FORMER_RANKS_SECONDS = 30.0
+"""How long to wait for ranks of the same run whose supervisor was killed: they write a last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Leases:
 
     @classmethod
     def inherited(cls, environ: Mapping[str, str]) -> Leases:
-        """What the process that started this one took for it."""
+        """Those that the process which started this one took for it."""
         variable, _, files = environ.get(LEASES, "").partition(":")
         if not files:
             return cls()
@@ -55,7 +54,7 @@ class Leases:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a controller is started with, beside the open files."""
+        """What a supervisor is started with, beside the open files."""
         if not self.devices:
             return {}
         files = ",".join(map(str, self.files))
@@ -101,8 +100,8 @@ def take(device: str, count: int, run: Path, environ: Mapping[str, str]) -> Leas
             raise InputError(f"{folder}: {error.strerror}; set {FOLDER} to a folder for all") from None
         if taken.files:
             return Leases(kind.visible, tuple(devices[number] for number in taken.files), tuple(taken.files.values()))
-        ghost = any(holder["run"] == str(run) for found in taken.holders.values() for holder in found)
-        if not ghost or time.monotonic() - started > GHOST_SECONDS:
+        own = any(holder["run"] == str(run) for found in taken.holders.values() for holder in found)
+        if not own or time.monotonic() - started > FORMER_RANKS_SECONDS:
             raise InputError(_refusal(kind, count, devices, taken.holders))
         if not said:
             print(f"waiting for the last ranks of {run.name} to leave their devices", file=sys.stderr)
@@ -121,6 +120,56 @@ def _refusal(kind: DeviceKind, count: int, devices: Sequence[str], holders: Hold
     )
 
 
+# Names
+
+
+def physical_names(kind: DeviceKind, devices: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """A name for each device that does not depend on how the environment numbers them: its UUID where that is told."""
+    if kind.name != "cuda":
+        return [f"{kind.name}-{device}" for device in devices]
+    return _cuda_names(devices, _ask_driver(), by_bus=environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
+
+
+def _cuda_names(devices: Sequence[str], gpus: Sequence[tuple[str, str]], by_bus: bool) -> list[str]:
+    """The UUIDs of CUDA's devices, given as numbers, as UUIDs or as the beginnings of UUIDs, which CUDA takes too.
+
+    `gpus` are (UUID, model) in the order of the PCI bus. CUDA numbers devices so where it is asked to (`by_bus`), else
+    by speed; on a machine with one model both are the same. A number whose device cannot be told, and a MIG instance,
+    is its own name.
+    """
+    uuids = [uuid for uuid, _ in gpus]
+    in_order = by_bus or len({model for _, model in gpus}) == 1
+    names = []
+    for device in devices:
+        if device.isdigit():
+            known = in_order and int(device) < len(uuids)
+            names.append(uuids[int(device)] if known else f"cuda-{device}")
+        else:
+            matching = [uuid for uuid in uuids if uuid.startswith(device)]
+            names.append(matching[0] if len(matching) == 1 else device)
+    return names
+
+
+def _ask_driver() -> list[tuple[str, str]]:
+    """(UUID, model) of each NVIDIA GPU of the machine, in the order of the PCI bus; none where there is no driver.
+
+    NVML, unlike CUDA, sees all of them whatever CUDA_VISIBLE_DEVICES says, and holds no memory on any.
+    """
+    import pynvml  # here: only a local run on NVIDIA's GPUs needs it
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # its library is part of the driver
+        return []
+    try:
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [(pynvml.nvmlDeviceGetUUID(gpu), pynvml.nvmlDeviceGetName(gpu)) for gpu in gpus]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
 # Lock files
 
 Holders = Mapping[int, Sequence[Mapping[str, str]]]
@@ -136,7 +185,7 @@ class _Taken:
 
 
 def _take(locks: Sequence[Path], count: int, share: bool) -> _Taken:
-    with _deciding(locks[0].parent):
+    with _taking(locks[0].parent):
         free = [number for number, lock in enumerate(locks) if _is_free(lock)]
         used = [number for number in range(len(locks)) if number not in free]
         chosen = sorted((free + used)[:count]) if share else free[:count]
@@ -146,11 +195,11 @@ def _take(locks: Sequence[Path], count: int, share: bool) -> _Taken:
 
 
 @contextlib.contextmanager
-def _deciding(folder: Path) -> Iterator[None]:
+def _taking(folder: Path) -> Iterator[None]:
     """Nobody else on this machine takes a device meanwhile. Released in an instant, so it is waited for."""
     if not folder.is_dir():
         _make(folder)
-    file = _open(folder / DECIDING)
+    file = _open(folder / TAKING)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -162,7 +211,7 @@ def _make(folder: Path) -> None:
     """The folder, everybody's whatever the umask is, as /tmp; it appears with all permissions."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    os.close(_open(temporary / DECIDING))
+    os.close(_open(temporary / TAKING))
     temporary.chmod(0o1777)
     try:
         temporary.rename(folder)

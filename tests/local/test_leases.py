@@ -15,9 +15,8 @@ import pytest
 from harness.project import Project, status, wait_for
 
 from jobkit.errors import InputError
-from jobkit.run.device_kinds import SHARE
-from jobkit.supervisor.device_leases import FOLDER, LEASES, Leases, take
-from jobkit.supervisor.physical import cuda_names
+from jobkit.run.device_kinds import KINDS, SHARE
+from jobkit.supervisor.device_leases import FOLDER, LEASES, Leases, physical_names, take
 
 A, B, C = Path("/runs/a-1"), Path("/runs/b-2"), Path("/runs/c-3")
 
@@ -300,28 +299,76 @@ def test_a_killed_controllers_devices_are_free_when_its_ranks_are_gone(tmp_path:
 
 # Which device a name means
 
-TWO_ALIKE = "GPU-aa11, NVIDIA H100\nGPU-bb22, NVIDIA H100\n"
-TWO_MODELS = "GPU-aa11, Quadro P620\nGPU-bb22, NVIDIA H100\n"
+
+class Driver:
+    """Stands in for pynvml, and for GPUs that this machine does not have."""
+
+    class NVMLError(Exception):
+        """What NVML raises."""
+
+    def __init__(self, *gpus: tuple[str, str], broken: str = "") -> None:
+        self.gpus = gpus
+        self.broken = broken
+        self.users = 0
+
+    def _answer(self, name: str) -> None:
+        if name == self.broken:
+            raise self.NVMLError(name)
+
+    def nvmlInit(self) -> None:
+        self._answer("init")
+        self.users += 1
+
+    def nvmlShutdown(self) -> None:
+        self.users -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        self._answer("uuid")
+        return self.gpus[handle][0]
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return self.gpus[handle][1]
+
+
+TWO_ALIKE = (("GPU-aa11", "NVIDIA H100"), ("GPU-bb22", "NVIDIA H100"))
+TWO_MODELS = (("GPU-aa11", "Quadro P620"), ("GPU-bb22", "NVIDIA H100"))
 
 
 @pytest.mark.parametrize(
-    ("devices", "query", "by_bus", "names"),
+    ("devices", "driver", "by_bus", "names"),
     [
-        (["0", "1"], TWO_ALIKE, False, ["GPU-aa11", "GPU-bb22"]),
-        (["1", "GPU-aa11"], TWO_ALIKE, False, ["GPU-bb22", "GPU-aa11"]),
-        (["GPU-bb"], TWO_ALIKE, False, ["GPU-bb22"]),  # CUDA takes the beginning of a UUID
-        (["GPU-"], TWO_ALIKE, False, ["GPU-"]),  # if there is but one with it
-        (["0"], TWO_MODELS, True, ["GPU-aa11"]),
-        (["0"], TWO_MODELS, False, ["cuda-0"]),  # the faster one, which nvidia-smi does not tell
-        (["7"], TWO_ALIKE, True, ["cuda-7"]),
-        (["MIG-41b5"], TWO_ALIKE, False, ["MIG-41b5"]),
-        (["4", "GPU-cc"], "", False, ["cuda-4", "GPU-cc"]),  # no nvidia-smi
+        (["0", "1"], Driver(*TWO_ALIKE), False, ["GPU-aa11", "GPU-bb22"]),
+        (["1", "GPU-aa11"], Driver(*TWO_ALIKE), False, ["GPU-bb22", "GPU-aa11"]),
+        (["GPU-bb"], Driver(*TWO_ALIKE), False, ["GPU-bb22"]),  # CUDA takes the beginning of a UUID
+        (["GPU-"], Driver(*TWO_ALIKE), False, ["GPU-"]),  # if there is but one with it
+        (["0"], Driver(*TWO_MODELS), True, ["GPU-aa11"]),
+        (["0"], Driver(*TWO_MODELS), False, ["cuda-0"]),  # the faster one, which NVML does not tell
+        (["7"], Driver(*TWO_ALIKE), True, ["cuda-7"]),
+        (["MIG-41b5"], Driver(*TWO_ALIKE), False, ["MIG-41b5"]),
+        (["4", "GPU-cc"], Driver(*TWO_ALIKE, broken="init"), False, ["cuda-4", "GPU-cc"]),  # no driver
+        (["0"], Driver(*TWO_ALIKE, broken="uuid"), True, ["cuda-0"]),  # a GPU that has fallen off the bus
     ],
 )
 def test_a_device_has_one_name_however_it_is_numbered(
-    devices: list[str], query: str, by_bus: bool, names: list[str]
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], driver: Driver, by_bus: bool, names: list[str]
 ) -> None:
-    assert cuda_names(devices, query, by_bus) == names
+    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    cuda = next(kind for kind in KINDS if kind.name == "cuda")
+    assert physical_names(cuda, devices, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if by_bus else {}) == names
+    assert driver.users == 0
+
+
+def test_what_stands_in_for_nvml_has_its_names() -> None:
+    import pynvml
+
+    own = [name for name in dir(Driver) if name.lower().startswith("nvml")]
+    assert all(hasattr(pynvml, name) for name in own)
 
 
 def test_the_variable_of_a_controller_is_not_one_of_the_users(environ: dict[str, str]) -> None:
