@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from harness.reference import weights_of
 from slurm_cluster import Cluster, MissingPackages, wait_until
 
 from jobkit.supervisor.fork_client import TASK_MODULES, WARM_SERVER, ForkClient
@@ -32,6 +34,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if client := config.stash.get(WARM, None):
         client.close()
         shutil.rmtree(Path(os.environ.pop(WARM_SERVER)).parent)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]:
+    """The weights of the toy task after a training without interruptions, by the number of ranks."""
+    return cache(partial(weights_of, tmp_path_factory))
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +70,7 @@ def _empty_queue(request: pytest.FixtureRequest) -> Iterator[None]:
     left = cluster.command("squeue", "-h", "-o", "%i %j %T").splitlines()
     if left:
         cluster.command("scancel", *(line.split()[0] for line in left))
-        wait_until(lambda: not cluster.command("squeue", "-h"), "an empty queue", seconds=120)
+        wait_until(lambda: not cluster.command("squeue", "-h"), "an empty queue")
 
 
 @pytest.fixture

@@ -175,7 +175,12 @@ def process_table() -> dict[int, Process]:
     return {pid: process for pid in numbers if (process := Process.read(pid))}
 
 
-def wait_until(done: Callable[[], Any], what: str, seconds: float = 30) -> None:
+PATIENCE_SECONDS = 240.0
+"""How long anything may take that is sure to come: on a busy machine a daemon's answer takes minutes."""
+
+
+def wait_until(done: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+    """Poll until `done()` is true; ClusterError when it does not become so."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -445,7 +450,7 @@ class Cluster:
 
     # For tests
 
-    def command(self, *command: str, timeout: float = 30) -> str:
+    def command(self, *command: str, timeout: float = 120) -> str:
         """What a Slurm command prints, stripped; its error message is in the ClusterError when it fails."""
         done = subprocess.run(
             command, env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout

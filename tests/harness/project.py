@@ -107,6 +107,27 @@ def step(run: Path) -> int:
     return int(progress.get("step", -1)) if progress.get("attempt") == attempts[-1].get("id") else -1
 
 
+def causes(run: Path) -> list[str]:
+    """Why each attempt ended, in order."""
+    return [attempt["cause"] for attempt in status(run)["attempts"]]
+
+
+def is_over(run: Path) -> bool:
+    """Whether nothing more will happen to the run by itself."""
+    return status(run).get("state") in ("finished", "failed", "cancelled")
+
+
+def interrupt_when(run: Path, attempt: int, at_step: int, action: Callable[[], object]) -> None:
+    """Wait until an attempt has done so many steps, do something to it, and wait until it has ended."""
+    wait_for(
+        f"step {at_step} in attempt {attempt}",
+        lambda: len(status(run).get("attempts", [])) == attempt and step(run) >= at_step,
+        run,
+    )
+    action()
+    wait_for(f"the end of attempt {attempt}", lambda: status(run)["attempts"][attempt - 1]["cause"], run)
+
+
 def wait_for(what: str, reached: Callable[[], Any], run: Path | None = None, seconds: float = 240) -> None:
     """Poll until `reached()` is true; fails with the run's journal and logs when it does not become so."""
     deadline = time.monotonic() + seconds

@@ -27,8 +27,12 @@ def submit(cluster: Cluster, script: str, *options: str) -> str:
     return cluster.command("sbatch", "--parsable", output, "--open-mode=append", *options, f"--wrap={script}")
 
 
-def wait_for_state(cluster: Cluster, job_id: str, state: str, seconds: float = 30) -> None:
-    wait_until(lambda: cluster.job(job_id)["JobState"] == state, f"job {job_id} to be {state}", seconds)
+def wait_for_state(cluster: Cluster, job_id: str, state: str) -> None:
+    try:
+        wait_until(lambda: cluster.job(job_id)["JobState"] == state, f"job {job_id} to be {state}")
+    except ClusterError as error:
+        job, nodes = cluster.command("scontrol", "show", "job", job_id), cluster.command("sinfo", "-N", "--long")
+        raise AssertionError(f"{error}\n{job}\n{nodes}\n{cluster.command('squeue', '--long')}") from error
 
 
 def output(cluster: Cluster, job_id: str) -> list[str]:
@@ -59,8 +63,8 @@ def test_a_preempted_job_can_requeue_itself(slurm: Cluster, tmp_path: Path) -> N
     job_id = submit(slurm, f"srun sh {tmp_path}/task.sh", "--nodes=2", "--requeue")
     wait_until(lambda: (slurm.dir / f"{job_id}.out").exists() and len(output(slurm, job_id)) == 2, "two tasks to start")
     high = slurm.preempt(job_id)
-    wait_for_state(slurm, high, "COMPLETED", 60)
-    wait_for_state(slurm, job_id, "COMPLETED", 60)
+    wait_for_state(slurm, high, "COMPLETED")
+    wait_for_state(slurm, job_id, "COMPLETED")
     assert [line for line in output(slurm, job_id) if "attempt" in line] == ["attempt"] * 2 + ["attempt 1"] * 2
 
 
@@ -72,14 +76,8 @@ def test_a_lost_node_takes_its_processes_along_and_comes_back(slurm: Cluster) ->
     assert "node2" not in slurm.daemons()
     slurm.command("scancel", job_id)
     slurm.restart_node("node2")
-    # It may have missed that the job was cancelled, and Slurm repeats that only once a minute. Another test's job may
-    # have come to it since.
-    usable = ("idle", "mixed", "allocated")
-    try:
-        wait_until(lambda: slurm.node_state("node2").strip() in usable, "node2 to be usable", seconds=120)
-    except ClusterError as error:
-        nodes, jobs = slurm.command("scontrol", "show", "node", "node2"), slurm.command("squeue", "--long")
-        raise AssertionError(f"{error}\n{nodes}\n{jobs}") from error
+    # It may have missed that the job was cancelled, and Slurm repeats that only once a minute.
+    wait_until(lambda: slurm.node_state("node2").strip() == "idle", "node2 to be idle")
     assert slurm.job(job_id)["JobState"] in ("CANCELLED", "NODE_FAIL")
 
 
