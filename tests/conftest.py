@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -15,6 +16,9 @@ from slurm_cluster import Cluster, MissingPackages, wait_until
 
 from jobkit.supervisor.fork_client import TASK_MODULES, WARM_SERVER, ForkClient
 
+WARM_MODULES = (*TASK_MODULES, "torch.distributed.fsdp", "torch.distributed.pipelining", "harness.ranks", "pytest")
+"""Beside a task's, what groups of ranks and their tests import."""
+
 WARM = pytest.StashKey[ForkClient]()
 
 
@@ -23,8 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
     path = f"{tempfile.mkdtemp(prefix='jobkit-warm-')}/socket"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     # One thread a rank, as in each test's project: what a library reads at its import cannot be changed afterwards.
-    config.stash[WARM] = ForkClient.start({**os.environ, "OMP_NUM_THREADS": "1"}, TASK_MODULES)
+    config.stash[WARM] = ForkClient.start(environment, WARM_MODULES)
     config.stash[WARM].listen(path)
     os.environ[WARM_SERVER] = path
 

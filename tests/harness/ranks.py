@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
-import shutil
+import signal
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +21,10 @@ import torch.distributed as dist
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.group import RankGroup
+from jobkit.supervisor.fork_client import ForkClient
 
-# Processes are forked off a server that has torch imported already: a group of ranks starts in a fraction of a second.
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "jobkit.checkpoint.writer"])
+PATIENCE_SECONDS = 240.0
+"""After which a rank hangs, on a busy machine too."""
 
 
 class Team(NamedTuple):
@@ -34,23 +36,53 @@ class Team(NamedTuple):
         return Checkpointer(Store(root, patience=0.2), RankGroup.of(self.group), **options)
 
 
-def be_a_rank(pipe: Any, team: Team, rendezvous: str, action: Callable[..., Any], args: tuple[Any, ...]) -> None:
+@cache
+def fork_client() -> ForkClient:
+    """This test process's connection to the server that has imported torch for all of them."""
+    return ForkClient.start({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def start(action: Callable[..., object], *args: Any) -> int:
+    """A process that runs `action(*args)`; its process id, for `fork_client().poll`."""
+    call = [pickle.dumps((action, args)).hex()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    target = ("harness.ranks:call", call)
+    return fork_client().fork(target, environment=environment, cwd=Path.cwd(), stdout=1, stderr=2)
+
+
+def call(pickled: str) -> None:
+    """What the process runs."""
+    action, args = pickle.loads(bytes.fromhex(pickled))
+    action(*args)
+
+
+def wait_for_end(*pids: int, seconds: float = PATIENCE_SECONDS) -> bool:
+    """Whether processes of `start` have ended in time."""
+    deadline = time.monotonic() + seconds
+    while any(fork_client().poll(pid) is None for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def be_a_rank(folder: Path, team: Team, action: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     if team.world_size > 1:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{rendezvous}",
+            init_method=f"file://{folder}/rendezvous",
             rank=team.rank,
             world_size=team.world_size,
-            timeout=timedelta(seconds=20),
+            timeout=timedelta(seconds=60),
         )
         team = team._replace(group=dist.new_group(backend="gloo"))
         dist.barrier()
     try:
-        result = pickle.dumps((action(team, *args), None))  # by value: this process is gone when it is read
+        result = pickle.dumps((action(team, *args), None))
     except Exception as error:
         result = pickle.dumps((None, f"rank {team.rank}: {type(error).__name__}: {error}"))
-    pipe.send_bytes(result)
+    (folder / f"result_{team.rank}").write_bytes(result)
     with contextlib.suppress(RuntimeError):  # a peer may be dead
         if team.world_size > 1:
             dist.barrier()
@@ -59,26 +91,21 @@ def be_a_rank(pipe: Any, team: Team, rendezvous: str, action: Callable[..., Any]
 
 def on_ranks(world_size: int, action: Callable[..., Any], *args: Any) -> list[Any]:
     """What `action(team, *args)` returns on each of so many processes; AssertionError where one raises."""
-    rendezvous = str(Path(tempfile.mkdtemp(prefix="jobkit-test-")) / "rendezvous")
-    processes, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = FORKSERVER.Pipe()
-        team = Team(rank, world_size, None)
-        process = FORKSERVER.Process(target=be_a_rank, args=(theirs, team, rendezvous, action, args), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    results = []
-    for pipe in pipes:
-        assert pipe.poll(240), "a rank hangs"
-        try:
-            results.append(pickle.loads(pipe.recv_bytes()))
-        except EOFError:
-            results.append((None, None))  # it ended itself
-    for process in processes:
-        process.join(10)
-    shutil.rmtree(Path(rendezvous).parent)
+    with tempfile.TemporaryDirectory(prefix="jobkit-test-") as name:
+        folder = Path(name)
+        pids = [start(be_a_rank, folder, Team(rank, world_size, None), action, args) for rank in range(world_size)]
+        if not wait_for_end(*pids):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise AssertionError("a rank hangs")
+        results = [_result(folder / f"result_{rank}") for rank in range(world_size)]
     problems = [problem for _, problem in results if problem]
     assert not problems, problems
     return [value for value, _ in results]
+
+
+def _result(file: Path) -> tuple[Any, str | None]:
+    """What a rank returned and what it raised; neither where it ended itself."""
+    found: tuple[Any, str | None] = pickle.loads(file.read_bytes()) if file.exists() else (None, None)
+    return found

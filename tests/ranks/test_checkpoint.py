@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from harness.ranks import FORKSERVER, Team, on_ranks
+from harness.ranks import Team, on_ranks, start, wait_for_end
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -431,14 +431,13 @@ def test_the_newest_checkpoint_is_whole_after_kill_9_at_any_moment(root: Path) -
     moments = random.Random(os.getpid())
     reached = 0
     for _ in range(15):
-        saver = FORKSERVER.Process(target=save_for_ever, args=(root,), daemon=True)
-        saver.start()
+        saver = start(save_for_ever, root)
         deadline = time.monotonic() + 30
         while max(Store(root).steps(), default=0) <= reached and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.1))
-        os.kill(saver.pid or 0, signal.SIGKILL)
-        saver.join()
+        os.kill(saver, signal.SIGKILL)
+        assert wait_for_end(saver)
 
         checkpointer = Checkpointer(Store(root, patience=0.0))
         loaded = checkpointer.load_newest()
