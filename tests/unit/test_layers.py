@@ -1,4 +1,4 @@
-"""The house stands as its plan says: imports run downwards, and nothing heavy is on the way to sbatch."""
+"""The layout is as docs/internals.md says: imports run downwards, and nothing heavy is on the way to sbatch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from harness.imports import HEAVY
 import jobkit
 
 ROOT = Path(jobkit.__file__).parent
+REPOSITORY = Path(__file__).parents[2]
 
 # What each part may import of the others, beside itself and jobkit.errors.
 BELOW = {
@@ -49,34 +51,39 @@ def modules() -> dict[str, Path]:
     }
 
 
-def imports(module: str) -> Iterator[str]:
-    """Every module that an import statement names, in functions too, except those for type checkers alone.
+def imports(module: str, types: bool = False) -> Iterator[str]:
+    """Every module that an import statement names, in functions too; with `types` those for type checkers alone, too.
 
     Modules of jobkit are named as in `modules`.
     """
-    tree = ast.parse(modules()[module].read_text())
-    only_types = [
+    yield from named_in(modules()[module], set(modules()), types)
+
+
+def named_in(file: Path, own: set[str], types: bool) -> Iterator[str]:
+    """The modules that the import statements of a file name, those of `own` by their names there."""
+    tree = ast.parse(file.read_text())
+    only_types = {
         node
         for branch in ast.walk(tree)
         if isinstance(branch, ast.If) and ast.unparse(branch.test).endswith("TYPE_CHECKING")
         for statement in branch.body
         for node in ast.walk(statement)
-    ]
+    }
     for node in ast.walk(tree):
-        if node in only_types:
+        if node in only_types and not types:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("jobkit.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: a relative import"
+            assert node.level == 0, f"{file}: a relative import"
             base = (node.module or "").removeprefix("jobkit.")
             for alias in node.names:
                 inner = alias.name if base == "jobkit" else f"{base}.{alias.name}"
-                yield inner if inner in modules() else base
+                yield inner if inner in own else base
 
 
 def own_imports(module: str) -> set[str]:
-    return {name for name in imports(module) if name in modules()}
+    return {name for name in imports(module, types=True) if name in modules()}
 
 
 EACH_MODULE = [name for name in modules() if not name.endswith("__main__")]
@@ -93,32 +100,25 @@ def test_imports_run_downwards(module: str) -> None:
     assert wrong == []
 
 
-def test_every_part_of_the_house_has_its_place_in_the_plan() -> None:
+def test_every_part_has_its_place_in_the_layout() -> None:
     assert {module.split(".")[0] for module in modules()} == set(BELOW)
 
 
-def test_no_module_imports_itself_in_a_circle_at_its_top() -> None:
-    def top_level(module: str) -> set[str]:
-        tree = ast.parse(modules()[module].read_text())
-        found = set()
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jobkit"):
-                base = (node.module or "").removeprefix("jobkit").removeprefix(".")
-                names = [f"{base}.{alias.name}".removeprefix(".") for alias in node.names]
-                found |= {name if name in modules() else base for name in names}
-        return found & set(modules())
+def test_a_picture_of_all_imports_has_no_circle() -> None:
+    TopologicalSorter({module: own_imports(module) for module in modules()}).prepare()  # raises with the circle
 
-    done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join([*path, module])
-        if module not in done:
-            for other in top_level(module):
-                visit(other, (*path, module))
-            done.add(module)
-
-    for module in modules():
-        visit(module, ())
+def test_tests_and_tools_import_each_other_in_no_circle_and_tools_know_no_tests() -> None:
+    folders = [REPOSITORY / folder for folder in ("tests", "tests/soak", "tools")]  # pytest's pythonpath
+    files = {
+        ".".join(file.relative_to(folder).with_suffix("").parts): file
+        for folder in folders
+        for file in sorted(folder.rglob("*.py"))
+    }
+    found = {name: set(named_in(file, set(files), types=True)) & set(files) for name, file in files.items()}
+    TopologicalSorter(found).prepare()
+    tests = {name for name, file in files.items() if REPOSITORY / "tests" in file.parents}
+    assert {name: found[name] & tests for name in set(files) - tests if found[name] & tests} == {}
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if name.split(".")[0] in OUTSIDE])
