@@ -20,9 +20,13 @@ from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
 from jobkit.supervisor.device_leases import LEASES, Leases
 from jobkit.supervisor.diagnosis import FirstFailure, dead_node_of, first_failure, srun_said
+from jobkit.supervisor.fork_client import TASK_MODULES, ForkClient, ForkServerError
 
 LIFELINE = "JOBKIT_LIFELINE"
 """Environment variable with a pipe's read end: its end of file means that the command in the foreground is gone."""
+
+COMMAND_MODULES = ("submitit.core.submission", "jobkit.worker.main")
+"""What a rank imports before it becomes the YAML's `command`, which may never need torch."""
 
 STEP_NUMBERS = 4
 """How many starts of a job in a row give their steps different numbers."""
@@ -62,16 +66,12 @@ class Ranks(Protocol):
         """End what is left of them."""
 
 
-def rank_command(run: RunDir) -> list[str]:
-    """What every rank executes; Submitit's pickle in that folder names the run directory and little more."""
-    # Signals are ignored from the first instruction on, and exec keeps it so until the worker can take notice of
-    # them: one that comes during the imports would otherwise kill the task.
-    guard = 'trap "" TERM USR2; exec "$@"'
-    return ["sh", "-c", guard, "jobkit", sys.executable, "-u", "-m", "submitit.core._submit", str(run.submitit)]
-
-
 class LocalRanks:
-    """Processes of this machine, each with its logs and its devices; nodes are simulated."""
+    """Processes of this machine, each with its logs and its devices; nodes are simulated.
+
+    They are forked by one process that lives as long as the supervisor and has imported torch, so that the ranks of a
+    next attempt need not.
+    """
 
     poll_seconds = 0.05
 
@@ -79,18 +79,33 @@ class LocalRanks:
         self.run = run
         self.job_id = job_id
         self.leases = Leases.inherited(os.environ)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._outside = {name: value for name, value in os.environ.items() if name not in (LIFELINE, LEASES)}
+        self._server: ForkClient | None = None
+        self._pids: list[int] = []
         self._told = False
         """Whether they have been told to stop."""
         self._first: FirstFailure | None = None
         self._oom_kills = 0
 
     def start(self, begun: Begun) -> None:
-        """Start all ranks of an attempt."""
-        resources = self.run.config().resources
-        self._processes, self._told, self._first, self._oom_kills = [], False, None, kernel_oom_kills()
+        """Start all ranks of an attempt; raises ForkServerError."""
+        self._pids, self._told, self._first, self._oom_kills = [], False, None, kernel_oom_kills()
+        try:
+            self._fork_all(begun)
+        except ForkServerError as error:  # it was killed, for its memory or by somebody, since the last attempt
+            log.warning("%s; starting another one", error)
+            self._server, self._pids = None, []
+            self._fork_all(begun)
+
+    def _fork_all(self, begun: Begun) -> None:
+        config = self.run.config()
+        resources = config.resources
+        if self._server is None:
+            # What a library reads when it is imported, as OMP_NUM_THREADS, is to be that of the ranks.
+            preload = COMMAND_MODULES if config.command else TASK_MODULES
+            self._server = ForkClient.start({**self._outside, **begun.environment}, preload)
         shared = {
-            **{name: value for name, value in os.environ.items() if name not in (LIFELINE, LEASES)},
+            **self._outside,
             **begun.environment,
             "SUBMITIT_EXECUTOR": "jobkit",
             "JOBKIT_JOB_ID": self.job_id,
@@ -101,45 +116,44 @@ class LocalRanks:
             node, local_rank = divmod(rank, resources.tasks_per_node)
             own = {"JOBKIT_PROCID": str(rank), "JOBKIT_LOCALID": str(local_rank), "JOBKIT_NODEID": str(node)}
             visible, leases = self.leases.of_rank(rank, resources.gpus_per_task)
-            self._start_rank(begun.number, rank, shared | own | visible, leases)
-
-    def _start_rank(self, attempt: int, rank: int, environment: dict[str, str], leases: Sequence[int]) -> None:
-        with self._log(attempt, rank, "out") as out, self._log(attempt, rank, "err") as err:
-            process = subprocess.Popen(
-                rank_command(self.run),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                pass_fds=leases,  # a rank that outlives the supervisor, for its checkpoint, still uses its device
-                start_new_session=True,  # a group of its own: what it starts ends with it
-            )
-        self._processes.append(process)
+            with self._log(begun.number, rank, "out") as out, self._log(begun.number, rank, "err") as err:
+                pid = self._server.fork(
+                    ("submitit.core.submission:process_job", [str(self.run.submitit)]),
+                    environment=shared | own | visible,
+                    cwd=Path.cwd(),
+                    stdout=out.fileno(),
+                    stderr=err.fileno(),
+                    files=leases,  # a rank that outlives the supervisor, for its checkpoint, still uses its device
+                )
+            self._pids.append(pid)
 
     def _log(self, attempt: int, rank: int, stream: str) -> IO[bytes]:
         return self.run.rank_log(attempt, rank, stream).open("ab")
 
+    def _codes(self) -> list[int | None]:
+        """The exit code of each rank, or the negative of the signal that killed it; None where it runs."""
+        return [self._server.poll(pid) for pid in self._pids] if self._server is not None else []
+
     def are_running(self) -> bool:
         """Whether any rank has not ended."""
-        return None in [process.poll() for process in self._processes]  # all of them: the exit codes come by polling
+        return None in self._codes()
 
     def signal(self, name: str) -> None:
         """Send a signal to every rank; all but TERM reach what the rank has started, too."""
         number = signal.Signals[f"SIG{name}"]
         self._told = self._told or name in ("TERM", "KILL")
-        for process in self._processes:
+        for pid, code in zip(self._pids, self._codes(), strict=True):
             with contextlib.suppress(ProcessLookupError):
                 if name != "TERM":
-                    os.killpg(process.pid, number)
-                elif process.poll() is None:
-                    process.send_signal(number)
+                    os.killpg(pid, number)
+                elif code is None:
+                    os.kill(pid, number)
 
     def first_failure(self) -> FirstFailure | None:
         """The first rank that was found dead; one that was killed before one that exited and may have missed it."""
         if self._first is None:
             asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if self._told else ()
-            codes = [(process.returncode, rank) for rank, process in enumerate(self._processes)]
-            dead = [(code, rank) for code, rank in codes if code and code not in asked_for]
+            dead = [(code, rank) for rank, code in enumerate(self._codes()) if code and code not in asked_for]
             if dead:
                 code, rank = min(dead, key=lambda one: one[0] > 0)
                 by = -code if code < 0 else None
@@ -153,16 +167,18 @@ class LocalRanks:
 
     def all_returned(self) -> bool:
         """Whether every rank has ended with exit code 0."""
-        return all(process.returncode == 0 for process in self._processes)
+        return all(code == 0 for code in self._codes())
 
     def wait(self) -> None:
         """Wait until all have ended."""
-        for process in self._processes:
-            process.wait()
+        while self.are_running():
+            time.sleep(self.poll_seconds)
 
     def close(self) -> None:
-        """Kill the ranks, where any are left, and what they have started."""
-        self.are_running()
+        """Kill the ranks, where any are left, and what they have started. Their server is for the next attempt.
+
+        It ends with the supervisor, however that ends: the kernel closes the connection.
+        """
         self.first_failure()  # before they are killed
         self.signal("KILL")
         self.wait()
@@ -199,7 +215,11 @@ class SlurmRanks:
             self._srun = subprocess.Popen(self.command(), env=environment, stdin=subprocess.DEVNULL, stderr=said)
 
     def command(self) -> list[str]:
-        """srun with the ranks' command."""
+        """srun with what every rank executes; Submitit's pickle in that folder names the run directory."""
+        # Signals are ignored from the first instruction on, and exec keeps it so until the worker can take notice of
+        # them: one that comes during the imports would otherwise kill the task.
+        guard = ["sh", "-c", 'trap "" TERM USR2; exec "$@"', "jobkit"]
+        submitit = [sys.executable, "-u", "-m", "submitit.core._submit", str(self.run.submitit)]
         logs = self.run.logs(self.attempt)
         return [
             "srun",
@@ -209,7 +229,8 @@ class SlurmRanks:
             *self.srun_args,
             f"--output={logs}/rank_%t.out",
             f"--error={logs}/rank_%t.err",
-            *rank_command(self.run),
+            *guard,
+            *submitit,
         ]
 
     def are_running(self) -> bool:

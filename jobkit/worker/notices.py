@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import time
+
+from jobkit.supervisor.fork_client import PARENT
 
 
 class Notices:
@@ -60,11 +61,6 @@ def kill_children() -> None:
 
 
 def follow_parent() -> None:
-    """Get SIGTERM when the process that started this one dies (Linux): a rank is never left behind as an orphan."""
-    PR_SET_PDEATHSIG = 1
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    except (OSError, AttributeError):
-        return  # not Linux: the controller's own care is what there is
-    if str(os.getppid()) != os.environ.get("JOBKIT_JOB_ID"):  # it died before we could say so
+    """Stop if the process that forked this one has died: its SIGTERM for that is lost while signals are ignored."""
+    if str(os.getppid()) != os.environ.get(PARENT):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from harness.processes import processes_of, ranks_of
 from harness.project import Project, describe, events, logged_steps, names, status, step, wait_for, weights
 
 from jobkit.run.config import Resources
@@ -167,9 +167,8 @@ def project(tmp_path: Path) -> Iterator[Mortal]:
     project = Mortal(tmp_path / "project")
     yield project
     for run in project.runs:
-        for pid in processes(run):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in processes_of(run):
+            process.send(signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")
@@ -186,41 +185,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return weights(run)
 
 
-def environments(run: Path) -> dict[int, list[str]]:
-    """The environment of each process of the run's ranks, data loader workers included, by process id."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            environment = file.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if f"JOBKIT_RUN={run}" in environment:
-            found[int(file.parent.name)] = environment
-    return found
-
-
-def processes(run: Path) -> list[int]:
-    """Ids of all processes of a run, its controllers included."""
-    controllers = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = file.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if "jobkit.supervisor" in words and str(run) in words:
-            controllers.append(int(file.parent.name))
-    return [*environments(run), *controllers]
-
-
 def rank_process(run: Path, attempt: int, rank: int) -> int | None:
     """The process of a rank, or None where it does not run."""
-    wanted = {f"JOBKIT_ATTEMPT={attempt}", f"JOBKIT_PROCID={rank}"}
-    ranks = [pid for pid, environment in environments(run).items() if wanted <= {*environment}]
-    return next((pid for pid in ranks if os.getsid(pid) == pid), None)
+    process = ranks_of(run, attempt).get(rank)
+    return process.pid if process else None
 
 
 def nothing_is_left(run: Path, seconds: float = 15.0) -> None:
-    wait_for("the end of all processes", lambda: not processes(run), run, seconds)
+    wait_for("the end of all processes", lambda: not processes_of(run), run, seconds)
 
 
 def reach(run: Path, attempt: int, checkpoint: int) -> None:

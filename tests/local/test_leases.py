@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import stat
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.processes import ranks_of
 from harness.project import Project, status, wait_for
 
 from jobkit.errors import InputError
@@ -262,14 +262,7 @@ def test_a_run_that_can_have_no_device_is_refused_before_anything_is_started(
 
 def ranks(run: Path) -> list[int]:
     """The processes of a run's ranks, by rank."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            words = file.read_text(errors="replace").split("\0")
-            environment = dict(word.split("=", 1) for word in words if "=" in word)
-            if environment.get("JOBKIT_RUN") == str(run) and os.getsid(int(file.parent.name)) == int(file.parent.name):
-                found[int(environment["JOBKIT_PROCID"])] = int(file.parent.name)
-    return [pid for _, pid in sorted(found.items())]
+    return [process.pid for _, process in sorted(ranks_of(run, 1).items())]
 
 
 def test_a_killed_controllers_devices_are_free_when_its_ranks_are_gone(tmp_path: Path, environ: dict[str, str]) -> None:
