@@ -63,7 +63,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, names: Names, state: 
         if missing := [name for name in wanted if name not in saved]:
             raise ValueError(f"it has no parameter {missing[0]!r}")
         groups.append({**_options(saved[wanted[0]] if wanted else group), "params": wanted})
-    present = {name for group in groups for name in group["params"]} & state["state"].keys()
+    # In the order of the groups: a set's differs from rank to rank, and so would the state that is saved next.
+    present = [name for group in groups for name in group["params"] if name in state["state"]]
     own.load_state_dict({**state, "state": {name: state["state"][name] for name in present}, "param_groups": groups})
     if own is not optimizer:  # what a learning-rate schedule changes is the outer one's
         for group in optimizer.param_groups:

@@ -21,6 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from jobkit.train.optim import EmaAdamW, fused_ema_adam
+from jobkit.train.optimizer_state import load_optimizer_state, optimizer_state, parameter_names
 
 # The fused kernel computes in another order. After 50 steps on weights of about 1 the largest difference measured was
 # 2.4e-7, two units in the last place of float32; ten times that is allowed.
@@ -418,3 +419,14 @@ def test_a_model_whose_parts_stay_gathered_is_looked_at_and_trained_with_the_rig
     ddp, zero2 = (result_of(project, f"parallel={name}") for name in ("ddp", "zero2"))
     assert abs(ddp[0] - ddp[1]) > 1e-3, "the averages are not the parameters"
     assert zero2 == pytest.approx(ddp, abs=1e-4)
+
+
+def test_a_state_that_was_loaded_keeps_the_order_of_the_parameters() -> None:
+    # The order of a set of names differs from process to process, and a state that differs cannot be saved as shared.
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    module(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    names = parameter_names([module])
+    load_optimizer_state(optimizer, names, optimizer_state(optimizer, names))
+    assert list(optimizer_state(optimizer, names)["state"]) == list(names.values())
