@@ -1,0 +1,353 @@
+"""The supervisor's loop, with ranks and a job that do what a test says: whom it signals when, and when it leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from jobkit import slurm
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
+from jobkit.run import records
+from jobkit.run.config import Config
+from jobkit.run.events import Event
+from jobkit.run.records import Progress, StopRequest
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
+from jobkit.supervisor import supervisor as supervising
+from jobkit.supervisor import time_limit as limits
+from jobkit.supervisor.attempt import Begun, begin, request_stop
+from jobkit.supervisor.diagnosis import FirstFailure
+from jobkit.supervisor.retry import Decision
+from jobkit.supervisor.slurm_job import EXIT_START_AGAIN, SlurmJob
+from jobkit.supervisor.supervisor import KILL_AFTER_FAILURE_SECONDS, Supervisor
+from jobkit.supervisor.time_limit import LocalTimeLimit, SlurmTimeLimit
+
+T = TypeVar("T")
+
+
+class Clock:
+    """A clock that only sleeping puts forward."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.at: list[tuple[float, Callable[[], object]]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        due = [action for when, action in self.at if when <= self.now]
+        self.at = [one for one in self.at if one[0] > self.now]
+        for action in due:
+            action()
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        """Let something happen so many seconds from now."""
+        self.at.append((self.now + seconds, action))
+
+
+class Ranks:
+    """Ranks that run until they are told otherwise: `lives` seconds after TERM, not at all after KILL."""
+
+    poll_seconds = 0.25
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.running = False
+        self.started: list[int] = []
+        self.sent: list[tuple[str, float]] = []
+        self.first: FirstFailure | None = None
+        self.lives = 1.0
+        self.refusals = 0
+        self.closed = 0
+        self.on_start: Callable[[], object] = lambda: None
+
+    def start(self, begun: Begun) -> None:
+        self.started.append(begun.number)
+        self.running = True
+        self.on_start()
+
+    def are_running(self) -> bool:
+        return self.running
+
+    def signal(self, name: str) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise SchedulerError("slurmctld is away")
+        self.sent.append((name, round(self.clock.now - 1000.0, 2)))
+        if name == "KILL":
+            self.end()
+        elif name == "TERM" and math.isfinite(self.lives):
+            self.clock.after(self.lives, self.end)
+
+    def end(self) -> None:
+        self.running = False
+
+    def first_failure(self) -> FirstFailure | None:
+        return self.first
+
+    def cause_of_death(self, job: object) -> FirstFailure | None:
+        return self.first
+
+    def all_returned(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.running = False
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Job:
+    """A job that leaves after its first attempt, unless `attempts` says otherwise."""
+
+    id = "7"
+    scheduler = "local"
+
+    def __init__(self, attempts: int = 1) -> None:
+        self.attempts = attempts
+        self.request: StopRequest | None = None
+        self.no_time = False
+        self.limit: Any = LocalTimeLimit(Config(name="toy", task="m:f").resources)
+        self.left: list[tuple[str, bool]] = []
+
+    def stop_request(self) -> StopRequest | None:
+        return self.request
+
+    def leaves_no_time(self) -> bool:
+        return self.no_time
+
+    def time_limit(self) -> Any:
+        return self.limit
+
+    def record(self) -> slurm.JobInfo | None:
+        return None
+
+    def until_mounted(self, action: Callable[[], T]) -> T:
+        return action()
+
+    def give_up(self, error: OSError) -> int:
+        self.left.append((str(error), False))
+        return EXIT_RESUMABLE
+
+    def leave(self, decision: Decision, *, now: bool) -> int | None:
+        self.left.append((decision.reason, now))
+        return EXIT_FINISHED if len(self.left) >= self.attempts else None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(supervising, "time", clock)
+    monkeypatch.setattr(limits, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "toy-12345678")
+    run.path.mkdir()
+    run.write_config(Config(name="toy", task="m:f"))
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    return run
+
+
+def causes(run: RunDir) -> list[str | None]:
+    return [attempt.cause for attempt in run.status().attempts]
+
+
+def test_a_stop_that_comes_before_the_first_attempt_begins_none(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    job.request = StopRequest(cause="user")
+    assert Supervisor(run, ranks, job).supervise() == EXIT_RESUMABLE
+    assert ranks.started == []
+    assert run.status().state == State.INTERRUPTED
+
+
+def test_the_ranks_beside_a_dead_one_are_killed_when_they_had_time_to_report_it(run: RunDir, clock: Clock) -> None:
+    ranks = Ranks(clock)
+    ranks.on_start = lambda: setattr(ranks, "first", FirstFailure(rank=1, signal=9))
+    Supervisor(run, ranks, Job()).supervise()
+    ((name, when),) = ranks.sent
+    assert name == "KILL" and KILL_AFTER_FAILURE_SECONDS < when < KILL_AFTER_FAILURE_SECONDS + 1
+    assert causes(run) == ["killed"]
+
+
+def test_the_next_attempt_is_the_next_turn_of_the_loop(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job(attempts=3)
+    ranks.on_start = lambda: setattr(ranks, "first", FirstFailure(rank=1, signal=9))
+    assert Supervisor(run, ranks, job).supervise() == EXIT_FINISHED
+    assert ranks.started == [1, 2, 3] and ranks.closed == 3
+    assert causes(run) == ["killed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("requests", "sent"),
+    [
+        ([None], [("TERM", 0)]),
+        ([None, None], [("TERM", 0)]),
+        ([0], [("KILL", 0)]),
+        ([None, 0], [("TERM", 0), ("KILL", 5)]),
+    ],
+)
+def test_a_stop_request_is_obeyed_once_and_its_grace_is_kept(
+    run: RunDir, clock: Clock, requests: Sequence[float | None], sent: Sequence[tuple[str, int]]
+) -> None:
+    ranks, job = Ranks(clock), Job()
+    ranks.lives = 8.0
+
+    def ask() -> None:
+        for number, grace in enumerate(requests):
+            request = StopRequest(cause="preempted", grace=grace)
+            clock.after(5.0 * number, lambda r=request: records.write(run.stop_request_file(1), r))
+
+    ranks.on_start = ask
+    Supervisor(run, ranks, job).supervise()
+    assert [(name, when // 5 * 5) for name, when in ranks.sent] == sent
+    assert causes(run) == ["preempted"]
+
+
+def test_a_signal_to_the_supervisor_stops_its_ranks_and_a_second_one_kills_them(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    ranks.lives = math.inf
+    ranks.on_start = lambda: [
+        clock.after(1, lambda: setattr(job, "request", StopRequest(cause="user"))),
+        clock.after(60, lambda: setattr(job, "request", StopRequest(cause="user", grace=0))),
+    ]
+    Supervisor(run, ranks, job).supervise()
+    assert [name for name, _ in ranks.sent] == ["TERM", "KILL"]
+    assert causes(run) == ["user"]
+    request = run.stop_request(1)
+    assert request is not None and request.cause == "user"
+
+
+def test_the_time_limit_of_this_machine_leaves_a_margin_for_the_last_checkpoint(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    ranks.lives = math.inf
+    job.limit = LocalTimeLimit(Config(name="toy", task="m:f").resources.__class__(time="100s"))
+    Supervisor(run, ranks, job).supervise()
+    assert [(name, when // 1) for name, when in ranks.sent] == [("TERM", 80), ("KILL", 100)]
+    assert causes(run) == ["timeout"]
+
+
+@pytest.mark.parametrize(("stopping", "killed_at"), [(False, 94), (True, 98)])
+def test_under_slurm_the_supervisor_keeps_a_part_of_the_margin_to_decide_in(
+    run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch, stopping: bool, killed_at: int
+) -> None:
+    info = slurm.JobInfo(
+        job_id="7",
+        state="RUNNING",
+        reason="",
+        preempt_time=None,
+        start=0.0,
+        end=100.0,
+        elapsed=0.0,
+        restarts=0,
+        nodes="node1",
+    )
+    monkeypatch.delenv("JOBKIT_BEGAN", raising=False)
+    elapsed = iter([0.0, 60.25, 120.5])
+    monkeypatch.setattr(
+        slurm, "show_job", lambda job_id: slurm.JobInfo(**{**vars(info), "elapsed": next(elapsed)}), raising=True
+    )
+    monkeypatch.setattr(slurm, "stop_margin", lambda limit: 12.0)
+    ranks, job = Ranks(clock), Job()
+    job.limit = SlurmTimeLimit("7")
+    progress = Progress(attempt=1, time=0.0, stopping=stopping)
+    ranks.on_start = lambda: records.write(run.progress_file, progress)
+    Supervisor(run, ranks, job).supervise()
+    ((name, when),) = ranks.sent
+    assert name == "KILL" and killed_at <= when <= killed_at + 2
+    assert causes(run) == ["timeout"]
+
+
+def test_where_slurm_leaves_no_time_it_is_decided_while_the_ranks_are_still_saving(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    ranks.on_start = lambda: clock.after(2, lambda: setattr(job, "no_time", True))
+    request_stop_at_once: list[bool] = []
+    leave = job.leave
+
+    def watched(decision: Decision, *, now: bool) -> int | None:
+        request_stop_at_once.append(ranks.are_running())
+        return leave(decision, now=now)
+
+    job.leave = watched  # type: ignore[method-assign]
+    Supervisor(run, ranks, job).supervise()
+    assert request_stop_at_once == [True]
+    assert job.left[0][1] is True and ranks.sent == [] and not ranks.running
+
+
+def test_a_slurm_that_is_away_is_asked_again(run: RunDir, clock: Clock) -> None:
+    ranks = Ranks(clock)
+    ranks.refusals = 3
+    ranks.on_start = lambda: setattr(ranks, "first", FirstFailure(rank=1, signal=9))
+    Supervisor(run, ranks, Job()).supervise()
+    assert [name for name, _ in ranks.sent] == ["KILL"]
+
+
+def test_where_the_run_directory_is_away_the_job_decides(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+
+    def fail(action: Callable[[], T]) -> T:
+        raise OSError("gone")
+
+    job.until_mounted = fail  # type: ignore[method-assign]
+    assert Supervisor(run, ranks, job).supervise() == EXIT_RESUMABLE
+    assert job.left == [("gone", False)]
+
+
+# The end that a killed supervisor has left
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What Slurm is made to say: `job`, and `steps` that are still running until they are killed."""
+    said: dict[str, Any] = {"job": None, "steps": ["7.0"]}
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: said["job"])
+    monkeypatch.setattr(slurm, "steps", lambda job_id: list(said["steps"]))
+    monkeypatch.setattr(slurm, "signal_steps", lambda job_id, name: said["steps"].clear())
+    monkeypatch.setattr(slurm, "requeue", lambda job_id: said.setdefault("requeued", True))
+    yield said
+
+
+def test_the_end_of_a_killed_supervisor_kills_its_ranks_and_names_the_cause(run: RunDir, asked: dict[str, Any]) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    assert SlurmJob(run, "7").finish() == EXIT_FINISHED
+    assert asked["requeued"] and not asked["steps"]
+    attempt = run.status().attempts[0]
+    assert (attempt.cause, attempt.failure and attempt.failure.error) == ("killed", "the supervisor was killed")
+
+
+def test_an_end_that_somebody_has_recorded_is_carried_out_as_it_was_recorded(
+    run: RunDir, asked: dict[str, Any]
+) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    request_stop(run, 1, StopRequest(cause="preempted"))
+    run.record(Event.INTERRUPTED, attempt=1, cause="preempted", step=5)
+    asked["steps"] = []
+    assert SlurmJob(run, "7").finish(1) == EXIT_FINISHED
+    assert asked["requeued"] and causes(run) == ["preempted"]
+
+
+@pytest.mark.parametrize("job_id", ["7", "8"])
+def test_a_job_ends_no_attempt_but_its_own(run: RunDir, asked: dict[str, Any], job_id: str) -> None:
+    if job_id == "8":
+        begin(run, job_id="7", scheduler="slurm")
+    with pytest.raises(LookupError):
+        SlurmJob(run, job_id).finish()
+    assert "requeued" not in asked and asked["steps"]
+
+
+def test_a_decision_to_start_again_is_left_to_the_end_after_the_teardown(run: RunDir, asked: dict[str, Any]) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    job = SlurmJob(run, "7")
+    assert job.leave(Decision("requeue", "killed"), now=False) == EXIT_START_AGAIN
+    assert "requeued" not in asked
+    assert job.leave(Decision("requeue", "killed"), now=True) == EXIT_FINISHED
+    assert asked["requeued"]
