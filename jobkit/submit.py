@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
+from jobkit.log import configure
 
 if TYPE_CHECKING:
     from jobkit.run.config import LoadedConfig
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run it; a JobkitError becomes its message and exit code."""
+    configure()
     parser = argparse.ArgumentParser(prog="python -m jobkit.submit", description=DESCRIPTION, epilog=EPILOG)
     add_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)
@@ -87,11 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
                 foreground=foreground,
                 command=_continuing(arguments),
             )
-        if outcome.started is not None and outcome.started.controller is not None and foreground:
+        if outcome.started is not None and outcome.started.supervisor is not None and foreground:
             from jobkit.submission.follow import follow_local
 
             _announce(outcome)
-            return follow_local(outcome.run, outcome.started.controller, asked)
+            return follow_local(outcome.run, outcome.started.supervisor, asked)
     return _report(outcome, follow=arguments.follow and not asked)
 
 
@@ -141,7 +143,7 @@ def _report(outcome: Outcome, follow: bool) -> int:
     run, status = outcome.run, outcome.status
     if outcome.started is not None:
         _announce(outcome)
-        where = "process" if outcome.started.controller else "job"
+        where = "process" if outcome.started.supervisor else "job"
         print(f"{where} {outcome.started.job_id}\nrun directory {run.path}", flush=True)
         print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
     found = chosen_run(arguments)
-    before = job.current_status(found)
+    before = job.update_status(found)
     if not job.is_active(found, before):
         print(f"{found.name} is {before.state} already; nothing to cancel")
         return EXIT_FINISHED

@@ -36,9 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _status(run: RunDir) -> Status:
     try:
-        return job.current_status(run)
+        return job.update_status(run)
     except SchedulerError:
-        return run.status()  # the list of what is on disk must not depend on a controller being up
+        return run.status()  # the list of what is on disk must not depend on a slurmctld that answers
 
 
 def _row(run: RunDir, status: Status) -> tuple[str, ...]:

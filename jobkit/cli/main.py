@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jobkit.errors import JobkitError
+from jobkit.log import configure
 
 VERBS = {
     "submit": "run an experiment, or continue it",
@@ -23,6 +24,7 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a JobkitError becomes its message and exit code."""
+    configure()
     parser = argparse.ArgumentParser(
         prog="jobkit", description="Run PyTorch training here or on Slurm, and never lose a run."
     )

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the status, after the scheduler was asked whether the job lives."""
     found = chosen_run(arguments)
     try:
-        status = job.current_status(found)
+        status = job.update_status(found)
     except SchedulerError as error:
         print(f"{error}; what follows is what the run directory says", file=sys.stderr)
         status = found.status()

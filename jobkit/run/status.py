@@ -40,7 +40,7 @@ CAUSES = {
     "hang": "no step in the time that `watchdog` allows",
     "node_failure": "a node died",
     "disk": "the run directory's disk is full, read-only or gone",
-    "lost": "the job vanished without a word",
+    "lost": "the job is gone, and nothing says why",
     "left": "the script ended without ctx.finish",
 }
 """Why an attempt ends, in words."""

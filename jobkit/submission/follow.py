@@ -10,46 +10,28 @@ from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
+from jobkit.run.tail import Tail
 from jobkit.submission import job
 
 POLL_SECONDS = 0.2
+
 ASK_SCHEDULER_SECONDS = 10.0
+"""Many followers share one slurmctld, which answers one request at a time; the run's own files say the rest sooner."""
 
 _OVER = (State.FINISHED, State.FAILED, State.CANCELLED)
 
 
-class Tail:
-    """The lines that rank 0 of each attempt has added to its output since the last call."""
-
-    def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self.positions: dict[int, int] = {}
-
-    def lines(self, attempt: int) -> list[str]:
-        """Whole lines of that attempt not returned before."""
-        file = self.run.rank_log(attempt, 0)
-        try:
-            with file.open("rb") as stream:
-                stream.seek(self.positions.get(attempt, 0))
-                text = stream.read()
-        except OSError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self.positions[attempt] = self.positions.get(attempt, 0) + len(whole)
-        return whole.decode(errors="replace").splitlines()
-
-
-def follow_local(run: RunDir, controller: subprocess.Popen[bytes], asked: list[int]) -> int:
-    """Show a local run until its controller ends. A signal in `asked`: checkpoint and stop; a second one kills.
+def follow_local(run: RunDir, supervisor: subprocess.Popen[bytes], asked: list[int]) -> int:
+    """Show a local run until its supervisor ends. A signal in `asked`: checkpoint and stop; a second one kills.
 
     Returns the exit code: 0 finished, 1 failed, 75 interrupted but resumable.
     """
-    display, tail, stops = Display(run.name), Tail(run), 0
-    told = 0
-    while controller.poll() is None:
+    display, tail = Display(run.name), Tail()
+    stops, told = 0, 0
+    while supervisor.poll() is None:
         if len(asked) > stops:
             stops = len(asked)
-            controller.send_signal(signal.SIGTERM if stops == 1 else signal.SIGINT)
+            supervisor.send_signal(signal.SIGTERM if stops == 1 else signal.SIGINT)
             display.say("stopping: writing a checkpoint ... (once more kills without one)" if stops == 1 else "killing")
         status = run.status()
         _refresh(run, status, display, tail)
@@ -57,14 +39,14 @@ def follow_local(run: RunDir, controller: subprocess.Popen[bytes], asked: list[i
         time.sleep(POLL_SECONDS)
     _refresh(run, run.status(), display, tail)
     display.close()
-    status = job.current_status(run)
+    status = job.update_status(run)
     announce_end(run, status, display)
     return exit_code(status)
 
 
 def follow_slurm(run: RunDir) -> int:
     """Show a run on Slurm until it is over, through its requeues. Ctrl-C leaves it running."""
-    display, tail, asked_at = Display(run.name), Tail(run), 0.0
+    display, tail, asked_at = Display(run.name), Tail(), 0.0
     shown = None
     try:
         while True:
@@ -73,7 +55,7 @@ def follow_slurm(run: RunDir) -> int:
             if time.monotonic() - asked_at > ASK_SCHEDULER_SECONDS and not over:
                 asked_at = time.monotonic()
                 try:
-                    status = job.current_status(run)
+                    status = job.update_status(run)
                     over = not job.is_active(run, status)
                 except SchedulerError as error:
                     display.say(f"{error}; still following")
@@ -104,7 +86,7 @@ def _say_restarts(status: Status, told: int, display: Display) -> int:
 def _refresh(run: RunDir, status: Status, display: Display, tail: Tail) -> None:
     if not status.attempt:
         return
-    for line in tail.lines(status.attempt.id):
+    for line in tail.read(run.rank_log(status.attempt.id, 0), whole_lines=True).splitlines():
         display.say(line)
     progress = run.progress()
     if progress is not None and progress.attempt == status.attempt.id:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from filelock import Timeout
 
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
+from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
@@ -23,12 +23,13 @@ from jobkit.submission.plan import LaunchPlan
 
 
 def is_alive(run: RunDir, status: Status) -> bool:
-    """Whether the job that the journal speaks of is queued or running; raises SchedulerError when Slurm is mute."""
+    """Whether the job that the journal names is queued or running; raises SchedulerError when Slurm does not answer."""
     if status.job_id is None:
         return False
     if status.scheduler == "slurm":
         job = slurm.show_job(status.job_id)
         return job is not None and not job.ended
+    # Not by the process id of a local supervisor, which may be another process's by now.
     lock = run.alive_lock()
     try:
         lock.acquire(blocking=False)
@@ -38,13 +39,13 @@ def is_alive(run: RunDir, status: Status) -> bool:
     return False
 
 
-def current_status(run: RunDir) -> Status:
-    """The run's status; where its job is gone without a last word, the journal gets one first."""
+def update_status(run: RunDir) -> Status:
+    """The run's status; an end of its job that nobody in the job could record is recorded first."""
     status = run.status()
-    if status.state not in (State.QUEUED, State.RUNNING) or status.submitting or is_alive(run, status):
+    if status.submitting or not _is_under_way(status) or is_alive(run, status):
         return status
-    status = run.status()  # its last word may have come while the scheduler was asked
-    if status.state not in (State.QUEUED, State.RUNNING):
+    status = run.status()  # read again: its end may have been recorded while the scheduler was asked
+    if not _is_under_way(status):
         return status
     job = slurm.show_job(status.job_id) if status.scheduler == "slurm" and status.job_id else None
     cause = (slurm.stop_cause(job) if job else None) or "lost"
@@ -57,65 +58,59 @@ def current_status(run: RunDir) -> Status:
         else:
             run.record(Event.REQUEUE_FAILED, error=f"job {status.job_id} left the queue without having run ({cause})")
     except OSError as error:  # a full disk, or somebody else's run
-        print(
-            f"jobkit: {run.name}: its {status.state} job is gone ({cause}), which cannot be journalled: {error}",
-            file=sys.stderr,
-        )
+        log.warning(f"{run.name}: its {status.state} job is gone ({cause}), which cannot be journalled: {error}")
     return run.status()
+
+
+def _is_under_way(status: Status) -> bool:
+    return status.state in (State.QUEUED, State.RUNNING)
 
 
 @dataclass(frozen=True)
 class Started:
-    """A job's id, and for a local one the process that controls it."""
+    """A job's id, and for a local one its supervisor's process."""
 
     job_id: str
-    controller: subprocess.Popen[bytes] | None = None
+    supervisor: subprocess.Popen[bytes] | None = None
 
 
 def is_active(run: RunDir, status: Status) -> bool:
     """Whether more will happen to the run by itself: queued, running, or about to be requeued by its job."""
-    if status.state in (State.QUEUED, State.RUNNING):
+    if _is_under_way(status):
         return True
     return status.state == State.INTERRUPTED and _still_ending(run, status)
 
 
 def submit(plan: LaunchPlan, *, foreground: bool = False) -> Started:
-    """Start a plan: a job in Slurm's queue, or a controller process on this machine."""
+    """Start a plan: a job in Slurm's queue, or a supervisor on this machine."""
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import submit as submit_slurm
 
         return Started(submit_slurm(plan))
     from jobkit.submission.local import start
 
-    controller = start(plan, foreground=foreground)
-    return Started(str(controller.pid), controller)
+    supervisor = start(plan, foreground=foreground)
+    return Started(str(supervisor.pid), supervisor)
 
 
 ENDING_SECONDS = 30.0
-"""How long a submission waits for a job whose run has stopped already to be gone, or requeued."""
+"""How long a submission waits for a job whose run has stopped already to be gone, or requeued: what follows srun in the
+batch script starts Python and asks slurmctld, and KillWait, 30 s by default, is what Slurm gives it at a time limit."""
+
+STOP_SECONDS = 60.0
+"""How long cancelling and preempting wait for the last checkpoint before they return."""
 
 
 def reconcile(run: RunDir) -> Status:
-    """The status, brought into line with what Slurm says; the caller holds the submission lock: none is under way.
+    """The status, once the journal agrees with the scheduler; the caller holds the submission lock.
 
-    One that was cut off between sbatch and the journal is found in the queue by its name, which is the run's. A job
-    that has stopped training but not yet ended is waited for: it may be about to requeue itself.
-    Raises JobkitError when it does not end.
+    A submission that was cut off between sbatch and the journal is completed, and a job that has stopped training but
+    not yet ended is waited for: it may be about to requeue itself. Raises JobkitError when it does not end.
     """
-    status = current_status(run)
-    if status.submitting:
-        try:
-            found = slurm.jobs_named(run.name) if status.scheduler == "slurm" else []
-        except SchedulerError as error:
-            raise SchedulerError(
-                f"an earlier submission of {run.name} was cut off, and only Slurm knows whether it is queued: {error}. "
-                "Repeat this where Slurm answers, or start a new run with --fresh"
-            ) from None
-        if found:
-            run.record(Event.SUBMITTED, job_id=found[0])
-        else:
-            run.record(Event.SUBMIT_FAILED, error="the submission was cut off")
-        status = current_status(run)
+    status = update_status(run)
+    if status.submitting:  # by nobody who lives: the lock is held here
+        _complete_submission(run, status)
+        status = update_status(run)
     deadline = time.monotonic() + ENDING_SECONDS
     while status.state in (State.INTERRUPTED, State.CANCELLED, State.FAILED) and _still_ending(run, status):
         if time.monotonic() > deadline:
@@ -123,20 +118,35 @@ def reconcile(run: RunDir) -> Status:
                 f"{run.name} is {status.state}, but its job {status.job_id} has not ended; try again later"
             )
         time.sleep(0.3)
-        status = current_status(run)
+        status = update_status(run)
     return status
+
+
+def _complete_submission(run: RunDir, status: Status) -> None:
+    """Record how a submission that was cut off went: its job, if there is one, has the run's name in the queue."""
+    try:
+        found = slurm.jobs_named(run.name) if status.scheduler == "slurm" else []
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"an earlier submission of {run.name} was cut off, and only Slurm knows whether it is queued: {error}. "
+            "Repeat this where Slurm answers, or start a new run with --fresh"
+        ) from None
+    if found:
+        run.record(Event.SUBMITTED, job_id=found[0])
+    else:
+        run.record(Event.SUBMIT_FAILED, error="the submission was cut off")
 
 
 def _still_ending(run: RunDir, status: Status) -> bool:
     if status.scheduler == "slurm" and not slurm.available():
-        return False  # continued on a machine without Slurm: whoever is still there has lost the lease
+        return False  # continued on a machine without Slurm: what still runs there has lost the lease
     return is_alive(run, status)
 
 
-def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:
+def cancel(run: RunDir, *, wait_seconds: float = STOP_SECONDS) -> Status:
     """Stop the run for good, with a checkpoint where it is running; returns its status afterwards."""
     with run.submission_lock():
-        status = current_status(run)
+        status = update_status(run)
         if status.submitting:
             status = reconcile(run)
         if not is_active(run, status):
@@ -147,23 +157,23 @@ def cancel(run: RunDir, *, wait_seconds: float = 60.0) -> Status:
     if status.scheduler == "slurm" and status.job_id:
         slurm.cancel(status.job_id)
     elif is_alive(run, status):
-        _signal_controller(run)
+        _signal_supervisor(run)
     deadline = time.monotonic() + wait_seconds
     while is_active(run, status) and time.monotonic() < deadline:
         time.sleep(0.2)
-        status = current_status(run)
+        status = update_status(run)
     if status.state == State.INTERRUPTED:
         run.record(Event.CANCELLED)  # it had stopped already when the cancel came
     return run.status()
 
 
-def preempt(run: RunDir, *, grace: bool = True, wait_seconds: float = 60.0) -> Status:
+def preempt(run: RunDir, *, grace: bool = True, wait_seconds: float = STOP_SECONDS) -> Status:
     """Rehearse a preemption: the attempt that runs is stopped, and the run continues by itself as after a real one.
 
     Without `grace` its ranks are killed on the spot. Returns the status when that attempt has ended, or after
     `wait_seconds`. Raises JobkitError for a run that is not running.
     """
-    status = current_status(run)
+    status = update_status(run)
     attempt = status.attempt
     if status.state != State.RUNNING or attempt is None:
         raise JobkitError(f"{run.name} is {status.state}, not running: there is nothing to preempt")
@@ -172,14 +182,14 @@ def preempt(run: RunDir, *, grace: bool = True, wait_seconds: float = 60.0) -> S
         slurm.signal_steps(status.job_id, "TERM" if grace else "KILL")  # a local supervisor finds the request
     deadline = time.monotonic() + wait_seconds
     while time.monotonic() < deadline:
-        status = current_status(run)
+        status = update_status(run)
         if status.attempts[attempt.id - 1].ended is not None:
             break
         time.sleep(0.2)
     return status
 
 
-def _signal_controller(run: RunDir) -> None:
+def _signal_supervisor(run: RunDir) -> None:
     lease = run.lease()
     if lease is None or lease.pid is None or lease.host != os.uname().nodename:
         where = lease.host if lease is not None else "another machine"

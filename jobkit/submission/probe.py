@@ -55,7 +55,7 @@ def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
     told = ""
     while True:
         try:
-            status = job.current_status(run)
+            status = job.update_status(run)
             over, line = not job.is_active(run, status), _progress(status)
         except SchedulerError as error:  # it may answer again
             over, line = False, str(error)

@@ -55,7 +55,7 @@ ACCOUNTS: list[tuple[str, Span, int, dict[str, float], tuple[int, int]]] = [
     ("all repeated", span(), 120, {"queue": 10, "startup": 20, "repeated": 200}, (0, 100)),
     ("resumed where the last one ended", span(first_step=50), 50, {"queue": 10, "startup": 20, "useful": 200}, (50, 0)),
     (
-        "died, and nobody noticed for a while",
+        "died, which was found out a while later",
         span(last_seen=230.0),
         0,
         {"queue": 10, "startup": 20, "useful": 100, "ending": 100},
@@ -128,7 +128,7 @@ JOURNAL: list[tuple[float, str, dict[str, Any]]] = [
     (194, "started", {"attempt": 2, "job_id": "7"}),
     (200, "resumed", {"attempt": 2, "step": 40, "total_steps": 100}),
     (231, "checkpoint", {"attempt": 2, "step": 50, "stall": 1.0}),
-    # A hard death at step 60, ten steps after the last checkpoint, that was noticed 39 seconds later.
+    # A hard death at step 60, ten steps after the last checkpoint, that was found out 39 seconds later.
     (
         300,
         "interrupted",

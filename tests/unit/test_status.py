@@ -90,7 +90,7 @@ STATES: list[tuple[str, list[Short], dict[str, Any]]] = [
         [SUBMITTING, SUBMITTED, ("cancel_requested", {}), ("cancelled", {})],
         {"state": "cancelled"},
     ),
-    ("cancelled without a last word", [*RUNNING, ("cancelled", {"attempt": 1})], {"state": "cancelled"}),
+    ("cancelled, and its ranks recorded nothing", [*RUNNING, ("cancelled", {"attempt": 1})], {"state": "cancelled"}),
     (
         "submitted again after a cancel",
         [*RUNNING, ("cancel_requested", {}), interrupted("cancelled", 40), SUBMITTING, ("submitted", {"job_id": "9"})],
@@ -319,6 +319,6 @@ def test_what_is_written_is_readable_by_the_group_as_the_umask_says(tmp_path: Pa
         os.umask(before)
 
 
-def test_a_ghosts_last_words_do_not_end_the_attempt_that_runs_now() -> None:
+def test_what_a_superseded_attempt_writes_late_does_not_end_the_one_that_runs_now() -> None:
     status = of([*RUNNING, started(2), resumed(10, 2), interrupted("user", 5, attempt=1), ("finished", {"attempt": 1})])
     assert (status.state, status.step, status.attempts[1].cause) == ("running", 10, None)
