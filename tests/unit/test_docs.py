@@ -158,3 +158,28 @@ def test_every_whole_experiment_is_accepted(page: Path, tmp_path: Path) -> None:
             file = tmp_path / "experiment.yaml"
             file.write_text(block)
             load(file)
+
+
+MOST_FILES = 8
+"""Through which a reader follows one value."""
+
+WALKS = re.findall(r"^### (.*?)\n(.*?)(?=^#)", (ROOT / "docs/internals.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(("value", "text"), WALKS, ids=[value for value, _ in WALKS])
+def test_a_walk_is_short_and_each_function_is_where_it_says(value: str, text: str) -> None:
+    rows = re.findall(r"^\| `(jobkit/\S+)` \| (.*) \|$", text, re.MULTILINE)
+    assert 0 < len({file for file, _ in rows}) <= MOST_FILES
+    for file, says in rows:
+        source = (ROOT / file).read_text()
+        for name in re.findall(r"`(\w+)\(\)`", says):
+            assert re.search(rf"^\s*(?:def|class) {name}\b", source, re.MULTILINE), f"{name} in {file}"
+
+
+def test_there_are_the_four_walks() -> None:
+    assert [value for value, _ in WALKS] == [
+        "`checkpoint.every`",
+        "`params.lr`",
+        "A preemption's cause",
+        "The training function's result",
+    ]
