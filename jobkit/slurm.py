@@ -49,7 +49,7 @@ def available() -> bool:
 
 
 def command(*arguments: str, timeout: float = 30.0, environment: Mapping[str, str] | None = None) -> str:
-    """The output of one Slurm command; raises SchedulerError with Slurm's own words, in one line."""
+    """The output of one Slurm command; raises SchedulerError with Slurm's message, in one line."""
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def explain(program: str, stderr: str) -> str:
         return f"{program}: no Slurm is configured here{_NO_SLURM}"
     elif "contact slurm controller" in words.lower() or "connection refused" in words.lower():
         hint = f" {_AWAY}: `scontrol ping`; the same command works later)"
-    return f"{program}: {words or 'failed without a word'}{hint}"
+    return f"{program}: {words or 'failed without a message'}{hint}"
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def requeue(job_id: str) -> bool:
             return True
         if job is not None and stop_cause(job) == "cancelled":
             return False  # Slurm would take it back: a requeue undoes a scancel
-        # One that is cancelled in this very moment is left alone, without a word: so look again.
+        # One that is cancelled in this very moment is left alone, and Slurm reports no error: so look again.
         only = ["Incomplete"] if job is not None and job.state == "RUNNING" else []
         try:
             command("scontrol", "requeue", *only, job_id)

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     status = found.status()
     newest = [*versions(found.path.parent, run_name(found.config()))][-1]
     if newest.path != found.path:
-        raise InputError(f"{found.name} was begun anew as {newest.name}; only the newest can be continued")
+        raise InputError(f"{found.name} was started again as {newest.name}; only the newest can be continued")
     place = ["--local"] if status.cluster in (None, "local") else ["--cluster", status.cluster]
     stay = [flag for flag in ("detach", "follow") if getattr(arguments, flag)]
     command = [str(found.config_file), *place, "--runs-dir", str(found.path.parent), *(f"--{flag}" for flag in stay)]

@@ -54,7 +54,7 @@ def describe(run: RunDir, status: Status) -> list[str]:
         lines += _attempt_lines(attempt)
     for slow in status.stragglers:
         times = f"{slow.seconds:.3g} s a step by itself, the median rank {slow.median:.3g} s"
-        lines.append(f"slow: rank {slow.rank} on {slow.host} holds the others up: {times}")
+        lines.append(f"slow: rank {slow.rank} on {slow.host} is slower than the others: {times}")
     if status.excluded_nodes:
         lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (they failed under this run)")
     if status.goodput is not None:

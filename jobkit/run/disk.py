@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or away for a while: no fault of the run, which goes on as long as it can."""
+"""A disk that is full, read-only or away for a while: the run continues as long as it can."""
 
 from __future__ import annotations
 

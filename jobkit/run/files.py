@@ -1,4 +1,4 @@
-"""The one way jobkit writes a file: whole or not at all, and on the disk before anyone is told of it."""
+"""The one way jobkit writes a file: whole or not at all, and on the disk before anything refers to it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that holds the others up, in own seconds a step: those in which it waits for nobody."""
+    """A rank that is slower than the others, in its own seconds a step: those in which it does not wait for others."""
 
     rank: int
     host: str
@@ -98,7 +98,7 @@ class Failure:
     node: str | None = None
     peak_bytes: int | None = None
     everywhere: bool | None = None
-    """Whether all nodes failed with this error, so that none of them is to blame."""
+    """Whether all nodes failed with this error, so that it is not the fault of one of them."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Failure:
@@ -153,7 +153,7 @@ class FailureReport:
     alone: bool = False
     """Whether the ranks did not form the group they were started for: equal errors on all nodes mean little then."""
     disk: bool = False
-    """Whether a full disk is to blame."""
+    """Whether a full disk is the cause."""
     out_of_memory: str | None = None
     """`GPU` or `host`, where that is the reason."""
     peak_bytes: int | None = None

@@ -29,9 +29,9 @@ class State(str, Enum):
 
 CAUSES = {
     "finished": "the training function returned",
-    "preempted": "someone with a better claim got the nodes",
+    "preempted": "a job of higher priority got the nodes",
     "timeout": "the time limit",
-    "signal": "a signal of somebody's own",
+    "signal": "a signal from a user or another program",
     "cancelled": "scancel or jobkit cancel",
     "user": "Ctrl-C, or SIGTERM to a local run",
     "crashed": "an exception, or an exit code other than 0",
@@ -43,7 +43,7 @@ CAUSES = {
     "lost": "the job is gone, and nothing says why",
     "left": "the script ended without ctx.finish",
 }
-"""Why an attempt ends, in words."""
+"""Why an attempt ends."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Attempt:
     host: str = ""
     code: str = ""
     submission: int = 0
-    """Which submission by a person it belongs to: budgets are counted for each anew."""
+    """Which submission by a person it belongs to: budgets are counted for each by itself."""
     durable_step: int = 0
     """Step of the newest checkpoint when it ended."""
     failure: Failure | None = None
@@ -118,7 +118,7 @@ class Status:
     submissions: int = 0
     """How often a person has submitted it."""
     excluded_nodes: list[str] = field(default_factory=list)
-    """Nodes that Slurm was told not to use for this submission: they failed under it too often."""
+    """Nodes excluded for this submission: they failed under it too often."""
     stragglers: list[Straggler] = field(default_factory=list)
     """Ranks that hold the others up right now."""
     goodput: float | None = None
@@ -128,7 +128,7 @@ class Status:
 
     @property
     def how_to_continue(self) -> str:
-        """What to type, and where, in words."""
+        """What to type, and where."""
         return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
 
     @property

@@ -26,7 +26,7 @@ class _Loader(yaml.SafeLoader):
                 )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands here twice", key_node.start_mark
+                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
                 )
             seen.add(key)
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}

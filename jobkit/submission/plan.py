@@ -40,7 +40,7 @@ class LaunchPlan:
         return dataclasses.replace(self, run=run, parameters={**self.parameters, **named})
 
     def describe(self) -> str:
-        """The plan in words, for --dry-run."""
+        """The plan as text, for --dry-run."""
         resources = self.config.resources
         ranks = f"{resources.nodes} node(s) x {resources.tasks_per_node} task(s) = {resources.world_size} rank(s)"
         devices = f"{resources.gpus_per_task} GPU(s)" if resources.gpus_per_task else "CPU"
@@ -126,5 +126,5 @@ def _check_local_devices(device: str, resources: Resources) -> None:
 
 
 def visible_gpus() -> int:
-    """NVIDIA GPUs that a local task would see, told without a CUDA library."""
+    """NVIDIA GPUs that a local task would see, counted without a CUDA library."""
     return len(device_kinds.of_this_machine("cuda", os.environ)[1] or ())

@@ -37,7 +37,7 @@ class EndCause:
 
 
 def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
-    """The cause of an attempt's hard end, the most certain witness first.
+    """The cause of an attempt's hard end, the most reliable source first.
 
     `nodes` is how many the attempt had, `first` the first rank to fail as far as known, `job` Slurm's record.
     """
@@ -131,9 +131,9 @@ def _first_of(reports: Sequence[FailureReport]) -> FailureReport | None:
     return next(iter(own or reports), None)
 
 
-# Slurm's witnesses
+# What srun and Slurm say
 
-# srun's own words: `srun: error: node2: task 3: Killed`, and `tasks 0-1,3: Exited with exit code 1` for several.
+# srun's messages: `srun: error: node2: task 3: Killed`, and `tasks 0-1,3: Exited with exit code 1` for several.
 _TASK = re.compile(r"srun: error: (\S+?): tasks? (\d+)[\d,-]*: (.*)")
 _NODE = re.compile(r"srun: error: Node failure on (\S+)")
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()} | {"Out Of Memory": 9}
@@ -167,7 +167,7 @@ def srun_said(run: RunDir, number: int) -> str:
 
 
 def dead_node_of(job: slurm.JobInfo | None) -> str | None:
-    """The node of a job that Slurm says is down, or no longer answers; None where all live, or Slurm is mute."""
+    """The node of a job that Slurm says is down, or no longer answers; None where none is, or Slurm is away."""
     if job is None or not job.nodes:
         return None
     try:

@@ -83,7 +83,7 @@ class LocalRanks:
         self._server: ForkClient | None = None
         self._pids: list[int] = []
         self._told = False
-        """Whether they have been told to stop."""
+        """Whether they have been signalled to stop."""
         self._first: FirstFailure | None = None
         self._oom_kills = 0
 
@@ -206,7 +206,7 @@ class SlurmRanks:
         self._srun: subprocess.Popen[bytes] | None = None
 
     def start(self, begun: Begun) -> None:
-        """Start srun, whose own words go to a file: they tell which rank failed first."""
+        """Start srun, whose messages go to a file: they say which rank failed first."""
         self.attempt = begun.number
         number_steps_anew()
         # Submitit exports SUBMITIT_EXECUTOR=slurm; ours is the environment that leaves signals to jobkit.
@@ -242,12 +242,12 @@ class SlurmRanks:
         slurm.signal_steps(self.job_id, name)
 
     def first_failure(self) -> FirstFailure | None:
-        """The first rank that srun told of; one that exits with 75 has stopped as it was asked by Slurm."""
+        """The first rank that srun names; one that exits with 75 has stopped as it was asked by Slurm."""
         first = first_failure(srun_said(self.run, self.attempt))
         return None if first is not None and first.code == EXIT_RESUMABLE else first
 
     def cause_of_death(self, job: slurm.JobInfo | None) -> FirstFailure | None:
-        """The node that died, or the first rank that srun told of."""
+        """The node that died, or the first rank that srun names."""
         if self.all_returned():
             return None
         if node := dead_node_of(job):
@@ -267,7 +267,7 @@ class SlurmRanks:
             self._srun.wait()
 
     def close(self) -> None:
-        """Kill ranks that have outlived their srun, and repeat srun's words where Slurm would have put them."""
+        """Kill ranks that have outlived their srun, and repeat srun's messages where Slurm would have put them."""
         if self._srun is not None and self._srun.returncode:
             end_steps(self.job_id)
         sys.stderr.write(srun_said(self.run, self.attempt))
@@ -286,7 +286,7 @@ def number_steps_anew() -> None:
 
 
 def end_steps(job_id: str) -> None:
-    """Kill all steps of a job, and wait until they are gone: the ranks of two attempts must not meet."""
+    """Kill all steps of a job, and wait until they are gone: the ranks of two attempts must not overlap."""
     until = time.monotonic() + END_STEPS_SECONDS
     try:
         while slurm.steps(job_id) and time.monotonic() < until:

@@ -38,7 +38,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do about a run, and why, in words for the journal and the user."""
+    """What to do about a run, and why: a text for the journal and the user."""
 
     action: Action
     reason: str
@@ -73,7 +73,7 @@ def decide(
 
 
 def _hopeless(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
-    """Why one more attempt would end like the last ones, in words; None where there is hope."""
+    """Why one more attempt would end like the last ones; None where it may not."""
     last = attempts[-1]
     kind = BUDGETS[last.cause or "lost"]
     failure = last.failure or Failure()

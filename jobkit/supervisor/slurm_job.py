@@ -65,7 +65,7 @@ class SlurmJob:
         return None
 
     def leaves_no_time(self) -> bool:
-        """Whether Slurm is ending the job for good, though not by its owner's wish. Raises SchedulerError.
+        """Whether Slurm is ending the job for good, though its owner did not cancel it. Raises SchedulerError.
 
         srun may wait for ranks that take long to save; KillWait after its SIGTERM Slurm kills this process too.
         """

@@ -47,7 +47,7 @@ class Job(Protocol):
     scheduler: str
 
     def stop_request(self) -> StopRequest | None:
-        """What this process was told by a signal; a user's wish."""
+        """What a user asked for by a signal to this process."""
 
     def leaves_no_time(self) -> bool:
         """Whether the scheduler is ending the job for good, so that what comes next must be decided at once."""
@@ -125,7 +125,7 @@ class AttemptWatch:
         self.limit = job.time_limit()
         self.watchdog = Watch.of(run, attempt)
         self._told = False
-        """Whether the ranks have been told to stop."""
+        """Whether the ranks have been signalled to stop."""
         self._killed = False
         self._failed_at: float | None = None
         self._looked = -math.inf

@@ -98,7 +98,7 @@ class Watch:
             self._since = now  # the ranks could not report if they wanted to: the disk is full or away
             return None
         where = f"in step {report.step}" if report.training else "outside its loop"
-        return f"no sign of life for {format_seconds(limit)} {where} (watchdog: {self.setting})"
+        return f"no progress for {format_seconds(limit)} {where} (watchdog: {self.setting})"
 
     def _can_be_written(self) -> bool:
         try:

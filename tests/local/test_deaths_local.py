@@ -289,7 +289,7 @@ def test_a_rank_that_stands_still_is_noticed_and_all_stacks_are_written_down(
     assert causes(run) == ["hang", "hang", "hang", "finished"], describe(run)
     for attempt, (((rank,), where, _), words) in enumerate(HANGS, start=1):
         told = failures(run)[attempt - 1]["error"]
-        found = re.fullmatch(r"no sign of life for 0:00:06 in step (\d+) \(watchdog: 6s\)", told)
+        found = re.fullmatch(r"no progress for 0:00:06 in step (\d+) \(watchdog: 6s\)", told)
         assert found is not None and int(found[1]) <= where, told  # by its last report, a moment old
         stacks = [(run / "logs" / str(attempt) / f"rank_{one}.err").read_text() for one in range(2)]
         assert all("most recent call first" in text for text in stacks), describe(run)

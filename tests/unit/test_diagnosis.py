@@ -339,10 +339,10 @@ def test_a_job_that_slurm_put_back_for_a_dead_node_was_not_preempted(run: RunDir
 
 @pytest.mark.parametrize("cause", ["user", "timeout", "preempted", "hang"])
 def test_jobkits_own_notice_is_believed_before_the_ranks_and_slurm(run: RunDir, cause: str) -> None:
-    write_json(run.stop_request_file(2), {"cause": cause, "error": "no sign of life"})
+    write_json(run.stop_request_file(2), {"cause": cause, "error": "no progress"})
     report(run, 0, CLOSED)
     found = death(run, FirstFailure(rank=3, node="node2", signal=9), job("COMPLETING"))
-    assert (found.cause, found.failure["error"]) == (cause, "no sign of life")
+    assert (found.cause, found.failure["error"]) == (cause, "no progress")
 
 
 def test_a_notice_to_another_attempt_does_not_count(run: RunDir) -> None:

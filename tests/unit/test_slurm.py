@@ -246,7 +246,7 @@ def test_a_job_stops_a_fifth_of_its_time_but_at_most_90_seconds_before_the_end(l
             "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
             ["sbatch: Unable to contact", "scontrol ping"],
         ),
-        ("", ["failed without a word"]),
+        ("", ["failed without a message"]),
     ],
 )
 def test_slurms_complaint_is_told_in_one_line_with_what_to_do(stderr: str, said: list[str]) -> None:

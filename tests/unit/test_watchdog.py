@@ -121,7 +121,7 @@ def test_ranks_that_stand_still_are_told_of_with_the_step_and_the_setting(run: R
     assert told(run, clock, 20.0, watch) is None, "that is when it was first seen"
     assert told(run, clock, 9.9, watch) is None
     text = told(run, clock, 0.2, watch)
-    assert text == "no sign of life for 0:00:10 in step 7 (watchdog: 10s)"
+    assert text == "no progress for 0:00:10 in step 7 (watchdog: 10s)"
 
 
 def test_a_report_that_is_written_again_without_a_step_is_no_sign_of_life(run: RunDir, clock: Clock) -> None:
@@ -271,9 +271,9 @@ def test_hung_ranks_write_their_stacks_and_are_killed(run: RunDir, tmp_path: Pat
         sent.append((name, time.monotonic()))
         os.kill(rank.pid, signal.Signals[f"SIG{name}"])
 
-    end_hung(run, 1, "no sign of life", send)
+    end_hung(run, 1, "no progress", send)
     assert rank.wait(60) == -signal.SIGKILL
     rank.stdout.close()
     assert [name for name, _ in sent] == ["USR1", "CONT", "KILL"]
     assert "most recent call first" in (tmp_path / "rank.err").read_text()
-    assert records.read(StopRequest, run.stop_request_file(1)) == StopRequest(cause="hang", error="no sign of life")
+    assert records.read(StopRequest, run.stop_request_file(1)) == StopRequest(cause="hang", error="no progress")
