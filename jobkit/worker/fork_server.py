@@ -74,6 +74,7 @@ class Server:
             if self._channel in readable:
                 received = self._channel.receive()
                 if received is None:
+                    self._leave()  # its ranks end now, and there is nobody left to tell
                     return None
                 request, files = received
                 if "listen" in request:
@@ -130,7 +131,7 @@ class Server:
             self._channel.send(message)
 
     def _leave(self) -> None:
-        """Let go, in a forked process, of what is the server's."""
+        """Let go of what is the server's: in a forked process, and at the end."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for one in (self._channel, self._listener, self._wakeup, self._woken):
