@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import sys
-import time
-
-from jobkit.run.duration import format_seconds
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a full, read-only or dead disk answers: trying again at once would not help, later it may."""
@@ -39,28 +35,3 @@ def is_disk_error(error: BaseException | None) -> bool:
 def is_full(error: BaseException | None) -> bool:
     """Whether an exception, or what caused it, says that nothing can be written until a person makes room."""
     return disk_errno(error) in FULL
-
-
-class Outage:
-    """A time in which something cannot be written: said once when it begins, and once when it is over."""
-
-    def __init__(self, what: str, meanwhile: str) -> None:
-        self.what = what
-        self.meanwhile = meanwhile
-        self._since: float | None = None
-
-    def begin(self, error: OSError) -> None:
-        """It could not be written, just now or still."""
-        if self._since is None:
-            self._since = time.monotonic()
-            _say(f"{self.what} cannot be written: {error}. {self.meanwhile}")
-
-    def end(self) -> None:
-        """It was written."""
-        if self._since is not None:
-            _say(f"{self.what} is written again, after {format_seconds(time.monotonic() - self._since)}")
-            self._since = None
-
-
-def _say(text: str) -> None:
-    print(f"jobkit: {text}", file=sys.stderr, flush=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+from jobkit.run.append import append_whole
 
 Entry = dict[str, Any]
 """One event as it stands in the journal: `time`, `event` and the fields of its kind."""
@@ -30,32 +31,22 @@ class Journal:
         `time=...` is for one that happened earlier than now.
         """
         entry: Entry = {"time": round(time.time(), 3), "event": event, **fields}
-        line = json.dumps(entry, default=str) + "\n"
-        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            self._write(fd, (self._mend(fd) + line).encode())
-        finally:
-            os.close(fd)
+        self.append_lines(encode(entry))
         return entry
 
-    @staticmethod
-    def _write(fd: int, data: bytes) -> None:
-        before, written = os.fstat(fd).st_size, 0
+    def append_lines(self, lines: bytes) -> None:
+        """Write whole lines, all or none; raises OSError when they cannot be made durable."""
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            while written < len(data):  # a disk that is just getting full takes a part, and says why the next time
-                written += os.write(fd, data[written:])
-            os.fsync(fd)
-        except OSError:
-            with contextlib.suppress(OSError):
-                if os.fstat(fd).st_size == before + written:  # nobody has written since
-                    os.ftruncate(fd, before)
-            raise
+            append_whole(fd, self._mend(fd) + lines, durable=True)
+        finally:
+            os.close(fd)
 
     @staticmethod
-    def _mend(fd: int) -> str:
+    def _mend(fd: int) -> bytes:
         """A newline where the file ends in a torn line, so that the torn one does not swallow the next."""
         size = os.fstat(fd).st_size
-        return "\n" if size and os.pread(fd, 1, size - 1) != b"\n" else ""
+        return b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
 
     def read(self) -> list[Entry]:
         """All events, oldest first; lines that are not whole are skipped."""
@@ -72,3 +63,8 @@ class Journal:
             if isinstance(event, dict) and "event" in event:
                 events.append(event)
         return events
+
+
+def encode(entry: Entry) -> bytes:
+    """An event as a line of the journal."""
+    return (json.dumps(entry, default=str) + "\n").encode()

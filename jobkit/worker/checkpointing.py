@@ -1,153 +1,100 @@
-"""When a checkpoint is due, and how one that was begun ended."""
+"""The checkpoints of a run: what is in them, and what the journal is told of each."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from jobkit.checkpoint.writer import PendingSave, Saved
-from jobkit.run.disk import disk_errno, is_disk_error
-from jobkit.run.duration import parse_seconds
+from jobkit.checkpoint.state import rng_state
+from jobkit.checkpoint.writer import Checkpointer, PendingSave, Saved
+from jobkit.log import log
 from jobkit.run.events import Event
-from jobkit.worker.interval import AutoInterval, mean_time_between_failures
-from jobkit.worker.session import Session
+from jobkit.worker.checkpoint_schedule import CheckpointSchedule
+from jobkit.worker.rank import Rank
+from jobkit.worker.reporter import RunReporter
+from jobkit.worker.tracked_state import TrackedState
 
-FULL_DISK_PAUSES = (1, 2, 4, 8, 15, 15, 15)
-"""Seconds between two tries to end a run whose disk is full."""
+MARK_SECONDS = 60.0
+"""How long a checkpoint waits for what was logged before it to be on the disk."""
 
 
 class Checkpoints:
-    """The checkpoints of one rank's loop; `durable_step` is that of the newest on the disk, None before the first."""
+    """The checkpoints of one rank's loop.
 
-    def __init__(self, session: Session, durable_step: int | None) -> None:
-        self.durable_step = durable_step
-        self._session = session
-        self._every_steps, self._every_seconds = _checkpoint_interval(session.config.checkpoint.every)
-        self._auto = _auto_interval(session) if session.config.checkpoint.every == "auto" else None
-        self._told_interval = 0.0
-        self._pending: PendingSave | None = None
-        self._last_save = time.monotonic()
+    Args:
+        rank: this one.
+        checkpointer: saves on all ranks together.
+        tracked: what there is to save.
+        schedule: learns what each one costs.
+        reporter: is told of each one.
+        restored: step of the checkpoint that the attempt began with, or None.
+    """
 
-    def start(self) -> None:
-        """The loop begins: time counts from here."""
-        self._last_save = time.monotonic()
-
-    def is_due_after(self, step: int) -> bool:
-        """Whether the number of steps done calls for a checkpoint: the same on every rank."""
-        return self._every_steps is not None and step % self._every_steps == 0
-
-    def is_due_by_time(self) -> bool:
-        """Whether the clock calls for a checkpoint: rank 0's, which tells the others."""
-        every = self._auto.seconds if self._auto is not None else self._every_seconds
-        return self._session.is_main and every is not None and time.monotonic() - self._last_save >= every
-
-    def save(
+    def __init__(
         self,
-        step: int,
-        state: Callable[[], tuple[Mapping[str, Any], Any, Mapping[str, Sequence[int]]]],
-        *,
-        wait: bool = False,
-        must: bool = True,
-        extra: Mapping[str, Any] | None = None,
+        rank: Rank,
+        checkpointer: Checkpointer,
+        tracked: TrackedState,
+        schedule: CheckpointSchedule,
+        reporter: RunReporter,
+        restored: int | None,
     ) -> None:
-        """Checkpoint `state()`, (shared, local, held_by), after `step` steps; one that is under way is not repeated.
+        self.durable_step = restored
+        """Step of the newest checkpoint on the disk, None before the first."""
+        self._rank, self._checkpointer, self._tracked = rank, checkpointer, tracked
+        self._schedule, self._reporter = schedule, reporter
+        self._pending: PendingSave | None = None
 
-        With `wait` a failure is raised, unless `must` is off.
+    def save(self, step: int, *, wait: bool = False, must: bool = True, extra: Mapping[str, Any] | None = None) -> None:
+        """Checkpoint the state after `step` steps, on all ranks together; one that is under way is not repeated.
+
+        `extra` is JSON for the manifest. With `wait` a failure is raised, unless `must` is off.
         """
-        if self._pending is not None and self._pending.step == step and extra is None:
-            pending = self._pending
-        else:
-            position = self._session.mark_metrics()
-            shared, local, held_by = state()
-            pending = self._pending = self._session.checkpointer.save(
-                step,
-                shared,
-                local,
-                held_by=held_by,
-                extra=lambda: {"tensorboard": position.result(timeout=60), **(extra or {})},
-                on_done=self._saved,
-            )
-        self._last_save = time.monotonic()
+        if self._pending is None or self._pending.step != step or extra is not None:
+            self._pending = self._begin(step, extra or {})
+        self._schedule.restart()
         if wait:
-            outcome = pending.outcome()
+            outcome = self._pending.outcome()
             if outcome.error is not None and must:
                 raise outcome.error
 
-    def wait(self, seconds: float) -> None:
-        """Give a checkpoint that is being written this long to become durable: the function has failed meanwhile."""
+    def _begin(self, step: int, extra: Mapping[str, Any]) -> PendingSave:
+        position = self._reporter.mark_metrics()
+        shared, held_by = self._tracked.trees()
+        return self._checkpointer.save(
+            step,
+            shared,
+            {"rng": rng_state(self._rank.device), **self._tracked.local_state()},
+            held_by=held_by,
+            extra=lambda: {"tensorboard": position.result(timeout=MARK_SECONDS), **extra},
+            on_done=self._saved,
+        )
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Give a checkpoint that is being written so long to become durable, for ever where None."""
         if self._pending is not None:
             with suppress(TimeoutError):
                 self._pending.outcome(seconds)
 
     def _saved(self, saved: Saved) -> None:
         """In the writer's thread, on every rank."""
-        session = self._session
-        session.pulse.beat()
-        if saved.error is None:
-            self.durable_step = saved.step
-            session.record(
-                Event.CHECKPOINT, step=saved.step, seconds=round(saved.seconds, 4), stall=round(saved.stall, 4)
+        with self._reporter.in_a_thread():
+            self._reporter.heartbeat.beat()
+            if saved.error is None:
+                self.durable_step = saved.step
+                self._report(saved)
+            elif self._rank.is_main:
+                self._reporter.record(Event.CHECKPOINT_FAILED, step=saved.step, error=str(saved.error))
+                log.info("%s; training goes on, step %d is safe", saved.error, self.durable_step or 0)
+
+    def _report(self, saved: Saved) -> None:
+        costs = {"seconds": round(saved.seconds, 4), "stall": round(saved.stall, 4)}
+        self._reporter.record(Event.CHECKPOINT, step=saved.step, **costs)
+        self._reporter.scalars(saved.step, {"perf/checkpoint_seconds": saved.seconds})
+        auto = self._schedule.auto
+        if self._rank.is_main and self._schedule.observe(saved.stall, saved.seconds) and auto is not None:
+            log.info("%s", auto.explain())
+            self._reporter.record(
+                Event.CHECKPOINT_INTERVAL, seconds=round(auto.seconds, 2), cost=auto.cost, mtbf=round(auto.mtbf)
             )
-            if session.metrics is not None:
-                session.metrics.scalars(saved.step, {"perf/checkpoint_seconds": saved.seconds})
-            if self._auto is not None and session.is_main:
-                self._auto.observe(saved.stall, saved.seconds)
-                self._tell_interval(self._auto)
-        elif session.is_main:
-            session.record(Event.CHECKPOINT_FAILED, step=saved.step, error=str(saved.error))
-            print(f"jobkit: {saved.error}; training goes on, step {self.durable_step or 0} is safe", flush=True)
-
-    def _tell_interval(self, auto: AutoInterval) -> None:
-        """Print and journal how often there will be a checkpoint, when that has changed by a quarter."""
-        if abs(auto.seconds - self._told_interval) > 0.25 * self._told_interval:
-            self._told_interval = auto.seconds
-            print(f"jobkit: {auto.explain()}", flush=True)
-            cost = {"cost": auto.cost, "mtbf": round(auto.mtbf)}
-            self._session.record(Event.CHECKPOINT_INTERVAL, seconds=round(auto.seconds, 2), **cost)
-
-
-def retry_on_full_disk(session: Session, action: Callable[[], None]) -> None:
-    """Do, on all ranks together, what the run cannot end without; a disk that refuses it is given a minute.
-
-    After that, or when there is a notice to stop, it is the disk's error on all ranks, and for another attempt.
-    """
-    for pause in (*FULL_DISK_PAUSES, 0):
-        error: Exception | None = None
-        try:
-            action()
-        except Exception as raised:
-            if not is_disk_error(raised):
-                raise
-            error = raised
-        number, told = session.control.maximum(disk_errno(error), session.notices.pending)
-        if not number:
-            return
-        if not pause or told:
-            raise error or OSError(int(number), f"{os.strerror(int(number))} on another rank")
-        if session.is_main:
-            what = error or os.strerror(int(number))
-            print(f"jobkit: cannot finish: {what}. Waiting for the disk ...", file=sys.stderr, flush=True)
-        time.sleep(pause)
-
-
-def _checkpoint_interval(every: str | int) -> tuple[int | None, float | None]:
-    """(steps, seconds) between two checkpoints; at least one of them is None, both for `auto`."""
-    if every == "auto":
-        return None, None
-    if isinstance(every, int):
-        return every, None
-    return None, parse_seconds(every)
-
-
-def _auto_interval(session: Session) -> AutoInterval:
-    """The interval to begin with, by what the run has seen so far."""
-    configured = session.config.checkpoint.mtbf
-    if not session.is_main:
-        return AutoInterval(0.0)  # rank 0 alone looks at the clock
-    if configured != "auto":
-        return AutoInterval(float(parse_seconds(configured)))
-    return AutoInterval(mean_time_between_failures(session.run.status().attempts[:-1]))

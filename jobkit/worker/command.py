@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from submitit.core.job_environment import JobEnvironment
 
-from jobkit.errors import JobkitError
+from jobkit.errors import DistributedError, JobkitError
 from jobkit.run.command_line import find_program, is_python, target
 from jobkit.run.rundir import RunDir
-from jobkit.worker.launcher import topology_of
-from jobkit.worker.notices import NOTICES
-from jobkit.worker.rendezvous import agree_on_port, interface_towards
+from jobkit.worker.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port, interface_towards, new_token
+from jobkit.worker.failure import write_report
+from jobkit.worker.launcher import Topology, topology_of
+from jobkit.worker.stop import STOP_SIGNALS
 
 # What `python -m` does, with the snapshot where it would put the current folder.
 _RUN_MODULE = (
@@ -51,10 +55,46 @@ def become_command(path: str) -> NoReturn:
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         _become([program, *words[1:]], environment)
     except BaseException as error:
-        from jobkit.worker.failure import write_report  # imports torch, which the command may never do
-
-        write_report(run, attempt, topology, None, error)
+        write_report(run, attempt, topology, error, None, ())
         raise
+
+
+def agree_on_port(topology: Topology, file: Path) -> tuple[str, int]:
+    """The (MASTER_ADDR, MASTER_PORT) at which a program that every rank is about to start can form its group.
+
+    Raises DistributedError when the ranks do not find each other within RENDEZVOUS_SECONDS.
+    """
+    return _tell_port(topology, file) if topology.rank == 0 else _ask_for_port(topology, file)
+
+
+def _tell_port(topology: Topology, file: Path) -> tuple[str, int]:
+    token, port, waited_for = new_token(), free_port(), set(range(1, topology.world_size))
+    deadline = time.monotonic() + RENDEZVOUS_SECONDS
+    with socket.create_server(("", 0), backlog=topology.world_size) as server:
+        address = announce(file, server.getsockname()[1], token, topology.nodes)
+        while waited_for:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                missing = ", ".join(map(str, sorted(waited_for)))
+                raise DistributedError(f"rank(s) {missing} did not come within {RENDEZVOUS_SECONDS:g} s") from None
+            with contextlib.suppress(OSError, ValueError), connection:
+                connection.settimeout(3)
+                asking = connection.recv(64).decode().split()  # nothing, where only an address was tried
+                if asking[:1] == [token]:
+                    connection.sendall(str(port).encode())
+                    waited_for.discard(int(asking[1]))
+    file.unlink(missing_ok=True)
+    return address, port
+
+
+def _ask_for_port(topology: Topology, file: Path) -> tuple[str, int]:
+    for address, port, token in answering(file):
+        with contextlib.suppress(OSError, ValueError), socket.create_connection((address, port), 30) as connection:
+            connection.sendall(f"{token} {topology.rank}".encode())
+            return address, int(connection.recv(64))
+    raise AssertionError("unreachable")
 
 
 def in_snapshot(command: Sequence[str], code: Path) -> list[str]:
@@ -90,6 +130,6 @@ def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     sys.stderr.flush()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    if NOTICES.signal is not None:  # it came before there was a program to get it
-        os.kill(os.getpid(), NOTICES.signal)
+    if STOP_SIGNALS.signal is not None:  # it came before there was a program to get it
+        os.kill(os.getpid(), STOP_SIGNALS.signal)
     os.execve(words[0], list(words), dict(environment))

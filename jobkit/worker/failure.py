@@ -1,4 +1,4 @@
-"""What a rank that fails writes down for the end of the attempt to find: error_<rank>.json beside its log."""
+"""What a rank that fails leaves for the end of the attempt to find: error_<rank>.json and stacks, beside its log."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from jobkit.errors import DistributedError
+from jobkit.log import log
+from jobkit.run import records
 from jobkit.run.disk import is_full
-from jobkit.run.files import write_json
+from jobkit.run.records import FailureReport
 from jobkit.run.rundir import RunDir
-from jobkit.worker.context import Context
 from jobkit.worker.heartbeat import peak_bytes
 from jobkit.worker.launcher import Topology
 
@@ -39,29 +39,32 @@ def _show_no_stacks() -> None:
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
-def write_report(run: RunDir, attempt: int, topology: Topology, context: Context | None, error: BaseException) -> None:
-    """Say what happened, where, in which step and to which samples; the traceback goes to the rank's own log too."""
-    report = {
-        "time": time.time(),
-        "rank": topology.rank,
-        "node_index": topology.node,
-        "node": os.environ.get("SLURMD_NODENAME"),
-        "error": f"{type(error).__name__}: {error}".strip(),
-        "traceback": "".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
-        "step": context.step if context is not None and context.in_loop else None,
-        "samples": context.current_samples()[:MAX_SAMPLES] if context is not None else [],
-        "alone": isinstance(error, DistributedError),
-        "disk": is_full(error),
+def write_report(
+    run: RunDir, attempt: int, topology: Topology, error: BaseException, step: int | None, samples: Sequence[int]
+) -> None:
+    """Write down what happened, where, in which step (None outside the loop) and to which samples."""
+    report = FailureReport(
+        time=time.time(),
+        rank=topology.rank,
+        node_index=topology.node,
+        node=os.environ.get("SLURMD_NODENAME"),
+        error=f"{type(error).__name__}: {error}".strip(),
+        traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
+        step=step,
+        samples=list(samples[:MAX_SAMPLES]),
+        alone=isinstance(error, DistributedError),
+        disk=is_full(error),
         **_memory(error),
-    }
+    )
     try:
-        write_json(run.error_file(attempt, topology.rank), report)
+        records.write(run.error_file(attempt, topology.rank), report)
     except OSError as problem:
-        print(f"jobkit: the error could not be written down: {problem}", file=sys.stderr)
+        log.warning("the error could not be written down: %s", problem)
 
 
 def _memory(error: BaseException) -> dict[str, Any]:
-    if isinstance(error, torch.OutOfMemoryError):
+    torch = sys.modules.get("torch")  # a command's rank may never import it
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return {"out_of_memory": "GPU", "peak_bytes": torch.cuda.max_memory_allocated()}
     # Without memory even torch's allocator on the CPU raises a plain RuntimeError.
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):

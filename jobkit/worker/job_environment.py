@@ -1,4 +1,4 @@
-"""Submitit's view of the rank this process is, under Slurm and under jobkit's local controller (a Submitit plugin)."""
+"""Submitit's view of the rank this process is, under Slurm and on this machine (a Submitit plugin)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.core.logger import get_logger
 from submitit.slurm.slurm import SlurmJobEnvironment
 
-from jobkit.worker.notices import NOTICES, follow_parent
+from jobkit.worker.stop import STOP_SIGNALS, follow_parent
 
 if os.environ.get("SUBMITIT_EXECUTOR") == "jobkit":
     get_logger().setLevel("WARNING")  # a rank's log is for what the user's code prints
@@ -25,7 +25,7 @@ _LOCAL = {
 
 
 class JobkitJobEnvironment(JobEnvironment):  # type: ignore[misc]
-    """Chosen by SUBMITIT_EXECUTOR=jobkit. It differs from Submitit's own in one thing: signals only leave a notice.
+    """Chosen by SUBMITIT_EXECUTOR=jobkit. It differs from Submitit's own in one thing: signals only set a flag.
 
     Submitit's handlers would requeue the job from inside a signal handler of rank 0, and ignore SIGTERM.
     """
@@ -39,6 +39,6 @@ class JobkitJobEnvironment(JobEnvironment):  # type: ignore[misc]
         return "jobkit"
 
     def _handle_signals(self, paths: Any, submission: Any) -> None:
-        NOTICES.install()
+        STOP_SIGNALS.install()
         if self._env is _LOCAL:
             follow_parent()

@@ -14,8 +14,10 @@ class Worker:
 
     def __call__(self) -> None:
         # Imported in the job only: the submitting side pickles this class and must not pay for torch.
+        from jobkit.log import configure
         from jobkit.run.rundir import RunDir
 
+        configure("stdout")
         if RunDir(self.run).config().command:
             from jobkit.worker.command import become_command
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import os
 import socket
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as summaries
 
-from jobkit.run.disk import Outage
+from jobkit.log import log
+from jobkit.run.append import Backlog, Outage, append_whole
 from jobkit.train.video import gif
 
 Position = dict[str, int]
@@ -53,8 +52,9 @@ class EventFile:
     def __init__(self, folder: Path, first_step: int, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._may_write = may_write
-        self._kept = io.BytesIO()
-        self._size = 0
+        self._backlog = Backlog(self.MAX_KEPT_BYTES)
+        self._written = 0
+        """Bytes in the file."""
         self._exists = False
         self._given_up = False
         self.add(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -66,58 +66,44 @@ class EventFile:
     @property
     def size(self) -> int:
         """The file's size with all that was added, be it in the file yet or not."""
-        return self._size + self._kept.tell()
+        return self._written + len(self._backlog)
 
     def add(self, event: Event) -> None:
         """Take an event; it is in the file after the next `write`."""
-        if self._kept.tell() < self.MAX_KEPT_BYTES:
-            RecordWriter(self._kept).write(event.SerializeToString())
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._backlog.add(record.getvalue())
 
     def write(self, durable: bool = False) -> None:
         """Append what was added; raises OSError, with the file cut back to whole records, when the disk is full."""
-        data = self._kept.getvalue()
-        if self._given_up or not (data or durable) or not self._may_write():
+        if self._given_up or not (self._backlog or durable) or not self._may_write():
             return
+        before = len(self._backlog)
         try:
-            with io.FileIO(self.path, "ab", opener=self._open) as file:
-                self._exists = True
-                self._cut_back(file)
-                self._append(file, data, durable)
+            self._backlog.flush(lambda data: self._append(data, durable))
         except FileNotFoundError:
             self._give_up("is gone")
-            return
         except _ShorterThanLeft:
             self._give_up("was cut back by somebody else")
-            return
-        self._size += len(data)  # only now: a file system of the network may refuse it as late as at the close
-        self._kept = io.BytesIO()
+        else:
+            self._written += before
 
-    def _open(self, path: str | Path, flags: int) -> int:
-        return os.open(path, flags & ~os.O_CREAT if self._exists else flags, 0o666)
-
-    def _append(self, file: io.FileIO, data: bytes, durable: bool) -> None:
+    def _append(self, data: bytes, durable: bool) -> None:
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | (0 if self._exists else os.O_CREAT), 0o666)
+        self._exists = True
         try:
-            written = 0
-            while written < len(data):
-                written += file.write(data[written:])
-            if durable:
-                os.fsync(file.fileno())
-        except OSError:
-            with suppress(OSError, _ShorterThanLeft):
-                self._cut_back(file)
-            raise
-
-    def _cut_back(self, file: io.FileIO) -> None:
-        """Take off what a write that failed has left behind the last whole record."""
-        size = os.fstat(file.fileno()).st_size
-        if size < self._size:
-            raise _ShorterThanLeft
-        if size > self._size:
-            os.ftruncate(file.fileno(), self._size)
+            size = os.fstat(fd).st_size
+            if size < self._written:
+                raise _ShorterThanLeft
+            if size > self._written:  # an append that failed could not even be taken back
+                os.ftruncate(fd, self._written)
+            append_whole(fd, data, durable=durable)
+        finally:
+            os.close(fd)  # raises, too: a file system of the network may refuse what was written as late as here
 
     def _give_up(self, why: str) -> None:
         self._given_up = True
-        print(f"jobkit: TensorBoard: {self.path} {why}; no more is written to it", file=sys.stderr, flush=True)
+        log.warning("TensorBoard: %s %s; no more is written to it", self.path, why)
 
 
 class _ShorterThanLeft(Exception):
@@ -201,26 +187,22 @@ class MetricLog:
         self._try(lambda: self._on_tick(self._latest))
 
     def _write(self, durable: bool = False) -> None:
-        try:
+        with self._outage.survived():
             self._file.write(durable)
-        except OSError as error:
-            self._outage.begin(error)
-        else:
-            self._outage.end()
 
     @staticmethod
     def _try(job: Callable[[], None]) -> None:
         try:
             job()
         except Exception as error:  # a value that is none costs a point of a curve, not the training
-            print(f"jobkit: TensorBoard: {error}", file=sys.stderr, flush=True)
+            log.warning("TensorBoard: %s", error)
 
     def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
         for tag, value in values.items():
             try:
                 number = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
-                print(f"jobkit: ctx.log: {tag} at step {step} is not one number: {error}", file=sys.stderr, flush=True)
+                log.warning("ctx.log: %s at step %d is not one number: %s", tag, step, error)
                 continue
             self._latest[tag] = number
             self._add(summaries.scalar(tag, number), step)

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import Any, TextIO
 
+from jobkit.run.append import Backlog
 from jobkit.run.disk import is_disk_error
 
 
@@ -49,35 +50,34 @@ class PatientFile(io.FileIO):
     def __init__(self, fd: int, name: str) -> None:
         super().__init__(fd, "w", closefd=False)
         self.name = name
-        self._kept = b""
+        self._backlog = Backlog(self.KEPT_BYTES)
         self._lost: int | None = None
-        """Lines that were lost since there was no room for them in memory either."""
+        """Lines for which there was no room in memory either."""
         self._reason = ""
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
         """Take all of `data`; raises what has nothing to do with the disk, as for a pipe whose reader is gone."""
         self.retry()
         rest = bytes(data)
-        if not self._kept:
+        if not self._backlog:
             rest = rest[self._put(rest) :]
-        if self._lost is not None or len(self._kept) + len(rest) > self.KEPT_BYTES:
+        if rest and not self._backlog.add(rest):
             self._lost = (self._lost or 0) + rest.count(b"\n")
-        else:
-            self._kept += rest
         return len(data)
 
     def retry(self) -> None:
         """Write what waits, if there is room by now, and how much was lost after it."""
-        if self._kept:
-            self._kept = self._kept[self._put(self._kept) :]
-        if self._lost is not None and not self._kept:
+        if self._backlog:
+            self._backlog.flush(self._put)
+        if self._lost is not None and not self._backlog:
             note = f"\njobkit: {self._lost} lines were lost here: {self._reason}\n".encode()
             self._lost = None
-            self._kept = note[self._put(note) :]
+            self._backlog.add(note[self._put(note) :])
 
     def forget(self) -> None:
         """Leave what waits to another process."""
-        self._kept, self._lost = b"", None
+        self._backlog.clear()
+        self._lost = None
 
     def _put(self, data: bytes) -> int:
         """Write what the disk takes; the number of bytes."""

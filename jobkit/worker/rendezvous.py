@@ -1,137 +1,206 @@
-"""How ranks find each other: rank 0 writes into a file where it is, the others try its addresses. Without torch."""
+"""How the ranks of a launch find each other, agree on what they need, and form one process group."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import itertools
+import json
 import os
-import random
-import secrets
 import socket
-import struct
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous as connect
 
 from jobkit.errors import DistributedError
-from jobkit.run.files import read_json, write_json
-from jobkit.worker.launcher import Topology
+from jobkit.group import RankGroup
+from jobkit.worker.addresses import (
+    RENDEZVOUS_SECONDS,
+    announce,
+    answering,
+    free_port,
+    interface_towards,
+    new_token,
+)
+from jobkit.worker.launcher import Launch, Topology
 
-RENDEZVOUS_SECONDS = 300.0
-"""How long ranks wait for each other: longer than imports on a cold shared disk, shorter than a time limit."""
+LISTENING_SECONDS = 60.0
+"""How long rank 0, which may hold the store that the ranks talk over, stays for the others to read its answer."""
 
-PORTS = range(20000, 32768)
-"""Below what systems give to outgoing connections by themselves, which would take a port in the very last moment."""
-
-
-def new_token() -> str:
-    """What tells this launch's rank 0 from whoever answers on the port that an earlier launch's file names."""
-    return secrets.token_hex(8)
-
-
-def announce(file: Path, port: int, token: str, nodes: int) -> str:
-    """Say where rank 0 listens; returns the address that the file gives first. `nodes` is 0 where nobody knows."""
-    addresses = _own_addresses(nodes)
-    write_json(file, {"addresses": addresses, "port": port, "token": token, "host": socket.gethostname()})
-    return addresses[0]
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""Of a collective: longer than the slowest checkpoint or compilation on one rank. Hangs are for the watchdog."""
 
 
-def places(file: Path) -> Iterator[tuple[str, int, str]]:
-    """Each (address, port, token) at which somebody answers, again and again, for the caller to see who it is.
+@dataclass(frozen=True)
+class Rendezvous:
+    """The ranks of a launch, which have found each other and can agree on things before they form a process group."""
 
-    Raises DistributedError after RENDEZVOUS_SECONDS.
+    topology: Topology
+    group: RankGroup
+    """Exchanges JSON values."""
+    store: Store | None
+    """None where there is a process group, the script's own."""
+
+    def form_group(self, backend: str) -> RankGroup:
+        """Form the process group, unless there is one; `backend` is init_process_group's. Collective."""
+        if self.store is None:
+            return self.group
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("jobkit", self.store),
+            rank=self.topology.rank,
+            world_size=self.topology.world_size,
+            timeout=GROUP_TIMEOUT,
+        )
+        return RankGroup.of_world()
+
+
+def rendezvous(launch: Launch, file: Path) -> Rendezvous:
+    """Wait for all ranks of a launch, and export RANK, WORLD_SIZE, MASTER_ADDR and their family.
+
+    They connect to MASTER_ADDR where there is one; else rank 0 binds a free port and writes its address to `file`.
+    Raises DistributedError when they do not find each other within RENDEZVOUS_SECONDS, or differ about their number.
     """
-    deadline = time.monotonic() + RENDEZVOUS_SECONDS
-    while time.monotonic() < deadline:
-        found = read_json(file)
-        for address in found["addresses"] if isinstance(found, dict) else ():
-            with contextlib.suppress(OSError):
-                socket.create_connection((address, found["port"]), timeout=3).close()
-                yield address, int(found["port"]), str(found["token"])
-        time.sleep(0.05)
-    raise DistributedError(
-        f"rank 0 did not answer within {RENDEZVOUS_SECONDS:g} s ({file}); its log says why, or a firewall does"
-    )
+    store, own = None, launch.topology
+    if launch.rendezvous == "group":
+        group = RankGroup.of_world()
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or free_port())
+    else:
+        store, address, port = _connect(launch, file)
+        exchange = _StoreExchange(PrefixStore(f"jobkit/{next(_rendezvous)}", store), launch)
+        group = RankGroup(own.rank, own.world_size, exchange.gather)
+    topology = _placed(launch, group.gather([own.world_size, socket.gethostname()]))
+    _export(topology, address, port)
+    if interface := interface_towards(address):
+        # Gloo would resolve the host's name to find its interface; on many clusters names do not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if topology.rank == 0:
+        file.unlink(missing_ok=True)  # all are here: a later launch must not find it
+    return Rendezvous(topology, group, store)
 
 
-def agree_on_port(topology: Topology, file: Path) -> tuple[str, int]:
-    """The (MASTER_ADDR, MASTER_PORT) at which a program that every rank is about to start can meet.
-
-    Raises DistributedError when the ranks do not find each other within RENDEZVOUS_SECONDS.
-    """
-    return _tell_port(topology, file) if topology.rank == 0 else _ask_for_port(topology, file)
+_rendezvous = itertools.count()
+"""A script may call jobkit.init twice, and a launcher's store still holds what the ranks wrote the first time."""
 
 
-def _tell_port(topology: Topology, file: Path) -> tuple[str, int]:
-    token, port, waited_for = new_token(), free_port(), set(range(1, topology.world_size))
-    deadline = time.monotonic() + RENDEZVOUS_SECONDS
-    with socket.create_server(("", 0), backlog=topology.world_size) as server:
-        address = announce(file, server.getsockname()[1], token, topology.nodes)
-        while waited_for:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                missing = ", ".join(map(str, sorted(waited_for)))
-                raise DistributedError(f"rank(s) {missing} did not come within {RENDEZVOUS_SECONDS:g} s") from None
-            with contextlib.suppress(OSError, ValueError), connection:
-                connection.settimeout(3)
-                asking = connection.recv(64).decode().split()  # nothing, where only an address was tried
-                if asking[:1] == [token]:
-                    connection.sendall(str(port).encode())
-                    waited_for.discard(int(asking[1]))
-    file.unlink(missing_ok=True)
-    return address, port
+def existing_group() -> tuple[int, int] | None:
+    """(rank, world size) of the process group that the script made itself; None where it made none."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
-def _ask_for_port(topology: Topology, file: Path) -> tuple[str, int]:
-    for address, port, token in places(file):
-        with contextlib.suppress(OSError, ValueError), socket.create_connection((address, port), 30) as connection:
-            connection.sendall(f"{token} {topology.rank}".encode())
-            return address, int(connection.recv(64))
+def shared_store(world_size: int) -> Store:
+    """A store that all ranks of the process group see, whoever formed it."""
+    return HashStore() if world_size == 1 else dist.distributed_c10d._get_default_store()
+
+
+def _connect(launch: Launch, file: Path) -> tuple[Store, str, int]:
+    """(store, address, port) that the ranks have in common."""
+    topology, timeout = launch.topology, timedelta(seconds=RENDEZVOUS_SECONDS)
+    if launch.rendezvous == "alone":
+        return HashStore(), "127.0.0.1", free_port()
+    if launch.rendezvous == "env":
+        try:
+            store, _, _ = next(connect("env://", topology.rank, topology.world_size, timeout=timeout))
+        except (RuntimeError, ValueError) as error:
+            where = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+            raise DistributedError(f"the ranks do not find each other at {where}: {_first_line(error)}") from error
+        return store, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if topology.rank == 0:
+        store = TCPStore("127.0.0.1", 0, topology.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        token = new_token()
+        store.set("token", token)
+        return store, announce(file, store.port, token, 0 if "nodes" in launch.guessed else topology.nodes), store.port
+    for address, port, token in answering(file):
+        with contextlib.suppress(RuntimeError):  # not a store, or gone again: the file is an earlier launch's
+            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+            if store.get("token").decode() == token:
+                store.set_timeout(timeout)
+                return store, address, port
     raise AssertionError("unreachable")
 
 
-def free_port() -> int:
-    """A port that nobody listens on here, for a program that will."""
-    for port in random.SystemRandom().sample(PORTS, 200):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
-    raise DistributedError(f"no free port between {PORTS.start} and {PORTS.stop - 1} on {socket.gethostname()}")
+class _StoreExchange:
+    """The ranks' exchange through a store, before there is a process group: rank 0 reads every value and answers all.
 
+    One answer for all, and not each rank reading for itself, so that all learn the same of ranks that do not come.
+    """
 
-def interface_towards(address: str) -> str | None:
-    """The name of the network interface that traffic to `address` leaves by."""
-    source = _source_address(address)
-    return next((name for name, own in _interfaces().items() if own == source), None)
+    def __init__(self, store: Store, launch: Launch) -> None:
+        self.store, self.launch = store, launch
+        self.rounds = itertools.count()
 
-
-def _own_addresses(nodes: int) -> list[str]:
-    """Numeric addresses of this host, best first. Names are not used: nodes of a cluster need not resolve."""
-    if nodes == 1:
-        return ["127.0.0.1"]
-    # The address that the host of srun sees, else the one of the default route: asking the routing table sends nothing.
-    towards = [os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""), "8.8.8.8"]
-    routed = [address for target in towards if target and (address := _source_address(target))]
-    return list(dict.fromkeys([*routed, *_interfaces().values()])) or ["127.0.0.1"]
-
-
-def _source_address(target: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's value (JSON), by rank; raises DistributedError where ranks do not come or come twice."""
+        own, number = self.launch.topology, next(self.rounds)
+        if own.world_size == 1:
+            return [value]
+        if self.store.add(f"{number}/tasks/{own.rank}", 1) > 1:
+            raise DistributedError(f"two tasks were told ({self.launch.launcher}) that they are rank {own.rank}")
+        self.store.set(f"{number}/value/{own.rank}", json.dumps(value))
+        if own.rank == 0:
+            self.store.set(f"{number}/answer", json.dumps(self._read(number)))
         try:
-            probe.connect((target, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+            # Longer than rank 0 waits for the others, so that its answer about them arrives.
+            self.store.wait([f"{number}/answer"], timedelta(seconds=RENDEZVOUS_SECONDS + 30))
+            missing, values = json.loads(self.store.get(f"{number}/answer"))
+        except RuntimeError as error:
+            raise DistributedError(f"rank 0 gave no answer: {_first_line(error)}") from error
+        readers = self.store.add(f"{number}/readers", 1)
+        deadline = time.monotonic() + LISTENING_SECONDS
+        while own.rank == 0 and not missing and readers < own.world_size and time.monotonic() < deadline:
+            time.sleep(0.005)
+            readers = self.store.add(f"{number}/readers", 0)
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            raise DistributedError(f"rank(s) {ranks} of {own.world_size} did not come within {RENDEZVOUS_SECONDS:g} s")
+        return list(values)
+
+    def _read(self, number: int) -> tuple[list[int], list[Any]]:
+        """(ranks that did not come, the ranks' values)."""
+        keys = [f"{number}/value/{rank}" for rank in range(self.launch.topology.world_size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=RENDEZVOUS_SECONDS))
+        except RuntimeError:
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])], []
+        return [], [json.loads(self.store.get(key)) for key in keys]
 
 
-def _interfaces() -> dict[str, str]:
-    """IPv4 address of each network interface that has one."""
-    SIOCGIFADDR = 0x8915
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+def _placed(launch: Launch, found: list[Any]) -> Topology:
+    """The topology, with what the launcher did not tell by the host of each rank; `found` is [world size, host]."""
+    own = launch.topology
+    if others := [f"rank {rank} of {size}" for rank, (size, _) in enumerate(found) if size != found[0][0]]:
+        raise DistributedError(
+            f"rank 0 was started as one of {found[0][0]}, but there is also {', '.join(others)}: they would train apart"
+        )
+    hosts = [host for _, host in found]
+    nodes, here = list(dict.fromkeys(hosts)), hosts[own.rank]
+    by_host = {
+        "local_rank": hosts[: own.rank].count(here),
+        "local_world_size": hosts.count(here),
+        "node": nodes.index(here),
+        "nodes": len(nodes),
+    }
+    return replace(own, **{field: by_host[field] for field in launch.guessed})
+
+
+_exported: dict[str, str] = {}
+
+
+def _export(topology: Topology, address: str, port: int) -> None:
+    family = topology.environment(address, port)
+    _exported.update({name: value for name, value in family.items() if os.environ.get(name) != value})
+    os.environ.update(family)
+
+
+def inherited() -> dict[str, str]:
+    """The environment as the launcher made it, without what `rendezvous` has added to it."""
+    return {name: value for name, value in os.environ.items() if _exported.get(name) != value}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -6,9 +6,8 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import signal
-import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,67 +18,25 @@ from omegaconf import OmegaConf
 
 from jobkit.display import Display
 from jobkit.errors import InputError, JobkitError
+from jobkit.log import configure
 from jobkit.run import layout
 from jobkit.run.config import Config, load
 from jobkit.run.events import Event
-from jobkit.run.files import read_json, write_json
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir, default_runs_dir
-from jobkit.run.status import State, Status
-from jobkit.worker.context import Context, Stopped
+from jobkit.run.status import State
+from jobkit.supervisor import attempt as attempts
+from jobkit.supervisor.diagnosis import EndCause, own_failure
+from jobkit.worker.context import Context
 from jobkit.worker.failure import show_stacks_when_asked, write_report
 from jobkit.worker.launcher import Topology, find_topology
-from jobkit.worker.meeting import existing_group, inherited, meet
-from jobkit.worker.notices import NOTICES, kill_children
+from jobkit.worker.lease import LostLease, end_after_lost_lease
 from jobkit.worker.output import survive_full_disks
+from jobkit.worker.rank import Rank, join
+from jobkit.worker.rendezvous import existing_group, inherited, rendezvous
 from jobkit.worker.results import literal
-from jobkit.worker.session import Session, join
-
-
-class Script(Context):
-    """A Context that ends with its script; `finish(result)`, on every rank, may end it earlier, with a result."""
-
-    _stopped = False
-    """Whether all ranks have left the loop together, with a checkpoint."""
-    _closed = False
-    _display: Display | None = None
-    """Where rank 0 tells how far it is; in a `command:`, whoever follows the run does."""
-    _in_command = False
-    """Whether jobkit started the script, and writes down how it ended."""
-    _lock: FileLock | None = None
-
-    def finish(self, result: Any = None) -> None:
-        """Record the result, export the weights and close; all ranks together."""
-        super().finish(result)
-        self._close()
-        self._say(f"finished at step {self.step}{f': {result}' if result is not None else ''}")
-
-    def _close(self) -> None:
-        self._closed = True
-        kill_children()
-        self._session.close()
-
-    def _say(self, text: str) -> None:
-        if self._display is not None:
-            self._display.say(text)
-
-    @property
-    def _loop_is_over(self) -> bool:
-        return self._total is None or self.step == self._total
-
-    def _stop_if_told(self) -> None:
-        if not self._in_command:  # nobody outside knows more than that one rank was signalled
-            self._session.notices.signal = signal.SIGTERM
-        super()._stop_if_told()
-
-    def _stop(self, cause: str) -> None:
-        try:
-            super()._stop(cause)
-        except Stopped as stopped:
-            self._stopped = True
-            kept = "its checkpoint is safe" if self.saver.durable_step == stopped.step else "no checkpoint of it"
-            self._say(f"stopped at step {stopped.step}, {kept}; the same command continues the run")
-            raise
+from jobkit.worker.stop import STOP_SIGNALS, kill_children
+from jobkit.worker.task import GRACE_SECONDS, open_context
 
 
 def init(
@@ -90,7 +47,7 @@ def init(
     seed: int = 0,
     gpus: int | None = None,
     runs_dir: Path | str | None = None,
-) -> Script:
+) -> Context:
     """A context for a script under python, torchrun, mpirun, srun or Submitit: checkpoints, and exit code 75 on a stop.
 
     `config` is a YAML as `jobkit.submit` takes it, except that the launcher decides how many ranks there are; without
@@ -102,6 +59,7 @@ def init(
 
     Raises DistributedError on every rank where they do not form one world, JobkitError where somebody else runs it.
     """
+    configure("stdout")
     run = _run_of_command()
     if run is not None:
         return _continue_command(run, params or {})
@@ -113,19 +71,21 @@ def init(
     run = RunDir(Path(runs_dir or default_runs_dir()).absolute() / run_name(chosen))
     launch = find_topology(inherited(), existing_group())
     _make_folders(run)
-    meeting = meet(launch, run.launch_file(launch.key))
-    chosen = meeting.together(lambda: _with_ranks(chosen, meeting.topology, gpus))
+    found = rendezvous(launch, run.launch_file(launch.key))
+    chosen = found.group.all_or_none(lambda: _with_ranks(chosen, found.topology, gpus))
     lock = run.alive_lock()
-    attempt = meeting.lead(lambda: _begin(run, chosen, launch.launcher, lock))
-    if attempt == 0:
+    number = found.group.on_main(lambda: _begin(run, chosen, launch.launcher, lock))
+    if number is None:
         raise SystemExit(0)
-    NOTICES.install()
-    context = _script(join(meeting, run, chosen, attempt))
-    context._lock = lock  # held until this process ends: two scripts never write one run
-    if context.is_main:
-        _draw_progress(context)
+    STOP_SIGNALS.install()
+    rank = join(found, run, chosen, number)
+    display = Display(run.name) if rank.is_main else None  # what a follower would draw outside
+    # Nobody outside knows more than that one rank got a signal.
+    context = open_context(rank, display=display, cause_of_signal=lambda: "user")
+    ScriptEnd(context, rank, in_command=False, display=display, lock=lock).register()
+    if display is not None:
         goes_on = f"goes on from step {context.step}" if context.step else "begins"
-        context._say(f"{run.name} {goes_on}; run directory: {run.path}")
+        display.say(f"{run.name} {goes_on}; run directory: {run.path}")
     return _unless_finished(context)
 
 
@@ -162,8 +122,11 @@ def _make_folders(run: RunDir) -> None:
         raise InputError(f"{error.filename}: {error.strerror}; set runs_dir=... or JOBKIT_RUNS") from None
 
 
-def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int:
-    """On rank 0: own the run and begin an attempt; its number, or 0 where the run is finished."""
+def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | None:
+    """On rank 0: own the run and begin an attempt; its number, or None where the run is finished.
+
+    `lock` is held until this process ends: two scripts never write one run.
+    """
     try:
         lock.acquire(timeout=10)
     except Timeout:
@@ -171,31 +134,10 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int:
     before = run.status()
     if before.state == State.FINISHED:
         print(f"already finished, at step {before.step}: {run.path}; other params or another name make a new run")
-        return 0
-    close_lost_attempt(run, before)
+        return None
     run.write_config(config)
-    attempt = len(before.attempts) + 1
-    run.logs(attempt).mkdir(parents=True, exist_ok=True)
-    write_json(run.lease_file, {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
     run.record(Event.SUBMITTING, cluster="local", scheduler="local")
-    run.record(Event.STARTED, attempt=attempt, job_id=str(os.getpid()), host=socket.gethostname(), launcher=launcher)
-    return attempt
-
-
-def close_lost_attempt(run: RunDir, before: Status) -> None:
-    """Write the end of an attempt whose launcher killed it before it could."""
-    if before.attempt is not None and before.attempt.ended is None:
-        report = _first_report(run, before.attempt.id)
-        cause = "crashed" if report else "lost"
-        run.record(
-            Event.INTERRUPTED, attempt=before.attempt.id, cause=cause, failure=report, step=before.checkpoint or 0
-        )
-
-
-def _first_report(run: RunDir, attempt: int) -> dict[str, Any] | None:
-    """What the first rank that failed wrote down; what the others then saw are its consequences."""
-    reports = [read_json(file) for file in run.logs(attempt).glob("error_*.json")]
-    return min((one for one in reports if isinstance(one, dict)), key=lambda one: float(one["time"]), default=None)
+    return attempts.begin(run, job_id=str(os.getpid()), scheduler="local", launcher=launcher).number
 
 
 # In the `command:` of a YAML
@@ -210,81 +152,93 @@ def _run_of_command() -> RunDir | None:
     return run if run.exists() and run.config().command else None
 
 
-def _continue_command(run: RunDir, params: Mapping[str, Any]) -> Script:
+def _continue_command(run: RunDir, params: Mapping[str, Any]) -> Context:
     """The context of an attempt that jobkit has begun, and will end."""
-    NOTICES.install()
+    STOP_SIGNALS.install()
     survive_full_disks()
     show_stacks_when_asked()
-    attempt, topology = int(os.environ["JOBKIT_ATTEMPT"]), Topology(rank=int(os.environ.get("RANK") or 0))
+    number, topology = int(os.environ["JOBKIT_ATTEMPT"]), Topology(rank=int(os.environ.get("RANK") or 0))
     config = run.config()
     merged: Any = OmegaConf.to_container(OmegaConf.merge(literal(dict(params)), literal(config.params)))
     try:
-        launch = find_topology(inherited(), existing_group())
-        meeting = meet(launch, run.rendezvous_file(attempt))
-        topology = meeting.topology
-        context = _script(join(meeting, run, dataclasses.replace(config, params=merged), attempt))
+        found = rendezvous(find_topology(inherited(), existing_group()), run.rendezvous_file(number))
+        topology = found.topology
+        rank = join(found, run, dataclasses.replace(config, params=merged), number)
+        context = open_context(rank)
     except BaseException as error:
-        write_report(run, attempt, topology, None, error)
+        write_report(run, number, topology, error, None, ())
         raise
-    context._in_command = True
+    ScriptEnd(context, rank, in_command=True).register()
     return _unless_finished(context)
 
 
-# The end
-
-
-def _script(session: Session) -> Script:
-    context = Script(session)
-    atexit.register(_at_exit, context)
-    return context
-
-
-def _unless_finished(context: Script) -> Script:
+def _unless_finished(context: Context) -> Context:
     """`context`, unless an earlier attempt had made the result durable and died before it could record it."""
     if not context.has_returned:
         return context
     context.finish_again()
-    context._close()
     raise SystemExit(0)
 
 
-def _draw_progress(context: Script) -> None:
-    """The bar that a follower would draw outside."""
-    display = context._display = Display(context.run_dir.name)
-    context._session.on_progress = display.show
-    atexit.register(display.close)
+@dataclasses.dataclass
+class ScriptEnd:
+    """What follows when the interpreter ends: after a stop, an exception, `finish`, or none of them."""
 
+    context: Context
+    rank: Rank
+    in_command: bool
+    """Whether jobkit started the script, and records how it ended."""
+    display: Display | None = None
+    lock: FileLock | None = None
+    """Held until this process ends."""
 
-def _at_exit(context: Script) -> None:
-    """The script ended: on a stop, by an exception, or by an oversight."""
-    session = context._session
-    if context._stopped and not context._closed:
-        context._close()  # together: a launcher that sees one rank end with 75 kills the others
-    if context._closed:
-        return
-    error = getattr(sys, "last_value", None)  # what the interpreter has just printed the traceback of
-    if error is not None:
-        write_report(session.run, session.attempt, session.topology, context, error)
-        context.saver.wait(seconds=3.0)  # the other ranks, without which it is not complete, may be gone
-    else:
-        session.checkpointer.wait()
-    kill_children()
-    if session.metrics is not None:
-        session.metrics.close()
-    if session.is_main:
-        _record_end(context, error)
+    def register(self) -> None:
+        """Have `run` called at the end."""
+        atexit.register(self.run)
 
+    def run(self) -> None:
+        """End the attempt."""
+        error = getattr(sys, "last_value", None)  # what the interpreter has just printed the traceback of
+        if isinstance(error, LostLease):
+            end_after_lost_lease(error)
+        if self.context.stopped is not None and not self.context.is_closed:
+            kill_children()
+            self.context.close()  # together: a launcher that sees one rank end with 75 kills the others
+        if not self.context.is_closed:
+            self._end_early(error)
+        if self.display is not None:
+            self.display.close()
 
-def _record_end(context: Script, error: BaseException | None) -> None:
-    session = context._session
-    attempt = session.run.status().attempt
-    if attempt is None or attempt.ended is not None:
-        return
-    if context._in_command and (error is not None or context._loop_is_over):
-        return  # jobkit outside sees how the ranks end
-    if error is not None and not isinstance(error, KeyboardInterrupt):
-        report = _first_report(session.run, session.attempt) or {"rank": 0, "error": repr(error)}
-        who = f"rank {report['rank']}: " if session.topology.world_size > 1 else ""
-        session.record(Event.FAILED, cause="crashed", error=f"{who}{report['error']}", failure=report)
-    else:
-        session.record(Event.INTERRUPTED, cause="left", step=context.saver.durable_step or 0)
+    def _end_early(self, error: BaseException | None) -> None:
+        """The script ended without `finish`, and maybe on this rank alone."""
+        rank, context = self.rank, self.context
+        if error is not None:
+            write_report(rank.run, rank.attempt, rank.topology, error, *context.position())
+        # After an error the other ranks, without which it does not become complete, may be gone.
+        context.wait_for_checkpoint(None if error is None else GRACE_SECONDS)
+        kill_children()
+        context.close_reports()
+        if rank.is_main:
+            self._record_end(error)
+
+    def _record_end(self, error: BaseException | None) -> None:
+        run, number = self.rank.run, self.rank.attempt
+        attempt = run.status().attempt
+        if attempt is None or attempt.id != number or attempt.ended is not None:
+            return
+        if self.in_command and (error is not None or self.context.loop_is_over):
+            return  # jobkit outside sees how the ranks end
+        if error is not None and not isinstance(error, KeyboardInterrupt):
+            cause = self._cause_of_failure(error)
+            run.record(
+                Event.FAILED, attempt=number, cause=cause.cause, error=cause.failure["error"], failure=cause.failure
+            )
+        else:
+            run.record(Event.INTERRUPTED, attempt=number, cause="left", step=self.context.durable_step or 0)
+
+    def _cause_of_failure(self, error: BaseException) -> EndCause:
+        """What the rank that failed first has written down, once it has: this one may only have missed it."""
+        deadline = time.monotonic() + (GRACE_SECONDS if self.rank.topology.world_size > 1 else 0.0)
+        while (cause := own_failure(self.rank.run, self.rank.attempt)) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return cause or EndCause("crashed", {"rank": self.rank.topology.rank, "error": repr(error)})

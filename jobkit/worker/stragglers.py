@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from jobkit.log import log
 from jobkit.run.events import Event
-from jobkit.worker.own_time import ComputeTimer, marks_of
-from jobkit.worker.session import Session
+from jobkit.worker.rank import Rank
+from jobkit.worker.reporter import RunReporter
+from jobkit.worker.timing import ComputeTimer, marks_of
 
 EXCHANGE_SECONDS = 1.0
 """How often the ranks compare, at most."""
@@ -51,55 +53,53 @@ class StragglerDetector:
         return changed
 
 
-class Stragglers:
+class StragglerMonitor:
     """Compares the ranks' own times in the loop; rank 0 writes them to TensorBoard and names who is slow."""
 
-    def __init__(self, session: Session) -> None:
-        self.own = ComputeTimer(marks_of(session.device))
-        self._session = session
-        self._judge = StragglerDetector()
+    def __init__(self, rank: Rank, reporter: RunReporter) -> None:
+        self.timer = ComputeTimer(marks_of(rank.device))
+        """Of this rank."""
+        self._rank, self._reporter = rank, reporter
+        self._detector = StragglerDetector()
         self._hosts: list[str] = []
         self._compared = time.monotonic()
 
     def watch(self, model: torch.nn.Module, forward_waits: bool = False) -> None:
         """Measure by this model's forwards, where there are others to compare with."""
-        if self._session.topology.world_size > 1:
-            self.own.watch(model, forward_waits)
+        if self._rank.topology.world_size > 1:
+            self.timer.watch(model, forward_waits)
 
     def is_due(self) -> bool:
         """Whether it is time to compare: rank 0's clock, which tells the others."""
-        session = self._session
-        several = session.topology.world_size > 1
-        return several and session.is_main and time.monotonic() - self._compared >= EXCHANGE_SECONDS
+        several = self._rank.topology.world_size > 1
+        return several and self._rank.is_main and time.monotonic() - self._compared >= EXCHANGE_SECONDS
 
     def compare(self, step: int) -> None:
         """Exchange the means since the last time, on all ranks together, after `step` steps."""
-        control, topology = self._session.control, self._session.topology
+        group, topology = self._rank.group, self._rank.topology
         if not self._hosts:
             host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-            self._hosts = [str(one) for one in control.gather(host)]
+            self._hosts = [str(one) for one in group.gather(host)]
         seconds = torch.zeros(topology.world_size, dtype=torch.float64)
-        seconds[topology.rank], whole = self.own.take()
-        control.sum(seconds)
+        seconds[topology.rank], whole = self.timer.take()
+        group.sum(seconds)
         self._compared = time.monotonic()
-        if self._session.is_main and bool((seconds > 0).all()):
+        if self._rank.is_main and bool((seconds > 0).all()):
             self._report(step, seconds.tolist(), whole)
 
     def _report(self, step: int, seconds: list[float], step_seconds: float) -> None:
-        session, median = self._session, statistics.median_low(seconds)
-        if session.metrics is not None:
-            session.metrics.scalars(step - 1, curves(seconds))
-        for rank in self._judge.look(seconds, step_seconds):
-            who = {"rank": rank, "host": self._hosts[rank], "step": step}
-            times = {"seconds": round(seconds[rank], 6), "median": round(median, 6)}
-            told = f"jobkit: rank {rank} on {self._hosts[rank]}"
-            if rank in self._judge.slow:
-                session.record(Event.STRAGGLER, **who, **times, factor=round(seconds[rank] / median, 2))
-                needs = f"needs {seconds[rank]:.3g} s a step by itself, the median rank {median:.3g} s"
-                print(f"{told} holds the others up: it {needs}", flush=True)
+        median = statistics.median_low(seconds)
+        self._reporter.scalars(step - 1, curves(seconds))
+        for rank in self._detector.look(seconds, step_seconds):
+            host, own = self._hosts[rank], seconds[rank]
+            about = {"rank": rank, "host": host, "step": step, "seconds": round(own, 6), "median": round(median, 6)}
+            if rank in self._detector.slow:
+                self._reporter.record(Event.STRAGGLER, **about, factor=round(own / median, 2))
+                needs = f"needs {own:.3g} s a step by itself, the median rank {median:.3g} s"
+                log.info("rank %d on %s holds the others up: it %s", rank, host, needs)
             else:
-                session.record(Event.STRAGGLER_OVER, **who, **times)
-                print(f"{told} no longer holds the others up", flush=True)
+                self._reporter.record(Event.STRAGGLER_OVER, **about)
+                log.info("rank %d on %s no longer holds the others up", rank, host)
 
 
 def curves(seconds: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""One rank of one attempt, from the run directory to the end of the training function."""
+"""One rank of a YAML's `task:`, from the run directory to the end of the training function."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from typing import Any
 
 from submitit.core.job_environment import JobEnvironment
 
+from jobkit.display import Display
 from jobkit.errors import EXIT_RESUMABLE
+from jobkit.log import log
 from jobkit.run.disk import is_full
 from jobkit.run.rundir import RunDir
-from jobkit.worker.context import Context, Stopped
+from jobkit.worker.context import Context
 from jobkit.worker.failure import show_stacks_when_asked, write_report
 from jobkit.worker.launcher import Launch, topology_of
-from jobkit.worker.meeting import meet
-from jobkit.worker.notices import kill_children
+from jobkit.worker.lease import LostLease, end_after_lost_lease
 from jobkit.worker.output import survive_full_disks
-from jobkit.worker.session import join
+from jobkit.worker.rank import Rank, join
+from jobkit.worker.rendezvous import rendezvous
+from jobkit.worker.reporter import RunReporter
+from jobkit.worker.stop import STOP_SIGNALS, CauseFinder, Stopped, kill_children
+
+GRACE_SECONDS = 3.0
+"""What a checkpoint that is being written gets to become durable when the function has failed: the supervisor kills
+the ranks beside a failed one that soon, and then no checkpoint becomes complete."""
 
 
 def run_rank(path: str) -> None:
@@ -37,26 +45,52 @@ def run_rank(path: str) -> None:
         topology.check(config.resources.world_size)
         _use_snapshot(Path(os.environ["JOBKIT_CODE"]))
         function = load_task(config.task)  # before the group forms: an import that fails should not keep others waiting
-        meeting = meet(Launch("jobkit", topology, "file"), run.rendezvous_file(attempt))
-        session = join(meeting, run, config, attempt)
-        context = Context(session)
+        found = rendezvous(Launch("jobkit", topology, "file"), run.rendezvous_file(attempt))
+        context = open_context(join(found, run, config, attempt))
         if context.has_returned:
             context.finish_again()
         else:
             context.finish(function(context))
     except Stopped as stopped:
-        print(f"jobkit: stopped at step {stopped.step}: {stopped.cause}", flush=True)
-    except BaseException as error:
-        write_report(run, attempt, topology, context, error)
+        log.info("stopped at step %d: %s", stopped.step, stopped.cause)
+        kill_children()
         if context is not None:
-            context.saver.wait(seconds=3.0)
+            context.close()
+    except LostLease as error:
+        end_after_lost_lease(error)
+    except BaseException as error:
+        step, samples = context.position() if context is not None else (None, ())
+        write_report(run, attempt, topology, error, step, samples)
+        if context is not None:
+            context.wait_for_checkpoint(GRACE_SECONDS)
         if is_full(error):
             traceback.print_exc()
             raise SystemExit(EXIT_RESUMABLE) from error  # the report may not have fit on the disk: this says it too
         raise
     finally:
         kill_children()
-    session.close()
+
+
+def open_context(
+    rank: Rank, *, display: Display | None = None, cause_of_signal: Callable[[], str | None] = lambda: None
+) -> Context:
+    """The context of a rank, on all ranks together.
+
+    `display` is drawn by rank 0 itself. `cause_of_signal` is why the attempt is being stopped where neither jobkit nor
+    the scheduler says anything about it: a false alarm where None.
+    """
+    finder = CauseFinder(rank.run, rank.attempt, STOP_SIGNALS)
+    if rank.is_main:
+        finder.look_around()
+    reporter = RunReporter(
+        rank.run,
+        rank.attempt,
+        rank.is_main,
+        on_lost_lease=end_after_lost_lease,
+        on_tick=finder.replace_dead_script,
+        display=display,
+    )
+    return Context(rank, reporter, STOP_SIGNALS, lambda: finder.find() or cause_of_signal())
 
 
 def _use_snapshot(code: Path) -> None:

@@ -21,7 +21,7 @@ from harness.project import Project, describe, events, logged_steps, names, stat
 
 from jobkit.run.config import Resources
 from jobkit.supervisor.time_limit import LocalTimeLimit
-from jobkit.worker.interval import MAX_OVERHEAD, MAX_SECONDS
+from jobkit.worker.checkpoint_schedule import MAX_OVERHEAD, MAX_SECONDS
 
 STEPS = 60
 EVERY = 10

@@ -41,14 +41,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import jobkit.worker.checkpointing
+import jobkit.worker.finish
 
 OUTSIDE = Path(os.environ["OUTSIDE"])
 
 
 def train(ctx):
-    checkpointing = jobkit.worker.checkpointing
-    checkpointing.FULL_DISK_PAUSES = ctx.params.get("pauses", checkpointing.FULL_DISK_PAUSES)
+    finish = jobkit.worker.finish
+    finish.FULL_DISK_PAUSES = ctx.params.get("pauses", finish.FULL_DISK_PAUSES)
     model = ctx.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Linear(32, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = ctx.loader(torch.utils.data.TensorDataset(torch.randn(100, 8)), global_batch_size=12)

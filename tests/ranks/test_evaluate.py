@@ -25,6 +25,7 @@ from torch.distributed import HashStore
 from torch.utils.data import Dataset
 
 from jobkit.display import Display
+from jobkit.group import RankGroup
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.files import write_json
 from jobkit.run.layout import Layout
@@ -35,11 +36,12 @@ from jobkit.train.data_parallel import data_parallel
 from jobkit.train.evaluate import evaluate, independent_forwards
 from jobkit.train.parallel import Parallel
 from jobkit.train.scores import SampleScores
-from jobkit.worker.distributed import Control, shared_store
-from jobkit.worker.evaluation import Evaluations
+from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.launcher import Topology
-from jobkit.worker.notices import Notices
-from jobkit.worker.session import Session, open_session
+from jobkit.worker.rank import Rank
+from jobkit.worker.rendezvous import shared_store
+from jobkit.worker.reporter import RunReporter
+from jobkit.worker.stop import Stopped, StopSignals
 
 LENGTHS = [1, 2, 4, 17, 29]
 """Of datasets in batches of 4: with 5 ranks most of them leave some without a batch."""
@@ -178,7 +180,7 @@ def test_a_function_in_which_all_ranks_meet_gives_the_same_number_in_lockstep() 
 
 def stopped_in_lockstep(team: Team) -> list[int]:
     computed = []
-    lockstep = LockstepBatches(range(10), team.rank, team.world_size, Control(team.world_size).anywhere)
+    lockstep = LockstepBatches(range(10), team.rank, team.world_size, RankGroup.of_world().anywhere)
     for number in lockstep:
         computed.append(number)
         if number == 3:
@@ -310,33 +312,33 @@ def test_a_hand_out_that_leaves_a_batch_out_is_refused() -> None:
 # What an attempt keeps for the next
 
 
-class Interrupted(Exception):
-    pass
-
-
 class Run:
-    """Attempts at evaluations in this process, with a session as every rank has it."""
+    """Attempts at evaluations in this process, the only rank."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run = RunDir(path)
         self.run.checkpoints.mkdir(parents=True)
         self.computed: list[int] = []
-        self.now = Notices()
+        self.signals = StopSignals()
         monkeypatch.setenv("JOBKIT_CODE", str(path / "code" / "one"))
 
-    def attempt(self, number: int, checkpoint: int | None) -> Evaluations:
+    def attempt(self, number: int, checkpoint: int | None) -> Evaluator:
         """The evaluations of an attempt that begins with this checkpoint."""
         write_json(self.run.lease_file, {"attempt": number})
-        self.session: Session = open_session(
-            self.run, Config(name="toy", task="mytask:train"), number, Topology(), torch.device("cpu")
-        )
-        self.now = self.session.notices = Notices()
-        parallel = Parallel(Layout(), ParallelConfig(), CommConfig(), torch.device("cpu"))
-        return Evaluations(self.session, parallel, checkpoint)
+        config, device = Config(name="toy", task="mytask:train"), torch.device("cpu")
+        rank = Rank(self.run, config, number, Topology(), device, RankGroup.alone())
+
+        def fail(error: Exception) -> None:
+            raise error
+
+        reporter = RunReporter(self.run, number, True, on_lost_lease=fail)
+        self.signals = StopSignals()
+        parallel = Parallel(Layout(), ParallelConfig(), CommConfig(), device)
+        return Evaluator(rank, reporter, parallel, self.signals, checkpoint)
 
     def evaluate(
         self,
-        evaluations: Evaluations,
+        evaluations: Evaluator,
         *,
         step: int,
         stop_after: int | None = None,
@@ -351,21 +353,19 @@ class Run:
         def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             self.computed.append(int(ids[0]) // batch_size)
             if len(self.computed) == stop_after:
-                self.now.signal = signal.SIGTERM
+                self.signals.signal = signal.SIGTERM
             return noisy(batch, ids)
 
         def stop() -> None:
             if not false_alarm:
-                evaluations.keep(checkpoint)
-                raise Interrupted
-            self.now.clear()
+                raise Stopped("preempted", step, checkpoint)
+            self.signals.clear()
 
         scores = evaluations.run(
             value,
             Indexed(20),
             batch_size=batch_size,
             step=step,
-            seed=0,
             models=[],
             may_stop=lambda: may_stop,
             stop_if_told=stop,
@@ -376,7 +376,7 @@ class Run:
 
     def stop_at(self, step: int, checkpoint: int | None) -> None:
         """Attempt 1, which is stopped after 3 of an evaluation's 10 batches."""
-        with pytest.raises(Interrupted):
+        with pytest.raises(Stopped):
             self.evaluate(self.attempt(1, None), step=step, stop_after=3, checkpoint=checkpoint)
         assert self.computed == [0, 1, 2]
 
@@ -398,7 +398,7 @@ def test_an_evaluation_that_was_stopped_goes_on_where_it_was(
 ) -> None:
     one_run.stop_at(step, checkpoint)
     second = one_run.attempt(2, checkpoint)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Stopped):
         one_run.evaluate(second, step=step, stop_after=2, checkpoint=checkpoint)
     assert one_run.computed == [3, 4]
     third = one_run.attempt(3, checkpoint)
@@ -417,7 +417,7 @@ def test_evaluations_that_were_done_before_the_stopped_one_are_not_repeated(one_
     first = one_run.attempt(1, None)
     one_run.evaluate(first, step=4)
     one_run.evaluate(first, step=5, batch_size=4)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Stopped):
         one_run.evaluate(first, step=5, stop_after=1, checkpoint=5)
     second = one_run.attempt(2, 5)
     one_run.evaluate(second, step=5, batch_size=4)
@@ -509,7 +509,7 @@ import time
 import torch
 from torch import nn
 
-from jobkit.worker.notices import NOTICES
+from jobkit.worker.stop import STOP_SIGNALS
 from jobkit.train.optim import fused_ema_adam
 
 
@@ -533,7 +533,7 @@ def train(ctx):
 
     def error(batch, ids):
         if ctx.attempt == 1 and ids[0] >= 30:
-            while ctx.params.until == "notice" and not NOTICES.pending:
+            while ctx.params.until == "notice" and not STOP_SIGNALS.pending:
                 time.sleep(0.01)
             if ctx.params.until == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)

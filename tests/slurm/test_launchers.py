@@ -21,8 +21,8 @@ from harness.project import describe, events, logged_steps, status, step, wait_f
 from slurm_cluster import Cluster
 
 from jobkit.errors import DistributedError
+from jobkit.worker.addresses import free_port
 from jobkit.worker.launcher import Topology, find_topology
-from jobkit.worker.rendezvous import free_port
 
 # What a launcher says
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jobkit.run.status import Attempt
-from jobkit.worker.interval import (
+from jobkit.worker.checkpoint_schedule import (
     FIRST_SECONDS,
     MAX_OVERHEAD,
     MAX_SECONDS,

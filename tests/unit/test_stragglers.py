@@ -14,8 +14,8 @@ from harness.project import Project, describe, events, logged_steps, names, stat
 from jobkit.cli.status import describe as status_lines
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import derive
-from jobkit.worker.own_time import ComputeTimer, HostMark
 from jobkit.worker.stragglers import EACH_RANK, EXCHANGES, StragglerDetector, curves
+from jobkit.worker.timing import ComputeTimer, HostMark
 
 TASK = '''\
 """Steps that wait on purpose: every rank 0.1 s, and the one whose number is in slow_load or slow_forward longer."""

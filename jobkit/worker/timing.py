@@ -1,4 +1,4 @@
-"""How much of a step is a rank's own, and not spent waiting for others."""
+"""How long steps take, and how much of a step a rank computes before it waits for the others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,59 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+AGREEMENT_SECONDS = 0.25
+"""The ranks agree on a stop about this often: an agreement, which waits for all ranks, once a step would slow short
+steps down."""
+
+MAX_STEPS_BETWEEN_AGREEMENTS = 32
+"""So that steps which suddenly take a hundred times longer do not put a stop off for minutes."""
+
+PERFORMANCE_SECONDS = 1.0
+"""How often the loop logs its own curves (learning rate, samples and time a step, epoch)."""
+
+
+class StepTimer:
+    """The clock of one loop; equal decisions on all ranks follow from equal arguments."""
+
+    def __init__(self) -> None:
+        self.agree_at = 0
+        """The ranks agree when this many steps are done."""
+        self.steps_per_second: float | None = None
+        self._since_step, self._since = 0, 0.0
+        self._sampled_step, self._sampled = 0, 0.0
+
+    def start(self, step: int) -> None:
+        """The loop begins, or goes on, after `step` steps."""
+        self.agree_at = step + 1
+        self._since_step, self._since = step, time.perf_counter()
+        self._sampled_step, self._sampled = step, self._since
+
+    def measure(self, step: int) -> float:
+        """Seconds a step since the last agreement."""
+        now = time.perf_counter()
+        seconds = (now - self._since) / max(1, step - self._since_step)
+        self._since_step, self._since = step, now
+        return seconds
+
+    def agree_after(self, step: int, seconds_a_step: float) -> None:
+        """The next agreement: after AGREEMENT_SECONDS of such steps, the same step on every rank."""
+        steps = int(AGREEMENT_SECONDS / max(seconds_a_step, 1e-6))
+        self.agree_at = step + max(1, min(MAX_STEPS_BETWEEN_AGREEMENTS, steps))
+
+    def agree_next(self, step: int) -> None:
+        """Agree after this step: it was an unusual one, as with an evaluation in it."""
+        self.agree_at = step + 1
+
+    def sample(self, step: int) -> float | None:
+        """Seconds a step, once every PERFORMANCE_SECONDS, else None."""
+        now = time.perf_counter()
+        if now - self._sampled < PERFORMANCE_SECONDS or step == self._sampled_step:
+            return None
+        seconds = (now - self._sampled) / (step - self._sampled_step)
+        self._sampled_step, self._sampled = step, now
+        self.steps_per_second = 1 / seconds
+        return seconds
 
 
 class Mark(Protocol):
@@ -70,7 +123,7 @@ class ComputeTimer:
         self._whole, self._whole_steps = 0.0, 0
 
     def watch(self, model: torch.nn.Module, forward_waits: bool = False) -> None:
-        """Take notice of this model's forwards."""
+        """Measure by this model's forwards."""
         self.forward_waits = self.forward_waits or forward_waits
         if forward_waits:
             model.register_forward_pre_hook(lambda *_: self.forward_begins(), prepend=True)  # before FSDP gathers

@@ -1,0 +1,115 @@
+"""When a checkpoint is due, as `checkpoint.every` says: after so many steps, so much time, or `auto`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jobkit.run.config import CheckpointConfig
+from jobkit.run.duration import format_seconds, parse_seconds
+from jobkit.run.status import Attempt
+
+FIRST_SECONDS = 30.0
+"""Until the first checkpoint, whose cost is then known."""
+
+MAX_SECONDS = 1800.0
+"""However rarely it dies: what a person would mind losing."""
+
+MAX_OVERHEAD = 0.01
+"""Of the training's time, what checkpoints may cost at most."""
+
+PRIOR_SECONDS = 8 * 3600.0
+"""Time between failures to begin with, until a run has seen some of its own."""
+
+
+class CheckpointSchedule:
+    """The schedule of one rank's loop: by steps every rank decides alike, by time rank 0 does and tells the others.
+
+    Args:
+        config: the YAML's `checkpoint:`.
+        earlier: the run's attempts before this one, which tell how often it dies.
+    """
+
+    def __init__(self, config: CheckpointConfig, earlier: Sequence[Attempt] = ()) -> None:
+        self.auto: AutoInterval | None = None
+        self._steps: int | None = None
+        self._seconds: float | None = None
+        if config.every == "auto":
+            known = config.mtbf != "auto"
+            self.auto = AutoInterval(parse_seconds(config.mtbf) if known else mean_time_between_failures(earlier))
+        elif isinstance(config.every, int):
+            self._steps = config.every
+        else:
+            self._seconds = parse_seconds(config.every)
+        self._since = time.monotonic()
+        self._explained = 0.0
+
+    def restart(self) -> None:
+        """Time counts from here: the loop begins, or a checkpoint has been begun."""
+        self._since = time.monotonic()
+
+    def is_due_after(self, step: int) -> bool:
+        """Whether the number of steps done calls for a checkpoint: the same on every rank."""
+        return self._steps is not None and step % self._steps == 0
+
+    def is_due_by_time(self) -> bool:
+        """Whether the clock calls for a checkpoint: this process's clock, which no other rank shares."""
+        seconds = self.auto.seconds if self.auto is not None else self._seconds
+        return seconds is not None and time.monotonic() - self._since >= seconds
+
+    def observe(self, stall: float, seconds: float) -> bool:
+        """A checkpoint held up the training for `stall` and was durable after `seconds`; whether that changes `auto`.
+
+        By a quarter of its interval at least: what is less is not worth a line.
+        """
+        if self.auto is None:
+            return False
+        self.auto.observe(stall, seconds)
+        changed = abs(self.auto.seconds - self._explained) > 0.25 * self._explained
+        if changed:
+            self._explained = self.auto.seconds
+        return changed
+
+
+def mean_time_between_failures(attempts: Sequence[Attempt]) -> float:
+    """Seconds of run for each end that left no time to save, as far as seen, weighed with PRIOR_SECONDS once."""
+    lived = sum(max(0.0, (attempt.ended or attempt.started) - attempt.started) for attempt in attempts)
+    return (PRIOR_SECONDS + lived) / (1 + sum(attempt.ended_hard for attempt in attempts))
+
+
+@dataclass
+class AutoInterval:
+    """`checkpoint.every: auto`: the interval between two checkpoints, from what one costs and how often the run dies.
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974: sqrt(2 * cost * MTBF).
+    """
+
+    mtbf: float
+    """Mean time between failures, in seconds."""
+    cost: float | None = None
+    """Seconds for which a checkpoint holds up the training; None before the first."""
+    durable: float = 0.0
+    """Seconds until one is on the disk."""
+
+    def observe(self, stall: float, seconds: float) -> None:
+        """A checkpoint has been written: it held up the training for `stall`, and was durable after `seconds`."""
+        self.cost = stall if self.cost is None else 0.5 * (self.cost + stall)
+        self.durable = max(seconds, 0.5 * (self.durable + seconds))
+
+    @property
+    def seconds(self) -> float:
+        """Young's interval, within what MAX_OVERHEAD, the disk and a person's patience allow."""
+        if self.cost is None:
+            return FIRST_SECONDS
+        ideal = math.sqrt(2 * self.cost * self.mtbf)
+        return max(min(ideal, MAX_SECONDS), self.cost / MAX_OVERHEAD, 2 * self.durable)
+
+    def explain(self) -> str:
+        """The interval and what it follows from, in words."""
+        cost = "not known yet" if self.cost is None else f"{self.cost:.3g} s"
+        return (
+            f"a checkpoint every {self.seconds:.3g} s: one holds up the training for {cost}, "
+            f"time between failures {format_seconds(self.mtbf)}"
+        )

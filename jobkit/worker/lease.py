@@ -1,0 +1,45 @@
+"""The lease of the run directory, as a rank sees it: an attempt that has lost it writes nothing more, and ends.
+
+A node that was cut off, or a process that was stopped, comes back when another attempt owns the run already.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import NoReturn
+
+from jobkit.errors import EXIT_RESUMABLE, JobkitError
+from jobkit.log import log
+from jobkit.run.rundir import RunDir
+
+
+class LostLease(JobkitError):
+    """Another attempt owns the run."""
+
+    exit_code = EXIT_RESUMABLE
+
+
+def holds_lease(run: RunDir, attempt: int) -> bool:
+    """Whether an attempt may write; not where the lease cannot be read."""
+    return run.owner() == attempt
+
+
+def check_lease(run: RunDir, attempt: int) -> None:
+    """Raise LostLease where another attempt owns the run, OSError where the lease cannot be read."""
+    owner = run.owner()
+    if owner is None:
+        raise OSError(errno.EIO, "cannot be read", str(run.lease_file))
+    if owner != attempt:
+        raise LostLease(f"attempt {owner} has taken {run.name} over; attempt {attempt} ends and writes nothing more")
+
+
+def end_after_lost_lease(error: LostLease) -> NoReturn:
+    """End this process at once, from whichever thread: its training thread may wait for ranks that are gone.
+
+    For entry points alone.
+    """
+    log.warning("%s", error)
+    sys.stdout.flush()
+    os._exit(EXIT_RESUMABLE)

@@ -1,0 +1,224 @@
+"""The training loop: it yields steps, and between two of them the ranks agree on checkpoints and stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from jobkit.checkpoint.reader import RestoredCheckpoint
+from jobkit.checkpoint.state import set_rng_state
+from jobkit.errors import CheckpointError, JobkitError
+from jobkit.run.events import Event
+from jobkit.train.data import Loader, derive_seed, seed_generators
+from jobkit.train.engine import Engine
+from jobkit.worker.checkpoint_schedule import CheckpointSchedule
+from jobkit.worker.checkpointing import Checkpoints
+from jobkit.worker.heartbeat import peak_bytes
+from jobkit.worker.rank import Rank
+from jobkit.worker.reporter import RunReporter
+from jobkit.worker.stop import Stopped, StopSignals
+from jobkit.worker.stragglers import StragglerMonitor
+from jobkit.worker.timing import StepTimer
+from jobkit.worker.tracked_state import TrackedState
+
+
+class TrainingLoop:
+    """The loop of one rank.
+
+    Args:
+        rank: this one.
+        engine: what the steps are computed with.
+        tracked: what a checkpoint holds.
+        restored: the checkpoint that the attempt begins with, or None.
+        checkpoints, schedule: to save, and when.
+        reporter: is told how far it is.
+        stragglers: compares the ranks' own times.
+        signals: what this process has been told.
+        find_cause: why the attempt is being stopped, None for a false alarm; called on rank 0.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        engine: Engine,
+        tracked: TrackedState,
+        restored: RestoredCheckpoint | None,
+        checkpoints: Checkpoints,
+        schedule: CheckpointSchedule,
+        reporter: RunReporter,
+        stragglers: StragglerMonitor,
+        signals: StopSignals,
+        find_cause: Callable[[], str | None],
+    ) -> None:
+        self.step = restored.step if restored is not None else 0
+        """The step the loop is in, from 0; after the loop, the number of steps done."""
+        self.total: int | None = None
+        """None before the loop."""
+        self.stopped: Stopped | None = None
+        self._rank, self._engine, self._tracked, self._restored = rank, engine, tracked, restored
+        self._checkpoints, self._schedule = checkpoints, schedule
+        self._reporter, self._stragglers = reporter, stragglers
+        self._signals, self._find_cause = signals, find_cause
+        self._timer = StepTimer()
+        self._optimizer_steps = 0
+        self._step_start: object = None
+        """What the current step had touched when it began: nothing; None outside the loop."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is under way."""
+        return self._step_start is not None
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count this optimizer's steps."""
+        optimizer.register_step_post_hook(self._count_optimizer_step)
+
+    def _count_optimizer_step(self, *_: Any) -> None:
+        self._optimizer_steps += 1
+
+    def steps(self, total: int) -> Iterator[int]:
+        """See Context.steps."""
+        self._begin(total)
+        while self.step < total:
+            self._step_start = self._fingerprint()
+            self._stragglers.timer.begin()
+            yield self.step
+            self._stragglers.timer.end()
+            self.step += 1
+            if self._optimizer_steps:
+                self._engine.check_updated()
+            self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == total)
+            self._reporter.heartbeat.beat()
+            self._reporter.end_step(self.step - 1)
+            self._boundary()
+        self._step_start = None
+        self._reporter.heartbeat.end()
+
+    def _of_type(self, kind: type[Any]) -> list[Any]:
+        """The tracked objects of a class."""
+        return [value for value in self._tracked.objects.values() if isinstance(value, kind)]
+
+    # The beginning
+
+    def _begin(self, total: int) -> None:
+        if self.total is not None:
+            raise JobkitError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
+        self._engine.check_tracked(self._tracked.objects.values())
+        self.total = total
+        if self._engine.scaler is not None:
+            self._tracked.add("loss_scale", self._engine.scaler)
+        checkpoint = self._restored.path.name if self._restored is not None else None
+        if missing := self._tracked.forget_checkpoint():
+            raise CheckpointError(
+                f"{checkpoint} has {', '.join(missing)}, which the code no longer tracks; "
+                "call ctx.track with it before ctx.steps, or submit with --fresh"
+            )
+        self._reporter.record(Event.RESUMED, step=self.step, total_steps=total, checkpoint=checkpoint)
+        self._continue_local_state()
+        self._restored = None  # its tensors are in the model by now
+        self.report_progress()
+        self._timer.start(self.step)
+        self._reporter.heartbeat.begin()
+        self._schedule.restart()
+
+    def _continue_local_state(self) -> None:
+        """Random numbers, and what else differs from rank to rank: as they were, or as on a new rank."""
+        restored, parallel = self._restored, self._engine.parallel
+        world_size = self._rank.topology.world_size
+        same_world = restored is not None and restored.manifest.world_size == world_size
+        # Ranks that compute the same samples draw the same numbers, which those of another layout may not have done.
+        if restored is not None and restored.local is not None and (same_world or parallel.layout.data == world_size):
+            set_rng_state(restored.local["rng"], self._rank.device)
+        else:  # dropout differs from share to share
+            seed_generators(derive_seed(self._rank.config.seed, "train", parallel.data_rank, self.step))
+        if restored is not None and restored.local is not None and same_world:
+            self._tracked.load_local_state(restored.local)
+
+    # Between two steps
+
+    def _boundary(self) -> None:
+        """Measure, agree, save or stop."""
+        if self.step == self.total:
+            return  # whatever it is, finishing is the quickest answer to it
+        due = self._schedule.is_due_after(self.step)
+        # What the function does after the loop may need the last step's values, and may be killed: then that one step
+        # is repeated. The final checkpoint comes with the function's result.
+        due = due or self.step + 1 == self.total
+        if self._rank.topology.world_size == 1 or self._timer.agree_at <= self.step:
+            due = self._agree() or due
+        if due:
+            self._checkpoints.save(self.step)
+        self.report_progress()
+
+    def _agree(self) -> bool:
+        """Exchange what only some ranks know, and stop where one was told to; whether the clock asks for a save."""
+        main, seconds = self._rank.is_main, self._timer.measure(self.step)
+        told, by_time, slowest, peak, compare = self._rank.group.maximum(
+            self._signals.pending,
+            main and self._schedule.is_due_by_time(),
+            seconds,
+            peak_bytes(),
+            self._stragglers.is_due(),
+        )
+        self._reporter.update(peak_bytes=int(peak))
+        self._timer.agree_after(self.step, slowest)
+        if told:
+            self.stop_if_told()
+        if compare:
+            self._stragglers.compare(self.step)
+        self._log_performance()
+        return bool(by_time)
+
+    def stop_if_told(self) -> None:
+        """On all ranks, after a signal on one: ask why, and unless it was a false alarm save and raise Stopped."""
+        cause = self._rank.group.broadcast(self._find_cause() if self._rank.is_main else None)
+        if cause is None:
+            self._signals.clear()
+            return
+        self._reporter.heartbeat.stopping = True
+        self._engine.end_averaged()
+        if self._checkpoints.durable_step != self.step and self.total is not None:
+            self._checkpoints.save(self.step, wait=True, must=False)
+        durable = self._checkpoints.durable_step
+        self._reporter.record(Event.INTERRUPTED, cause=cause, step=durable or 0, reached=self.step)
+        kept = "its checkpoint is safe" if durable == self.step else "no checkpoint of it"
+        self._reporter.say(f"stopped at step {self.step}, {kept}; the same command continues the run")
+        self.stopped = Stopped(str(cause), self.step, durable)
+        raise self.stopped
+
+    def _log_performance(self) -> None:
+        seconds = self._timer.sample(self.step)
+        if seconds is None:
+            return
+        values: dict[str, Any] = {"perf/step_seconds": seconds}
+        for loader in self._of_type(Loader)[:1]:
+            values["perf/samples_per_second"] = loader.global_batch_size / seconds
+            values["perf/epoch"] = loader.epoch
+        for optimizer in self._of_type(torch.optim.Optimizer)[:1]:
+            values["train/lr"] = optimizer.param_groups[0]["lr"]
+        self._reporter.scalars(self.step - 1, values)
+
+    def report_progress(self) -> None:
+        """Say how far the loop is."""
+        rate = self._timer.steps_per_second
+        self._reporter.update(step=self.step, total_steps=self.total, steps_per_second=rate)
+
+    # Within a step
+
+    def _fingerprint(self) -> tuple[object, ...]:
+        """Changes as soon as a step draws a batch or a random number, or takes an optimizer's step."""
+        positions = [loader.position for loader in self._of_type(Loader)]
+        return positions, self._optimizer_steps, torch.get_rng_state().numpy().tobytes()
+
+    def may_stop_here(self) -> bool:
+        """Whether nothing of the step has been done yet; after the loop, going on to the end is what is left to do."""
+        if self._step_start is None:
+            return self.total is None
+        return self._step_start == self._fingerprint()
+
+    def evaluated(self) -> None:
+        """An evaluation took part of the step: the next step's end is one to agree at, and own time begins anew."""
+        self._timer.agree_next(self.step)
+        self._stragglers.timer.begin()  # in there the ranks waited for each other

@@ -1,0 +1,57 @@
+"""A rank of an attempt, once it has a device and a process group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from jobkit.group import RankGroup
+from jobkit.run.config import Config
+from jobkit.run.rundir import RunDir
+from jobkit.train.devices import check_precision, choose_device, group_backend, report
+from jobkit.worker.launcher import Topology
+from jobkit.worker.rendezvous import Rendezvous
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which rank of which attempt this process is, and what it has at hand."""
+
+    run: RunDir
+    config: Config
+    attempt: int
+    topology: Topology
+    device: torch.device
+    group: RankGroup
+    """All ranks, for agreements at step boundaries."""
+    owns_process_group: bool = True
+    """Whether the process group ends with the attempt; one that the script formed is the script's."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes files."""
+        return self.topology.rank == 0
+
+
+def join(found: Rendezvous, run: RunDir, config: Config, attempt: int) -> Rank:
+    """Choose this rank's device and form the process group, on all ranks of a rendezvous together.
+
+    Raises DistributedError on all of them where one has no device.
+    """
+    topology = found.topology
+
+    def choose() -> tuple[torch.device, str]:
+        gpus = config.resources.gpus_per_task
+        device = choose_device(config.device, gpus, topology.local_rank, topology.local_world_size)
+        check_precision(device, config.precision)
+        return device, group_backend(device, config.backend)
+
+    device, backend = found.group.all_or_none(choose)
+    group = found.form_group(backend)
+    rank = Rank(run, config, attempt, topology, device, group, owns_process_group=found.store is not None)
+    where = report(device, backend, topology.rank, topology.nodes, group.gather)
+    if rank.is_main or "JOBKIT_LOGS" in os.environ:  # elsewhere all ranks print into one terminal
+        print(where, flush=True)
+    return rank

@@ -1,0 +1,215 @@
+"""What a rank tells of its attempt: events for the journal, how far it is, and curves for TensorBoard."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jobkit.display import Display
+from jobkit.run import records
+from jobkit.run.append import Backlog, Outage
+from jobkit.run.events import Event
+from jobkit.run.journal import encode
+from jobkit.run.records import Progress
+from jobkit.run.rundir import RunDir
+from jobkit.worker.heartbeat import Heartbeat
+from jobkit.worker.lease import LostLease, check_lease, holds_lease
+
+if TYPE_CHECKING:
+    from jobkit.worker.metrics import MetricLog, Position
+
+MAX_UNWRITTEN_EVENTS = 64 << 20
+"""Bytes of events that wait for a full disk: years of them, as a checkpoint has one line."""
+
+SHOWN_VALUES = 4
+"""How many of the values that the function logs are in the progress report: a progress bar has no room for more."""
+
+
+class RunReporter:
+    """The reports of one rank. Rank 0 alone writes to the journal, to TensorBoard and to the progress report.
+
+    An attempt that has lost its lease writes nothing more: `record` and `write_journal` raise LostLease then.
+
+    Args:
+        run, attempt: whose.
+        is_main: whether this is rank 0.
+        on_lost_lease: what the thread of the metrics, or of a checkpoint, calls where the lease is lost: it cannot
+            raise into the training's thread, which may wait for ranks that are gone.
+        on_tick: called a few times a second, on rank 0, in the metrics' thread.
+        display: of a script that draws its own progress, and has nobody outside to follow it.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        is_main: bool,
+        *,
+        on_lost_lease: Callable[[LostLease], None],
+        on_tick: Callable[[], None] = lambda: None,
+        display: Display | None = None,
+    ) -> None:
+        self.heartbeat = Heartbeat()
+        self._run, self._attempt, self._is_main = run, attempt, is_main
+        self._on_lost_lease, self._on_tick = on_lost_lease, on_tick
+        self._display = display
+        self._progress: dict[str, Any] = {}
+        self._metrics: MetricLog | None = None
+        self._values: dict[str, Any] = {}
+        """Scalars of the step that is under way."""
+        self._media: list[Callable[[MetricLog, int], None]] = []
+        """Its images, texts and videos."""
+        self._writing = threading.Lock()
+        """Events are recorded in the training's thread, the metrics' and a checkpoint's."""
+        self._events = Backlog(MAX_UNWRITTEN_EVENTS)
+        self._status_is_old = False
+        self._outage = Outage(
+            "the journal", "Training goes on, its events are kept in memory; the checkpoints that are there are safe."
+        )
+
+    # The journal
+
+    def record(self, event: Event, **fields: Any) -> None:
+        """Journal an event of this attempt, once: on rank 0. What the disk does not take now is written later."""
+        if not self._is_main:
+            return
+        with self._writing:
+            self._events.add(
+                encode({"time": round(time.time(), 3), "event": event, "attempt": self._attempt, **fields})
+            )
+        with self._outage.survived():
+            self.write_journal()
+
+    def write_journal(self) -> None:
+        """Write the events that are not in the journal yet, in their order; raises OSError when the disk is full."""
+        with self._writing:
+            if not (self._events or self._status_is_old):
+                return
+            check_lease(self._run, self._attempt)
+            if self._events:
+                self._events.flush(self._run.journal.append_lines)
+                self._status_is_old = True
+            self._run.write_status()
+            self._status_is_old = False
+
+    @contextmanager
+    def in_a_thread(self) -> Iterator[None]:
+        """For what a thread beside the training's does: a lost lease ends the process, as `on_lost_lease` says."""
+        try:
+            yield
+        except LostLease as error:
+            self._on_lost_lease(error)
+
+    # TensorBoard
+
+    def start_metrics(self, position: Position, first_step: int) -> None:
+        """Cut TensorBoard's files back to a checkpoint's position and continue them from there."""
+        if self._is_main:
+            # Imported on rank 0 alone: TensorBoard costs a second, times the ranks of a node.
+            from jobkit.worker.metrics import MetricLog, rewind
+
+            rewind(self._run.tensorboard, position)
+            may_write = partial(holds_lease, self._run, self._attempt)
+            self._metrics = MetricLog(self._run.tensorboard, first_step, self._tick, may_write)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Scalars of the step that is under way; a tensor is copied and not synchronised."""
+        if self._metrics is not None:
+            for tag, value in values.items():
+                self._values[tag] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def log_image(self, tag: str, image: torch.Tensor) -> None:
+        """An image of the step that is under way."""
+        copy = image.detach().clone() if self._metrics is not None else image
+        self._log_media(lambda metrics, step: metrics.image(step, tag, copy))
+
+    def log_video(self, tag: str, video: torch.Tensor) -> None:
+        """A video of the step that is under way."""
+        copy = video.detach().clone() if self._metrics is not None else video
+        self._log_media(lambda metrics, step: metrics.video(step, tag, copy))
+
+    def log_text(self, tag: str, text: str) -> None:
+        """A text of the step that is under way."""
+        self._log_media(lambda metrics, step: metrics.text(step, tag, text))
+
+    def _log_media(self, write: Callable[[MetricLog, int], None]) -> None:
+        if self._metrics is not None:
+            self._media.append(write)
+
+    def end_step(self, step: int) -> None:
+        """Hand a whole step's values on: those of one that is broken off half-way are logged when it is repeated."""
+        if self._metrics is None:
+            return
+        self.scalars(step, self._values)
+        for write in self._media:
+            write(self._metrics, step)
+        self._values, self._media = {}, []
+
+    def scalars(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log jobkit's own curves at a step."""
+        if self._metrics is not None and values:
+            self._metrics.scalars(step, values)
+
+    def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Log the run's parameters with its final metrics."""
+        if self._metrics is not None:
+            self._metrics.hparams(parameters, metrics)
+
+    def mark_metrics(self) -> Future[Position]:
+        """The position after everything logged so far, once it is on the disk."""
+        if self._metrics is not None:
+            return self._metrics.mark()
+        nothing: Future[Position] = Future()
+        nothing.set_result({})
+        return nothing
+
+    # Progress
+
+    def update(self, **fields: Any) -> None:
+        """Fields of the next progress report; see jobkit.run.records.Progress."""
+        self._progress.update(fields)
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar that this process draws, where it draws one."""
+        if self._display is not None:
+            self._display.say(text)
+
+    def _tick(self, latest: dict[str, float]) -> None:
+        """A few times a second, in the metrics' thread."""
+        with self.in_a_thread():
+            try:
+                check_lease(self._run, self._attempt)
+            except OSError:
+                return
+            with self._outage.survived():
+                self.write_journal()
+            self._report(latest)
+            self._on_tick()
+
+    def _report(self, latest: dict[str, float]) -> None:
+        own = ("perf/", "final/", "train/lr")
+        shown = [(tag, value) for tag, value in latest.items() if not tag.startswith(own)]
+        progress = Progress(
+            attempt=self._attempt,
+            time=time.time(),
+            values=dict(shown[:SHOWN_VALUES]),
+            **self._progress,
+            **self.heartbeat.report(),
+        )
+        with suppress(OSError):  # only a view, and the journal's own trouble has been said
+            records.write(self._run.progress_file, progress, durable=False)
+        if self._display is not None:
+            self._display.show(progress)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None

@@ -1,0 +1,183 @@
+"""Stopping an attempt: signals and the time limit set a flag, and rank 0 asks the scheduler why.
+
+A handler only sets a flag; all that follows happens at a step boundary, on all ranks together.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from jobkit import slurm
+from jobkit.errors import EXIT_RESUMABLE, SchedulerError
+from jobkit.log import log
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor.fork_client import PARENT
+
+ASK_SECONDS = 2.0
+"""How long to wait for Slurm's record to name a reason: the signal can arrive before the record says why."""
+
+SCRIPT_ASKS = 4
+"""How often, after a signal, Slurm is asked whether the batch script was killed."""
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+
+
+class Stopped(SystemExit):
+    """Raised out of the loop, on every rank, after the checkpoint: this attempt is over, the run is not.
+
+    A SystemExit, so that `except Exception` in a training function does not catch it, and a plain script ends with
+    exit code 75.
+    """
+
+    def __init__(self, cause: str, step: int, checkpoint: int | None) -> None:
+        super().__init__(EXIT_RESUMABLE)
+        self.cause = cause
+        self.step = step
+        self.checkpoint = checkpoint
+        """Step of the newest durable checkpoint, with which the next attempt begins; None where there is none."""
+
+
+class StopSignals:
+    """What this process has been told. One for each process, since signal handlers are."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The last signal received: SIGTERM, SIGUSR2 or SIGINT."""
+        self.deadline: float | None = None
+        """When to stop for the time limit's sake, by the monotonic clock: the wall clocks of two nodes may differ."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a reason to ask the scheduler what is going on."""
+        return self.signal is not None or self.overdue
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it is time to stop for the time limit's sake."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def install(self) -> None:
+        """Take SIGTERM, SIGUSR2 and SIGINT from here on; in the main thread only."""
+        for number in NUMBERS:
+            signal.signal(number, self._on_signal)
+        # Slurm signals data loader workers too, and one that dies takes its rank with it, before the checkpoint.
+        os.register_at_fork(after_in_child=_block_signals)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.signal = number
+
+    def clear(self) -> None:
+        """Forget a signal that turned out to be no reason to stop."""
+        self.signal = None
+
+
+STOP_SIGNALS = StopSignals()
+
+
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+
+
+class CauseFinder:
+    """Why this attempt is being stopped, for rank 0 to find out: from jobkit's own request to stop, else from the
+    scheduler, else from the clock and the signal itself."""
+
+    def __init__(self, run: RunDir, attempt: int, signals: StopSignals) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.signals = signals
+        self.job_id = slurm.current_job() if os.environ.get("JOBKIT_SCHEDULER") == "slurm" else None
+        self.margin = 0.0
+        self._script_asked = 0
+
+    def look_around(self) -> None:
+        """Learn when Slurm will end this attempt, and whether it is being stopped already.
+
+        Signals that came while the interpreter was starting are lost; the request and the job's record still know.
+        """
+        if self._requested() is not None:
+            self.signals.signal = signal.SIGTERM
+        job = self._ask() if self.job_id is not None else None
+        if job is None:
+            return
+        if job.limit is not None:
+            self.margin = slurm.stop_margin(job.limit)
+        if slurm.stop_cause(job, self.margin):
+            self.signals.signal = signal.SIGTERM
+        elif job.remaining is not None:
+            self.signals.deadline = time.monotonic() + job.remaining - self.margin
+
+    def _requested(self) -> str | None:
+        request = self.run.stop_request(self.attempt)
+        return request.cause if request is not None else None
+
+    def find(self) -> str | None:
+        """preempted, timeout, cancelled, killed, user or signal; None for a false alarm."""
+        if (requested := self._requested()) is not None:
+            return requested
+        if self.job_id is None:
+            return "user" if self.signals.signal is not None else None
+        until = time.monotonic() + ASK_SECONDS
+        while True:
+            job = self._ask()
+            if job is not None and (cause := slurm.stop_cause(job, self.margin)):
+                return cause
+            if job is not None and self.signals.signal is None and (job.remaining or 0.0) > self.margin:
+                self.signals.deadline = time.monotonic() + (job.remaining or 0.0) - self.margin
+                return None  # an operator has given the job more time
+            by_timer = self.signals.signal == signal.SIGUSR2
+            if job is not None and by_timer and slurm.early_timeout_signal(job, self.margin):
+                return None  # Slurm's timer may be a minute early; the deadline, which is exact, will say when
+            if job is None and self.signals.overdue:
+                return "timeout"
+            if time.monotonic() >= until:
+                return "signal"  # someone's own `scancel --signal`: save, and go on in a new attempt
+            time.sleep(0.3)
+
+    def replace_dead_script(self) -> None:
+        """Do the batch script's last work where it was killed: nobody else would start the job again.
+
+        For rank 0 to call twice a second. Slurm lets the ranks live for KillWait then, time enough for it, and with
+        luck for a checkpoint. Asked a few times: Slurm's second SIGTERM may hit the scontrol of the first.
+        """
+        if self.signals.signal is None:
+            self._script_asked = 0
+        if self.signals.signal is None or self.job_id is None or self._script_asked >= SCRIPT_ASKS:
+            return
+        self._script_asked += 1
+        job = self._ask()
+        if job is not None and job.script_died:
+            self._script_asked = SCRIPT_ASKS
+            end = [sys.executable, "-m", "jobkit.supervisor", "end", str(self.run.path), str(self.attempt)]
+            subprocess.Popen(end, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def _ask(self) -> slurm.JobInfo | None:
+        assert self.job_id is not None
+        try:
+            return slurm.show_job(self.job_id, timeout=5.0)  # a save is waiting for the answer
+        except SchedulerError as error:
+            log.warning("%s", error)
+            return None
+
+
+# The processes around a rank
+
+
+def kill_children() -> None:
+    """End what this process forked and did not end: such children have SIGTERM blocked."""
+    children = multiprocessing.active_children()
+    if children:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise that a loader's worker was killed
+    for child in children:
+        child.kill()
+
+
+def follow_parent() -> None:
+    """Stop if the process that forked this one has died: its SIGTERM for that is lost while signals are ignored."""
+    if str(os.getppid()) != os.environ.get(PARENT):
+        os.kill(os.getpid(), signal.SIGTERM)
