@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
-from jobkit.log import configure
 
 if TYPE_CHECKING:
     from jobkit.run.config import LoadedConfig
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run it; a JobkitError becomes its message and exit code."""
-    configure()
     parser = argparse.ArgumentParser(prog="python -m jobkit.submit", description=DESCRIPTION, epilog=EPILOG)
     add_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)
@@ -64,11 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """One submission, as the command line says; returns the exit code."""
     from jobkit import slurm
+    from jobkit.log import configure
     from jobkit.run.config import load
     from jobkit.run.rundir import default_runs_dir
     from jobkit.submission import interrupts
     from jobkit.submission.submit import choose_run, submit
 
+    configure()
     loaded = load(arguments.experiment, arguments.overrides, arguments.demo)
     for note in loaded.notes:
         print(note, file=sys.stderr)

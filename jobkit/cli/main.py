@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jobkit.errors import JobkitError
-from jobkit.log import configure
 
 VERBS = {
     "submit": "run an experiment, or continue it",
@@ -24,7 +23,6 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a JobkitError becomes its message and exit code."""
-    configure()
     parser = argparse.ArgumentParser(
         prog="jobkit", description="Run PyTorch training here or on Slurm, and never lose a run."
     )
@@ -41,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     parsed = parser.parse_args(arguments)
+    from jobkit.log import configure  # here: --help needs no logging, whose import takes a sixth of its time
+
+    configure()
     try:
         return int(parsed.run(parsed))
     except JobkitError as error:
