@@ -10,6 +10,7 @@ from typing import TextIO
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, InputError, SchedulerError
+from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.run.tail import Tail
 from jobkit.submission import job
@@ -50,7 +51,7 @@ def _goes_on(run: RunDir) -> bool:
     try:
         return job.is_active(run, job.update_status(run))
     except SchedulerError as error:
-        print(f"jobkit: {error}; still following", file=sys.stderr)
+        log.warning(f"{error}; still following")
         return True
 
 

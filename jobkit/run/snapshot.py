@@ -12,31 +12,16 @@ from pathlib import Path
 from jobkit.errors import InputError
 from jobkit.run.files import read_json, write_json
 
-SOURCE_SUFFIXES = frozenset(
-    [
-        ".py",
-        ".pyi",
-        ".pyx",
-        ".c",
-        ".cc",
-        ".cpp",
-        ".cu",
-        ".cuh",
-        ".h",
-        ".hpp",
-        ".sh",
-        ".yaml",
-        ".yml",
-        ".json",
-        ".toml",
-        ".cfg",
-        ".ini",
-        ".txt",
-        ".j2",
-    ]
-)
-MAX_FILE_BYTES = 2 << 20  # above that it is data, not code
+_SUFFIXES = ".py .pyi .pyx .c .cc .cpp .cu .cuh .h .hpp .sh .yaml .yml .json .toml .cfg .ini .txt .j2"
+SOURCE_SUFFIXES = frozenset(_SUFFIXES.split())
+"""Of files that count as code where no git says what does."""
+
+MAX_FILE_BYTES = 2 << 20
+"""A bigger file is data, not code."""
+
 MAX_FILES = 5000
+"""More are no project's folder but a home directory, which a submission would copy for minutes."""
+
 MANIFEST = ".snapshot.json"
 
 

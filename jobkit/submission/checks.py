@@ -26,7 +26,8 @@ LITTLE_SPACE = 10 << 30
 """Bytes: a few checkpoints of a small model with its optimizer's state."""
 
 SHORT_GRACE = 10
-"""Seconds from a preemption's signal to the kill, below which a checkpoint is no sure thing."""
+"""Seconds from a preemption's signal to the kill (GraceTime, then KillWait): with less, a big model's checkpoint may
+not be written whole."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ TASK = "jobkit.worker.network_probe:probe"
 POLL_SECONDS = 0.3
 
 ENDING_SECONDS = 60.0
-"""How long a job is given to be gone after its run has finished."""
+"""How long a job is given to be gone after its run has finished: the batch script ends some seconds after the ranks,
+and Slurm shows it as COMPLETING until every node has said that its processes are gone."""
 
 
 def run_probe(

@@ -134,6 +134,7 @@ def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> O
     changed = _code_changes(run, before, request)
     code = snapshot.take(request.source, run.code, skip=run.path.parent, needed=request.task_file)
     run.write_config(plan.config)
+    # Before sbatch: this process may die, or slurmctld not answer, and the next submission must look for a job then.
     run.record(
         Event.SUBMITTING,
         cluster=plan.cluster,
