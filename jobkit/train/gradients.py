@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
@@ -19,14 +19,31 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
     Gradients may be plain tensors, of which every rank has the whole, and DTensors over any mesh. `stages`: the group
     of a pipeline's stages, which have parameters of their own.
     """
+    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local, groups = _shard(parameter.grad)
+            shards[groups].append(local)
     total = torch.zeros(())
-    for alike in _by_mesh(parameters):
-        norm = get_total_norm([parameter.grad for parameter in alike if parameter.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        total = total.to(whole.device) + whole.float().square()
+    for groups, tensors in shards.items():
+        # Of DTensors get_total_norm would sum once for each tensor and mesh axis; of their shards once for each axis.
+        part = get_total_norm(tensors).float().square()
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        total = total.to(part.device) + part
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()
+
+
+def _shard(gradient: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, ...]]:
+    """This rank's part of a gradient, and the groups of ranks it is divided over."""
+    if not isinstance(gradient, DTensor):
+        return gradient, ()
+    placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    gradient = gradient.redistribute(placements=placements)
+    divided = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    return gradient.to_local(), tuple(gradient.device_mesh.get_group(axis) for axis in divided)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

@@ -42,12 +42,12 @@ def fork_client() -> ForkClient:
     return ForkClient.start({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def start(action: Callable[..., object], *args: Any) -> int:
+def start(action: Callable[..., object], *args: Any, stdout: int = 1) -> int:
     """A process that runs `action(*args)`; its process id, for `fork_client().poll`."""
     call = [pickle.dumps((action, args)).hex()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     target = ("harness.ranks:call", call)
-    return fork_client().fork(target, environment=environment, cwd=Path.cwd(), stdout=1, stderr=2)
+    return fork_client().fork(target, environment=environment, cwd=Path.cwd(), stdout=stdout, stderr=2)
 
 
 def call(pickled: str) -> None:

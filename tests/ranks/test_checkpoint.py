@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from harness.ranks import Team, on_ranks, start, wait_for_end
+from harness.ranks import Team, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -416,39 +415,6 @@ def test_a_model_of_another_shape_is_an_error_and_no_damage(root: Path) -> None:
 
 
 # Interruptions and failures
-
-
-def save_for_ever(root: Path) -> None:
-    torch.set_num_threads(1)
-    checkpointer = Checkpointer(Store(root, attempt=str(os.getpid())), keep=2)
-    step = max(checkpointer.store.steps(), default=1)
-    while True:
-        checkpointer.save(step, {"x": [torch.full((300_000,), step), step]}, step).wait()
-        step += 1
-
-
-def test_the_newest_checkpoint_is_whole_after_kill_9_at_any_moment(root: Path) -> None:
-    moments = random.Random(os.getpid())
-    reached = 0
-    for _ in range(15):
-        saver = start(save_for_ever, root)
-        deadline = time.monotonic() + 30
-        while max(Store(root).steps(), default=0) <= reached and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0.0, 0.1))
-        os.kill(saver, signal.SIGKILL)
-        assert wait_for_end(saver)
-
-        checkpointer = Checkpointer(Store(root, patience=0.0))
-        loaded = checkpointer.load_newest()
-        assert checkpointer.set_aside == []
-        assert loaded is not None
-        tensor, step = loaded.shared["x"]
-        assert loaded.step == loaded.local == step > reached
-        assert bool((tensor == step).all())
-        reached = step
-    Store(root).clean()
-    assert sorted(path.name for path in root.glob(".*step_*")) == []
 
 
 def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(store: Store) -> None:

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness.project import Project, describe
 from torch.distributed import HashStore
 
 import jobkit
 from jobkit.errors import DistributedError, InputError
-from jobkit.run import device_kinds as devices
+from jobkit.run import device_kinds
 from jobkit.run.config import Config, Resources, load
 from jobkit.run.device_kinds import KINDS, DeviceKind
 from jobkit.submission.plan import make_plan
@@ -84,7 +83,7 @@ def test_no_other_module_knows_what_a_device_talks_over_or_which_variable_shows_
     found = {
         (file.name, text)
         for file in root.rglob("*.py")
-        if file != root / "run" / "devices.py"
+        if file != root / "run" / "device_kinds.py"
         for text in strings(file)
         if text in of_the_table - {"gloo"}  # which is also what jobkit's own small agreements use, on the CPU
     }
@@ -108,20 +107,20 @@ def test_no_other_module_knows_what_a_device_talks_over_or_which_variable_shows_
 def test_the_variable_says_which_devices_are_visible(value: str, expected: list[str]) -> None:
     for kind in KINDS:
         if kind.visible is not None:
-            assert devices.listed(kind, {kind.visible: value}) == expected
+            assert device_kinds.listed(kind, {kind.visible: value}) == expected
 
 
 def test_a_kind_whose_devices_have_files_is_counted_by_them(tmp_path: Path) -> None:
     for name in ("davinci0", "davinci1", "davinci_manager"):
         (tmp_path / name).touch()
     kind = DeviceKind(name="npu", backend="hccl", visible="SEEN", files=f"{tmp_path}/davinci[0-9]*")
-    assert devices.listed(kind, {}) == ["0", "1"]
-    assert devices.listed(kind, {"SEEN": "1"}) == ["1"]
+    assert device_kinds.listed(kind, {}) == ["0", "1"]
+    assert device_kinds.listed(kind, {"SEEN": "1"}) == ["1"]
 
 
 def test_auto_is_the_first_kind_that_the_environment_shows() -> None:
     def chosen(environ: dict[str, str]) -> tuple[str, list[str] | None]:
-        kind, found = devices.of_this_machine("auto", environ)
+        kind, found = device_kinds.of_this_machine("auto", environ)
         return kind.name, found
 
     assert chosen({"CUDA_VISIBLE_DEVICES": "3"}) == ("cuda", ["3"])
@@ -252,12 +251,3 @@ def test_two_ranks_with_one_device_are_told_so_unless_they_asked_to_share(monkey
     assert "JOBKIT_SHARE_DEVICES=1" in message
     monkeypatch.setenv("JOBKIT_SHARE_DEVICES", "1")
     report(CPU, "gloo", 0, 1, gathered(same, same))
-
-
-def test_each_rank_of_a_run_says_once_what_it_computes_on(tmp_path: Path) -> None:
-    project = Project(tmp_path)
-    project.submit("--local", "params.steps=2", "resources.nodes=1")
-    (run,) = project.runs
-    for rank, line in ((0, "2 rank(s), gloo, cpu"), (1, "rank 1: cpu")):
-        lines = (run / "logs" / "1" / f"rank_{rank}.out").read_text().splitlines()
-        assert lines.count(line) == 1, describe(run)

@@ -1,0 +1,200 @@
+"""Checkpoints after kill -9 at some operations on their files, and after every kind of damage to them.
+
+tests/soak/test_checkpoint_kills.py kills at each operation.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness.checkpoint_kills import (
+    KillPoint,
+    Plan,
+    kill_one_attempt_and_the_next,
+    kill_one_of_two_ranks,
+    read,
+    run,
+    state,
+    untidy,
+    version_of,
+)
+
+from jobkit.checkpoint.store import Store
+from jobkit.checkpoint.writer import Checkpointer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+# Killed
+
+
+@pytest.mark.parametrize(
+    ("number", "within_write"), [(n, False) for n in range(3, 96, 9)] + [(n, True) for n in (1, 5, 9, 12)]
+)
+def test_an_attempt_and_the_next_one_killed_at_a_file_operation_lose_nothing(
+    tmp_path: Path, number: int, within_write: bool
+) -> None:
+    assert kill_one_attempt_and_the_next(tmp_path / "checkpoints", number, within_write)
+
+
+@pytest.mark.parametrize("point", [KillPoint(0, 40), KillPoint(0, 5, True), KillPoint(1, 4), KillPoint(1, 2, True)])
+def test_a_rank_killed_at_a_file_operation_loses_nothing_and_hangs_nobody(tmp_path: Path, point: KillPoint) -> None:
+    assert kill_one_of_two_ranks(tmp_path / "checkpoints", point)
+
+
+# Damaged
+
+
+@pytest.fixture(scope="module")
+def four_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("four") / "checkpoints"
+    run(Plan(root, dict.fromkeys([1, 2, 3, 4], 1), keep=4, ranks=2))
+    return root
+
+
+@pytest.fixture
+def four(four_of_two_ranks: Path, tmp_path: Path) -> Path:
+    """Versions 1 to 4 as steps 1 to 4."""
+    return Path(shutil.copytree(four_of_two_ranks, tmp_path / "checkpoints", symlinks=True))
+
+
+def tear(path: Path) -> None:
+    """Zero what a lost power supply did not let through."""
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
+
+
+def flip_a_bit(path: Path, position: int = 99) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << position % 8
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def take_that_of_the_step_before(path: Path) -> None:
+    shutil.copy(path.parent.with_name("step_00000003") / path.name, path)
+
+
+def make_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_a_dangling_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def remove_all_files(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+def make_a_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("no directory\n")
+
+
+DAMAGES = [
+    ("rank_00000.bin", tear, "rank_00000.bin has checksum"),
+    ("rank_00001.bin", empty, "rank_00001.bin has 0 bytes"),
+    ("rank_00001.bin", take_that_of_the_step_before, "rank_00001.bin has checksum"),
+    ("rank_00001.bin", make_a_directory, "rank_00001.bin cannot be read: Is a directory"),
+    ("rank_00000.bin", make_a_dangling_link, "rank_00000.bin is missing"),
+    ("index.pickle", tear, "index.pickle has checksum"),
+    ("index.pickle", empty, "index.pickle has 0 bytes"),
+    ("index.pickle", Path.unlink, "index.pickle is missing"),
+    ("manifest.json", tear, "manifest.json is not valid"),
+    ("manifest.json", flip_a_bit, "manifest.json is not valid"),
+    ("manifest.json", empty, "manifest.json is not valid"),
+    ("manifest.json", take_that_of_the_step_before, "manifest.json is that of step 3"),
+    ("manifest.json", make_a_directory, "manifest.json cannot be read: Is a directory"),
+    ("", remove_all_files, "manifest.json is missing"),
+    ("", make_a_file, "manifest.json is missing"),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "reason"), DAMAGES)
+def test_damage_is_set_aside_and_named_and_the_checkpoint_before_is_used(
+    four: Path, file: str, damage: Callable[[Path], None], reason: str
+) -> None:
+    damage(four / "step_00000004" / file)
+    checkpointer = Checkpointer(Store(four, patience=0.0), keep=4)
+    assert version_of(checkpointer.load_newest()) == 3
+    [(step, named)] = checkpointer.set_aside
+    assert step == 4
+    assert reason in named
+    assert (four / "latest").readlink() == Path("step_00000003")
+    if (four / "step_00000004.corrupt").is_dir():
+        assert (four / "step_00000004.corrupt" / "REASON").read_text() == named + "\n"
+    checkpointer.save(4, state(5)).wait()
+    assert version_of(checkpointer.load_newest()) == 5
+    assert untidy(four) == ["step_00000004.corrupt"]
+
+
+def test_the_two_newest_damaged_at_once_are_both_set_aside(four: Path) -> None:
+    empty(four / "step_00000004" / "manifest.json")
+    tear(four / "step_00000003" / "rank_00001.bin")
+    for rank, ended in enumerate(run(Plan(four, {11: 1}, ranks=2))):
+        assert (ended.loaded, ended.local, ended.durable) == (2, {"rank": rank, "version": 2}, 11)
+        assert [step for step, _ in ended.set_aside] == [4, 3]
+    assert untidy(four) == ["step_00000003.corrupt", "step_00000004.corrupt"]
+    assert read(four) == 11
+
+
+def test_where_all_are_damaged_all_are_set_aside_and_the_run_starts_from_nothing(four: Path) -> None:
+    tear(four / "step_00000001" / "manifest.json")
+    (four / "step_00000002" / "index.pickle").unlink()
+    make_a_file(four / "step_00000003")
+    empty(four / "step_00000004" / "rank_00001.bin")
+    copy = Path(shutil.copytree(four, four.with_name("copy"), symlinks=True))
+    checkpointer = Checkpointer(Store(copy, patience=0.0))
+    assert checkpointer.load_newest() is None
+    corrupt = [f"step_{step:08d}.corrupt" for step in (1, 2, 3, 4)]
+    assert sorted(path.name for path in copy.iterdir()) == corrupt
+
+    for ended in run(Plan(four, {11: 1}, ranks=2)):
+        assert (ended.loaded, ended.durable) == (0, 11)
+        assert [step for step, _ in ended.set_aside] == [4, 3, 2, 1]
+    assert untidy(four) == corrupt
+    assert Store(four).steps() == [1]
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    store = Store(tmp_path, patience=0.0)
+    Checkpointer(store).save(1, {"x": [1, torch.ones(3)]}).wait()
+    for path in store.path(1).iterdir():
+        for position in range(0, path.stat().st_size, 29):
+            flip_a_bit(path, position)
+            assert store.verify(1) != [], f"byte {position} of {path.name}"
+            flip_a_bit(path, position)  # back
+    assert store.verify(1) == []
+
+
+def test_a_checkpoint_that_became_a_file_during_the_run_is_replaced_and_removed(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(Store(tmp_path, patience=0.0), keep=1)
+    for version, step in ((1, 1), (2, 1), (3, 1), (4, 2)):
+        checkpointer.save(step, state(version)).wait()
+        checkpointer.wait()
+        assert untidy(tmp_path) == []
+        assert read(tmp_path) == version
+        make_a_file(tmp_path / f"step_{step:08d}")
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_something_else_called_latest_does_not_matter(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "latest")
+    checkpointer = Checkpointer(Store(tmp_path))
+    for version in (1, 2):
+        checkpointer.save(version, state(version)).wait()
+        checkpointer.wait()
+        assert read(tmp_path) == version
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step_00000001", "step_00000002"}
