@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.project import Project, logged_steps, names, status, step, wait_for
-from slurm_cluster import Cluster
+from harness.project import Project, logged_steps, status, step, wait_for
 
 SCRIPT = """\
 import time
@@ -74,38 +72,6 @@ def test_several_tasks_that_would_each_train_alone_are_an_error(tmp_path: Path) 
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0 and "DistributedError" in errors and "OMPI_COMM_WORLD_SIZE=4" in errors
     assert not list(tmp_path.glob("runs/*"))
-
-
-def test_a_job_with_another_number_of_tasks_than_the_run_has_is_an_error(tmp_path: Path, slurm: Cluster) -> None:
-    project = Project(tmp_path, slurm.env)
-    project.submit("--cluster", "slurm", "clusters.slurm.srun_args=[--ntasks=1,--nodes=1]")
-    (run,) = project.runs
-    wait_for("the end", lambda: status(run)["state"] == "failed", run)
-    assert "rank 0 of 1" in status(run)["error"] and "4 rank(s)" in status(run)["error"]
-    assert "resumed" not in names(run)
-
-
-def test_the_rank_family_of_variables_reaches_every_task(tmp_path: Path, slurm: Cluster) -> None:
-    project = Project(tmp_path, slurm.env)
-    (project.path / "mytask.py").write_text(
-        "import json, os\n"
-        "NAMES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'MASTER_ADDR', 'MASTER_PORT')\n"
-        "def train(ctx):\n"
-        "    import torch, torch.distributed as dist\n"
-        "    total = torch.ones(1); dist.all_reduce(total)\n"
-        "    seen = {name: os.environ[name] for name in NAMES} | {'total': total.item()}\n"
-        "    (ctx.run_dir / f'seen_{ctx.rank}.json').write_text(json.dumps(seen))\n"
-    )
-    for place, attempt in (("--cluster=slurm", 1), ("--local", 2)):
-        project.submit(place, "--fresh")
-        run = project.runs[attempt - 1]
-        wait_for("the end", lambda: status(run).get("state") in ("finished", "failed"), run)  # noqa: B023
-        seen = [json.loads((run / f"seen_{rank}.json").read_text()) for rank in range(4)]
-        assert [one["RANK"] for one in seen] == ["0", "1", "2", "3"]
-        assert [one["LOCAL_RANK"] for one in seen] == ["0", "1", "0", "1"]
-        assert [one["GROUP_RANK"] for one in seen] == ["0", "0", "1", "1"]
-        assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["total"]) for one in seen} == {("4", "2", 4.0)}
-        assert len({one["MASTER_PORT"] for one in seen}) == 1
 
 
 OWN_LOOP = """\
