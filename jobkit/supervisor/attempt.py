@@ -21,7 +21,15 @@ from jobkit.run.files import write_atomic
 from jobkit.run.records import Lease, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State
-from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure, own_failure, srun_said
+from jobkit.supervisor.diagnosis import (
+    EndCause,
+    FirstFailure,
+    diagnose,
+    first_failure,
+    node_died,
+    own_failure,
+    srun_said,
+)
 from jobkit.supervisor.retry import Decision, decide
 
 
@@ -95,7 +103,7 @@ def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -
         # Slurm itself has put the job back: for the dead node of the batch script, or to make room.
         lease = run.lease()
         if lease is not None and lease.node and _has_died(lease.node, attempt.started):
-            return EndCause("node_failure", {"node": lease.node, "error": f"node {lease.node} died"})
+            return node_died(lease.node)
         return EndCause("preempted")
     return own_failure(run, attempt.id) or EndCause("lost")
 
@@ -185,12 +193,12 @@ def _record_end(run: RunDir, attempt: int, cause: EndCause) -> None:
     progress = run.progress()
     seen = progress if progress is not None and progress.attempt == attempt else None
     # The progress report may be older than the failure.
-    steps = [step for step in (seen.step if seen else None, cause.failure.get("step")) if step is not None]
+    steps = [step for step in (seen.step if seen else None, cause.failure.step) if step is not None]
     run.record(
         Event.INTERRUPTED,
         attempt=attempt,
         cause=cause.cause,
-        failure=cause.failure,
+        failure=cause.failure.as_dict(),
         reached=max(steps, default=None),
         last_seen=seen.last_beat if seen else None,
     )

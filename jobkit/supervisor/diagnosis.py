@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
-from jobkit.run.records import FailureReport
+from jobkit.run.records import Failure, FailureReport
 from jobkit.run.rundir import RunDir
 
 
@@ -33,7 +32,7 @@ class EndCause:
     """The cause of an attempt's end, and what is known of it: see Attempt.failure."""
 
     cause: str
-    failure: dict[str, Any] = field(default_factory=dict)
+    failure: Failure = field(default_factory=Failure)
 
 
 def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
@@ -42,33 +41,36 @@ def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, 
     `nodes` is how many the attempt had, `first` the first rank to fail as far as known, `job` Slurm's record.
     """
     if first is not None and first.node_lost:  # whatever else happened followed from it
-        return EndCause("node_failure", {"node": first.node, "error": f"node {first.node} died"})
-    known: dict[str, Any] = {}
+        return node_died(first.node)
     progress = run.progress()
-    if progress is not None and progress.attempt == attempt:
-        known["peak_bytes"] = progress.peak_bytes
+    known = Failure(peak_bytes=progress.peak_bytes) if progress and progress.attempt == attempt else Failure()
     request = run.stop_request(attempt)
     if request is not None:
-        return EndCause(request.cause, known | ({"error": request.error} if request.error else {}))
+        return EndCause(request.cause, replace(known, error=request.error))
     if job is not None and (cause := slurm.stop_cause(job)):
-        return EndCause(cause, known | ({"error": "the batch script was killed"} if cause == "killed" else {}))
+        return EndCause(cause, replace(known, error="the batch script was killed" if cause == "killed" else None))
     if first is not None and first.signal is not None:
         return _killed(first, known)
     reports = run.failure_reports(attempt)
     report = _first_of(reports)
     if report is None and first is not None and first.code == EXIT_RESUMABLE:
-        return EndCause("disk", known | {"error": f"rank {first.rank} could not write to the run directory's disk"})
+        return EndCause("disk", replace(known, error=f"rank {first.rank} could not write to the run directory's disk"))
     silent = first is not None and first.rank not in [one.rank for one in reports]
     if report is None or (silent and _is_secondary(report)):
-        return _silent(first, known)
+        return _silent(first or FirstFailure(), known)
     return _reported(report, reports, nodes, known)
+
+
+def node_died(node: str | None) -> EndCause:
+    """The cause where a node was lost."""
+    return EndCause("node_failure", Failure(node=node, error=f"node {node} died"))
 
 
 def own_failure(run: RunDir, attempt: int) -> EndCause | None:
     """What a rank reported of a failure of its own; None where no rank did, or all only missed another one."""
     reports = run.failure_reports(attempt)
     report = _first_of(reports)
-    return None if report is None or _is_secondary(report) else _reported(report, reports, 1, {})
+    return None if report is None or _is_secondary(report) else _reported(report, reports, 1, Failure())
 
 
 def first_report(run: RunDir, attempt: int) -> FailureReport | None:
@@ -76,38 +78,43 @@ def first_report(run: RunDir, attempt: int) -> FailureReport | None:
     return _first_of(run.failure_reports(attempt))
 
 
-def _silent(first: FirstFailure | None, known: dict[str, Any]) -> EndCause:
-    code = "" if first is None or first.code is None else f" with exit code {first.code}"
-    who = "the ranks" if first is None or first.rank is None else f"rank {first.rank}"
-    known |= {"rank": first.rank, "node": first.node} if first else {}
-    return EndCause("crashed", known | {"error": f"{who} ended{code}, without a traceback"})
+def _silent(first: FirstFailure, known: Failure) -> EndCause:
+    code = "" if first.code is None else f" with exit code {first.code}"
+    who = "the ranks" if first.rank is None else f"rank {first.rank}"
+    error = f"{who} ended{code}, without a traceback"
+    return EndCause("crashed", replace(known, rank=first.rank, node=first.node, error=error))
 
 
-def _killed(first: FirstFailure, known: dict[str, Any]) -> EndCause:
+def _killed(first: FirstFailure, known: Failure) -> EndCause:
     who = "a rank" if first.rank is None else f"rank {first.rank}"
     where = f" on {first.node}" if first.node else ""
-    peak = f"; peak of a rank: {known['peak_bytes'] / 2**30:.2f} GiB" if known.get("peak_bytes") else ""
-    known |= {"rank": first.rank, "node": first.node}
+    peak = f"peak of a rank: {known.peak_bytes / 2**30:.2f} GiB" if known.peak_bytes else ""
+    known = replace(known, rank=first.rank, node=first.node)
     if first.out_of_memory:
-        error = f"{who}{where} was killed for lack of memory on the host{peak}"
-        return EndCause("out_of_memory", known | {"error": error})
-    how = "SIGKILL" if first.signal == 9 else f"signal {first.signal}"
-    hint = f" (out of memory?{peak.replace('; ', ' ')})" if first.signal == 9 else ""
-    return EndCause("killed", known | {"error": f"{who}{where} was killed by {how}{hint}"})
+        error = f"{who}{where} was killed for lack of memory on the host{f'; {peak}' if peak else ''}"
+        return EndCause("out_of_memory", replace(known, error=error))
+    how = "SIGKILL" if first.signal == signal.SIGKILL else f"signal {first.signal}"
+    hint = f" (out of memory?{f' {peak}' if peak else ''})" if first.signal == signal.SIGKILL else ""
+    return EndCause("killed", replace(known, error=f"{who}{where} was killed by {how}{hint}"))
 
 
-def _reported(report: FailureReport, reports: Sequence[FailureReport], nodes: int, known: dict[str, Any]) -> EndCause:
-    keys = ("rank", "step", "samples", "traceback", "node", "peak_bytes")
-    failure = known | {key: value for key in keys if (value := getattr(report, key)) is not None}
-    failure["error"] = f"rank {report.rank}: {report.error}"
+def _reported(report: FailureReport, reports: Sequence[FailureReport], nodes: int, known: Failure) -> EndCause:
+    failure = Failure(
+        error=f"rank {report.rank}: {report.error}",
+        rank=report.rank,
+        step=report.step,
+        samples=report.samples,
+        traceback=report.traceback,
+        node=report.node,
+        peak_bytes=report.peak_bytes or known.peak_bytes,
+    )
     if report.disk:
         return EndCause("disk", failure)
     if report.out_of_memory:
         peak = f" (peak of the {report.out_of_memory}'s memory: {(report.peak_bytes or 0) / 2**30:.2f} GiB)"
-        return EndCause("out_of_memory", failure | {"error": failure["error"] + peak})
+        return EndCause("out_of_memory", replace(failure, error=f"{failure.error}{peak}"))
     same = {one.node_index for one in reports if one.error == report.error}
-    failure["everywhere"] = len(same) >= nodes and not report.alone
-    return EndCause("crashed", failure)
+    return EndCause("crashed", replace(failure, everywhere=len(same) >= nodes and not report.alone))
 
 
 # Reports of ranks
@@ -142,7 +149,7 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sig
 def first_failure(text: str) -> FirstFailure | None:
     """Which rank or node failed first, by what srun printed; None where it says nothing of the kind."""
     oom = "oom_kill event" in text or "Out Of Memory" in text
-    if lost := _NODE.search(text):  # the others' deaths come first there: srun waits for the controller's word
+    if lost := _NODE.search(text):  # the others' deaths come first there: srun waits until slurmctld tells it
         return FirstFailure(node=lost[1], node_lost=True)
     for line in text.splitlines():
         if match := _TASK.search(line):

@@ -138,9 +138,9 @@ def test_the_rank_that_failed_says_where_and_why(run: RunDir) -> None:
     found = death(run, FirstFailure(rank=3, node="node2", code=1), job())
     assert found.cause == "crashed"
     expected = {"rank": 3, "node": "node2", "step": 12, "samples": [4, 7], "error": "rank 3: ValueError: no"}
-    assert {key: found.failure[key] for key in expected} == expected
-    assert found.failure["traceback"].startswith("Traceback")
-    assert not found.failure["everywhere"]
+    assert {key: getattr(found.failure, key) for key in expected} == expected
+    assert found.failure.traceback.startswith("Traceback")
+    assert not found.failure.everywhere
 
 
 SECONDARY = [
@@ -160,20 +160,20 @@ def test_a_rank_with_a_broken_connection_is_no_culprit_even_if_it_speaks_first(r
     report(run, 1, error, time=100.0)
     report(run, 2, "ValueError: no", time=101.0)
     found = death(run, FirstFailure(rank=0, node="node1", code=1), job())
-    assert (found.failure["rank"], found.failure["error"]) == (2, "rank 2: ValueError: no")
+    assert (found.failure.rank, found.failure.error) == (2, "rank 2: ValueError: no")
 
 
 def test_the_first_to_fail_by_itself_counts(run: RunDir) -> None:
     report(run, 1, "ValueError: late", time=101.0)
     report(run, 2, "ValueError: early", time=100.0)
-    assert death(run).failure["error"] == "rank 2: ValueError: early"
+    assert death(run).failure.error == "rank 2: ValueError: early"
 
 
 def test_where_all_have_broken_connections_the_first_of_them_counts(run: RunDir) -> None:
     report(run, 1, CLOSED, time=101.0)
     report(run, 0, CLOSED, time=100.0)
     found = death(run)
-    assert (found.cause, found.failure["rank"]) == ("crashed", 0)
+    assert (found.cause, found.failure.rank) == ("crashed", 0)
 
 
 def test_a_script_that_is_continued_does_not_blame_the_victim_of_a_closed_connection(run: RunDir) -> None:
@@ -204,19 +204,19 @@ def test_a_rank_that_ended_without_a_word_is_the_culprit_where_the_others_only_m
     report(run, 0, CLOSED)
     report(run, 1, CLOSED)
     found = death(run, FirstFailure(rank=2, node="node2", code=3), job())
-    assert (found.cause, found.failure["rank"], found.failure["node"]) == ("crashed", 2, "node2")
-    assert "exit code 3" in found.failure["error"]
+    assert (found.cause, found.failure.rank, found.failure.node) == ("crashed", 2, "node2")
+    assert "exit code 3" in found.failure.error
 
 
 def test_reports_of_another_attempt_do_not_count(run: RunDir) -> None:
     write_json(run.error_file(1, 0), {"time": 1.0, "rank": 0, "error": "ValueError: old"})
-    assert "old" not in death(run).failure["error"]
+    assert "old" not in death(run).failure.error
 
 
 def test_a_report_that_is_not_whole_does_not_count(run: RunDir) -> None:
     run.error_file(2, 0).write_text('{"time": 1')
     report(run, 1, "ValueError: whole")
-    assert death(run).failure["error"] == "rank 1: ValueError: whole"
+    assert death(run).failure.error == "rank 1: ValueError: whole"
 
 
 # On every node?
@@ -241,7 +241,7 @@ def test_an_error_is_everywhere_when_all_nodes_have_the_same(
 ) -> None:
     for rank, error, alone in reports:
         report(run, rank, error, time=100.0 + rank, alone=alone)
-    assert death(run, nodes=nodes).failure["everywhere"] == everywhere
+    assert death(run, nodes=nodes).failure.everywhere == everywhere
 
 
 # What is no exception
@@ -250,8 +250,8 @@ def test_an_error_is_everywhere_when_all_nodes_have_the_same(
 def test_a_rank_that_was_killed_is_not_called_crashed_for_what_the_others_say(run: RunDir) -> None:
     report(run, 0, CLOSED)
     found = death(run, FirstFailure(rank=3, node="node2", signal=9), job())
-    assert (found.cause, found.failure["rank"], found.failure["node"]) == ("killed", 3, "node2")
-    assert "rank 3 on node2 was killed by SIGKILL" in found.failure["error"]
+    assert (found.cause, found.failure.rank, found.failure.node) == ("killed", 3, "node2")
+    assert "rank 3 on node2 was killed by SIGKILL" in found.failure.error
 
 
 @pytest.mark.parametrize(
@@ -273,21 +273,21 @@ def test_who_left_no_report_is_described_by_how_it_ended(
     found = death(run, first)
     assert found.cause == cause
     for part in said:
-        assert part in found.failure["error"]
-    assert found.failure.get("node") == (first.node if first else None)
+        assert part in found.failure.error
+    assert found.failure.node == (first.node if first else None)
 
 
 def test_the_memory_that_was_used_is_told_where_it_may_be_the_reason(run: RunDir) -> None:
     write_json(run.progress_file, {"attempt": 2, "time": 1.0, "step": 5, "peak_bytes": 3 * GIB})
     for first in (FirstFailure(rank=1, signal=9), FirstFailure(rank=1, signal=9, out_of_memory=True)):
         found = death(run, first)
-        assert "3.00 GiB" in found.failure["error"]
-        assert found.failure["peak_bytes"] == 3 * GIB
+        assert "3.00 GiB" in found.failure.error
+        assert found.failure.peak_bytes == 3 * GIB
 
 
 def test_the_memory_that_another_attempt_used_is_not_told(run: RunDir) -> None:
     write_json(run.progress_file, {"attempt": 1, "time": 1.0, "step": 5, "peak_bytes": 3 * GIB})
-    assert "GiB" not in death(run, FirstFailure(rank=1, signal=9)).failure["error"]
+    assert "GiB" not in death(run, FirstFailure(rank=1, signal=9)).failure.error
 
 
 @pytest.mark.parametrize(
@@ -305,8 +305,8 @@ def test_a_report_may_say_that_memory_or_the_disk_was_at_an_end(
     report(run, 0, "OSError: no", step=7, **more)
     found = death(run, FirstFailure(rank=0, code=1))
     assert found.cause == cause
-    assert said in found.failure["error"]
-    assert found.failure["step"] == 7
+    assert said in found.failure.error
+    assert found.failure.step == 7
 
 
 # Whom to believe
@@ -329,12 +329,12 @@ def test_slurms_record_is_believed_before_the_ranks(run: RunDir) -> None:
 
 
 def test_a_script_that_was_killed_is_named(run: RunDir) -> None:
-    assert "batch script" in death(run, None, job("COMPLETING", "JobLaunchFailure")).failure["error"]
+    assert "batch script" in death(run, None, job("COMPLETING", "JobLaunchFailure")).failure.error
 
 
 def test_a_job_that_slurm_put_back_for_a_dead_node_was_not_preempted(run: RunDir) -> None:
     found = death(run, FirstFailure(node="node2", node_lost=True), job("COMPLETING", end=None))
-    assert (found.cause, found.failure["node"]) == ("node_failure", "node2")
+    assert (found.cause, found.failure.node) == ("node_failure", "node2")
 
 
 @pytest.mark.parametrize("cause", ["user", "timeout", "preempted", "hang"])
@@ -342,7 +342,7 @@ def test_jobkits_own_notice_is_believed_before_the_ranks_and_slurm(run: RunDir, 
     write_json(run.stop_request_file(2), {"cause": cause, "error": "no progress"})
     report(run, 0, CLOSED)
     found = death(run, FirstFailure(rank=3, node="node2", signal=9), job("COMPLETING"))
-    assert (found.cause, found.failure["error"]) == (cause, "no progress")
+    assert (found.cause, found.failure.error) == (cause, "no progress")
 
 
 def test_a_notice_to_another_attempt_does_not_count(run: RunDir) -> None:
