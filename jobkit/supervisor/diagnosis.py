@@ -73,11 +73,6 @@ def own_failure(run: RunDir, attempt: int) -> EndCause | None:
     return None if report is None or _is_secondary(report) else _reported(report, reports, 1, Failure())
 
 
-def first_report(run: RunDir, attempt: int) -> FailureReport | None:
-    """What the rank that failed first wrote down; a rank that only missed another one counts where all did."""
-    return _first_of(run.failure_reports(attempt))
-
-
 def _silent(first: FirstFailure, known: Failure) -> EndCause:
     code = "" if first.code is None else f" with exit code {first.code}"
     who = "the ranks" if first.rank is None else f"rank {first.rank}"

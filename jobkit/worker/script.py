@@ -23,6 +23,7 @@ from jobkit.run import layout
 from jobkit.run.config import Config, load
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
+from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir, default_runs_dir
 from jobkit.run.status import State
 from jobkit.supervisor import attempt as attempts
@@ -230,9 +231,8 @@ class ScriptEnd:
             return  # jobkit outside sees how the ranks end
         if error is not None and not isinstance(error, KeyboardInterrupt):
             cause = self._cause_of_failure(error)
-            run.record(
-                Event.FAILED, attempt=number, cause=cause.cause, error=cause.failure["error"], failure=cause.failure
-            )
+            known = cause.failure
+            run.record(Event.FAILED, attempt=number, cause=cause.cause, error=known.error, failure=known.as_dict())
         else:
             run.record(Event.INTERRUPTED, attempt=number, cause="left", step=self.context.durable_step or 0)
 
@@ -241,4 +241,4 @@ class ScriptEnd:
         deadline = time.monotonic() + (GRACE_SECONDS if self.rank.topology.world_size > 1 else 0.0)
         while (cause := own_failure(self.rank.run, self.rank.attempt)) is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        return cause or EndCause("crashed", {"rank": self.rank.topology.rank, "error": repr(error)})
+        return cause or EndCause("crashed", Failure(rank=self.rank.topology.rank, error=repr(error)))

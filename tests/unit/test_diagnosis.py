@@ -15,7 +15,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import CAUSES
 from jobkit.slurm import JobInfo
 from jobkit.supervisor.attempt import begin
-from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure, first_report
+from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure, own_failure
 
 # What srun prints: real words of Slurm 22.05.
 
@@ -183,8 +183,8 @@ def test_a_script_that_is_continued_does_not_blame_the_victim_of_a_closed_connec
     run.record("started", attempt=2, job_id="8")
     report(run, 0, CLOSED, time=99.0)
     report(run, 1, "ValueError: no", time=100.0)
-    told = first_report(run, 2)
-    assert told is not None and told.rank == 1
+    told = own_failure(run, 2)
+    assert told is not None and told.failure.rank == 1
     assert begin(run, job_id="9", scheduler="local", launcher="torchrun").number == 3
     second = run.status().attempts[1]
     assert (second.cause, second.failure and second.failure.error) == ("crashed", "rank 1: ValueError: no")
