@@ -76,7 +76,7 @@ class Checkpointer:
     """Saves and loads the checkpoints of a store, on all ranks together.
 
     Args:
-        ranks: all ranks, in a group that nothing else uses: the writing thread's collectives must not meet the
+        ranks: all ranks, in a group that nothing else uses: the writing thread's collectives must not mix with the
             training's. None for a process that is alone, which needs no process group.
         keep: how many checkpoints stay, the newest.
         may_publish: asked on rank 0 at the last moment: an attempt that has lost its lease must not publish.

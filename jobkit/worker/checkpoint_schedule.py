@@ -15,7 +15,7 @@ FIRST_SECONDS = 30.0
 """Until the first checkpoint, whose cost is then known."""
 
 MAX_SECONDS = 1800.0
-"""However rarely it dies: what a person would mind losing."""
+"""However rarely it dies: more than this nobody wants to compute again."""
 
 MAX_OVERHEAD = 0.01
 """Of the training's time, what checkpoints may cost at most."""
@@ -107,7 +107,7 @@ class AutoInterval:
         return max(min(ideal, MAX_SECONDS), self.cost / MAX_OVERHEAD, 2 * self.durable)
 
     def explain(self) -> str:
-        """The interval and what it follows from, in words."""
+        """The interval and what it follows from."""
         cost = "not known yet" if self.cost is None else f"{self.cost:.3g} s"
         return (
             f"a checkpoint every {self.seconds:.3g} s: one holds up the training for {cost}, "

@@ -1,4 +1,4 @@
-"""One rank of a YAML's `command:`: it becomes that program, with RANK, WORLD_SIZE, MASTER_ADDR and their family set."""
+"""One rank of a YAML's `command:`: it becomes that program, with RANK, WORLD_SIZE, MASTER_ADDR and the like set."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Context:
     Args:
         rank: this one.
         reporter: writes what the run's directory is told.
-        signals: what this process has been told.
+        signals: the signals to stop that this process has received.
         find_cause: why the attempt is being stopped, None for a false alarm; called on rank 0.
     """
 
@@ -391,7 +391,7 @@ def open_checkpoints(rank: Rank) -> Checkpointer:
         store.clean()
     return Checkpointer(
         store,
-        RankGroup.of_world(),  # of its own: the writing thread's collectives must not meet the training's
+        RankGroup.of_world(),  # of its own: the writing thread's collectives must not be matched with the training's
         keep=rank.config.checkpoint.keep,
         may_publish=partial(holds_lease, rank.run, rank.attempt),
     )

@@ -37,7 +37,7 @@ class Evaluator:
         rank: this one.
         reporter: is told how far an evaluation is.
         parallel: says whether ranks may run a forward pass each for itself.
-        signals: what this process has been told.
+        signals: the signals to stop that this process has received.
         restored: step of the checkpoint that this attempt began with, or None.
     """
 
@@ -110,7 +110,7 @@ class Evaluator:
     def _watched(
         self, batches: DynamicBatches | LockstepBatches, scores: SampleScores, may_stop: Callable[[], bool]
     ) -> Iterator[int]:
-        """The batches handed to this rank; between two of them it gives a sign of life and looks for a signal."""
+        """The batches handed to this rank; between two of them it sends a heartbeat and looks for a signal."""
         before = scores.done
         self._reporter.update(evaluation={"done": before, "total": scores.length})
         for number in batches:

@@ -1,4 +1,4 @@
-"""Signs of life: a count that goes up with every step, for whoever watches from outside (supervisor/watchdog.py)."""
+"""A count that goes up with every step, for the watchdog outside (supervisor/watchdog.py)."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Topology:
             )
 
     def environment(self, address: str, port: int) -> dict[str, str]:
-        """RANK, WORLD_SIZE, MASTER_ADDR and their family: what every program of torch understands."""
+        """RANK, WORLD_SIZE, MASTER_ADDR and the like: what every program of torch understands."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -74,7 +74,7 @@ class Launcher:
     """What tells one launch from the next."""
 
     def speaks(self, environ: Mapping[str, str]) -> bool:
-        """Whether it has told this process its place."""
+        """Whether its variables give this process a rank."""
         return all(environ.get(name) for name in (self.rank, self.world_size, self.only_with) if name is not None)
 
     def tasks(self, environ: Mapping[str, str]) -> int:
@@ -153,7 +153,7 @@ class Launch:
     key: str = ""
     """Names the launch, for the file."""
     guessed: tuple[str, ...] = ()
-    """Fields of `topology` that nobody told: the hosts' names will, once the ranks have met."""
+    """Fields of `topology` that no variable gives: the hosts' names will, once the ranks know them."""
 
 
 def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = None) -> Launch:
@@ -215,12 +215,12 @@ def _number(environ: Mapping[str, str], name: str | None, node: int = 0) -> int 
     runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
     values = [int(run[1]) for run in runs if run is not None for _ in range(int(run[2] or 1))]
     if None in runs or not values:
-        raise DistributedError(f"{name}={text!r} is no number: who started this task?")
+        raise DistributedError(f"{name}={text!r} is not a number: what has set it?")
     return values[min(node, len(values) - 1)]
 
 
 def _complete(told: dict[str, int]) -> Topology:
-    """A Topology with what is not told guessed: as if the ranks filled one node after the other."""
+    """A Topology with what is not known guessed: as if the ranks filled one node after the other."""
     place: dict[str, Any] = {"rank": 0, "world_size": 1} | told
     per_node = max(1, place.setdefault("local_world_size", place["world_size"]))
     place.setdefault("local_rank", place["rank"] % per_node)

@@ -35,7 +35,7 @@ class TrainingLoop:
         checkpoints, schedule: to save, and when.
         reporter: is told how far it is.
         stragglers: compares the ranks' own times.
-        signals: what this process has been told.
+        signals: the signals to stop that this process has received.
         find_cause: why the attempt is being stopped, None for a false alarm; called on rank 0.
     """
 

@@ -91,7 +91,7 @@ def node_rounds(nodes: Sequence[Sequence[int]]) -> list[Groups]:
     count = len(nodes)
     if count > 2:
         pairs = [[*nodes[i], *nodes[(i + 1) % count]] for i in range(count)]
-        last = pairs.pop() if count % 2 else None  # in a ring of odd length it meets a pair of either round
+        last = pairs.pop() if count % 2 else None  # in a ring of odd length it overlaps with a pair of either round
         rounds += [pairs[0::2], pairs[1::2], *([[last]] if last else [])]
     return rounds
 

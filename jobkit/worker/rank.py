@@ -17,7 +17,7 @@ from jobkit.worker.rendezvous import Rendezvous
 
 @dataclass(frozen=True)
 class Rank:
-    """Which rank of which attempt this process is, and what it has at hand."""
+    """Which rank of which attempt this process is, and its device and group."""
 
     run: RunDir
     config: Config

@@ -61,7 +61,7 @@ class Rendezvous:
 
 
 def rendezvous(launch: Launch, file: Path) -> Rendezvous:
-    """Wait for all ranks of a launch, and export RANK, WORLD_SIZE, MASTER_ADDR and their family.
+    """Wait for all ranks of a launch, and export RANK, WORLD_SIZE, MASTER_ADDR and the like.
 
     They connect to MASTER_ADDR where there is one; else rank 0 binds a free port and writes its address to `file`.
     Raises DistributedError when they do not find each other within RENDEZVOUS_SECONDS, or differ about their number.

@@ -43,7 +43,7 @@ class Stopped(SystemExit):
 
 
 class StopSignals:
-    """What this process has been told. One for each process, since signal handlers are."""
+    """The signals to stop that this process has received. One for each process, since signal handlers are."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -140,7 +140,7 @@ class CauseFinder:
             time.sleep(0.3)
 
     def replace_dead_script(self) -> None:
-        """Do the batch script's last work where it was killed: nobody else would start the job again.
+        """Do the batch script's last work where it was killed: nothing else would start the job again.
 
         For rank 0 to call twice a second. Slurm lets the ranks live for KillWait then, time enough for it, and with
         luck for a checkpoint. Asked a few times: Slurm's second SIGTERM may hit the scontrol of the first.

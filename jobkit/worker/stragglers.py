@@ -23,7 +23,7 @@ SLOW_FACTOR = 1.5
 """A rank is slow whose own time is this many times the median ..."""
 
 SLOW_SHARE = 0.1
-"""... and is longer than it by this part of a whole step: what is less holds nobody up."""
+"""... and is longer than it by this part of a whole step: less than that is no straggler."""
 
 EXCHANGES = 3
 """How many times in a row a rank must be slow to be named, and must not be to be cleared."""
@@ -96,10 +96,10 @@ class StragglerMonitor:
             if rank in self._detector.slow:
                 self._reporter.record(Event.STRAGGLER, **about, factor=round(own / median, 2))
                 needs = f"needs {own:.3g} s a step by itself, the median rank {median:.3g} s"
-                log.info("rank %d on %s holds the others up: it %s", rank, host, needs)
+                log.info("rank %d on %s is slower than the others: it %s", rank, host, needs)
             else:
                 self._reporter.record(Event.STRAGGLER_OVER, **about)
-                log.info("rank %d on %s no longer holds the others up", rank, host)
+                log.info("rank %d on %s is no longer slower than the others", rank, host)
 
 
 def curves(seconds: Sequence[float]) -> dict[str, float]:

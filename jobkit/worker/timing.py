@@ -131,7 +131,7 @@ class ComputeTimer:
             model.register_forward_hook(self._forward_ended)
 
     def begin(self) -> None:
-        """A step begins, or begins anew: the ranks have just been together."""
+        """A step begins, or begins anew: the ranks have just been synchronised."""
         self._begin, self._end = self._new_mark(), None
         self._begin.record()
         self._began = time.perf_counter()
