@@ -104,7 +104,8 @@ def step(run: Path) -> int:
     except (OSError, ValueError):
         return -1
     attempts = status(run).get("attempts") or [{}]
-    return int(progress.get("step", -1)) if progress.get("attempt") == attempts[-1].get("id") else -1
+    done = progress.get("step") if progress.get("attempt") == attempts[-1].get("id") else None
+    return -1 if done is None else int(done)  # null before the loop
 
 
 def causes(run: Path) -> list[str]:

@@ -25,6 +25,7 @@ from jobkit.checkpoint.failure import as_checkpoint_error
 from jobkit.checkpoint.store import Store
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
+from jobkit.log import configure
 from jobkit.run.disk import disk_errno
 from jobkit.run.journal import Journal
 from jobkit.worker.metrics import EventFile, rewind
@@ -304,6 +305,7 @@ def test_a_ghost_leaves_without_writing(tmp_path: Path) -> None:
 def test_a_ghosts_event_file_stays_as_the_next_attempt_left_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    configure()
     for size in (None, 30, 0):  # deleted, cut back, cut back to nothing
         ghost = EventFile(tmp_path, 0)
         for step in range(3):

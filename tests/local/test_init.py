@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.project import Project, logged_steps, status, step, wait_for
+from harness.project import Project, events, logged_steps, status, step, wait_for
+
+from jobkit.worker.addresses import free_port
 
 SCRIPT = """\
 import time
@@ -65,6 +68,37 @@ def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) 
     (run,) = tmp_path.glob("runs/plain-*")
     assert status(run)["state"] == "failed"
     assert "ZeroDivisionError" in status(run)["error"]
+
+
+def test_a_rank_that_only_lost_its_connection_is_not_blamed(tmp_path: Path) -> None:
+    failing = (
+        "if ctx.rank == 1 and step == 3:\n"
+        "        import torch.distributed as dist\n"
+        "        dist.destroy_process_group()  # rank 0 sees and reports it first\n"
+        "        time.sleep(0.3)\n"
+        "        raise ValueError('the cause')\n"
+        "    loss.backward()"
+    )
+    (tmp_path / "train.py").write_text(SCRIPT.replace("SLEEP", "0").replace("loss.backward()", failing))
+    family = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            env={**os.environ, **family, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]
+    said = [process.communicate(timeout=240)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1, 1], said
+    (run,) = tmp_path.glob("runs/plain-*")
+    reports = [json.loads((run / "logs" / "1" / f"error_{rank}.json").read_text()) for rank in (0, 1)]
+    assert reports[0]["time"] < reports[1]["time"] and "ValueError" not in reports[0]["error"]
+    (failed,) = [event for event in events(run) if event["event"] == "failed"]
+    assert failed["error"] == "rank 1: ValueError: the cause" and failed["failure"]["rank"] == 1
+    assert status(run)["state"] == "failed"
 
 
 def test_several_tasks_that_would_each_train_alone_are_an_error(tmp_path: Path) -> None:
