@@ -51,7 +51,7 @@ class SlurmTimeLimit:
         self._kill_at = self._kill_saving_at = math.inf
 
     def is_near(self) -> bool:
-        """Never: the ranks ask Slurm for the limit themselves (worker/cause.py), and Slurm signals commands."""
+        """Never: the ranks ask Slurm for the limit themselves (worker/stop.py), and Slurm signals commands."""
         return False
 
     def is_over(self, saving: bool) -> bool:
