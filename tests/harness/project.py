@@ -76,6 +76,14 @@ class Project:
             assert done.returncode == expect, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
+    def slow_down(self, attempts: int) -> None:
+        """Let the first attempts train half a second a step: what a test does to one must find it at work.
+
+        On a busy machine the command that interrupts a run takes seconds.
+        """
+        orders = f"import time\n\n\ndef at_step(ctx, step):\n    time.sleep(0.5 if ctx.attempt <= {attempts} else 0)\n"
+        (self.path / "orders.py").write_text(orders)
+
     def submit(self, *arguments: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
         """`python -m jobkit submit toy.yaml ARGUMENTS`."""
         return self.jobkit("submit", "toy.yaml", *arguments, expect=expect)

@@ -28,15 +28,16 @@ TWO_RANKS = ("resources.tasks_per_node=1",)
 
 def test_interrupted_twice_on_this_machine(tmp_path: Path, uninterrupted: Callable[[int], bytes]) -> None:
     project = Project(tmp_path)
+    project.slow_down(attempts=2)
     for attempt, (number, at_step) in enumerate([(signal.SIGINT, 10), (signal.SIGTERM, 30)], start=1):
-        process = project.start("submit", "toy.yaml", "--local", *TWO_RANKS, "params.sleep=0.05")
+        process = project.start("submit", "toy.yaml", "--local", *TWO_RANKS)
         wait_for("a run directory", lambda: project.runs)
         (run,) = project.runs
         interrupt_when(run, attempt, at_step, lambda: process.send_signal(number))  # noqa: B023
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 75, errors
         assert "the same command continues" in errors
-    project.submit("--local", *TWO_RANKS, "params.sleep=0.05")
+    project.submit("--local", *TWO_RANKS)
     assert causes(run) == ["user", "user", "finished"]
     assert weights(run) == uninterrupted(2)
     assert_each_step_once(run, STEPS, ranks=2)
@@ -46,21 +47,23 @@ def test_a_killed_foreground_command_leaves_a_checkpoint_and_no_process(
     tmp_path: Path, uninterrupted: Callable[[int], bytes]
 ) -> None:
     project = Project(tmp_path)
-    process = project.start("submit", "toy.yaml", "--local", *TWO_RANKS, "params.sleep=0.05")
+    project.slow_down(attempts=1)
+    process = project.start("submit", "toy.yaml", "--local", *TWO_RANKS)
     wait_for("a run directory", lambda: project.runs)
     (run,) = project.runs
     interrupt_when(run, 1, 10, process.kill)
     process.communicate(timeout=60)
     controller = int(status(run)["job_id"])
     wait_for("the end of the controller", lambda: not Path(f"/proc/{controller}").exists(), run)
-    project.submit("--local", *TWO_RANKS, "params.sleep=0.05")
+    project.submit("--local", *TWO_RANKS)
     assert causes(run) == ["user", "finished"]
     assert weights(run) == uninterrupted(2)
 
 
 def test_jobkit_cancel_is_final(tmp_path: Path) -> None:
     project = Project(tmp_path)
-    project.submit("--local", "--detach", *TWO_RANKS, "params.sleep=0.1")
+    project.slow_down(attempts=1)
+    project.submit("--local", "--detach", *TWO_RANKS)
     (run,) = project.runs
     wait_for("some steps", lambda: step(run) >= 5, run)
     assert "cancelled at step" in project.jobkit("cancel", run.name).stdout
@@ -136,7 +139,8 @@ def test_a_stop_during_an_evaluation_leaves_the_run_exact(tmp_path: Path, late: 
 
 def test_a_stop_at_the_very_start_is_not_lost(tmp_path: Path) -> None:
     project = Project(tmp_path)
-    process = project.start("submit", "toy.yaml", "--local", *TWO_RANKS, "params.sleep=0.2")
+    project.slow_down(attempts=1)
+    process = project.start("submit", "toy.yaml", "--local", *TWO_RANKS)
     wait_for("an attempt", lambda: project.runs and "started" in names(project.runs[0]))
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)

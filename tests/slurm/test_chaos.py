@@ -24,7 +24,7 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Chaos:
     return Chaos(tmp_path_factory.mktemp("chaos"))
 
 
-@pytest.mark.parametrize("seed", [20, 23])
+@pytest.mark.parametrize("seed", [20])
 def test_a_run_on_slurm_comes_through(slurm: Cluster, chaos: Chaos, seed: int) -> None:
     plan = draw(seed, EVENTS, *choose("", "slurm", own_cluster=False))  # other tests use this Slurm too
     assert came_through(chaos.trial(seed, plan, slurm))

@@ -39,18 +39,19 @@ def test_preempted_twice_and_cancelled_a_run_goes_on_on_this_machine(
     slurm: Cluster, tmp_path: Path, uninterrupted: Callable[[int], bytes]
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    project.submit(*ON_SLURM, "params.sleep=0.1")
+    project.slow_down(attempts=3)
+    project.submit(*ON_SLURM)
     (run,) = project.runs
     job = status(run)["job_id"]
     interrupt_when(run, 1, 10, lambda: slurm.preempt(job))
-    interrupt_when(run, 2, 25, lambda: slurm.preempt(job))
-    wait_for("some steps", lambda: step(run) >= 40, run)
+    interrupt_when(run, 2, 20, lambda: slurm.preempt(job))
+    wait_for("some steps", lambda: step(run) >= 30, run)
     assert "cancelled at step" in project.jobkit("cancel", run.name).stdout
     assert status(run)["state"] == "cancelled"
     assert events(run)[-1]["event"] in ("interrupted", "cancelled")
     wait_for("an empty queue", lambda: not queue(slurm, project))
     assert {attempt["job_id"] for attempt in status(run)["attempts"]} == {job}
-    project.submit("--local", "resources.tasks_per_node=1", "params.sleep=0.1")
+    project.submit("--local", "resources.tasks_per_node=1")
     assert causes(run) == ["preempted", "preempted", "cancelled", "finished"]
     assert [attempt["cluster"] for attempt in status(run)["attempts"]] == ["slurm"] * 3 + ["local"]
     assert weights(run) == uninterrupted(2)
@@ -83,7 +84,8 @@ def test_preemption_with_a_user_signal_instead_of_sigterm(
 ) -> None:
     with Cluster(short_dir, nodes=2, user_signal=True) as cluster:
         project = Project(tmp_path, cluster.env)
-        project.submit(*ON_SLURM, "params.sleep=0.1")
+        project.slow_down(attempts=1)
+        project.submit(*ON_SLURM)
         (run,) = project.runs
         interrupt_when(run, 1, 10, lambda: cluster.preempt(status(run)["job_id"]))
         wait_for("the end", lambda: is_over(run), run)
@@ -96,7 +98,8 @@ def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
     slurm: Cluster, tmp_path: Path, uninterrupted: Callable[[int], bytes]
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    project.submit(*ON_SLURM, "params.sleep=0.1", "params.workers=1")
+    project.slow_down(attempts=1)
+    project.submit(*ON_SLURM, "params.workers=1")
     (run,) = project.runs
     job = status(run)["job_id"]
     interrupt_when(run, 1, 10, lambda: slurm.command("scancel", job))
@@ -104,7 +107,7 @@ def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
     assert status(run)["state"] == "cancelled"
     assert "requeued" not in names(run)
     assert status(run)["checkpoint"] >= 10
-    project.submit(*ON_SLURM, "params.sleep=0.1", "params.workers=1")
+    project.submit(*ON_SLURM, "params.workers=1")
     wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["cancelled", "finished"]
     assert status(run)["attempts"][1]["job_id"] != job
@@ -114,7 +117,8 @@ def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
 
 def test_a_cancel_at_the_very_start_is_final(slurm: Cluster, tmp_path: Path) -> None:
     project = Project(tmp_path, slurm.env)
-    project.submit(*ON_SLURM, "params.sleep=0.2")
+    project.slow_down(attempts=1)
+    project.submit(*ON_SLURM)
     (run,) = project.runs
     wait_for("an attempt", lambda: "started" in names(run), run)
     project.jobkit("cancel", run.name)

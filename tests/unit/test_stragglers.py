@@ -148,6 +148,6 @@ WHILE_IT_LASTS: list[tuple[str, list[dict[str, Any]], list[int]]] = [
 @pytest.mark.parametrize(("then", "ranks"), [row[1:] for row in WHILE_IT_LASTS], ids=[row[0] for row in WHILE_IT_LASTS])
 def test_the_status_names_a_straggler_while_it_lasts(then: list[dict[str, Any]], ranks: list[int]) -> None:
     now = derive([{"time": float(second), **event} for second, event in enumerate([*BEGUN, *then])])
-    assert [one["rank"] for one in now.stragglers] == ranks
+    assert [one.rank for one in now.stragglers] == ranks
     lines = [line for line in status_lines(RunDir("run"), now) if line.startswith("slow:")]
     assert [f"rank {rank} on node3" in line for rank, line in zip(ranks, lines, strict=True)] == [True] * len(ranks)
