@@ -18,6 +18,7 @@ import pytest
 from filelock import FileLock
 from harness.processes import processes_of, ranks_of
 from harness.project import Project, describe, events, logged_steps, names, status, step, wait_for, weights
+from slurm_cluster import Process
 
 from jobkit.run.config import Resources
 from jobkit.supervisor.time_limit import LocalTimeLimit
@@ -44,6 +45,7 @@ from torch import nn
 PLAN = json.loads(os.environ.get("DEATHS", "{}"))
 ATTEMPT = os.environ.get("JOBKIT_ATTEMPT", "")
 SLEEP = json.loads(os.environ.get("SLEEP", "{}")).get(ATTEMPT)
+HOLD = json.loads(os.environ.get("HOLD", "{}")).get(ATTEMPT)
 
 if PLAN.get(ATTEMPT, [[], 0, ""])[2] == "import" and os.environ["JOBKIT_NODEID"] == "1":
     import no_such_module
@@ -98,6 +100,13 @@ HOW = {
 }
 
 
+def hold(ctx, step):
+    """Wait in step $HOLD[attempt] for a stop request, or for the test: no run ends before what is to happen to it."""
+    go = [ctx.run_dir / f"logs/{ctx.attempt}/notice.json", ctx.run_dir / f"go_{ctx.attempt}"]
+    while step == HOLD and not any(file.exists() for file in go):
+        time.sleep(0.02)
+
+
 def die(ctx, step):
     ranks, when, how = PLAN.get(str(ctx.attempt), ([], -2, ""))
     if step != when or ctx.rank not in ranks or how not in HOW:
@@ -120,6 +129,7 @@ def train(ctx):
         with open(ctx.run_dir / f"steps_{ctx.rank}.jsonl", "a") as file:
             file.write(json.dumps({"attempt": ctx.attempt, "step": step, "ids": ids.tolist()}) + "\\n")
         die(ctx, step)
+        hold(ctx, step)
         loss = (model(x) - 1).square().mean()
         loss.backward()
         optimizer.step()
@@ -400,7 +410,8 @@ def test_without_a_time_limit_there_is_none_here(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_preemption_can_be_rehearsed_with_and_without_grace(project: Mortal, undisturbed: bytes) -> None:
-    _, run = project.begin("--detach", "params.sleep=0.1")
+    project.plan(HOLD=json.dumps({"1": 25, "2": 55}))
+    _, run = project.begin("--detach", "params.sleep=0.02")
     reach(run, 1, 10)
     told = project.jobkit("preempt", run.name).stdout
     assert re.search(r"attempt 1 preempted at step (\d+)\nit continues by itself from step \1;", told), told
@@ -436,10 +447,12 @@ def test_ctrl_c_during_a_restart_is_obeyed_and_resume_goes_on_from_anywhere(
 
 
 def test_two_interruptions_at_once_and_a_death_during_the_recovery(project: Mortal, undisturbed: bytes) -> None:
+    project.plan(HOLD=json.dumps({"1": 28, "2": 45}))
     _, run = project.begin("--detach", "params.sleep=0.05")
     # Not by the progress report, which may be half an interval old: the next checkpoint must not be under way.
     wait_for("a checkpoint", lambda: any(e["event"] == "checkpoint" and e["step"] >= 20 for e in events(run)), run)
     preempting = project.start("preempt", run.name)
+    wait_for("the stop request", (run / "logs/1/notice.json").exists, run)
     os.kill(rank_process(run, 1, 1) or 0, signal.SIGKILL)
     preempting.communicate(timeout=60)
     wait_for("a second attempt", lambda: names(run).count("started") == 2 and rank_process(run, 2, 0), run)
@@ -452,22 +465,30 @@ def test_two_interruptions_at_once_and_a_death_during_the_recovery(project: Mort
 # Deaths of the controller
 
 
+def kill_supervisor(run: Path, attempt: int) -> None:
+    """Kill the supervisor, and let its ranks go on when they have been told: the process that forked them is gone."""
+    server = ranks_of(run, attempt)[0].parent
+    os.kill(int(status(run)["job_id"]), signal.SIGKILL)
+    wait_for("the end of the ranks' server", lambda: Process.read(server) is None, run)
+    (run / f"go_{attempt}").touch()
+
+
 def test_a_killed_controller_leaves_nothing_running_and_the_same_command_continues(
     project: Mortal, undisturbed: bytes
 ) -> None:
-    project.plan(WORKERS="1")
+    project.plan(WORKERS="1", HOLD=json.dumps({"1": 25, "2": 45}))
     command = ("--local", "params.sleep=0.05")
     detached, run = project.begin(*command[1:], "--detach")
     detached.communicate(timeout=60)
     reach(run, 1, 10)
-    os.kill(int(status(run)["job_id"]), signal.SIGKILL)
+    kill_supervisor(run, 1)
     nothing_is_left(run)
     text = project.jobkit("status", run.name).stdout
     assert f"{run.name}: interrupted" in text
     assert re.search(r"to continue it: .*jobkit.submit toy.yaml params.sleep=0.05 --local +\(in ", text), text
     foreground, _ = project.begin(*command[1:])
     reach(run, 2, 30)
-    os.kill(int(status(run)["job_id"]), signal.SIGKILL)
+    kill_supervisor(run, 2)
     told = "".join(foreground.communicate(timeout=60))
     assert foreground.returncode == 75 and "the same command continues the run" in told, told
     project.submit(*command)  # at once: what is left of the attempt before has lost the run
@@ -531,6 +552,7 @@ def test_another_number_of_ranks_sees_the_same_samples_and_learns_the_same(proje
     ranks = ["--local", "params.dropout=0", "params.steps=45"]
     alone = Mortal(tmp_path / "alone")
     alone.submit(*ranks, "resources.tasks_per_node=4")
+    project.plan(HOLD=json.dumps({"2": 35}))
     first, run = project.begin(*ranks[1:], "resources.tasks_per_node=4", "params.sleep=0.05")
     reach(run, 1, 10)
     first.send_signal(signal.SIGINT)
