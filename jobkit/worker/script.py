@@ -39,6 +39,10 @@ from jobkit.worker.results import literal
 from jobkit.worker.stop import STOP_SIGNALS, kill_children
 from jobkit.worker.task import GRACE_SECONDS, open_context
 
+REPORT_SECONDS = 10.0
+"""How long rank 0, which has only lost a connection, waits for the report of the rank that failed: that one may still
+be printing its traceback. Launchers give the ranks 30 s between SIGTERM and SIGKILL."""
+
 
 def init(
     config: Path | str | None = None,
@@ -238,7 +242,7 @@ class ScriptEnd:
 
     def _cause_of_failure(self, error: BaseException) -> EndCause:
         """What the rank that failed first has written down, once it has: this one may only have missed it."""
-        deadline = time.monotonic() + (GRACE_SECONDS if self.rank.topology.world_size > 1 else 0.0)
+        deadline = time.monotonic() + (REPORT_SECONDS if self.rank.topology.world_size > 1 else 0.0)
         while (cause := own_failure(self.rank.run, self.rank.attempt)) is None and time.monotonic() < deadline:
             time.sleep(0.1)
         return cause or EndCause("crashed", Failure(rank=self.rank.topology.rank, error=repr(error)))
