@@ -377,11 +377,11 @@ from pathlib import Path
 from jobkit.worker.output import PatientFile, survive_full_disks
 
 before = sys.stdout.fileno(), sys.stdout.encoding, sys.stdout.isatty(), sys.stdout.name, sys.stdout.mode
+PatientFile.KEPT_BYTES = int(sys.argv[2])
 survive_full_disks()
 assert before == (sys.stdout.fileno(), sys.stdout.encoding, sys.stdout.isatty(), sys.stdout.name, sys.stdout.mode)
 assert sys.stderr.fileno() == 2 and sys.stderr.errors == "backslashreplace"
 ballast = Path(sys.argv[1])
-PatientFile.KEPT_BYTES = int(sys.argv[2])
 
 def fill():
     fd = os.open(ballast, os.O_WRONLY | os.O_CREAT)
