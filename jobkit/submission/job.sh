@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # What a batch script runs, on the first node of its job. sbatch.py puts before it:
-#   jobkit_setup, jobkit_teardown   functions with the user's own lines
+#   jobkit_setup, jobkit_teardown   the user's own lines: texts, since in a function `declare -x` would be local to it
 #   jobkit_python, jobkit_run, jobkit_failed_starts, jobkit_srun_args, jobkit_blind_restarts,
 #   jobkit_resumable, jobkit_failed, jobkit_start_again   exit codes of the supervisor
 # The supervisor does the work. Here is what must go on where Python does not: a mount that is broken on this node, a
@@ -61,8 +61,8 @@ echo "$SLURMD_NODENAME" >>"$jobkit_failed_starts" # the supervisor removes the f
 
 trap 'jobkit_elsewhere $?' EXIT
 set -e # a module that does not load must not train without it
-jobkit_setup
-set +e
+eval "$jobkit_setup"
+set +eu # srun's arguments may be none, which bash before 4.4 takes for an unset variable
 trap - EXIT
 
 jobkit_supervisor slurm "$jobkit_run" "${jobkit_srun_args[@]}"
@@ -73,7 +73,7 @@ case $jobkit_code in
 esac
 
 trap '' TERM
-jobkit_teardown
+eval "$jobkit_teardown"
 jobkit_exit_if_done $jobkit_code
 for _ in 1 2 3; do # the supervisor may be killed at any line, and `end` is harmless to repeat
     jobkit_supervisor end "$jobkit_run"

@@ -6,7 +6,6 @@ import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +71,13 @@ def _definitions(plan: LaunchPlan) -> list[str]:
         "jobkit_resumable": str(EXIT_RESUMABLE),
         "jobkit_failed": str(EXIT_DECIDED),
         "jobkit_start_again": str(EXIT_START_AGAIN),
+        "jobkit_setup": "\n".join(plan.parameters.get("setup") or []),
+        "jobkit_teardown": "\n".join(plan.parameters.get("teardown") or []),
     }
     return [
         *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
         f"jobkit_srun_args=({shlex.join(plan.parameters.get('srun_args') or [])})",
-        *_function("jobkit_setup", plan.parameters.get("setup") or []),
-        *_function("jobkit_teardown", plan.parameters.get("teardown") or []),
     ]
-
-
-def _function(name: str, lines: Sequence[str]) -> list[str]:
-    return [f"{name}() {{", *lines, "    :", "}"]  # a shell function is not empty, and may hold comments only
 
 
 def _sbatch(run: RunDir) -> str:

@@ -163,7 +163,20 @@ def test_setup_reaches_the_supervisor_and_teardown_comes_before_the_requeue(tmp_
     assert node.calls == ["slurm RUN", "hello", "end RUN"]
 
 
-@pytest.mark.parametrize("setup", [["false", "touch after"], ["exit 3"], ["no_such_module"]])
+def test_what_setup_declares_is_the_scripts_and_the_environment_of_the_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "environment.sh").write_text('declare -x GREETING="hello"\n')  # as `export -p` writes it
+    setup = ["source ./environment.sh", "declare -x NAME=world", "set -euo pipefail"]
+    node = Node(tmp_path, setup=setup, teardown=['echo "$GREETING $NAME" >>calls'])
+    stand_in = tmp_path / "bin/python"
+    stand_in.write_text(STAND_IN.replace("echo ", 'echo "${GREETING-} ${NAME-}" >>seen; echo ', 1))
+    assert node.start().returncode == 0
+    assert node.calls == ["slurm RUN", "hello world"]
+    assert (tmp_path / "seen").read_text() == "hello world\n"
+
+
+@pytest.mark.parametrize(
+    "setup", [["false", "touch after"], ["exit 3"], ["no_such_module"], ["if true", "touch after"]]
+)
 def test_setup_that_fails_starts_no_supervisor_and_the_job_goes_to_another_node(
     tmp_path: Path, setup: Sequence[str]
 ) -> None:
