@@ -23,6 +23,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
     for parameter in parameters:
         if parameter.grad is not None:
             local, groups = _shard(parameter.grad)
+            if local.dtype.itemsize < 4:  # get_total_norm rounds each norm to the gradient's type: fp16 ends at 65504
+                local = torch.linalg.vector_norm(local, dtype=torch.float32)
             shards[groups].append(local)
     total = torch.zeros(())
     for groups, tensors in shards.items():

@@ -1,0 +1,24 @@
+"""The norm of gradients, whatever their type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from jobkit.train.gradients import gradient_norm
+
+
+def parameter(gradient: Tensor) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros_like(gradient))
+    made.grad = gradient.clone()
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_is_exact_and_does_not_overflow(dtype: torch.dtype) -> None:
+    gradient = (torch.randn(10001, generator=torch.Generator().manual_seed(0)) * 1000).to(dtype)
+    small = torch.randn(7, generator=torch.Generator().manual_seed(1))
+    norm = gradient_norm([parameter(gradient), parameter(small)])
+    assert norm.dtype == torch.float32 and norm > torch.finfo(torch.float16).max
+    torch.testing.assert_close(norm.double(), torch.cat([gradient.double(), small.double()]).norm(), rtol=1e-6, atol=0)
