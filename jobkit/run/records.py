@@ -30,8 +30,9 @@ def read(kind: type[R], file: Path) -> R | None:
 
 
 def write(file: Path, record: Any, *, durable: bool = True) -> None:
-    """Replace a file by a record; raises OSError when the disk does not take it."""
-    write_json(file, dataclasses.asdict(record), durable=durable)
+    """Replace a file by a record, less what is not known; raises OSError when the disk does not take it."""
+    known = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+    write_json(file, known, durable=durable)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from jobkit.log import log
 from jobkit.run.disk import disk_errno, is_disk_error
 from jobkit.train.engine import Engine
 from jobkit.worker.export import whole_weights, write_weights
+from jobkit.worker.lease import check_lease
 from jobkit.worker.rank import Rank
 from jobkit.worker.stop import StopSignals
 from jobkit.worker.tracked_state import TrackedState
@@ -60,4 +61,5 @@ def export(rank: Rank, engine: Engine, tracked: TrackedState) -> None:
         for name, module in modules.items():
             weights = whole_weights(module)
             if rank.is_main:
+                check_lease(rank.run, rank.attempt)  # putting them together took its time
                 write_weights(rank.run.final, name, weights)
