@@ -36,11 +36,9 @@ class Display:
         self.last_position: tuple[int, int | None] = (-1, None)
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         self.console.print(text, markup=False)
 
     def show(self, progress: Report) -> None:
-        """Draw an attempt's report."""
         step, total = progress.step or 0, progress.total_steps
         evaluation = progress.evaluation or {}
         if total is None and not evaluation:
@@ -66,6 +64,5 @@ class Display:
             self.say(f"{where}{rate_text}  {values}".strip())
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
         if self.task is not None:
             self.progress.stop()

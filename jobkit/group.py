@@ -72,7 +72,6 @@ class RankGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0 of them."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
@@ -134,7 +133,6 @@ class RankGroup:
         return [float(value) for value in tensor.tolist()]
 
     def anywhere(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank."""
         return bool(self.maximum(flag)[0])
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -132,7 +132,6 @@ class JobInfo:
 
     @property
     def ended(self) -> bool:
-        """Whether Slurm will do nothing more with it."""
         return self.state in ENDED
 
     @property

@@ -42,7 +42,6 @@ class StagedSavePlanner(DefaultSavePlanner):
         return super().create_global_plan([SavePlan(plan.items) for plan in all_plans])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The staged copy."""
         value = self._values[write_item.index]
         return io.BytesIO(value) if isinstance(value, bytes) else value
 
@@ -54,6 +53,5 @@ class BytesLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep the bytes."""
         state: dict[str, Any] = self.state_dict
         state[read_item.dest_index.fqn] = value.getvalue()

@@ -52,7 +52,6 @@ class Reader:
         self.set_aside: list[tuple[int, str]] = []
 
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
-        """See `Checkpointer.load_newest`."""
         self.set_aside = []
         with as_checkpoint_error("the checkpoints cannot be read"):
             for step in self._ranks.on_main(self._candidates):
@@ -67,7 +66,6 @@ class Reader:
     def read(
         self, loaded: RestoredCheckpoint, templates: Mapping[str, Any], wants: Callable[[str, str], bool]
     ) -> dict[str, Any]:
-        """See `Checkpointer.read`."""
         return self._load(loaded.step, loaded.manifest, templates, set(templates), wants).shared
 
     def _candidates(self) -> list[int]:
@@ -169,7 +167,6 @@ class _Report:
 
 
 def _name(tree: str) -> str:
-    """The name of a shared tree, from its key."""
     return unescape(tree.removeprefix(f"{SHARED}."))
 
 

@@ -174,7 +174,6 @@ class RawWriter(FileSystemWriter):
         self._file = f"rank_{rank:05d}.bin"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and fsync this rank's file."""
         results = []
         with ChecksummedFile(self.directory / self._file) as file:
             for item in plan.items:
@@ -191,7 +190,6 @@ class RawWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index of all ranks' items."""
         everything = [result for one_rank in results for result in one_rank]
         metadata.storage_data = {
             result.index: result.storage_data for result in everything if isinstance(result.storage_data, Extent)
@@ -213,14 +211,12 @@ class RawReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, read once."""
         if self._metadata is None:
             metadata: Metadata = pickle.loads((self.directory / INDEX).read_bytes())
             self._metadata = metadata
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors and hand it the pickled objects."""
         by_file: dict[str, list[tuple[Extent, ReadItem]]] = {}
         for item in plan.items:
             extent: Extent = self.storage_data[item.storage_index]

@@ -11,7 +11,6 @@ from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN and `--runs-dir`."""
     add_run(parser)
 
 

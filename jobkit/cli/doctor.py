@@ -29,7 +29,6 @@ COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where, with how many ranks, and how to say it."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in clusters.slurm.partition=low")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="this machine (default where there is no sbatch)")

@@ -13,13 +13,11 @@ from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--json` and `--runs-dir`."""
     parser.add_argument("--json", action="store_true", help="for programs: a list of {run, ...status}")
     add_runs_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table."""
     found = [(run, _status(run)) for run in all_runs(runs_dir(arguments))]
     if arguments.json:
         print(json.dumps([{"run": run.name, **status.as_dict()} for run, status in found], indent=1))

@@ -17,7 +17,6 @@ from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, `-f`, `--rank`, `--attempt` and `--runs-dir`."""
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over, requeues included")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose output (default: 0)")

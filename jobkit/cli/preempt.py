@@ -10,7 +10,6 @@ from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, `--no-grace` and `--runs-dir`."""
     add_run(parser)
     parser.add_argument("--no-grace", action="store_true", help="kill its ranks at once, without a checkpoint")
 

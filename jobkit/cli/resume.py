@@ -13,7 +13,6 @@ from jobkit.run.rundir import versions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, `--detach`, `--follow` and `--runs-dir`."""
     add_run(parser)
     parser.add_argument("--detach", action="store_true", help="local: in the background")
     parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")

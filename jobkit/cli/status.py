@@ -20,7 +20,6 @@ from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, `--json` and `--runs-dir`."""
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="for programs: the same as status.json")
 
@@ -104,7 +103,6 @@ def _lost(account: Account) -> str:
 
 
 def _failure_lines(failure: Failure) -> list[str]:
-    """Where the last attempt failed, and on what."""
     known = {"rank": failure.rank, "step": failure.step, "node": failure.node}
     lines = ["failed at: " + ", ".join(f"{what} {value}" for what, value in known.items() if value is not None)]
     if failure.samples:

@@ -55,7 +55,6 @@ class Backlog:
         self._is_full = self._is_full and len(self._waiting) > 0
 
     def clear(self) -> None:
-        """Forget what waits."""
         self._waiting.clear()
         self._is_full = False
 

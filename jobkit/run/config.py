@@ -129,7 +129,6 @@ class Resources:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes."""
         return self.nodes * self.tasks_per_node
 
     @property

@@ -31,7 +31,6 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return self.pipeline * self.data * self.tensor
 
     def data_rank(self, rank: int) -> int:

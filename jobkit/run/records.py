@@ -103,7 +103,6 @@ class Failure:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Failure:
-        """The Failure in an event of the journal."""
         known = {one.name for one in dataclasses.fields(cls)}
         return cls(**{key: item for key, item in value.items() if key in known})
 

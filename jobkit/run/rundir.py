@@ -42,12 +42,10 @@ class RunDir:
 
     @property
     def progress_file(self) -> Path:
-        """Progress of the running attempt."""
         return self.path / "progress.json"
 
     @property
     def lease_file(self) -> Path:
-        """Lease of the attempt that owns this directory."""
         return self.path / "lease.json"
 
     @property
@@ -99,7 +97,6 @@ class RunDir:
         return self.logs(attempt) / f"rank_{rank}.{stream}"
 
     def error_file(self, attempt: int, rank: int) -> Path:
-        """FailureReport of a rank."""
         return self.logs(attempt) / f"error_{rank}.json"
 
     def srun_log(self, attempt: int) -> Path:
@@ -115,7 +112,6 @@ class RunDir:
         return self.path / "logs" / f"rendezvous-{launch}.json"
 
     def stop_request_file(self, attempt: int) -> Path:
-        """StopRequest of jobkit's own."""
         return self.logs(attempt) / "notice.json"
 
     @property
@@ -143,7 +139,6 @@ class RunDir:
         return self.config_file.exists()
 
     def config(self) -> Config:
-        """The resolved config this run was last submitted with."""
         return read_resolved(self.config_file)
 
     def write_config(self, config: Config) -> None:

@@ -128,12 +128,10 @@ class Status:
 
     @property
     def how_to_continue(self) -> str:
-        """What to type, and where."""
         return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
 
     @property
     def attempt(self) -> Attempt | None:
-        """The newest attempt."""
         return self.attempts[-1] if self.attempts else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -45,7 +45,6 @@ class Channel:
         self._files: list[int] = []
 
     def fileno(self) -> int:
-        """For select."""
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
@@ -72,7 +71,6 @@ class Channel:
         return message, files
 
     def is_readable(self) -> bool:
-        """Whether `receive` would return now."""
         return b"\n" in self._data or bool(select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ class LocalJob:
         self.signals += 2 if number == signal.SIGINT else 1  # what follows from it happens in the loop, not here
 
     def stop_request(self) -> StopRequest | None:
-        """What the signals, or the end of the foreground command, ask for."""
         if self._lifeline is not None and select.select([self._lifeline], [], [], 0)[0]:
             os.close(self._lifeline)  # a closed terminal, a kill -9: as if the command had asked to stop
             self._lifeline = None
@@ -56,7 +55,6 @@ class LocalJob:
         return False
 
     def time_limit(self) -> TimeLimit:
-        """`resources.time`, from now on."""
         return LocalTimeLimit(self.run.config().resources)
 
     def record(self) -> None:
@@ -67,7 +65,6 @@ class LocalJob:
         return action()
 
     def give_up(self, error: OSError) -> int:
-        """Leave the run as it is."""
         log.warning("%s cannot go on: %s; the same command continues it", self.run.name, error)
         return EXIT_RESUMABLE
 

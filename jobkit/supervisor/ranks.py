@@ -88,7 +88,6 @@ class LocalRanks:
         self._oom_kills = 0
 
     def start(self, begun: Begun) -> None:
-        """Start all ranks of an attempt; raises ForkServerError."""
         self._pids, self._told, self._first, self._oom_kills = [], False, None, kernel_oom_kills()
         try:
             self._fork_all(begun)
@@ -135,7 +134,6 @@ class LocalRanks:
         return [self._server.poll(pid) for pid in self._pids] if self._server is not None else []
 
     def are_running(self) -> bool:
-        """Whether any rank has not ended."""
         return None in self._codes()
 
     def signal(self, name: str) -> None:
@@ -162,15 +160,12 @@ class LocalRanks:
         return self._first
 
     def cause_of_death(self, job: slurm.JobInfo | None) -> FirstFailure | None:
-        """The first rank that was found dead."""
         return self.first_failure()
 
     def all_returned(self) -> bool:
-        """Whether every rank has ended with exit code 0."""
         return all(code == 0 for code in self._codes())
 
     def wait(self) -> None:
-        """Wait until all have ended."""
         while self.are_running():
             time.sleep(self.poll_seconds)
 
@@ -238,7 +233,6 @@ class SlurmRanks:
         return self._srun is not None and self._srun.poll() is None
 
     def signal(self, name: str) -> None:
-        """Send a signal to every process of the step, on all nodes."""
         slurm.signal_steps(self.job_id, name)
 
     def first_failure(self) -> FirstFailure | None:
@@ -262,7 +256,6 @@ class SlurmRanks:
         return self._srun is not None and self._srun.returncode == 0
 
     def wait(self) -> None:
-        """Wait for srun."""
         if self._srun is not None:
             self._srun.wait()
 

@@ -80,15 +80,12 @@ class SlurmJob:
         return job is not None and job.state == "COMPLETING" and slurm.stop_cause(job) != "cancelled"
 
     def time_limit(self) -> TimeLimit:
-        """The job's limit."""
         return SlurmTimeLimit(self.id)
 
     def record(self) -> slurm.JobInfo | None:
-        """Slurm's record of the job; None where Slurm does not answer."""
         return ask(self.id)
 
     def until_mounted(self, action: Callable[[], T]) -> T:
-        """What `action` returns, tried until the run directory is there."""
         return retry_until_mounted(self.run, action)
 
     def give_up(self, error: OSError) -> int:

@@ -31,11 +31,9 @@ class LocalTimeLimit:
         self._started = time.monotonic()
 
     def is_near(self) -> bool:
-        """Whether the margin before the limit has begun."""
         return math.isfinite(self.seconds) and self._left() <= slurm.stop_margin(self.seconds)
 
     def is_over(self, saving: bool = False) -> bool:
-        """Whether the attempt has had its time."""
         return self._left() <= 0
 
     def _left(self) -> float:

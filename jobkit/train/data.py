@@ -197,7 +197,6 @@ class Loader:
         return [sample for _, sample in self._order.share(self.current, self.rank, self.world_size)]
 
     def state_dict(self) -> dict[str, int]:
-        """{position, length, global_batch_size}."""
         return {
             "position": self.position,
             "length": self._order.length,

@@ -36,7 +36,6 @@ class Compression:
         return dict(self.power_sgd.__getstate__())  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same rank."""
         if self.power_sgd is not None and state:
             group = self.power_sgd.process_group  # which it replaces by the whole world
             self.power_sgd.__setstate__(dict(state))  # type: ignore[no-untyped-call]

@@ -92,9 +92,7 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """{scale, good_steps}."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a state."""
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])

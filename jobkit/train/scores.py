@@ -32,7 +32,6 @@ class SampleScores:
 
     @property
     def done(self) -> int:
-        """Samples whose values are known."""
         return int(self._of_samples(self.known).sum())
 
     def missing(self) -> list[int]:

@@ -94,7 +94,6 @@ class AutoInterval:
     """Seconds until one is on the disk."""
 
     def observe(self, stall: float, seconds: float) -> None:
-        """A checkpoint has been written: it held up the training for `stall`, and was durable after `seconds`."""
         self.cost = stall if self.cost is None else 0.5 * (self.cost + stall)
         self.durable = max(seconds, 0.5 * (self.durable + seconds))
 
@@ -107,7 +106,6 @@ class AutoInterval:
         return max(min(ideal, MAX_SECONDS), self.cost / MAX_OVERHEAD, 2 * self.durable)
 
     def explain(self) -> str:
-        """The interval and what it follows from."""
         cost = "not known yet" if self.cost is None else f"{self.cost:.3g} s"
         return (
             f"a checkpoint every {self.seconds:.3g} s: one holds up the training for {cost}, "

@@ -72,7 +72,6 @@ class Checkpoints:
         )
 
     def wait(self, seconds: float | None = None) -> None:
-        """Give a checkpoint that is being written so long to become durable, for ever where None."""
         if self._pending is not None:
             with suppress(TimeoutError):
                 self._pending.outcome(seconds)

@@ -352,7 +352,6 @@ class Context:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed
 
     @property

@@ -160,7 +160,6 @@ class Evaluator:
         return self._rank.group.broadcast(found or [])  # type: ignore[no-any-return]
 
     def _key(self, checkpoint: int | None) -> dict[str, Any]:
-        """What a kept evaluation belongs to."""
         return {"step": self._step, "checkpoint": checkpoint, "code": code_version()}
 
     def _drop_kept(self) -> None:

@@ -21,7 +21,6 @@ class Heartbeat:
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """Something was done."""
         now = time.monotonic()
         if self.training and self.beats > 1:
             self.slowest = max(self.slowest, now - self._last)
@@ -29,17 +28,14 @@ class Heartbeat:
         self._last = now
 
     def begin(self) -> None:
-        """The loop begins."""
         self.beats, self.training = 0, True
         self.beat()
 
     def end(self) -> None:
-        """The loop is over."""
         self.training = False
         self.beat()
 
     def report(self) -> dict[str, Any]:
-        """For the progress report."""
         return {
             "beats": self.beats,
             "training": self.training,

@@ -188,7 +188,6 @@ def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = No
 
 
 def _told(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:
-    """The fields of a Topology that a launcher fills."""
     found: dict[str, int] = {}
     if launcher is not None:
         for field in ("rank", "world_size", "local_rank", "node", "nodes"):

@@ -68,18 +68,15 @@ class TrainingLoop:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step is under way."""
         return self._step_start is not None
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count this optimizer's steps."""
         optimizer.register_step_post_hook(self._count_optimizer_step)
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._optimizer_steps += 1
 
     def steps(self, total: int) -> Iterator[int]:
-        """See Context.steps."""
         self._begin(total)
         while self.step < total:
             self._step_start = self._fingerprint()
@@ -97,7 +94,6 @@ class TrainingLoop:
         self._reporter.heartbeat.end()
 
     def _of_type(self, kind: type[Any]) -> list[Any]:
-        """The tracked objects of a class."""
         return [value for value in self._tracked.objects.values() if isinstance(value, kind)]
 
     # The beginning
@@ -201,7 +197,6 @@ class TrainingLoop:
         self._reporter.scalars(self.step - 1, values)
 
     def report_progress(self) -> None:
-        """Say how far the loop is."""
         rate = self._timer.steps_per_second
         self._reporter.update(step=self.step, total_steps=self.total, steps_per_second=rate)
 

@@ -136,7 +136,6 @@ class MetricLog:
         self._waiting.append(lambda: self._write_scalars(step, values))
 
     def image(self, step: int, tag: str, image: torch.Tensor) -> None:
-        """Log one image: CHW, uint8 or float in [0, 1]."""
         self._waiting.append(lambda: self._add(summaries.image(tag, image.cpu().numpy(), dataformats="CHW"), step))
 
     def video(self, step: int, tag: str, video: torch.Tensor) -> None:
@@ -144,7 +143,6 @@ class MetricLog:
         self._waiting.append(lambda: self._write_video(step, tag, video))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Log one text: Markdown."""
         self._waiting.append(lambda: self._add(summaries.text(tag, text), step))
 
     def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
@@ -167,7 +165,6 @@ class MetricLog:
         return future
 
     def close(self) -> None:
-        """Write what is left and stop."""
         self._closing = True
         self._wake.set()
         self._thread.join()

@@ -60,11 +60,9 @@ class Results:
         self.seconds: list[list[float]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """{seconds}."""
         return {"seconds": list(self.seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
         self.seconds = [list(one) for one in state["seconds"]]
 
 

@@ -80,7 +80,6 @@ class PatientFile(io.FileIO):
         self._lost = None
 
     def _put(self, data: bytes) -> int:
-        """Write what the disk takes; the number of bytes."""
         written = 0
         try:
             while written < len(data) and (count := super().write(data[written:])) is not None:

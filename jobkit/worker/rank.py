@@ -31,7 +31,6 @@ class Rank:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes files."""
         return self.topology.rank == 0
 
 

@@ -126,17 +126,14 @@ class RunReporter:
                 self._values[tag] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def log_image(self, tag: str, image: torch.Tensor) -> None:
-        """An image of the step that is under way."""
         copy = image.detach().clone() if self._metrics is not None else image
         self._log_media(lambda metrics, step: metrics.image(step, tag, copy))
 
     def log_video(self, tag: str, video: torch.Tensor) -> None:
-        """A video of the step that is under way."""
         copy = video.detach().clone() if self._metrics is not None else video
         self._log_media(lambda metrics, step: metrics.video(step, tag, copy))
 
     def log_text(self, tag: str, text: str) -> None:
-        """A text of the step that is under way."""
         self._log_media(lambda metrics, step: metrics.text(step, tag, text))
 
     def _log_media(self, write: Callable[[MetricLog, int], None]) -> None:
@@ -153,17 +150,14 @@ class RunReporter:
         self._values, self._media = {}, []
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log jobkit's own curves at a step."""
         if self._metrics is not None and values:
             self._metrics.scalars(step, values)
 
     def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Log the run's parameters with its final metrics."""
         if self._metrics is not None:
             self._metrics.hparams(parameters, metrics)
 
     def mark_metrics(self) -> Future[Position]:
-        """The position after everything logged so far, once it is on the disk."""
         if self._metrics is not None:
             return self._metrics.mark()
         nothing: Future[Position] = Future()
@@ -173,7 +167,6 @@ class RunReporter:
     # Progress
 
     def update(self, **fields: Any) -> None:
-        """Fields of the next progress report; see jobkit.run.records.Progress."""
         self._progress.update(fields)
 
     def say(self, text: str) -> None:
@@ -209,7 +202,6 @@ class RunReporter:
             self._display.show(progress)
 
     def close(self) -> None:
-        """Write what is left."""
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None

@@ -198,11 +198,9 @@ class ScriptEnd:
     """Held until this process ends."""
 
     def register(self) -> None:
-        """Have `run` called at the end."""
         atexit.register(self.run)
 
     def run(self) -> None:
-        """End the attempt."""
         error = getattr(sys, "last_value", None)  # what the interpreter has just printed the traceback of
         if isinstance(error, LostLease):
             end_after_lost_lease(error)

@@ -65,7 +65,6 @@ class StragglerMonitor:
         self._compared = time.monotonic()
 
     def watch(self, model: torch.nn.Module, forward_waits: bool = False) -> None:
-        """Measure by this model's forwards, where there are others to compare with."""
         if self._rank.topology.world_size > 1:
             self.timer.watch(model, forward_waits)
 

@@ -38,7 +38,6 @@ class StepTimer:
         self._sampled_step, self._sampled = step, self._since
 
     def measure(self, step: int) -> float:
-        """Seconds a step since the last agreement."""
         now = time.perf_counter()
         seconds = (now - self._since) / max(1, step - self._since_step)
         self._since_step, self._since = step, now
@@ -81,15 +80,12 @@ class HostMark:
     """A Mark on the clock, for a device whose work is done when its calls return."""
 
     def record(self) -> None:
-        """It is now."""
         self.time = time.perf_counter()
 
     def query(self) -> bool:
-        """It has come."""
         return True
 
     def elapsed_time(self, end: HostMark) -> float:
-        """Milliseconds from here to another one."""
         return (end.time - self.time) * 1e3
 
 
@@ -123,7 +119,6 @@ class ComputeTimer:
         self._whole, self._whole_steps = 0.0, 0
 
     def watch(self, model: torch.nn.Module, forward_waits: bool = False) -> None:
-        """Measure by this model's forwards."""
         self.forward_waits = self.forward_waits or forward_waits
         if forward_waits:
             model.register_forward_pre_hook(lambda *_: self.forward_begins(), prepend=True)  # before FSDP gathers
@@ -147,7 +142,6 @@ class ComputeTimer:
             self._end.record()
 
     def end(self) -> None:
-        """The step is over."""
         if self._begin is not None and self._end is not None:
             self._unread.append((self._begin, self._end))
         self._begin = None

@@ -174,7 +174,6 @@ class TrackedState:
         return None
 
     def _joined(self, value: Any, parts: list[Any]) -> Any:
-        """One state of several parts, as far as this rank needs it."""
         if self._is_named(value):
             return {
                 **parts[0],
