@@ -60,6 +60,10 @@ class LocalJob:
     def record(self) -> None:
         """No scheduler knows more."""
 
+    def look(self, action: Callable[[], None]) -> None:
+        """Do what reads the run directory."""
+        action()
+
     def until_mounted(self, action: Callable[[], T]) -> T:
         """What `action` returns. A disk of this machine is not waited for: the user is there to mend it."""
         return action()

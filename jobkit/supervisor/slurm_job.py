@@ -39,6 +39,9 @@ BLIND_RESTARTS = 50
 PATIENCE_SECONDS = 300.0
 """How long the beginning and the end of an attempt wait for a run directory whose file server is away."""
 
+ANSWER_SECONDS = 1.0
+"""How long to wait for a file server before looking again whether srun has ended, or Slurm is ending the job."""
+
 REQUEUE_PAUSES = (0, 2, 10, 30, 60, 60)
 """Seconds before each try to start the job again: a controller that restarts is away for a minute or two."""
 
@@ -51,6 +54,7 @@ class SlurmJob:
     def __init__(self, run: RunDir, job_id: str) -> None:
         self.id = job_id
         self.run = run
+        self._reading: Reading | None = None
         self._signalled = True  # a signal may have come before there was anyone to take it
 
     def listen(self) -> None:
@@ -84,6 +88,13 @@ class SlurmJob:
 
     def record(self) -> slurm.JobInfo | None:
         return ask(self.id)
+
+    def look(self, action: Callable[[], None]) -> None:
+        """Do what reads the run directory; returns before that is done where the file server does not answer."""
+        self._reading = self._reading or Reading(action)
+        if self._reading.is_done(ANSWER_SECONDS):
+            reading, self._reading = self._reading, None
+            reading.raise_problem()
 
     def until_mounted(self, action: Callable[[], T]) -> T:
         return retry_until_mounted(self.run, action)
@@ -128,12 +139,20 @@ class SlurmJob:
             raise LookupError(f"{self.run.name} has no attempt of job {self.id}")
         said = srun_said(self.run, number)  # before what is still running is killed
         if job is None or job.state == "RUNNING":  # else Slurm ends them, and leaves them time to save
-            if attempt.ended is None and not said and slurm.steps(self.id):
+            if attempt.ended is None and not said and self._has_steps():
                 request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
             end_steps(self.id)
         node = dead_node_of(job)
         first = FirstFailure(node=node, node_lost=True) if node else first_failure(said)
         return end(self.run, number, self.id, first=first, job=job)
+
+    def _has_steps(self) -> bool:
+        """Whether ranks run; not known where Slurm is away, which starting again waits for."""
+        try:
+            return bool(slurm.steps(self.id))
+        except SchedulerError as error:
+            log.warning("%s", error)
+            return False
 
     # Starting again
 
@@ -202,6 +221,32 @@ class SlurmJob:
         foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign) or key == "SLURM_CONF"}
         return slurm.submit(str(self.run.batch_script), *options, environment=kept)
+
+
+class Reading:
+    """An action in a thread, since a file server that is gone does not answer at all."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._act, daemon=True)
+        self._thread.start()
+
+    def _act(self) -> None:
+        try:
+            self._action()
+        except BaseException as error:
+            self._problem = error
+
+    def is_done(self, seconds: float) -> bool:
+        """Whether it has ended, which is waited for so long."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def raise_problem(self) -> None:
+        """Raise what the action has raised."""
+        if self._problem is not None:
+            raise self._problem
 
 
 def retry_until_mounted(run: RunDir, action: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from jobkit import slurm
-from jobkit.errors import EXIT_RESUMABLE, SchedulerError
+from jobkit.errors import EXIT_RESUMABLE, JobkitError
 from jobkit.log import log
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
@@ -57,6 +57,9 @@ class Job(Protocol):
 
     def record(self) -> slurm.JobInfo | None:
         """Slurm's record of the job."""
+
+    def look(self, action: Callable[[], None]) -> None:
+        """Do what reads the run directory; may return before it is done, and then goes on with it the next time."""
 
     def until_mounted(self, action: Callable[[], T]) -> T:
         """What `action` returns, which reads and writes the run directory; raises OSError where that is away."""
@@ -123,7 +126,7 @@ class AttemptWatch:
         self.ranks = ranks
         self.job = job
         self.limit = job.time_limit()
-        self.watchdog = Watch.of(run, attempt)
+        self.watchdog: Watch | None = None
         self._told = False
         """Whether the ranks have been signalled to stop."""
         self._killed = False
@@ -137,8 +140,8 @@ class AttemptWatch:
                 if self.job.leaves_no_time():
                     return
                 if not self._killed:  # srun may go on waiting for a lost node
-                    self._look()
-            except (SchedulerError, OSError) as problem:  # Slurm, or the disk, may be back in the next round
+                    self.job.look(self._look)
+            except (JobkitError, OSError) as problem:  # Slurm, or the run directory, may be back in the next round
                 log.warning("%s", problem)
                 time.sleep(PAUSE_SECONDS)
             time.sleep(self.ranks.poll_seconds)
@@ -158,6 +161,7 @@ class AttemptWatch:
             self._obey(StopRequest(cause="timeout", grace=0))
         elif self.limit.is_near():
             self._obey(StopRequest(cause="timeout"))
+        self.watchdog = self.watchdog or Watch.of(self.run, self.attempt)
         if error := self.watchdog.look():
             log.warning("%s: %s", self.run.name, error)
             end_hung(self.run, self.attempt, error, self.ranks.signal)

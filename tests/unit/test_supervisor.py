@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +26,7 @@ from jobkit.supervisor import supervisor as supervising
 from jobkit.supervisor import time_limit as limits
 from jobkit.supervisor.attempt import Begun, begin, request_stop
 from jobkit.supervisor.diagnosis import FirstFailure
+from jobkit.supervisor.ranks import SlurmRanks
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.slurm_job import EXIT_START_AGAIN, SlurmJob
 from jobkit.supervisor.supervisor import KILL_AFTER_FAILURE_SECONDS, Supervisor
@@ -129,6 +135,9 @@ class Job:
     def record(self) -> slurm.JobInfo | None:
         return None
 
+    def look(self, action: Callable[[], None]) -> None:
+        action()
+
     def until_mounted(self, action: Callable[[], T]) -> T:
         return action()
 
@@ -156,6 +165,12 @@ def run(tmp_path: Path) -> RunDir:
     run.write_config(Config(name="toy", task="m:f"))
     run.record(Event.SUBMITTING, cluster="local", scheduler="local")
     return run
+
+
+def info(**known: Any) -> slurm.JobInfo:
+    """Slurm's record of the job."""
+    fields = {"state": "RUNNING", "reason": "", "preempt_time": None, "start": 0.0, "end": 100.0, "elapsed": 0.0}
+    return slurm.JobInfo(**{"job_id": "7", "restarts": 0, "nodes": "node1", **fields, **known})
 
 
 def causes(run: RunDir) -> list[str | None]:
@@ -240,22 +255,9 @@ def test_the_time_limit_of_this_machine_leaves_a_margin_for_the_last_checkpoint(
 def test_under_slurm_the_supervisor_keeps_a_part_of_the_margin_to_decide_in(
     run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch, stopping: bool, killed_at: int
 ) -> None:
-    info = slurm.JobInfo(
-        job_id="7",
-        state="RUNNING",
-        reason="",
-        preempt_time=None,
-        start=0.0,
-        end=100.0,
-        elapsed=0.0,
-        restarts=0,
-        nodes="node1",
-    )
     monkeypatch.delenv("JOBKIT_BEGAN", raising=False)
     elapsed = iter([0.0, 60.25, 120.5])
-    monkeypatch.setattr(
-        slurm, "show_job", lambda job_id: slurm.JobInfo(**{**vars(info), "elapsed": next(elapsed)}), raising=True
-    )
+    monkeypatch.setattr(slurm, "show_job", lambda job_id: info(elapsed=next(elapsed)), raising=True)
     monkeypatch.setattr(slurm, "stop_margin", lambda limit: 12.0)
     ranks, job = Ranks(clock), Job()
     job.limit = SlurmTimeLimit("7")
@@ -302,6 +304,80 @@ def test_where_the_run_directory_is_away_the_job_decides(run: RunDir, clock: Clo
     assert job.left == [("gone", False)]
 
 
+def test_a_run_directory_that_is_away_for_a_moment_when_the_ranks_have_started_does_not_end_them(
+    run: RunDir, clock: Clock
+) -> None:
+    ranks, job = Ranks(clock), Job()
+    away = run.path.with_name("away")
+
+    def move() -> None:
+        run.path.rename(away)
+        clock.after(5, lambda: away.rename(run.path))
+        clock.after(20, ranks.end)
+
+    ranks.on_start = move
+    Supervisor(run, ranks, job).supervise()
+    assert clock.now >= 1020 and ranks.sent == []
+    assert [now for _, now in job.left] == [False] and len(causes(run)) == 1
+
+
+class Unanswering:
+    """A file of a file server that does not answer: whoever reads it waits, until the test is over."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+
+    def answer(self) -> None:
+        """Let those who wait find the file empty."""
+        with contextlib.suppress(OSError):  # nobody waits
+            os.close(os.open(self.file, os.O_WRONLY | os.O_NONBLOCK))
+
+
+@pytest.fixture
+def mute(run: RunDir) -> Iterator[Callable[[Path], Unanswering]]:
+    made: list[Unanswering] = []
+
+    def make(file: Path) -> Unanswering:
+        made.append(Unanswering(file))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.answer()
+
+
+def within(seconds: float, action: Callable[[], object]) -> bool:
+    """Whether an action ends in time."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("ends", ["srun has ended", "Slurm ends the job"])
+def test_a_file_server_that_does_not_answer_keeps_the_supervisor_from_nothing_but_looking(
+    run: RunDir, mute: Callable[[Path], Unanswering], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    begun = begin(run, job_id="7", scheduler="slurm")
+    ended = info(state="COMPLETING", reason="TimeLimit")
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: ended if time.monotonic() > at else info())
+    mute(run.srun_log(begun.number))
+    ranks, job = SlurmRanks(run, "7"), SlurmJob(run, "7")
+    ranks.attempt, at = begun.number, time.monotonic() + 2
+    ranks._srun = subprocess.Popen(["sleep", "2" if ends == "srun has ended" else "60"])
+    if ends == "Slurm ends the job":
+        threading.Timer(3, job._on_signal, (15, None)).start()
+    try:
+        assert within(15, supervising.AttemptWatch(run, begun.number, ranks, job).until_end)
+        if ends == "srun has ended":
+            assert within(5, ranks.close)
+    finally:
+        ranks._srun.kill()
+        ranks._srun.wait()
+
+
 # The end that a killed supervisor has left
 
 
@@ -322,6 +398,23 @@ def test_the_end_of_a_killed_supervisor_kills_its_ranks_and_names_the_cause(run:
     assert asked["requeued"] and not asked["steps"]
     attempt = run.status().attempts[0]
     assert (attempt.cause, attempt.failure and attempt.failure.error) == ("killed", "the supervisor was killed")
+
+
+def test_where_slurm_is_away_the_end_of_a_killed_supervisor_waits_for_it(
+    run: RunDir, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    answers = iter([False, False, False, True])  # the job's record, its steps, them again; then it is back
+
+    def ask(*arguments: object, **options: object) -> Any:
+        if not next(answers, True):
+            raise SchedulerError("slurmctld is away")
+        return None
+
+    monkeypatch.setattr(slurm, "show_job", ask)
+    monkeypatch.setattr(slurm, "steps", ask)
+    assert SlurmJob(run, "7").finish() == EXIT_FINISHED
+    assert asked["requeued"]
 
 
 def test_an_end_that_somebody_has_recorded_is_carried_out_as_it_was_recorded(
