@@ -109,6 +109,11 @@ class ForkClient:
             )
         return cls(Channel(ours), server)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the server has been found dead: its ranks have been sent SIGTERM then."""
+        return self._is_gone
+
     def fork(
         self,
         call: tuple[str, list[Any]],
@@ -155,7 +160,7 @@ class ForkClient:
         while not self._is_gone and self._channel.is_readable():
             if (message := self._receive()) is not None:
                 self._note(message)
-        if self._is_gone and pid not in self._returncodes and not _lives(pid):
+        if self._is_gone and pid not in self._returncodes and not lives(pid):
             self._returncodes[pid] = -signal.SIGKILL
         return self._returncodes.get(pid)
 
@@ -221,7 +226,7 @@ def _ask_warm_server(path: str, environment: Mapping[str, str], preload: Sequenc
     return None
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
     """Whether a process that is not our child runs; one that nobody has waited for yet does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -20,7 +20,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
 from jobkit.supervisor.device_leases import LEASES, Leases
 from jobkit.supervisor.diagnosis import FirstFailure, dead_node_of, first_failure, srun_said
-from jobkit.supervisor.fork_client import TASK_MODULES, ForkClient, ForkServerError
+from jobkit.supervisor.fork_client import TASK_MODULES, ForkClient, ForkServerError, lives
 
 LIFELINE = "JOBKIT_LIFELINE"
 """Environment variable with a pipe's read end: its end of file means that the command in the foreground is gone."""
@@ -93,6 +93,7 @@ class LocalRanks:
             self._fork_all(begun)
         except ForkServerError as error:  # it was killed, for its memory or by somebody, since the last attempt
             log.warning("%s; starting another one", error)
+            self._end_forked()
             self._server, self._pids = None, []
             self._fork_all(begun)
 
@@ -126,6 +127,16 @@ class LocalRanks:
                 )
             self._pids.append(pid)
 
+    def _end_forked(self) -> None:
+        """Kill the ranks that the last server has forked: two processes of one rank would both join the attempt."""
+        assert self._server is not None
+        for pid in self._pids:
+            while lives(pid):
+                for kill in (os.killpg, os.kill):  # it may not have a group of its own yet
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
+                time.sleep(self.poll_seconds)
+
     def _log(self, attempt: int, rank: int, stream: str) -> IO[bytes]:
         return self.run.rank_log(attempt, rank, stream).open("ab")
 
@@ -150,8 +161,11 @@ class LocalRanks:
     def first_failure(self) -> FirstFailure | None:
         """The first rank that was found dead; one that was killed before one that exited and may have missed it."""
         if self._first is None:
-            asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if self._told else ()
-            dead = [(code, rank) for rank, code in enumerate(self._codes()) if code and code not in asked_for]
+            codes = self._codes()
+            # Without their server they have SIGTERM and save, and nobody knows their exit codes.
+            told = self._told or (self._server is not None and self._server.is_gone)
+            asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if told else ()
+            dead = [(code, rank) for rank, code in enumerate(codes) if code and code not in asked_for]
             if dead:
                 code, rank = min(dead, key=lambda one: one[0] > 0)
                 by = -code if code < 0 else None
@@ -244,12 +258,13 @@ class SlurmRanks:
         """The node that died, or the first rank that srun names."""
         if self.all_returned():
             return None
+        said = srun_said(self.run, self.attempt)
+        sys.stderr.write(said)  # where Slurm would have put it
         if node := dead_node_of(job):
             return FirstFailure(node=node, node_lost=True)
         code = self._srun.returncode if self._srun is not None else None
         by = 0 if code is None else -code if code < 0 else code - 128  # srun was killed, or says that a rank was
-        said = first_failure(srun_said(self.run, self.attempt))
-        return said or (FirstFailure(signal=by) if by > 0 else None)
+        return first_failure(said) or (FirstFailure(signal=by) if by > 0 else None)
 
     def all_returned(self) -> bool:
         """Whether srun has ended with 0: then every rank has."""
@@ -260,10 +275,9 @@ class SlurmRanks:
             self._srun.wait()
 
     def close(self) -> None:
-        """Kill ranks that have outlived their srun, and repeat srun's messages where Slurm would have put them."""
+        """Kill ranks that have outlived their srun."""
         if self._srun is not None and self._srun.returncode:
             end_steps(self.job_id)
-        sys.stderr.write(srun_said(self.run, self.attempt))
 
 
 def number_steps_anew() -> None:

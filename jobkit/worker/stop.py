@@ -16,7 +16,7 @@ from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.fork_client import PARENT
+from jobkit.supervisor.fork_client import PARENT, lives
 
 ASK_SECONDS = 2.0
 """How long to wait for Slurm's record to name a reason: the signal can arrive before the record says why."""
@@ -117,11 +117,13 @@ class CauseFinder:
         return request.cause if request is not None else None
 
     def find(self) -> str | None:
-        """preempted, timeout, cancelled, killed, user or signal; None for a false alarm."""
+        """preempted, timeout, cancelled, killed, user, lost or signal; None for a false alarm."""
         if (requested := self._requested()) is not None:
             return requested
         if self.job_id is None:
-            return "user" if self.signals.signal is not None else None
+            if self.signals.signal is None:
+                return None
+            return "lost" if _server_is_dead() else "user"  # nobody has asked for a stop where the server was killed
         until = time.monotonic() + ASK_SECONDS
         while True:
             job = self._ask()
@@ -175,6 +177,12 @@ def kill_children() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise that a loader's worker was killed
     for child in children:
         child.kill()
+
+
+def _server_is_dead() -> bool:
+    """Whether the process that forked this one, or the shell that this one runs in, has died."""
+    server = os.environ.get(PARENT)
+    return server is not None and not lives(int(server))
 
 
 def follow_parent() -> None:

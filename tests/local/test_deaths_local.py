@@ -496,6 +496,20 @@ def test_a_killed_controller_leaves_nothing_running_and_the_same_command_continu
     nothing_was_lost(run, undisturbed)
 
 
+def test_ranks_whose_server_was_killed_save_and_the_supervisor_starts_the_next_attempt(
+    project: Mortal, undisturbed: bytes
+) -> None:
+    project.plan(HOLD=json.dumps({"1": 25}))
+    process, run = project.begin("params.sleep=0.05")
+    reach(run, 1, 10)
+    server = ranks_of(run, 1)[0].parent
+    os.kill(server, signal.SIGKILL)
+    (run / "go_1").touch()
+    told = "".join(process.communicate(timeout=120))
+    assert (process.returncode, causes(run)) == (0, ["lost", "finished"]), told + describe(run)
+    nothing_was_lost(run, undisturbed)
+
+
 def test_a_ghost_whose_run_was_taken_over_publishes_nothing(project: Mortal, undisturbed: bytes) -> None:
     command = ("--detach", "params.sleep=0.05")
     project.begin(*command)[0].communicate(timeout=60)
