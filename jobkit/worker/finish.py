@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import torch
 
+from jobkit.errors import JobkitError
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run.disk import disk_errno, is_disk_error
@@ -58,8 +59,14 @@ def export(rank: Rank, engine: Engine, tracked: TrackedState) -> None:
             if isinstance(value, torch.optim.Optimizer):
                 averages.enter_context(engine.averaged(value))
         tracked.share_buffers()
+        problem: Exception | None = None
         for name, module in modules.items():
             weights = whole_weights(module)
-            if rank.is_main:
-                check_lease(rank.run, rank.attempt)  # putting them together took its time
-                write_weights(rank.run.final, name, weights)
+            if rank.is_main and problem is None:
+                try:
+                    check_lease(rank.run, rank.attempt)  # putting them together took its time
+                    write_weights(rank.run.final, name, weights)
+                except (OSError, JobkitError) as error:
+                    problem = error  # raised later: the other ranks put the next module together with this one
+        if problem is not None:
+            raise problem
