@@ -120,7 +120,9 @@ class SlurmJob:
         return {State.INTERRUPTED: EXIT_RESUMABLE, State.FAILED: EXIT_FAILED}.get(state, EXIT_FINISHED)
 
     def finish(self, number: int | None = None) -> int:
-        """End the newest attempt, or attempt `number`, where its supervisor has not, and carry out what follows.
+        """End the newest attempt where its supervisor has not, and carry out what follows.
+
+        `number` is the attempt of a rank that calls this: it leaves the ranks alone, of which it is one.
 
         Harmless to call twice: a job that is in the queue again already is left there. Raises LookupError where no
         attempt of this job is known.
@@ -133,12 +135,15 @@ class SlurmJob:
         return self.leave(decision, now=True)
 
     def _end(self, number: int | None, job: slurm.JobInfo | None) -> Decision:
+        is_rank = number is not None
         number = number or self.run.owner()
         attempt = next((one for one in self.run.status().attempts if one.id == number), None)
         if number is None or attempt is None or attempt.job_id != self.id:
             raise LookupError(f"{self.run.name} has no attempt of job {self.id}")
         said = srun_said(self.run, number)  # before what is still running is killed
-        if job is None or job.state == "RUNNING":  # else Slurm ends them, and leaves them time to save
+        if not is_rank and (
+            job is None or job.state == "RUNNING"
+        ):  # else Slurm ends them, and leaves them time to save
             if attempt.ended is None and not said and self._has_steps():
                 request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
             end_steps(self.id)

@@ -400,6 +400,15 @@ def test_the_end_of_a_killed_supervisor_kills_its_ranks_and_names_the_cause(run:
     assert (attempt.cause, attempt.failure and attempt.failure.error) == ("killed", "the supervisor was killed")
 
 
+def test_a_rank_that_ends_its_attempt_for_a_dead_batch_script_kills_no_ranks(
+    run: RunDir, asked: dict[str, Any]
+) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    asked["job"] = None  # Slurm's second SIGTERM hit the scontrol that was to tell
+    assert SlurmJob(run, "7").finish(1) == EXIT_FINISHED
+    assert asked["requeued"] and asked["steps"], "it would be killed with them, and nobody would requeue the job"
+
+
 def test_where_slurm_is_away_the_end_of_a_killed_supervisor_waits_for_it(
     run: RunDir, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
