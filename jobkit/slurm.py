@@ -14,20 +14,8 @@ from datetime import datetime
 from jobkit.errors import SchedulerError, SchedulerTimeout
 
 # States in which Slurm will do nothing more with a job by itself.
-ENDED = frozenset(
-    [
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "TIMEOUT",
-    ]
-)
+_ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT"
+ENDED = frozenset(_ENDED.split())
 
 EARLY_SIGNAL_SECONDS = 60
 """sbatch --signal: "may be sent up to 60 seconds earlier than specified"."""

@@ -20,6 +20,12 @@ from jobkit.run.duration import parse_seconds
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, parse_value, read_yaml
 
+UNLIMITED = "unlimited"
+"""For a budget of `retry:`."""
+
+ALL = "all"
+"""For `tensor` and `pipeline` of `parallel:`: as many ranks as there are left."""
+
 
 def _at_least(minimum: int) -> Callable[[int], None]:
     def check(value: int) -> None:
@@ -27,6 +33,21 @@ def _at_least(minimum: int) -> Callable[[int], None]:
             raise ValueError(f"{minimum} or more")
 
     return check
+
+
+def _count_or(word: str, minimum: int, allowed: str) -> Callable[[str | int], None]:
+    def check(value: str | int) -> None:
+        if value != word and (isinstance(value, str) or value < minimum):
+            raise ValueError(allowed)
+
+    return check
+
+
+def _check_seconds(value: str | int, allowed: str) -> None:
+    try:
+        parse_seconds(value)
+    except ValueError:
+        raise ValueError(allowed) from None
 
 
 def _check_name(value: str) -> None:
@@ -44,19 +65,12 @@ def _check_every(value: str | int) -> None:
         return
     if isinstance(value, int) or value.isdigit():
         raise ValueError("auto, a number of steps above 0, or a time like 10min")
-    try:
-        parse_seconds(value)
-    except ValueError:
-        raise ValueError("auto, a number of steps, or a time like 10min") from None
+    _check_seconds(value, "auto, a number of steps, or a time like 10min")
 
 
 def _check_watchdog(value: str | int | bool) -> None:
-    if value in ("auto", "off") or value is False:  # YAML reads a bare `off` as false
-        return
-    try:
-        parse_seconds(value)
-    except ValueError:
-        raise ValueError("auto, off, or a time like 10min") from None
+    if value not in ("auto", "off") and value is not False:  # YAML reads a bare `off` as false
+        _check_seconds(value, "auto, off, or a time like 10min")
 
 
 def _check_device(value: str) -> None:
@@ -67,15 +81,7 @@ def _check_device(value: str) -> None:
 
 def _check_mtbf(value: str | int) -> None:
     if value != "auto":
-        try:
-            parse_seconds(value)
-        except ValueError:
-            raise ValueError("auto, or a time like 8h") from None
-
-
-def _check_budget(value: str | int) -> None:
-    if value != UNLIMITED and (isinstance(value, str) or value < 0):
-        raise ValueError(f"{UNLIMITED}, or a number of attempts, 0 or more")
+        _check_seconds(value, "auto, or a time like 8h")
 
 
 def _check_time(value: str | int) -> None:
@@ -83,21 +89,10 @@ def _check_time(value: str | int) -> None:
         parse_seconds(value)
 
 
-def _check_degree(value: str | int) -> None:
-    if value != ALL and (isinstance(value, str) or value < 1):
-        raise ValueError(f"1 or more ranks, or {ALL}")
+_check_budget = _count_or(UNLIMITED, 0, f"{UNLIMITED}, or a number of attempts, 0 or more")
+_check_degree = _count_or(ALL, 1, f"1 or more ranks, or {ALL}")
+_check_auto_or_count = _count_or("auto", 1, "auto, or 1 or more")
 
-
-def _check_auto_or_count(value: str | int) -> None:
-    if value != "auto" and (isinstance(value, str) or value < 1):
-        raise ValueError("auto, or 1 or more")
-
-
-UNLIMITED = "unlimited"
-"""For a budget of `retry:`."""
-
-ALL = "all"
-"""For `tensor` and `pipeline` of `parallel:`: as many ranks as there are left."""
 
 PARALLEL_WORDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline")
 """What `parallel:` may be in a word."""

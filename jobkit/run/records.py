@@ -22,11 +22,16 @@ def read(kind: type[R], file: Path) -> R | None:
     value = read_json(file)
     if not isinstance(value, dict):
         return None
-    known = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
     try:
-        return kind(**{key: item for key, item in value.items() if key in known})
+        return of(kind, value)
     except TypeError:  # a field that every record of the kind has is not there
         return None
+
+
+def of(kind: type[R], value: Mapping[str, Any]) -> R:
+    """The record in a JSON object; what else the object holds is left. Raises TypeError where a field is missing."""
+    known = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{key: item for key, item in value.items() if key in known})
 
 
 def write(file: Path, record: Any, *, durable: bool = True) -> None:
@@ -100,11 +105,6 @@ class Failure:
     peak_bytes: int | None = None
     everywhere: bool | None = None
     """Whether all nodes failed with this error, so that it is not the fault of one of them."""
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Failure:
-        known = {one.name for one in dataclasses.fields(cls)}
-        return cls(**{key: item for key, item in value.items() if key in known})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values: what is known."""

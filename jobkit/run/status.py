@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from jobkit.run import records
 from jobkit.run.accounting import Account, Span, account, goodput
 from jobkit.run.events import Event
 from jobkit.run.journal import Entry
@@ -249,15 +250,7 @@ def _checkpoint(status: Status, event: Entry) -> None:
 
 
 def _straggler(status: Status, event: Entry) -> None:
-    status.stragglers.append(
-        Straggler(
-            rank=int(event["rank"]),
-            host=str(event["host"]),
-            seconds=float(event["seconds"]),
-            median=float(event["median"]),
-            factor=float(event["factor"]),
-        )
-    )
+    status.stragglers.append(records.of(Straggler, event))
 
 
 def _straggler_over(status: Status, event: Entry) -> None:
@@ -274,7 +267,7 @@ def _end(status: Status, event: Entry, state: State, cause: str) -> None:
     status.stragglers = []
     if attempt and attempt.ended is None:
         attempt.ended, attempt.cause = float(event["time"]), cause
-        attempt.failure = None if event.get("failure") is None else Failure.of(event["failure"])
+        attempt.failure = None if event.get("failure") is None else records.of(Failure, event["failure"])
         if event.get("step") is not None:
             attempt.last_step = status.step = int(event["step"])
         if event.get("reached") is not None:

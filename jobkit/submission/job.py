@@ -143,7 +143,7 @@ def _still_ending(run: RunDir, status: Status) -> bool:
     return is_alive(run, status)
 
 
-def cancel(run: RunDir, *, wait_seconds: float = STOP_SECONDS) -> Status:
+def cancel(run: RunDir) -> Status:
     """Stop the run for good, with a checkpoint where it is running; returns its status afterwards."""
     with run.submission_lock():
         status = update_status(run)
@@ -158,7 +158,7 @@ def cancel(run: RunDir, *, wait_seconds: float = STOP_SECONDS) -> Status:
         slurm.cancel(status.job_id)
     elif is_alive(run, status):
         _signal_supervisor(run)
-    deadline = time.monotonic() + wait_seconds
+    deadline = time.monotonic() + STOP_SECONDS
     while is_active(run, status) and time.monotonic() < deadline:
         time.sleep(0.2)
         status = update_status(run)
@@ -167,11 +167,11 @@ def cancel(run: RunDir, *, wait_seconds: float = STOP_SECONDS) -> Status:
     return run.status()
 
 
-def preempt(run: RunDir, *, grace: bool = True, wait_seconds: float = STOP_SECONDS) -> Status:
+def preempt(run: RunDir, *, grace: bool = True) -> Status:
     """Rehearse a preemption: the attempt that runs is stopped, and the run continues by itself as after a real one.
 
     Without `grace` its ranks are killed on the spot. Returns the status when that attempt has ended, or after
-    `wait_seconds`. Raises JobkitError for a run that is not running.
+    STOP_SECONDS. Raises JobkitError for a run that is not running.
     """
     status = update_status(run)
     attempt = status.attempt
@@ -180,7 +180,7 @@ def preempt(run: RunDir, *, grace: bool = True, wait_seconds: float = STOP_SECON
     records.write(run.stop_request_file(attempt.id), StopRequest(cause="preempted", grace=None if grace else 0.0))
     if status.scheduler == "slurm" and status.job_id:
         slurm.signal_steps(status.job_id, "TERM" if grace else "KILL")  # a local supervisor finds the request
-    deadline = time.monotonic() + wait_seconds
+    deadline = time.monotonic() + STOP_SECONDS
     while time.monotonic() < deadline:
         status = update_status(run)
         if status.attempts[attempt.id - 1].ended is not None:

@@ -241,15 +241,15 @@ class Context:
 
     def log_image(self, tag: str, image: torch.Tensor) -> None:
         """An image for TensorBoard at the current step: CHW, uint8 or float in [0, 1]."""
-        self._reporter.log_image(tag, image)
+        self._reporter.log_media("image", tag, image)
 
     def log_video(self, tag: str, video: torch.Tensor) -> None:
         """A short video for TensorBoard at the current step, as an animated GIF: uint8 [T, C, H, W], C of 1 or 3."""
-        self._reporter.log_video(tag, video)
+        self._reporter.log_media("video", tag, video)
 
     def log_text(self, tag: str, text: str) -> None:
         """A text for TensorBoard at the current step, which shows it as Markdown."""
-        self._reporter.log_text(tag, text)
+        self._reporter.log_media("text", tag, text)
 
     # Evaluation
 

@@ -188,18 +188,17 @@ def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = No
 
 
 def _told(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    if launcher is not None:
-        for field in ("rank", "world_size", "local_rank", "node", "nodes"):
-            value = _number(environ, getattr(launcher, field))
-            if value is not None:
-                found[field] = value
-        local = _number(environ, launcher.local_world_size, found.get("node", 0))
-        if local is not None:
-            found["local_world_size"] = local
-        elif found.get("nodes", 0) and found["world_size"] % found["nodes"] == 0:
-            found["local_world_size"] = found["world_size"] // found["nodes"]
-    if launcher is not None and found["rank"] >= found["world_size"]:
+    if launcher is None:
+        return {}
+    fields = ("rank", "world_size", "local_rank", "node", "nodes")
+    values = {field: _number(environ, getattr(launcher, field)) for field in fields}
+    found = {field: value for field, value in values.items() if value is not None}
+    local = _number(environ, launcher.local_world_size, found.get("node", 0))
+    if local is not None:
+        found["local_world_size"] = local
+    elif found.get("nodes", 0) and found["world_size"] % found["nodes"] == 0:
+        found["local_world_size"] = found["world_size"] // found["nodes"]
+    if found["rank"] >= found["world_size"]:
         raise DistributedError(
             f"{launcher.rank}={found['rank']} with {launcher.world_size}={found['world_size']}: there is no such rank"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -64,8 +64,8 @@ class RunReporter:
         self._metrics: MetricLog | None = None
         self._values: dict[str, Any] = {}
         """Scalars of the step that is under way."""
-        self._media: list[Callable[[MetricLog, int], None]] = []
-        """Its images, texts and videos."""
+        self._media: list[tuple[str, str, Any]] = []
+        """Its images, videos and texts: (method of MetricLog, tag, value)."""
         self._writing = threading.Lock()
         """Events are recorded in the training's thread, the metrics' and a checkpoint's."""
         self._events = Backlog(MAX_UNWRITTEN_EVENTS)
@@ -125,28 +125,18 @@ class RunReporter:
             for tag, value in values.items():
                 self._values[tag] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
-    def log_image(self, tag: str, image: torch.Tensor) -> None:
-        copy = image.detach().clone() if self._metrics is not None else image
-        self._log_media(lambda metrics, step: metrics.image(step, tag, copy))
-
-    def log_video(self, tag: str, video: torch.Tensor) -> None:
-        copy = video.detach().clone() if self._metrics is not None else video
-        self._log_media(lambda metrics, step: metrics.video(step, tag, copy))
-
-    def log_text(self, tag: str, text: str) -> None:
-        self._log_media(lambda metrics, step: metrics.text(step, tag, text))
-
-    def _log_media(self, write: Callable[[MetricLog, int], None]) -> None:
+    def log_media(self, kind: Literal["image", "video", "text"], tag: str, value: torch.Tensor | str) -> None:
+        """An image, video or text of the step that is under way; a tensor is copied."""
         if self._metrics is not None:
-            self._media.append(write)
+            self._media.append((kind, tag, value.detach().clone() if isinstance(value, torch.Tensor) else value))
 
     def end_step(self, step: int) -> None:
         """Hand a whole step's values on: those of one that is broken off half-way are logged when it is repeated."""
         if self._metrics is None:
             return
         self.scalars(step, self._values)
-        for write in self._media:
-            write(self._metrics, step)
+        for kind, tag, value in self._media:
+            getattr(self._metrics, kind)(step, tag, value)
         self._values, self._media = {}, []
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:

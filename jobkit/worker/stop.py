@@ -13,9 +13,9 @@ import sys
 import time
 
 from jobkit import slurm
-from jobkit.errors import EXIT_RESUMABLE, SchedulerError
-from jobkit.log import log
+from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.rundir import RunDir
+from jobkit.supervisor.attempt import ask
 from jobkit.supervisor.fork_client import PARENT, lives
 
 ASK_SECONDS = 2.0
@@ -160,11 +160,7 @@ class CauseFinder:
 
     def _ask(self) -> slurm.JobInfo | None:
         assert self.job_id is not None
-        try:
-            return slurm.show_job(self.job_id, timeout=5.0)  # a save is waiting for the answer
-        except SchedulerError as error:
-            log.warning("%s", error)
-            return None
+        return ask(self.job_id, timeout=5.0)  # a save is waiting for the answer
 
 
 # The processes around a rank

@@ -48,10 +48,6 @@ def test_each_kind_has_a_backend_and_the_cpu_comes_last() -> None:
     assert NAMES[-1] == "cpu"
 
 
-def test_only_what_tests_run_on_says_that_it_is_tested() -> None:
-    assert [kind.name for kind in KINDS if kind.tested] == ["cpu"]
-
-
 def test_the_yamls_device_is_a_name_of_the_table(tmp_path: Path) -> None:
     file = tmp_path / "toy.yaml"
     for name in ("auto", *NAMES):
