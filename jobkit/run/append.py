@@ -27,7 +27,7 @@ def append_whole(fd: int, data: bytes, *, durable: bool) -> None:
 
 
 class Backlog:
-    """Records that wait in memory, in their order, until a disk takes them: at most `limit` bytes.
+    """Records that wait in memory, in their order, until a disk takes them: at most `limit` bytes, or one record.
 
     Once there is no room, nothing more is kept until all that waits is written: what is missing then is one gap.
     """
@@ -42,8 +42,8 @@ class Backlog:
 
     def add(self, record: bytes) -> bool:
         """Keep a record; False where there was no room for it."""
-        if self._is_full or len(self._waiting) + len(record) > self.limit:
-            self._is_full = True
+        if self._is_full or (self._waiting and len(self._waiting) + len(record) > self.limit):
+            self._is_full = True  # until a flush: there is something to flush
             return False
         self._waiting += record
         return True

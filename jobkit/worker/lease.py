@@ -40,6 +40,8 @@ def end_after_lost_lease(error: LostLease) -> NoReturn:
 
     For entry points alone.
     """
-    log.warning("%s", error)
-    sys.stdout.flush()
-    os._exit(EXIT_RESUMABLE)
+    try:
+        log.warning("%s", error)
+        sys.stdout.flush()
+    finally:  # the reader of a pipe may be gone, or the disk full: it ends all the same
+        os._exit(EXIT_RESUMABLE)

@@ -41,6 +41,16 @@ def test_what_there_is_no_room_for_is_one_gap() -> None:
     assert written == b"aaaae"
 
 
+def test_a_record_larger_than_the_limit_is_kept_where_nothing_else_waits() -> None:
+    backlog, written = Backlog(6), bytearray()
+    assert backlog.add(b"larger than six bytes")
+    assert not backlog.add(b"b")
+    backlog.flush(written.extend)
+    assert backlog.add(b"c"), "the backlog must not stay full once it is empty"
+    backlog.flush(written.extend)
+    assert written == b"larger than six bytesc"
+
+
 def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"before\n")
