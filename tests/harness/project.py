@@ -137,7 +137,7 @@ def interrupt_when(run: Path, attempt: int, at_step: int, action: Callable[[], o
     wait_for(f"the end of attempt {attempt}", lambda: status(run)["attempts"][attempt - 1]["cause"], run)
 
 
-def wait_for(what: str, reached: Callable[[], Any], run: Path | None = None, seconds: float = 240) -> None:
+def wait_for(what: str, reached: Callable[[], Any], run: Path | None = None, seconds: float = 900) -> None:
     """Poll until `reached()` is true; fails with the run's journal and logs when it does not become so."""
     deadline = time.monotonic() + seconds
     while not reached():

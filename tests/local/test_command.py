@@ -36,6 +36,8 @@ for step in ctx.steps(ctx.params.steps):
     with open(ctx.run_dir / f"steps_{ctx.rank}.txt", "a") as file:
         file.write(f"{step}\\n")
     time.sleep(float(os.environ.get("SLEEP", "0")))
+    while f"{ctx.attempt} {step}" == os.environ.get("HOLD") and not (ctx.run_dir / "logs/1/notice.json").exists():
+        time.sleep(0.02)  # until there is the stop request of the test
 ctx.finish({"loss": loss.item()})
 """
 
@@ -180,20 +182,20 @@ def test_a_command_that_never_reports_is_not_taken_for_hung(tmp_path: Path, monk
 
 
 def test_a_script_with_init_is_preempted_here_and_continues_where_it_was(project: Project) -> None:
-    project.env["SLEEP"] = "0.1"
+    project.env["HOLD"] = "1 25"
     with project.start("submit", "toy.yaml", "--local", WITH_INIT) as process:
         wait_for("a run", lambda: project.runs)
         (run,) = project.runs
         wait_for("some steps", lambda: step(run) >= 5, run)
         project.jobkit("preempt", run.name)
-        assert process.wait(120) == 0, describe(run)
+        assert process.wait(600) == 0, describe(run)
     assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["preempted", "finished"], describe(run)
     assert_each_step_once(run, 60)
     assert "loss" in status(run)["result"]
     assert names(run).count("started") == 2
     interrupted = weights(run)
 
-    project.env["SLEEP"] = "0"
+    project.env.pop("HOLD")
     project.submit("--local", "--fresh", WITH_INIT)
     assert weights(project.runs[1]) == interrupted
 

@@ -215,10 +215,13 @@ if os.environ.get("GROUP_OF_ITS_OWN"):
 """
 
 PYTHON = sys.executable
-TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]
-LAUNCH = [PYTHON, "-m", "torch.distributed.launch", "--nproc-per-node=4", f"--master-port={free_port()}"]
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", PYTHON]
-SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", PYTHON]
+RANKS = 2
+"""Of each launcher: each of them imports torch anew."""
+
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
+LAUNCH = [PYTHON, "-m", "torch.distributed.launch", f"--nproc-per-node={RANKS}", f"--master-port={free_port()}"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS), PYTHON]
+SRUN = ["srun", "--nodes=2", f"--ntasks-per-node={RANKS // 2}", "--cpus-per-task=1", PYTHON]
 
 
 @contextlib.contextmanager
@@ -263,18 +266,18 @@ class Chain:
             wait_for("a run", lambda: process.poll() is not None or list(self.folder.glob("runs/chain-*")))
             wait_for("some steps", lambda: process.poll() is not None or step(self.run) > before + 3, self.run)
             stop(process)
-            output, _ = process.communicate(timeout=90)
+            output, _ = process.communicate(timeout=600)
         assert process.returncode != 0, output
 
     def train_to_the_end(self, command: list[str], **environment: str) -> str:
         """What was printed."""
         with ended(self.start(command, **environment)) as process:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
         assert status(self.run)["state"] == "finished", describe(self.run)
         return output
 
-    def assert_placed(self, launcher: str, nodes: int = 1, ranks: int = 4) -> None:
+    def assert_placed(self, launcher: str, nodes: int = 1, ranks: int = RANKS) -> None:
         """The newest attempt: where each rank was, and that they were together."""
         attempt = status(self.run)["attempts"][-1]
         seen = [json.loads((self.run / f"seen_{attempt['id']}_{rank}.json").read_text()) for rank in range(ranks)]
@@ -343,7 +346,7 @@ def test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weight
 
     script = functools.partial(runpy.run_path, str(chain.folder / "train.py"), run_name="__main__")
     local = executor(submitit.LocalExecutor, tmp_path, {**chain.env, "SLEEP": "0.05"}, monkeypatch)
-    local.update_parameters(tasks_per_node=4, timeout_min=5)
+    local.update_parameters(tasks_per_node=RANKS, timeout_min=30)
     before = status(chain.run)["step"]
     job = local.submit(script)
     wait_for("some steps", lambda: job.done() or step(chain.run) > before + 3, chain.run)
@@ -354,7 +357,7 @@ def test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weight
     assert_interrupted(chain.run)
 
     on_slurm = executor(submitit.SlurmExecutor, tmp_path, {**chain.env, "SLEEP": "0"}, monkeypatch)
-    on_slurm.update_parameters(partition="low", nodes=2, ntasks_per_node=2, time=5)
+    on_slurm.update_parameters(partition="low", nodes=2, ntasks_per_node=RANKS // 2, time=30)
     on_slurm.submit(script)
     wait_for("the end", lambda: status(chain.run)["state"] not in ("interrupted", "running"), chain.run)
     chain.assert_placed("srun", nodes=2)
