@@ -431,7 +431,7 @@ def test_ctrl_c_during_a_restart_is_obeyed_and_resume_goes_on_from_anywhere(
     process, run = project.begin()
     wait_for("a second attempt", lambda: names(run).count("started") == 2, run)
     process.send_signal(signal.SIGINT)
-    told = process.communicate(timeout=60)
+    told = process.communicate(timeout=600)
     assert process.returncode == 75, told
     assert (status(run)["state"], causes(run)) == ("interrupted", ["killed", "user"])
     assert re.search(r"The checkpoint of step 1\d is safe; the same command continues the run", "".join(told)), told
@@ -452,7 +452,7 @@ def test_two_interruptions_at_once_and_a_death_during_the_recovery(project: Mort
     preempting = project.start("preempt", run.name)
     wait_for("the stop request", (run / "logs/1/notice.json").exists, run)
     os.kill(rank_process(run, 1, 1) or 0, signal.SIGKILL)
-    preempting.communicate(timeout=60)
+    preempting.communicate(timeout=600)
     wait_for("a second attempt", lambda: names(run).count("started") == 2 and rank_process(run, 2, 0), run)
     os.kill(rank_process(run, 2, 0) or 0, signal.SIGKILL)
     wait_for("the end", lambda: is_over(run), run)
@@ -477,7 +477,7 @@ def test_a_killed_controller_leaves_nothing_running_and_the_same_command_continu
     project.plan(WORKERS="1", HOLD=json.dumps({"1": 25, "2": 45}))
     command = ("--local", "params.sleep=0.05")
     detached, run = project.begin(*command[1:], "--detach")
-    detached.communicate(timeout=60)
+    detached.communicate(timeout=600)
     reach(run, 1, 10)
     kill_supervisor(run, 1)
     nothing_is_left(run)
@@ -487,7 +487,7 @@ def test_a_killed_controller_leaves_nothing_running_and_the_same_command_continu
     foreground, _ = project.begin(*command[1:])
     reach(run, 2, 30)
     kill_supervisor(run, 2)
-    told = "".join(foreground.communicate(timeout=60))
+    told = "".join(foreground.communicate(timeout=600))
     assert foreground.returncode == 75 and "the same command continues the run" in told, told
     project.submit(*command)  # at once: what is left of the attempt before has lost the run
     assert causes(run)[2:] == ["finished"], describe(run)
@@ -503,14 +503,14 @@ def test_ranks_whose_server_was_killed_save_and_the_supervisor_starts_the_next_a
     server = ranks_of(run, 1)[0].parent
     os.kill(server, signal.SIGKILL)
     (run / "go_1").touch()
-    told = "".join(process.communicate(timeout=120))
+    told = "".join(process.communicate(timeout=600))
     assert (process.returncode, causes(run)) == (0, ["lost", "finished"]), told + describe(run)
     nothing_was_lost(run, undisturbed)
 
 
 def test_a_ghost_whose_run_was_taken_over_publishes_nothing(project: Mortal, undisturbed: bytes) -> None:
     command = ("--detach", "params.sleep=0.05")
-    project.begin(*command)[0].communicate(timeout=60)
+    project.begin(*command)[0].communicate(timeout=600)
     (run,) = project.runs
     reach(run, 1, 20)
     ghost = rank_process(run, 1, 0)

@@ -146,7 +146,7 @@ class Run:
         wait_for(f"step {step}", lambda: self.steps and self.steps[-1] >= step, self.path, seconds=90)
 
     def end(self, process: subprocess.Popen[str], expect: int = 0) -> str:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == expect, f"{process.returncode}\n{out}\n{err}\n{describe(self.path)}"
         return err
 
@@ -235,7 +235,7 @@ def test_a_stop_while_the_disk_is_full_leaves_the_last_good_checkpoint(
     os.kill(rank, signal.SIGTERM)
     wait_for("the end of the rank", lambda: not Path(f"/proc/{rank}/exe").exists(), run.path, seconds=20)
     small.empty()
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     if status(run.path)["state"] != "finished":  # nobody but the rank was told to stop: it may have been started again
         run.end(run.start())
     assert status(run.path)["attempts"][1]["first_step"] == safe
@@ -274,7 +274,7 @@ def test_a_run_that_cannot_end_for_a_full_disk_is_continued(
     rank = int((run.outside / "pid_0").read_text())
     wait_for("the end of the rank", lambda: not Path(f"/proc/{rank}/exe").exists(), run.path, seconds=60)
     small.empty()
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     if status(run.path)["state"] != "finished":  # it may have been started again at once
         run.end(run.start())
     assert len(status(run.path)["attempts"]) == 2
@@ -295,7 +295,7 @@ def test_a_ghost_leaves_without_writing(tmp_path: Path) -> None:
     before = names(run.path)
     os.kill(rank, signal.SIGCONT)
     wait_for("the end of the ghost", lambda: not Path(f"/proc/{rank}/exe").exists(), run.path, seconds=20)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert "jobkit: attempt 2 has taken" in run.log("err")
     assert list((run.path / "tensorboard").iterdir()) == []
     assert not (run.path / "progress.json").exists()

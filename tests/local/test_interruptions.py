@@ -34,7 +34,7 @@ def test_interrupted_twice_on_this_machine(tmp_path: Path, uninterrupted: Callab
         wait_for("a run directory", lambda: project.runs)
         (run,) = project.runs
         interrupt_when(run, attempt, at_step, lambda: process.send_signal(number))  # noqa: B023
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 75, errors
         assert "the same command continues" in errors
     project.submit("--local", *TWO_RANKS)
@@ -52,7 +52,7 @@ def test_a_killed_foreground_command_leaves_a_checkpoint_and_no_process(
     wait_for("a run directory", lambda: project.runs)
     (run,) = project.runs
     interrupt_when(run, 1, 10, process.kill)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     controller = int(status(run)["job_id"])
     wait_for("the end of the controller", lambda: not Path(f"/proc/{controller}").exists(), run)
     project.submit("--local", *TWO_RANKS)
@@ -126,7 +126,7 @@ def test_a_stop_during_an_evaluation_leaves_the_run_exact(tmp_path: Path, late: 
             process = project.start("submit", "toy.yaml", *command)
             wait_for("the evaluation", lambda: list(project.path.glob("runs/*/evaluating")))  # noqa: B023
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
+            process.communicate(timeout=600)
             (run,) = project.runs
             assert status(run)["step"] == (7 if late else 6)
         project.submit(*command)
@@ -143,7 +143,7 @@ def test_a_stop_at_the_very_start_is_not_lost(tmp_path: Path) -> None:
     process = project.start("submit", "toy.yaml", "--local", *TWO_RANKS)
     wait_for("an attempt", lambda: project.runs and "started" in names(project.runs[0]))
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     (run,) = project.runs
     assert process.returncode == 75
     assert status(run)["state"] == "interrupted" and status(run)["step"] < 5

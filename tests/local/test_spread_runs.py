@@ -60,7 +60,7 @@ def test_a_spread_run_is_stopped_and_goes_on_here_or_on_fewer_ranks(
             (run,) = project.path.glob(f"runs/{name}-*")
             wait_for("some steps", lambda: step(run) >= 5 or process.poll() is not None, run)  # noqa: B023
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=600)
             assert process.returncode == 75, errors
         project.submit("--local", *named, f"resources.tasks_per_node={then or 2}")
         (found[name],) = project.path.glob(f"runs/{name}-*")

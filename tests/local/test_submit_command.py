@@ -11,7 +11,7 @@ from harness.project import Project
 
 def submit(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "jobkit.submit", *arguments]
-    return subprocess.run(command, cwd=project.path, env=project.env, text=True, capture_output=True, timeout=120)
+    return subprocess.run(command, cwd=project.path, env=project.env, text=True, capture_output=True, timeout=600)
 
 
 def test_a_mistake_ends_the_command_with_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:

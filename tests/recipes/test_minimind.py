@@ -452,7 +452,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path: Path, finish
     (run,) = project.runs
     wait_for("some steps", lambda: step(run) >= 5, run)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert 5 <= status(run)["step"] < STEPS
     project.jobkit("submit", "experiments/minimind.yaml", "--local", *OVERRIDES)
     assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["user", "finished"]

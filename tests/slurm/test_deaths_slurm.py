@@ -410,7 +410,7 @@ def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
         submission = project.start("submit", "toy.yaml", *command(ranks=2))
         time.sleep(10)
         cluster.start_controller()
-        _, errors = submission.communicate(timeout=120)
+        _, errors = submission.communicate(timeout=600)
         assert submission.returncode == 0, errors
         (run,) = project.runs
         reach(run, 1, EVERY)
@@ -432,7 +432,7 @@ def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
             time.sleep(15)
         finally:
             controller.send(signal.SIGCONT)
-        _, errors = submission.communicate(timeout=120)
+        _, errors = submission.communicate(timeout=600)
         assert submission.returncode == 0, errors
         (run,) = other.runs
         wait_until_over(cluster, other, run)

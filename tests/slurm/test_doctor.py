@@ -56,7 +56,7 @@ def test_ctrl_c_cancels_a_probe_that_waits_in_the_queue(tmp_path: Path, slurm: C
     (run,) = project.runs
     job = status(run)["job_id"]
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=90)
+    printed, _ = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "cancelling" in printed
     assert slurm.job(job)["JobState"] == "CANCELLED" and project.runs == []

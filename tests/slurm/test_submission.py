@@ -21,7 +21,7 @@ def project(tmp_path: Path, slurm: Cluster) -> Project:
 
 def test_two_simultaneous_submissions_start_one_job(project: Project, slurm: Cluster) -> None:
     processes = [project.start("submit", "toy.yaml", "--cluster", "slurm", *LONG) for _ in range(4)]
-    printed = [process.communicate(timeout=60)[0] for process in processes]
+    printed = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4
     (run,) = project.runs
     assert names(run).count("submitted") == 1
@@ -106,7 +106,7 @@ def test_a_later_submission_takes_the_code_as_it_is_then_and_says_what_changed(t
     (run,) = project.runs
     wait_for("some steps", lambda: step(run) >= 5, run)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     task = project.path / "mytask.py"
     task.write_text(task.read_text().replace("params.steps", "params.get('short', 20)"))
     (project.path / "more.py").write_text("")
