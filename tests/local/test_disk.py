@@ -102,7 +102,7 @@ class SmallDisk:
         def remount() -> bool:  # refused while a file is open for writing
             return self.libc.mount(b"none", bytes(self.path), b"tmpfs", REMOUNT | (RDONLY if on else 0), b"") == 0
 
-        wait_for("the remount", remount, seconds=20)
+        wait_for("the remount", remount, seconds=240)
 
     def close(self) -> None:
         self.libc.umount2(bytes(self.path), 2)
@@ -233,7 +233,7 @@ def test_a_stop_while_the_disk_is_full_leaves_the_last_good_checkpoint(
     (safe, *_) = Store(run.path / "checkpoints").steps()
     rank = int((run.outside / "pid_0").read_text())
     os.kill(rank, signal.SIGTERM)
-    wait_for("the end of the rank", lambda: not Path(f"/proc/{rank}/exe").exists(), run.path, seconds=20)
+    wait_for("the end of the rank", lambda: not Path(f"/proc/{rank}/exe").exists(), run.path, seconds=240)
     small.empty()
     process.communicate(timeout=600)
     if status(run.path)["state"] != "finished":  # nobody but the rank was told to stop: it may have been started again
@@ -294,7 +294,7 @@ def test_a_ghost_leaves_without_writing(tmp_path: Path) -> None:
     (run.path / "progress.json").unlink()
     before = names(run.path)
     os.kill(rank, signal.SIGCONT)
-    wait_for("the end of the ghost", lambda: not Path(f"/proc/{rank}/exe").exists(), run.path, seconds=20)
+    wait_for("the end of the ghost", lambda: not Path(f"/proc/{rank}/exe").exists(), run.path, seconds=240)
     process.communicate(timeout=600)
     assert "jobkit: attempt 2 has taken" in run.log("err")
     assert list((run.path / "tensorboard").iterdir()) == []

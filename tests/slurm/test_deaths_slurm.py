@@ -68,12 +68,12 @@ def reach(run: Path, attempt: int, checkpoint: int) -> None:
         now = status(run)
         return len(now.get("attempts", [])) == attempt and (now["checkpoint"] or 0) >= checkpoint < step(run)
 
-    wait_for(f"step {checkpoint} in attempt {attempt}", reached, run, seconds=120)
+    wait_for(f"step {checkpoint} in attempt {attempt}", reached, run, seconds=900)
 
 
 def end_of(run: Path, attempt: int) -> str:
     """The cause of an attempt's end, waited for."""
-    wait_for(f"the end of attempt {attempt}", lambda: status(run)["attempts"][attempt - 1]["cause"], run, seconds=120)
+    wait_for(f"the end of attempt {attempt}", lambda: status(run)["attempts"][attempt - 1]["cause"], run, seconds=900)
     return str(causes(run)[attempt - 1])
 
 
