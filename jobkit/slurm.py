@@ -21,6 +21,10 @@ EARLY_SIGNAL_SECONDS = 60
 """sbatch --signal: "may be sent up to 60 seconds earlier than specified"."""
 
 MAX_MARGIN_SECONDS = 90.0
+"""What a save gets before the limit, less an eighth that the supervisor decides in (supervisor/time_limit.py)."""
+
+ANSWER_SECONDS = 30.0
+"""How long a command may take: longer than MessageTimeout, 10 s by default, after which Slurm's own give up."""
 
 MAX_LIMIT_SECONDS = 300 * 86400.0
 """Slurm shows a job without a limit as one of 365 days."""
@@ -36,7 +40,7 @@ def available() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def command(*arguments: str, timeout: float = 30.0, environment: Mapping[str, str] | None = None) -> str:
+def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mapping[str, str] | None = None) -> str:
     """The output of one Slurm command; raises SchedulerError with Slurm's message, in one line."""
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
@@ -138,7 +142,7 @@ class JobInfo:
         return self.reason == "JobLaunchFailure" and self.state in ("COMPLETING", "FAILED")
 
 
-def show_job(job_id: str, timeout: float = 30.0) -> JobInfo | None:
+def show_job(job_id: str, timeout: float = ANSWER_SECONDS) -> JobInfo | None:
     """The job as slurmctld knows it, or None once it has forgotten it (MinJobAge after its end)."""
     try:
         text = command("scontrol", "--oneliner", "show", "job", job_id, timeout=timeout)

@@ -37,8 +37,6 @@ class RestoredCheckpoint:
     local: Any
     """This rank's own tree; None where the checkpoint was written by fewer ranks."""
     manifest: Manifest
-    set_aside: list[tuple[int, str]]
-    """(step, reason) of the newer ones that did not verify."""
     contents: dict[str, Contents]
     """What the checkpoint has, be it read yet or not: shape and dtype of each tensor by its path, by shared tree."""
 
@@ -125,9 +123,7 @@ class Reader:
         mine = local_key(self._ranks.rank)
         shared = {_name(key): tree for key, tree in trees.items() if key != mine}
         contents = _contents(reader)
-        return RestoredCheckpoint(
-            step, self._store.path(step), shared, trees.get(mine), manifest, list(self.set_aside), contents
-        )
+        return RestoredCheckpoint(step, self._store.path(step), shared, trees.get(mine), manifest, contents)
 
     def _targets(
         self,

@@ -100,7 +100,7 @@ def _git_files(source: Path) -> list[Path] | None:
     """Tracked and would-be-tracked files below `source`, or None where git does not answer for it."""
     command = ["git", "-C", str(source), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        answer = subprocess.run(command, capture_output=True, timeout=20, check=False)
+        answer = subprocess.run(command, capture_output=True, timeout=20, check=False)  # a cold shared disk
     except (OSError, subprocess.TimeoutExpired):
         return None
     if answer.returncode != 0:

@@ -100,6 +100,9 @@ batch script starts Python and asks slurmctld, and KillWait, 30 s by default, is
 STOP_SECONDS = 60.0
 """How long cancelling and preempting wait for the last checkpoint before they return."""
 
+POLL_SECONDS = 0.3
+"""Between two looks at a job that is ending. Each asks slurmctld, which serves one request at a time."""
+
 
 def reconcile(run: RunDir) -> Status:
     """The status, once the journal agrees with the scheduler; the caller holds the submission lock.
@@ -117,7 +120,7 @@ def reconcile(run: RunDir) -> Status:
             raise JobkitError(
                 f"{run.name} is {status.state}, but its job {status.job_id} has not ended; try again later"
             )
-        time.sleep(0.3)
+        time.sleep(POLL_SECONDS)
         status = update_status(run)
     return status
 
@@ -160,7 +163,7 @@ def cancel(run: RunDir) -> Status:
         _signal_supervisor(run)
     deadline = time.monotonic() + STOP_SECONDS
     while is_active(run, status) and time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(POLL_SECONDS)
         status = update_status(run)
     if status.state == State.INTERRUPTED:
         run.record(Event.CANCELLED)  # it had stopped already when the cancel came
@@ -185,7 +188,7 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
         status = update_status(run)
         if status.attempts[attempt.id - 1].ended is not None:
             break
-        time.sleep(0.2)
+        time.sleep(POLL_SECONDS)
     return status
 
 

@@ -211,7 +211,7 @@ def _has_died(node: str, since: float) -> bool:
         return False
 
 
-def ask(job_id: str, timeout: float = 30.0) -> slurm.JobInfo | None:
+def ask(job_id: str, timeout: float = slurm.ANSWER_SECONDS) -> slurm.JobInfo | None:
     """Slurm's record of a job; None, with a warning, where Slurm does not answer."""
     try:
         return slurm.show_job(job_id, timeout)

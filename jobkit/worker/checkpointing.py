@@ -16,7 +16,7 @@ from jobkit.worker.reporter import RunReporter
 from jobkit.worker.tracked_state import TrackedState
 
 MARK_SECONDS = 60.0
-"""How long a checkpoint waits for what was logged before it to be on the disk."""
+"""How long a checkpoint, or the end of a function without a loop, waits for what was logged to be on the disk."""
 
 
 class Checkpoints:

@@ -25,7 +25,7 @@ from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, means
 from jobkit.train.parallel import unwrapped
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule
-from jobkit.worker.checkpointing import Checkpoints
+from jobkit.worker.checkpointing import MARK_SECONDS, Checkpoints
 from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.finish import export, retry_on_full_disk
 from jobkit.worker.lease import holds_lease
@@ -36,9 +36,6 @@ from jobkit.worker.results import flat, literal, numbers, to_json
 from jobkit.worker.stop import Stopped, StopSignals, kill_children
 from jobkit.worker.stragglers import StragglerMonitor
 from jobkit.worker.tracked_state import TrackedState
-
-MARK_SECONDS = 60.0
-"""How long a function without a loop waits at its end for what it has logged to be on the disk."""
 
 
 class Context:

@@ -25,6 +25,7 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 MAX_TRACEBACK = 8000
 MAX_SAMPLES = 256
+"""Characters and samples that are kept: the journal and status.json, which are read again and again, hold them."""
 
 
 def show_stacks_when_asked() -> None:

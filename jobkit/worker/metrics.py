@@ -27,6 +27,7 @@ Position = dict[str, int]
 """Event file name -> its size in bytes with all that was logged before one instant."""
 
 TICK_SECONDS = 0.5
+"""How often points and the progress report are written: a follower sees a run move, a file server hardly notices."""
 
 
 def rewind(folder: Path, position: Mapping[str, int]) -> None:

@@ -116,7 +116,8 @@ def _connect(launch: Launch, file: Path) -> tuple[Store, str, int]:
         store.set("token", token)
         return store, announce(file, store.port, token, 0 if "nodes" in launch.guessed else topology.nodes), store.port
     for address, port, token in answering(file):
-        with contextlib.suppress(RuntimeError):  # not a store, or gone again: the file is an earlier launch's
+        # Not a store, or gone again: the file is an earlier launch's. Another program on its port may never answer.
+        with contextlib.suppress(RuntimeError):
             store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
             if store.get("token").decode() == token:
                 store.set_timeout(timeout)

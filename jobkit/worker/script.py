@@ -133,7 +133,7 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | 
     `lock` is held until this process ends: two scripts never write one run.
     """
     try:
-        lock.acquire(timeout=10)
+        lock.acquire(timeout=10)  # whoever asks whether the run lives takes the lock for an instant
     except Timeout:
         raise JobkitError(f"{run.name} is being run by another process already") from None
     before = run.status()

@@ -110,11 +110,12 @@ def save_shared(team: Team, root: Path, steps: list[int], **options: Any) -> lis
 
 
 def load_and_compare(team: Team, root: Path) -> tuple[int, Any, list[tuple[int, str]]] | None:
-    loaded = team.checkpointer(root).load_newest()
+    checkpointer = team.checkpointer(root)
+    loaded = checkpointer.load_newest()
     if loaded is None:
         return None
     assert same(loaded.shared, shared_state(loaded.step)), "what was loaded is not what was saved"
-    return loaded.step, loaded.local, loaded.set_aside
+    return loaded.step, loaded.local, checkpointer.set_aside
 
 
 # What goes in comes out
