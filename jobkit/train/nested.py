@@ -16,6 +16,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):  # one that torch's pytree does not know, as tokenizers return
             return {key: map_tensors(function, value) for key, value in leaf.items()}
+        if isinstance(leaf, (list, tuple)):  # a subclass, which it does not know either
+            values = [map_tensors(function, value) for value in leaf]
+            return type(leaf)(*values) if hasattr(leaf, "_fields") else type(leaf)(values)
         return function(leaf) if isinstance(leaf, Tensor) else leaf
 
     return tree_map(of_leaf, batch)

@@ -193,6 +193,26 @@ class Pair(NamedTuple):
     right: Any
 
 
+class Images(list[Any]):
+    """A list of the user's own, as some detection libraries have."""
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+
+
+class ScaledPoint(Point):
+    """torch's pytree knows named tuples and not what derives from them."""
+
+
+@pytest.mark.parametrize("kind", [lambda one: Images([one]), ScaledPoint])
+def test_the_users_own_lists_and_tuples_are_batches_too(kind: Any) -> None:
+    batch = kind(torch.arange(4))
+    part = cut(batch, 1, 3)
+    assert type(part) is type(batch) and part[0].tolist() == [1, 2] and batch_size(batch) == 4
+    assert to_device(batch, torch.device("meta"))[0].device.type == "meta"
+
+
 def test_a_batch_keeps_its_shape_on_its_way_to_the_device_and_when_it_is_cut() -> None:
     one = torch.ones(3)
     batch = {
