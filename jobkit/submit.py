@@ -124,7 +124,6 @@ def _dry_run(loaded: LoadedConfig, cluster: str, run: Path, source: Path) -> int
 
 
 def _announce(outcome: Outcome) -> None:
-    """Say what is being continued, and with what code."""
     before = outcome.status
     if before.attempts:
         print(f"continuing {outcome.run.name} ({before.state}) from step {before.checkpoint or 0}", file=sys.stderr)

@@ -41,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(run: RunDir, status: Status) -> list[str]:
     """The status in lines for a person; the last says what to type next."""
-    steps = f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else "")
-    lines = [f"{run.name}: {status.state}, {steps}"]
+    lines = [f"{run.name}: {status.state}, {status.steps}"]
     if status.state in (State.QUEUED, State.RUNNING):
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
     if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:

@@ -26,10 +26,7 @@ class Journal:
         self.path = path
 
     def append(self, event: str, **fields: Any) -> Entry:
-        """Write one event and return it; raises OSError when it cannot be made durable.
-
-        `time=...` is for one that happened earlier than now.
-        """
+        """Write one event and return it; raises OSError when it cannot be made durable."""
         entry: Entry = {"time": round(time.time(), 3), "event": event, **fields}
         self.append_lines(encode(entry))
         return entry

@@ -135,6 +135,11 @@ class Status:
     def attempt(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
+    @property
+    def steps(self) -> str:
+        """How far it is, as commands print it: `step 20/100`."""
+        return f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; of a failure only what is known."""
         plain = asdict(self)

@@ -96,20 +96,19 @@ def _refresh(run: RunDir, status: Status, display: Display, tail: Tail) -> None:
 
 def announce_end(run: RunDir, status: Status, display: Display) -> None:
     """How the run stands now, and what to type next."""
-    steps = f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else "")
     if status.state == State.FINISHED:
-        at = f" at {steps}" if status.total_steps else ""  # without a loop there are no steps
+        at = f" at {status.steps}" if status.total_steps else ""  # without a loop there are no steps
         display.say(f"finished{at}: {status.result if status.result is not None else ''}".rstrip(": "))
         display.say(f"run directory: {run.path}")
     elif status.state == State.FAILED:
         attempt = status.attempt
-        display.say(f"failed at {steps}: {status.error}")
+        display.say(f"failed at {status.steps}: {status.error}")
         if attempt:
             display.say(f"tracebacks: {run.logs(attempt.id)}/rank_*.err")
         display.say(_safe(status))
     else:
         why = status.attempt.failure.error if status.attempt and status.attempt.failure else None
-        display.say(f"{status.state} at {steps}{f': {why}' if why else ''}. {_safe(status)}")
+        display.say(f"{status.state} at {status.steps}{f': {why}' if why else ''}. {_safe(status)}")
 
 
 def _safe(status: Status) -> str:

@@ -40,7 +40,6 @@ class LaunchPlan:
         return dataclasses.replace(self, run=run, parameters={**self.parameters, **named})
 
     def describe(self) -> str:
-        """The plan as text, for --dry-run."""
         resources = self.config.resources
         ranks = f"{resources.nodes} node(s) x {resources.tasks_per_node} task(s) = {resources.world_size} rank(s)"
         devices = f"{resources.gpus_per_task} GPU(s)" if resources.gpus_per_task else "CPU"

@@ -110,7 +110,6 @@ class Request:
 
 
 def _code_changes(run: RunDir, before: Status, request: Request) -> list[str]:
-    """What changed in the code since the run's newest submission, in lines."""
     if not before.code:
         return []
     return snapshot.changes(run.code, before.code, snapshot.scan(request.source, run.path.parent, request.task_file))

@@ -74,7 +74,6 @@ class Channel:
         return b"\n" in self._data or bool(select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:
-        """End the conversation: the other side receives None."""
         self._socket.close()
 
 

@@ -61,7 +61,6 @@ class Watch:
 
     @classmethod
     def of(cls, run: RunDir, attempt: int) -> Watch:
-        """The watch of an attempt that has just begun."""
         now = run.status()
         hangs = sum(one.cause == "hang" and one.submission == now.submissions for one in now.attempts)
         config = run.config()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from jobkit.checkpoint.state import flatten, unflatten
 
 
-def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Replace floating-point tensors by their mean over the ranks of a group, in place."""
     ranks = dist.get_world_size(group)
     for tensor in tensors:
@@ -34,9 +34,9 @@ def average_replicas(
             _average([state["ema"] for state in states if "ema" in state], group)
 
 
-def averaged_copy(tree: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """A copy of a state_dict with the mean over the ranks of a group in place of each floating-point tensor."""
+def averaged_copy(tree: Any) -> Any:
+    """A copy of a state_dict with the mean over all ranks in place of each floating-point tensor."""
     skeleton, tensors = flatten(tree)
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    _average(copies.values(), group)
+    _average(copies.values(), None)
     return unflatten(skeleton, copies)

@@ -6,8 +6,10 @@ import io
 
 from torch import Tensor
 
+FRAME_MILLISECONDS = 125
 
-def gif(video: Tensor, frames_per_second: float = 8) -> bytes:
+
+def gif(video: Tensor) -> bytes:
     """An endless animated GIF of uint8 frames [T, C, H, W], of one (grey) or three (RGB) channels; needs Pillow.
 
     A GIF has 256 colours and counts in hundredths of a second; a frame that equals the one before prolongs it.
@@ -16,6 +18,5 @@ def gif(video: Tensor, frames_per_second: float = 8) -> bytes:
 
     frames = [Image.fromarray(frame.squeeze(-1).numpy()) for frame in video.cpu().permute(0, 2, 3, 1)]
     file = io.BytesIO()
-    milliseconds = round(1000 / frames_per_second)
-    frames[0].save(file, format="gif", save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)
+    frames[0].save(file, format="gif", save_all=True, append_images=frames[1:], duration=FRAME_MILLISECONDS, loop=0)
     return file.getvalue()

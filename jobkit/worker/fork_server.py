@@ -40,7 +40,6 @@ class Call:
     arguments: Sequence[Any]
 
     def run(self) -> None:
-        """Call it; what it raises ends the process as in any program."""
         module, _, name = self.target.partition(":")
         getattr(importlib.import_module(module), name)(*self.arguments)
 

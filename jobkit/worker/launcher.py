@@ -74,7 +74,6 @@ class Launcher:
     """What tells one launch from the next."""
 
     def speaks(self, environ: Mapping[str, str]) -> bool:
-        """Whether its variables give this process a rank."""
         return all(environ.get(name) for name in (self.rank, self.world_size, self.only_with) if name is not None)
 
     def tasks(self, environ: Mapping[str, str]) -> int:

@@ -135,7 +135,6 @@ class TrainingLoop:
     # Between two steps
 
     def _boundary(self) -> None:
-        """Measure, agree, save or stop."""
         if self.step == self.total:
             return  # whatever it is, finishing is the quickest answer to it
         due = self._schedule.is_due_after(self.step)

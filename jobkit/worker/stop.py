@@ -58,7 +58,6 @@ class StopSignals:
 
     @property
     def overdue(self) -> bool:
-        """Whether it is time to stop for the time limit's sake."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def install(self) -> None:
@@ -72,7 +71,6 @@ class StopSignals:
         self.signal = number
 
     def clear(self) -> None:
-        """Forget a signal that turned out to be no reason to stop."""
         self.signal = None
 
 

@@ -32,7 +32,6 @@ class StepTimer:
         self._sampled_step, self._sampled = 0, 0.0
 
     def start(self, step: int) -> None:
-        """The loop begins, or goes on, after `step` steps."""
         self.agree_at = step + 1
         self._since_step, self._since = step, time.perf_counter()
         self._sampled_step, self._sampled = step, self._since
