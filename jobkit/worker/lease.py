@@ -10,15 +10,13 @@ import os
 import sys
 from typing import NoReturn
 
-from jobkit.errors import EXIT_RESUMABLE, JobkitError
+from jobkit.errors import EXIT_RESUMABLE
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
 
 
-class LostLease(JobkitError):
-    """Another attempt owns the run."""
-
-    exit_code = EXIT_RESUMABLE
+class LostLease(BaseException):
+    """Another attempt owns the run. Not an Exception: a training function's `except Exception` must not go on."""
 
 
 def holds_lease(run: RunDir, attempt: int) -> bool:
