@@ -215,8 +215,8 @@ if os.environ.get("GROUP_OF_ITS_OWN"):
 """
 
 PYTHON = sys.executable
-RANKS = 2
-"""Of each launcher: each of them imports torch anew."""
+RANKS = 4
+"""Of each launcher."""
 
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
 LAUNCH = [PYTHON, "-m", "torch.distributed.launch", f"--nproc-per-node={RANKS}", f"--master-port={free_port()}"]
