@@ -127,7 +127,7 @@ def oom(live: Live, event: Event) -> None:
 
 def corrupt_newest(live: Live, event: Event) -> None:
     """a byte of the newest checkpoint flips, then a rank is killed"""
-    file = checkpoint_file(live, event)
+    file = damaged_file(live, event.rank)
     data = bytearray(file.read_bytes())
     data[int(event.place * (len(data) - 1))] ^= 1
     file.write_bytes(data)
@@ -136,7 +136,7 @@ def corrupt_newest(live: Live, event: Event) -> None:
 
 def truncate_newest(live: Live, event: Event) -> None:
     """the newest checkpoint loses the end of a file, then a rank is killed"""
-    file = checkpoint_file(live, event)
+    file = damaged_file(live, event.rank)
     os.truncate(file, int(event.place * (file.stat().st_size - 1)))
     kill_rank(live, event)
 
@@ -147,11 +147,11 @@ def delete_latest(live: Live, event: Event) -> None:
     kill_rank(live, event)
 
 
-def checkpoint_file(live: Live, event: Event) -> Path:
+def damaged_file(live: Live, rank: int) -> Path:
     """A rank's file of the newest checkpoint, which from now on counts as damaged."""
     newest = max(live.intact())
     live.damage(newest)
-    return live.run / f"checkpoints/step_{newest:08d}/rank_{event.rank:05d}.bin"
+    return live.run / f"checkpoints/step_{newest:08d}/rank_{rank:05d}.bin"
 
 
 # By the user, on this machine
