@@ -98,8 +98,10 @@ class Supervisor:
         job = self.job
         begun = job.until_mounted(lambda: attempts.begin(self.run, job_id=job.id, scheduler=job.scheduler))
         with contextlib.closing(self.ranks):
+            # Before the ranks start: the imports of the process that forks them are part of the attempt's time.
+            watch = AttemptWatch(self.run, begun.number, self.ranks, job)
             self.ranks.start(begun)
-            AttemptWatch(self.run, begun.number, self.ranks, job).until_end()
+            watch.until_end()
             if self.ranks.are_running():
                 code = job.leave(self._decide(begun.number), now=True)
                 self.ranks.wait()  # they may be writing the last checkpoint, in the time that Slurm leaves them

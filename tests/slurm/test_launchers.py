@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import submitit
-from harness.project import describe, events, logged_steps, status, step, wait_for, weights
+from harness.project import describe, events, is_over, logged_steps, status, step, wait_for, weights
 from slurm_cluster import Cluster
 
 from jobkit.errors import DistributedError
@@ -359,7 +359,7 @@ def test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weight
     on_slurm = executor(submitit.SlurmExecutor, tmp_path, {**chain.env, "SLEEP": "0"}, monkeypatch)
     on_slurm.update_parameters(partition="low", nodes=2, ntasks_per_node=RANKS // 2, time=30)
     on_slurm.submit(script)
-    wait_for("the end", lambda: status(chain.run)["state"] not in ("interrupted", "running"), chain.run)
+    wait_for("the end", lambda: is_over(chain.run), chain.run)  # not what it is between two attempts: queued
     chain.assert_placed("srun", nodes=2)
     assert status(chain.run)["state"] == "finished", describe(chain.run)
     assert logged_steps(chain.run) == list(range(STEPS))

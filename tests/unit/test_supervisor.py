@@ -251,6 +251,16 @@ def test_the_time_limit_of_this_machine_leaves_a_margin_for_the_last_checkpoint(
     assert causes(run) == ["timeout"]
 
 
+def test_what_the_ranks_take_to_start_counts_against_the_time_limit(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    ranks.lives = math.inf
+    resources = Config(name="toy", task="m:f").resources.__class__(time="100s")
+    job.time_limit = lambda: LocalTimeLimit(resources)  # type: ignore[method-assign]
+    ranks.on_start = lambda: clock.sleep(30)
+    Supervisor(run, ranks, job).supervise()
+    assert [(name, when // 1) for name, when in ranks.sent] == [("TERM", 80), ("KILL", 100)]
+
+
 @pytest.mark.parametrize(("stopping", "killed_at"), [(False, 94), (True, 98)])
 def test_under_slurm_the_supervisor_keeps_a_part_of_the_margin_to_decide_in(
     run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch, stopping: bool, killed_at: int
