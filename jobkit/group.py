@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from jobkit.errors import DistributedError, JobkitError
-from jobkit.run.disk import disk_errno
+from jobkit.run.disk_errors import disk_errno
 
 T = TypeVar("T")
 

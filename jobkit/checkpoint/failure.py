@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from jobkit.errors import CheckpointError
 from jobkit.group import describe
-from jobkit.run.disk import disk_errno
+from jobkit.run.disk_errors import disk_errno
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from jobkit.errors import DistributedError
 from jobkit.log import log
 from jobkit.run import records
-from jobkit.run.disk import is_full
+from jobkit.run.disk_errors import is_full
 from jobkit.run.records import FailureReport
 from jobkit.run.rundir import RunDir
 from jobkit.worker.heartbeat import peak_bytes

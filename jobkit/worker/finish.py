@@ -12,7 +12,7 @@ import torch
 from jobkit.errors import JobkitError
 from jobkit.group import RankGroup
 from jobkit.log import log
-from jobkit.run.disk import disk_errno, is_disk_error
+from jobkit.run.disk_errors import disk_errno, is_disk_error
 from jobkit.train.engine import Engine
 from jobkit.worker.export import whole_weights, write_weights
 from jobkit.worker.lease import check_lease

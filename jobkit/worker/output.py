@@ -10,7 +10,7 @@ import sys
 from typing import Any, TextIO
 
 from jobkit.run.append import Backlog
-from jobkit.run.disk import is_disk_error
+from jobkit.run.disk_errors import is_disk_error
 
 
 def survive_full_disks() -> None:

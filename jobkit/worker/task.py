@@ -15,7 +15,7 @@ from submitit.core.job_environment import JobEnvironment
 from jobkit.display import Display
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.log import log
-from jobkit.run.disk import is_full
+from jobkit.run.disk_errors import is_full
 from jobkit.run.rundir import RunDir
 from jobkit.worker.context import Context
 from jobkit.worker.failure import show_stacks_when_asked, write_report

@@ -26,7 +26,7 @@ from jobkit.checkpoint.store import Store
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 from jobkit.log import configure
-from jobkit.run.disk import disk_errno
+from jobkit.run.disk_errors import disk_errno
 from jobkit.run.journal import Journal
 from jobkit.worker.metrics import EventFile, rewind
 

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or away for a while: the run continues as long as it can."""
+"""Which errors are those of a disk that is full, read-only or away; worker/reporter.py goes on without one."""
 
 from __future__ import annotations
 
