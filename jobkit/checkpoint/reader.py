@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.failure import as_checkpoint_error
+from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
 from jobkit.checkpoint.planner import BytesLoadPlanner
 from jobkit.checkpoint.staging import SHARED, local_key, tree_key
 from jobkit.checkpoint.state import named_tensors, unescape, unflatten

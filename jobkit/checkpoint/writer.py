@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from jobkit.checkpoint.failure import as_checkpoint_error
+from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
 from jobkit.checkpoint.planner import StagedSavePlanner
 from jobkit.checkpoint.reader import Reader, RestoredCheckpoint
 from jobkit.checkpoint.staging import Staged, Stager

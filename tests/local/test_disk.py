@@ -21,7 +21,7 @@ from harness.project import Project, describe, events, logged_steps, names, stat
 from safetensors.torch import save_file
 from tensorboard.compat.proto.event_pb2 import Event
 
-from jobkit.checkpoint.failure import as_checkpoint_error
+from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
 from jobkit.checkpoint.store import Store
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
