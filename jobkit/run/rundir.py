@@ -26,69 +26,30 @@ class RunDir:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
-
-    @property
-    def name(self) -> str:
+        self.name = self.path.name
         """`<name>-<hash8>`, also the job's name."""
-        return self.path.name
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def status_file(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def progress_file(self) -> Path:
-        return self.path / "progress.json"
-
-    @property
-    def lease_file(self) -> Path:
-        return self.path / "lease.json"
-
-    @property
-    def evaluation_file(self) -> Path:
+        self.config_file = self.path / "config.yaml"
+        self.journal = Journal(self.path / "events.jsonl")
+        self.status_file = self.path / "status.json"
+        self.progress_file = self.path / "progress.json"
+        self.lease_file = self.path / "lease.json"
+        self.evaluation_file = self.path / "evaluation.pt"
         """What an attempt that was stopped within an evaluation had found of it."""
-        return self.path / "evaluation.pt"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def code(self) -> Path:
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+        self.final = self.path / "final"
+        self.code = self.path / "code"
         """Snapshots of the user's code, one folder a version."""
-        return self.path / "code"
-
-    @property
-    def final(self) -> Path:
-        return self.path / "final"
-
-    @property
-    def submitit(self) -> Path:
+        self.submitit = self.path / "logs" / "submitit"
         """Submitit's own folder: pickles and batch scripts."""
-        return self.path / "logs" / "submitit"
-
-    @property
-    def submitted_pickle(self) -> Path:
+        self.submitted_pickle = self.submitit / "submitted.pkl"
         """What Submitit pickles, before there is a job to name it after."""
-        return self.submitit / "submitted.pkl"
-
-    @property
-    def batch_script(self) -> Path:
+        self.batch_script = self.submitit / "submission.sh"
         """The newest submission's, for sbatch."""
-        return self.submitit / "submission.sh"
-
-    @property
-    def failed_starts(self) -> Path:
+        self.failed_starts = self.submitit / "failed_starts"
         """A line for each node in a row on which a batch script has not begun an attempt."""
-        return self.submitit / "failed_starts"
+        self.supervisor_log = self.submitit / "supervisor.log"
+        """What a local supervisor says: it has no terminal."""
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)
@@ -113,10 +74,6 @@ class RunDir:
 
     def stop_request_file(self, attempt: int) -> Path:
         return self.logs(attempt) / "notice.json"
-
-    @property
-    def journal(self) -> Journal:
-        return Journal(self.path / "events.jsonl")
 
     def submission_lock(self) -> FileLock:
         """Held while deciding about, and making, one submission."""

@@ -52,7 +52,7 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
         kept = self.leases.files if self.lifeline is None else (self.lifeline, *self.leases.files)
         if self.lifeline is not None:
             environment[LIFELINE] = str(self.lifeline)
-        with (self.folder / "controller.log").open("ab") as log:
+        with self.run.supervisor_log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "jobkit.supervisor", "local", str(self.run.path)],
                 env=environment,

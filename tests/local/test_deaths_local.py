@@ -462,7 +462,7 @@ def test_two_interruptions_at_once_and_a_death_during_the_recovery(project: Mort
     nothing_was_lost(run, undisturbed)
 
 
-# Deaths of the controller
+# Deaths of the supervisor
 
 
 def kill_supervisor(run: Path, attempt: int) -> None:
@@ -473,7 +473,7 @@ def kill_supervisor(run: Path, attempt: int) -> None:
     (run / f"go_{attempt}").touch()
 
 
-def test_a_killed_controller_leaves_nothing_running_and_the_same_command_continues(
+def test_a_killed_supervisor_leaves_nothing_running_and_the_same_command_continues(
     project: Mortal, undisturbed: bytes
 ) -> None:
     project.plan(WORKERS="1", HOLD=json.dumps({"1": 25, "2": 45}))
@@ -523,7 +523,7 @@ def test_a_ghost_whose_run_was_taken_over_publishes_nothing(project: Mortal, und
     reach(run, 2, 30)
     before = {path.name for path in (run / "checkpoints").glob("*")}
     lines = len(events(run))
-    os.kill(ghost, signal.SIGCONT)  # what the death of the controller told it to do: a last checkpoint
+    os.kill(ghost, signal.SIGCONT)  # what the death of the supervisor told it to do: a last checkpoint
     wait_for("the end of the ghosts", lambda: not any(rank_process(run, 1, rank) for rank in (0, 1)), run, 60)
     wait_for("the end", lambda: is_over(run), run)
     assert [event for event in events(run)[lines:] if event.get("attempt") == 1] == []

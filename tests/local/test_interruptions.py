@@ -53,8 +53,8 @@ def test_a_killed_foreground_command_leaves_a_checkpoint_and_no_process(
     (run,) = project.runs
     interrupt_when(run, 1, 10, process.kill)
     process.communicate(timeout=600)
-    controller = int(status(run)["job_id"])
-    wait_for("the end of the controller", lambda: not Path(f"/proc/{controller}").exists(), run)
+    supervisor = int(status(run)["job_id"])
+    wait_for("the end of the supervisor", lambda: not Path(f"/proc/{supervisor}").exists(), run)
     project.submit("--local", *TWO_RANKS)
     assert causes(run) == ["user", "finished"]
     assert weights(run) == uninterrupted(2)

@@ -167,7 +167,7 @@ def test_the_kernel_takes_a_device_back_from_a_process_that_is_killed(
     assert signed(environ, 2, B).devices == ("4", "5")
 
 
-def test_a_run_waits_for_what_a_killed_controller_of_its_own_has_left(
+def test_a_run_waits_for_what_a_killed_supervisor_of_its_own_has_left(
     holders: list[subprocess.Popen[str]], environ: dict[str, str]
 ) -> None:
     process, _ = hold(holders, environ, 2, A, seconds=2)
@@ -204,7 +204,7 @@ def test_two_processes_that_take_devices_at_the_same_time_never_get_the_same(
 # From the submission to the ranks
 
 
-def test_a_controller_gives_each_rank_its_own_devices(environ: dict[str, str]) -> None:
+def test_a_supervisor_gives_each_rank_its_own_devices(environ: dict[str, str]) -> None:
     environ["CUDA_VISIBLE_DEVICES"] = "2,3,4,5"
     leases = take("auto", 4, A, environ)
     inherited = Leases.inherited(environ | leases.environment)
@@ -265,20 +265,20 @@ def ranks(run: Path) -> list[int]:
     return [process.pid for _, process in sorted(ranks_of(run, 1).items())]
 
 
-def test_a_killed_controllers_devices_are_free_when_its_ranks_are_gone(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_a_killed_supervisors_devices_are_free_when_its_ranks_are_gone(tmp_path: Path, environ: dict[str, str]) -> None:
     project = Project(tmp_path / "project", environ)
     # Ranks that are about to choose their device, and let nobody keep them from it.
     (project.path / "mytask.py").write_text("import time\ntime.sleep(600)\ndef train(ctx): pass\n")
     gpus = ["resources.gpus_per_task=1", "resources.nodes=1", "retry.crash=0"]
-    controller = int(project.submit("--local", "--detach", *gpus).stdout.split()[1])
+    supervisor = int(project.submit("--local", "--detach", *gpus).stdout.split()[1])
     (run,) = project.runs
     wait_for("both ranks", lambda: len(ranks(run)) == 2, run)
     first, second = ranks(run)
     try:
-        os.kill(controller, signal.SIGKILL)
+        os.kill(supervisor, signal.SIGKILL)
         message = refusal("auto", 1, A, environ)
         assert "0 of the 2 visible are free" in message
-        assert f"4 is used by process {controller} for {run}" in message
+        assert f"4 is used by process {supervisor} for {run}" in message
         os.killpg(first, signal.SIGKILL)
         wait_for("its device", lambda: first not in ranks(run), run)
         assert signed(environ, 1, A).devices == ("4",)
@@ -364,6 +364,6 @@ def test_what_stands_in_for_nvml_has_its_names() -> None:
     assert all(hasattr(pynvml, name) for name in own)
 
 
-def test_the_variable_of_a_controller_is_not_one_of_the_users(environ: dict[str, str]) -> None:
+def test_the_variable_of_a_supervisor_is_not_one_of_the_users(environ: dict[str, str]) -> None:
     leases = take("auto", 1, A, environ)
     assert set(leases.environment) == {"CUDA_VISIBLE_DEVICES", LEASES}

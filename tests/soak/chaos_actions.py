@@ -172,10 +172,10 @@ def kill_command(live: Live, event: Event) -> None:
     live.foreground.kill()
 
 
-def kill_controller(live: Live, event: Event) -> None:
-    """SIGKILL to the process that controls the ranks, and the same command again"""
-    if controller := Process.read(int(live.job_id)):
-        controller.send(signal.SIGKILL)
+def kill_supervisor(live: Live, event: Event) -> None:
+    """SIGKILL to the supervisor, and the same command again"""
+    if supervisor := Process.read(int(live.job_id)):
+        supervisor.send(signal.SIGKILL)
 
 
 ACTIONS: dict[str, Callable[[Live, Event], object]] = {

@@ -123,9 +123,7 @@ KINDS = {
         graceful=True,
         by_hand=True,
     ),
-    "kill_controller": Kind(
-        3, "SIGKILL to the process that controls the ranks, and the same command again", place="local", by_hand=True
-    ),
+    "kill_supervisor": Kind(3, "SIGKILL to the supervisor, and the same command again", place="local", by_hand=True),
 }
 
 
