@@ -6,22 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """One attempt in times (seconds since the epoch) and steps; None where it did not get that far."""
-
-    queued: float | None
-    started: float
-    resumed: float | None
-    last_seen: float | None
-    """When it was last known to have done a step; None where it said itself that it ended."""
-    ended: float | None
-    first_step: int
-    last_step: int
-    stalled: float
-    """Seconds for which checkpoints held up the loop."""
-
-
 @dataclass(frozen=True)
 class Account:
     """Where one attempt's time went, in seconds, and what it did, in steps."""
@@ -45,23 +29,39 @@ class Account:
     """When the account was closed, in seconds since the epoch."""
 
 
-def account(span: Span, best_before: int) -> Account:
-    """The account of an attempt; `best_before` is the last step that any attempt before it had done."""
-    until = span.ended or span.last_seen or span.resumed or span.started
-    queue = max(0.0, span.started - span.queued) if span.queued is not None else 0.0
-    if span.resumed is None:
-        return Account(0, 0, queue, max(0.0, until - span.started), 0.0, 0.0, 0.0, 0.0, until)
-    last_seen = min(max(span.last_seen or until, span.resumed), until)
-    stalled = min(span.stalled, last_seen - span.resumed)
-    training = last_seen - span.resumed - stalled
-    done = span.last_step - span.first_step
-    repeated = max(0, min(span.last_step, best_before) - span.first_step)
-    again = training * repeated / done if done else 0.0
+def account(
+    *,
+    queued: float | None,
+    started: float,
+    resumed: float | None,
+    last_seen: float | None,
+    ended: float | None,
+    steps: range,
+    stalled: float,
+    best_before: int,
+) -> Account:
+    """The account of an attempt, from its times in seconds since the epoch: None where it did not get that far.
+
+    Args:
+        last_seen: when it was last known to have done a step; None where it said itself that it ended.
+        steps: from the first that it began with to the last that it did.
+        stalled: seconds for which checkpoints held up the loop.
+        best_before: the last step that any attempt before it had done.
+    """
+    until = ended or last_seen or resumed or started
+    queue = max(0.0, started - queued) if queued is not None else 0.0
+    if resumed is None:
+        return Account(0, 0, queue, max(0.0, until - started), 0.0, 0.0, 0.0, 0.0, until)
+    last_seen = min(max(last_seen or until, resumed), until)
+    stalled = min(stalled, last_seen - resumed)
+    training = last_seen - resumed - stalled
+    repeated = max(0, min(steps.stop, best_before) - steps.start)
+    again = training * repeated / len(steps) if steps else 0.0
     return Account(
-        steps=done - repeated,
+        steps=len(steps) - repeated,
         repeated_steps=repeated,
         queue=queue,
-        startup=max(0.0, span.resumed - span.started),
+        startup=max(0.0, resumed - started),
         useful=training - again,
         repeated=again,
         checkpoints=stalled,

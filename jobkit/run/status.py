@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
 from jobkit.run import records
-from jobkit.run.accounting import Account, Span, account, goodput
+from jobkit.run.accounting import Account, account, goodput
 from jobkit.run.events import Event
 from jobkit.run.journal import Entry
 from jobkit.run.records import Failure, Progress, Straggler
@@ -170,31 +170,70 @@ def _account(status: Status) -> None:
     """Where the time of each attempt went, and how much of all of it was useful."""
     best = 0
     for attempt in status.attempts:
+        first_step = attempt.first_step or 0
         last = attempt.last_step if attempt.ended or attempt.last_step else status.step
-        span = Span(
+        last_step = max(last or 0, first_step)
+        attempt.account = account(
             queued=attempt.queued,
             started=attempt.started,
             resumed=attempt.resumed,
             last_seen=attempt.last_seen,
             ended=attempt.ended,
-            first_step=attempt.first_step or 0,
-            last_step=max(last or 0, attempt.first_step or 0),
+            steps=range(first_step, last_step),
             stalled=attempt.stalled,
+            best_before=best,
         )
-        attempt.account = account(span, best)
-        best = max(best, span.last_step)
+        best = max(best, last_step)
     if status.attempts:
         accounts = [one.account for one in status.attempts if one.account]
         status.goodput = goodput(accounts, status.attempts[0].started)
 
 
 def _apply(status: Status, event: Entry) -> None:
-    handler = _HANDLERS.get(event["event"])
-    newest = status.attempt.id if status.attempt and event["event"] != Event.STARTED else None
-    # What an older attempt writes late says nothing about the one that runs now.
-    superseded = newest is not None and event.get("attempt") not in (None, newest)
-    if handler and not superseded:
-        handler(status, event)
+    attempt = status.attempt
+    if event["event"] != Event.STARTED and attempt and event.get("attempt") not in (None, attempt.id):
+        return  # what an older attempt writes late says nothing about the one that runs now
+    match event["event"]:
+        case Event.SUBMITTING:
+            _submitting(status, event)
+        case Event.SUBMITTED:
+            status.submitting = False
+            status.job_id = event.get("job_id")  # not the state: the job may have ended before this could be written
+        case Event.SUBMIT_FAILED:
+            status.submitting = False
+            status.state, status.error = status.before_submission
+        case Event.STARTED:
+            _started(status, event)
+        case Event.RESUMED:
+            _resumed(status, event)
+        case Event.CHECKPOINT:
+            _checkpoint(status, event)
+        case Event.STRAGGLER:
+            status.stragglers.append(records.of(Straggler, event))
+        case Event.STRAGGLER_OVER:
+            status.stragglers = [one for one in status.stragglers if one.rank != event.get("rank")]
+        case Event.INTERRUPTED:
+            cause = str(event.get("cause"))
+            _end(status, event, State.CANCELLED if cause == "cancelled" else State.INTERRUPTED, cause)
+        case Event.REQUEUED:
+            status.state, status.queued = State.QUEUED, float(event["time"])
+            status.job_id = event.get("job_id", status.job_id)
+        case Event.REQUEUE_FAILED:
+            status.state, status.error = State.INTERRUPTED, event.get("error")
+        case Event.EXCLUDED:
+            status.excluded_nodes = sorted({*status.excluded_nodes, str(event["node"])})
+        case Event.CANCEL_REQUESTED:
+            status.cancel_requested = True
+        case Event.CANCELLED:
+            if status.state == State.RUNNING and attempt and attempt.ended is None:
+                attempt.ended, attempt.cause = float(event["time"]), "cancelled"
+            status.state, status.stragglers = State.CANCELLED, []
+        case Event.FINISHED:
+            _end(status, event, State.FINISHED, "finished")
+            status.result = event.get("result")
+        case Event.FAILED:
+            _end(status, event, State.FAILED, str(event.get("cause", "crashed")))
+            status.error = event.get("error")
 
 
 def _submitting(status: Status, event: Entry) -> None:
@@ -207,16 +246,6 @@ def _submitting(status: Status, event: Entry) -> None:
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
     status.code = str(event.get("code", ""))
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
-
-
-def _submitted(status: Status, event: Entry) -> None:
-    status.submitting = False  # the job may have started, and even ended, before the submitter could write this
-    status.job_id = event.get("job_id")
-
-
-def _submit_failed(status: Status, event: Entry) -> None:
-    status.submitting = False
-    status.state, status.error = status.before_submission
 
 
 def _started(status: Status, event: Entry) -> None:
@@ -254,14 +283,6 @@ def _checkpoint(status: Status, event: Entry) -> None:
         attempt.stalled += float(event.get("stall", 0.0))
 
 
-def _straggler(status: Status, event: Entry) -> None:
-    status.stragglers.append(records.of(Straggler, event))
-
-
-def _straggler_over(status: Status, event: Entry) -> None:
-    status.stragglers = [one for one in status.stragglers if one.rank != event.get("rank")]
-
-
 def _end(status: Status, event: Entry, state: State, cause: str) -> None:
     attempt = status.attempt
     if attempt and attempt.ended is not None and status.state == State.QUEUED and event.get("attempt") == attempt.id:
@@ -278,64 +299,3 @@ def _end(status: Status, event: Entry, state: State, cause: str) -> None:
         if event.get("reached") is not None:
             attempt.last_step = int(event["reached"])
         attempt.last_seen = event.get("last_seen")
-
-
-def _interrupted(status: Status, event: Entry) -> None:
-    cause = str(event.get("cause"))
-    _end(status, event, State.CANCELLED if cause == "cancelled" else State.INTERRUPTED, cause)
-
-
-def _requeued(status: Status, event: Entry) -> None:
-    status.state = State.QUEUED
-    status.job_id = event.get("job_id", status.job_id)
-    status.queued = float(event["time"])
-
-
-def _excluded(status: Status, event: Entry) -> None:
-    status.excluded_nodes = sorted({*status.excluded_nodes, str(event["node"])})
-
-
-def _requeue_failed(status: Status, event: Entry) -> None:
-    status.state, status.error = State.INTERRUPTED, event.get("error")
-
-
-def _finished(status: Status, event: Entry) -> None:
-    _end(status, event, State.FINISHED, "finished")
-    status.result = event.get("result")
-
-
-def _failed(status: Status, event: Entry) -> None:
-    _end(status, event, State.FAILED, str(event.get("cause", "crashed")))
-    status.error = event.get("error")
-
-
-def _cancel_requested(status: Status, event: Entry) -> None:
-    status.cancel_requested = True
-
-
-def _cancelled(status: Status, event: Entry) -> None:
-    attempt = status.attempt
-    if status.state == State.RUNNING and attempt and attempt.ended is None:
-        attempt.ended, attempt.cause = float(event["time"]), "cancelled"
-    status.state = State.CANCELLED
-    status.stragglers = []
-
-
-_HANDLERS: dict[str, Callable[[Status, Entry], None]] = {
-    Event.SUBMITTING: _submitting,
-    Event.SUBMITTED: _submitted,
-    Event.SUBMIT_FAILED: _submit_failed,
-    Event.STARTED: _started,
-    Event.RESUMED: _resumed,
-    Event.CHECKPOINT: _checkpoint,
-    Event.STRAGGLER: _straggler,
-    Event.STRAGGLER_OVER: _straggler_over,
-    Event.INTERRUPTED: _interrupted,
-    Event.REQUEUED: _requeued,
-    Event.EXCLUDED: _excluded,
-    Event.REQUEUE_FAILED: _requeue_failed,
-    Event.FINISHED: _finished,
-    Event.FAILED: _failed,
-    Event.CANCEL_REQUESTED: _cancel_requested,
-    Event.CANCELLED: _cancelled,
-}

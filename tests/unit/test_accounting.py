@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobkit.run.accounting import Account, Span, account, goodput
+from jobkit.run.accounting import Account, account, goodput
 from jobkit.run.records import Progress
 from jobkit.run.status import Status, derive
 
@@ -22,13 +22,13 @@ def total(account: Account) -> float:
     return sum(parts(account).values())
 
 
-def span(**changes: Any) -> Span:
+def span(first_step: int = 0, last_step: int = 100, **changes: Any) -> dict[str, Any]:
     """An attempt that was queued at 100, started at 110, resumed at 130 and ended at 330, in which it did 100 steps."""
-    fields: dict[str, Any] = {"queued": 100.0, "started": 110.0, "resumed": 130.0, "last_seen": None, "ended": 330.0}
-    return Span(**{**fields, "first_step": 0, "last_step": 100, "stalled": 0.0, **changes})
+    times = {"queued": 100.0, "started": 110.0, "resumed": 130.0, "last_seen": None, "ended": 330.0}
+    return {**times, "steps": range(first_step, last_step), "stalled": 0.0, **changes}
 
 
-ACCOUNTS: list[tuple[str, Span, int, dict[str, float], tuple[int, int]]] = [
+ACCOUNTS: list[tuple[str, dict[str, Any], int, dict[str, float], tuple[int, int]]] = [
     ("new steps alone", span(), 0, {"queue": 10, "startup": 20, "useful": 200}, (100, 0)),
     ("started by hand", span(queued=None), 0, {"startup": 20, "useful": 200}, (100, 0)),
     (
@@ -93,24 +93,26 @@ ACCOUNTS: list[tuple[str, Span, int, dict[str, float], tuple[int, int]]] = [
 @pytest.mark.parametrize(
     ("one", "best", "expected", "steps"), [row[1:] for row in ACCOUNTS], ids=[row[0] for row in ACCOUNTS]
 )
-def test_the_account_of_an_attempt(one: Span, best: int, expected: dict[str, float], steps: tuple[int, int]) -> None:
-    found = account(one, best)
+def test_the_account_of_an_attempt(
+    one: dict[str, Any], best: int, expected: dict[str, float], steps: tuple[int, int]
+) -> None:
+    found = account(**one, best_before=best)
     assert parts(found) == expected
     assert (found.steps, found.repeated_steps) == steps
-    if one.queued is not None and one.queued <= one.started:
-        assert total(found) == found.until - one.queued
+    if one["queued"] is not None and one["queued"] <= one["started"]:
+        assert total(found) == found.until - one["queued"]
 
 
 def test_goodput_is_the_useful_part_of_the_time_since_the_first_start() -> None:
-    first = account(span(stalled=40.0), 0)
-    second = account(span(queued=330.0, started=340.0, resumed=360.0, ended=510.0, first_step=100, last_step=150), 100)
+    first = account(**span(stalled=40.0), best_before=0)
+    second = account(**span(100, 150, queued=330.0, started=340.0, resumed=360.0, ended=510.0), best_before=100)
     assert goodput([first], 110.0) == pytest.approx(160 / 220)
     assert goodput([first, second], 110.0) == pytest.approx((160 + 150) / 400)
 
 
 def test_there_is_no_goodput_before_there_is_time() -> None:
     assert goodput([], 100.0) is None
-    assert goodput([account(span(ended=None, resumed=None, last_step=0), 0)], 110.0) is None
+    assert goodput([account(**span(ended=None, resumed=None, last_step=0), best_before=0)], 110.0) is None
 
 
 # A whole journal
