@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
@@ -29,7 +29,7 @@ COMMAND_MODULES = ("submitit.core.submission", "jobkit.worker.main")
 """What a rank imports before it becomes the YAML's `command`, which may never need torch."""
 
 STEP_NUMBERS = 4
-"""How many starts of a job in a row give their steps different numbers."""
+"""How many starts of a job in a row give their steps different numbers: a kill is repeated a minute later at most."""
 
 END_STEPS_SECONDS = 30.0
 """How long ranks that have outlived their srun are killed again and again: a node may answer late."""
@@ -59,9 +59,6 @@ class Ranks(Protocol):
     def all_returned(self) -> bool:
         """Whether every rank has ended with exit code 0."""
 
-    def wait(self) -> None:
-        """Wait until all have ended."""
-
     def close(self) -> None:
         """End what is left of them."""
 
@@ -73,7 +70,7 @@ class LocalRanks:
     next attempt need not.
     """
 
-    poll_seconds = 0.05
+    poll_seconds = 0.05  # a read of our own memory and of one socket
 
     def __init__(self, run: RunDir, job_id: str) -> None:
         self.run = run
@@ -116,7 +113,8 @@ class LocalRanks:
             node, local_rank = divmod(rank, resources.tasks_per_node)
             own = {"JOBKIT_PROCID": str(rank), "JOBKIT_LOCALID": str(local_rank), "JOBKIT_NODEID": str(node)}
             visible, leases = self.leases.of_rank(rank, resources.gpus_per_task)
-            with self._log(begun.number, rank, "out") as out, self._log(begun.number, rank, "err") as err:
+            out_file, err_file = (self.run.rank_log(begun.number, rank, stream) for stream in ("out", "err"))
+            with out_file.open("ab") as out, err_file.open("ab") as err:
                 pid = self._server.fork(
                     ("submitit.core.submission:process_job", [str(self.run.submitit)]),
                     environment=shared | own | visible,
@@ -136,9 +134,6 @@ class LocalRanks:
                     with contextlib.suppress(ProcessLookupError):
                         kill(pid, signal.SIGKILL)
                 time.sleep(self.poll_seconds)
-
-    def _log(self, attempt: int, rank: int, stream: str) -> IO[bytes]:
-        return self.run.rank_log(attempt, rank, stream).open("ab")
 
     def _codes(self) -> list[int | None]:
         """The exit code of each rank, or the negative of the signal that killed it; None where it runs."""
@@ -179,10 +174,6 @@ class LocalRanks:
     def all_returned(self) -> bool:
         return all(code == 0 for code in self._codes())
 
-    def wait(self) -> None:
-        while self.are_running():
-            time.sleep(self.poll_seconds)
-
     def close(self) -> None:
         """Kill the ranks, where any are left, and what they have started. Their server is for the next attempt.
 
@@ -190,7 +181,8 @@ class LocalRanks:
         """
         self.first_failure()  # before they are killed
         self.signal("KILL")
-        self.wait()
+        while self.are_running():
+            time.sleep(self.poll_seconds)
 
 
 def kernel_oom_kills() -> int:
@@ -217,7 +209,7 @@ class SlurmRanks:
     def start(self, begun: Begun) -> None:
         """Start srun, whose messages go to a file: they say which rank failed first."""
         self.attempt = begun.number
-        number_steps_anew()
+        number_steps_anew()  # before srun, whose step gets the next number
         # Submitit exports SUBMITIT_EXECUTOR=slurm; ours is the environment that leaves signals to jobkit.
         environment = {**os.environ, **begun.environment, "SUBMITIT_EXECUTOR": "jobkit"}
         with self.run.srun_log(begun.number).open("ab") as said:
@@ -225,11 +217,10 @@ class SlurmRanks:
 
     def command(self) -> list[str]:
         """srun with what every rank executes; Submitit's pickle in that folder names the run directory."""
+        logs = self.run.logs(self.attempt)
         # Signals are ignored from the first instruction on, and exec keeps it so until the worker can take notice of
         # them: one that comes during the imports would otherwise kill the task.
         guard = ["sh", "-c", 'trap "" TERM USR2; exec "$@"', "jobkit"]
-        submitit = [sys.executable, "-u", "-m", "submitit.core._submit", str(self.run.submitit)]
-        logs = self.run.logs(self.attempt)
         return [
             "srun",
             "--unbuffered",
@@ -239,7 +230,7 @@ class SlurmRanks:
             f"--output={logs}/rank_%t.out",
             f"--error={logs}/rank_%t.err",
             *guard,
-            *submitit,
+            *(sys.executable, "-u", "-m", "submitit.core._submit", str(self.run.submitit)),
         ]
 
     def are_running(self) -> bool:
@@ -270,10 +261,6 @@ class SlurmRanks:
         """Whether srun has ended with 0: then every rank has."""
         return self._srun is not None and self._srun.returncode == 0
 
-    def wait(self) -> None:
-        if self._srun is not None:
-            self._srun.wait()
-
     def close(self) -> None:
         """Kill ranks that have outlived their srun."""
         if self._srun is not None and self._srun.returncode:
@@ -298,6 +285,6 @@ def end_steps(job_id: str) -> None:
     try:
         while slurm.steps(job_id) and time.monotonic() < until:
             slurm.signal_steps(job_id, "KILL")
-            time.sleep(0.5)
+            time.sleep(0.5)  # slurmctld serves one request at a time
     except SchedulerError as error:
         log.warning("%s", error)

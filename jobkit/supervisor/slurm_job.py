@@ -5,11 +5,13 @@ Slurm and the run directory may be away for minutes, and this process may be kil
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from jobkit import slurm
@@ -36,8 +38,8 @@ EXIT_START_AGAIN = 77
 BLIND_RESTARTS = 50
 """After how many restarts of a job, of whatever cause, it no longer starts again without knowing why."""
 
-PATIENCE_SECONDS = 300.0
-"""How long the beginning and the end of an attempt wait for a run directory whose file server is away."""
+MOUNT_SECONDS = 300.0
+"""How long the beginning and the end of an attempt wait for a file server: a restart takes it minutes."""
 
 ANSWER_SECONDS = 1.0
 """How long to wait for a file server before looking again whether srun has ended, or Slurm is ending the job."""
@@ -54,7 +56,7 @@ class SlurmJob:
     def __init__(self, run: RunDir, job_id: str) -> None:
         self.id = job_id
         self.run = run
-        self._reading: Reading | None = None
+        self._reading: Future[None] | None = None
         self._signalled = True  # a signal may have come before there was anyone to take it
 
     def listen(self) -> None:
@@ -75,7 +77,7 @@ class SlurmJob:
         """
         if not self._signalled:
             return False
-        self._signalled = False
+        self._signalled = False  # before the question: a signal that comes meanwhile asks again
         try:
             job = slurm.show_job(self.id)
         except SchedulerError:
@@ -91,12 +93,13 @@ class SlurmJob:
 
     def look(self, action: Callable[[], None]) -> None:
         """Do what reads the run directory; returns before that is done where the file server does not answer."""
-        self._reading = self._reading or Reading(action)
-        if self._reading.is_done(ANSWER_SECONDS):
-            reading, self._reading = self._reading, None
-            reading.raise_problem()
+        reading = self._reading = self._reading or in_thread(action)
+        if wait([reading], ANSWER_SECONDS).done:
+            self._reading = None
+            reading.result()
 
     def until_mounted(self, action: Callable[[], T]) -> T:
+        """What `action` returns, which is tried until the run directory is there: a file server may be restarting."""
         return retry_until_mounted(self.run, action)
 
     def give_up(self, error: OSError) -> int:
@@ -141,23 +144,15 @@ class SlurmJob:
         if number is None or attempt is None or attempt.job_id != self.id:
             raise LookupError(f"{self.run.name} has no attempt of job {self.id}")
         said = srun_said(self.run, number)  # before what is still running is killed
-        if not is_rank and (
-            job is None or job.state == "RUNNING"
-        ):  # else Slurm ends them, and leaves them time to save
-            if attempt.ended is None and not said and self._has_steps():
-                request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
+        slurm_ends_them = job is not None and job.state != "RUNNING"  # and leaves them KillWait to save
+        if not is_rank and not slurm_ends_them:
+            with contextlib.suppress(SchedulerError):  # starting again waits for a Slurm that is away
+                if attempt.ended is None and not said and slurm.steps(self.id):
+                    request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
             end_steps(self.id)
         node = dead_node_of(job)
         first = FirstFailure(node=node, node_lost=True) if node else first_failure(said)
         return end(self.run, number, self.id, first=first, job=job)
-
-    def _has_steps(self) -> bool:
-        """Whether ranks run; not known where Slurm is away, which starting again waits for."""
-        try:
-            return bool(slurm.steps(self.id))
-        except SchedulerError as error:
-            log.warning("%s", error)
-            return False
 
     # Starting again
 
@@ -201,83 +196,64 @@ class SlurmJob:
 
     def _exclude(self, job: slurm.JobInfo | None) -> None:
         """Keep the job, which is in the queue by now, off the nodes that failed under it too often."""
-        if nodes := self.run.status().excluded_nodes:
-            listed = slurm.expand(",".join([*([job.excluded] if job and job.excluded else []), *nodes]))
-            names = ", ".join(nodes)
-            if job and job.partition and slurm.nodes_left(job.partition, listed) < job.node_count:
-                left = f"too few nodes of {job.partition} would be left"
-                log.warning("%s: not excluded, or %s: %s", self.run.name, left, names)
-                return
-            slurm.exclude(self.id, ",".join(listed))
-            log.info("%s: excluded from here on: %s", self.run.name, names)
+        nodes = self.run.status().excluded_nodes
+        if not nodes:
+            return
+        listed = slurm.expand(",".join([*([job.excluded] if job and job.excluded else []), *nodes]))
+        names = ", ".join(nodes)
+        if job and job.partition and slurm.nodes_left(job.partition, listed) < job.node_count:
+            # A job that no node is left for would stay in the queue for ever.
+            log.warning("%s: not excluded, too few nodes of %s would be left: %s", self.run.name, job.partition, names)
+            return
+        slurm.exclude(self.id, ",".join(listed))
+        log.info("%s: excluded from here on: %s", self.run.name, names)
 
     def _resubmit(self) -> None:
+        """Submit the run's batch script anew, to start when this job has ended."""
         # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
-        others = [one for one in slurm.jobs_named(self.run.name) if one != self.id]
-        successor = others[0] if others else self._submit_successor(self.run.status().excluded_nodes)
+        successor = next((one for one in slurm.jobs_named(self.run.name) if one != self.id), None)
+        if successor is None:
+            options = [f"--dependency=afterany:{self.id}"]
+            if exclude := self.run.status().excluded_nodes:
+                options += [f"--exclude={','.join(exclude)}"]
+            # sbatch reads a job's own variables as its options.
+            foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
+            kept = {key: os.environ[key] for key in os.environ if not key.startswith(foreign) or key == "SLURM_CONF"}
+            successor = slurm.submit(str(self.run.batch_script), *options, environment=kept)
         self._try_record(Event.REQUEUED, job_id=successor, cause="resubmitted", predecessor=self.id)
         log.info("%s: job %s continues it", self.run.name, successor)
 
-    def _submit_successor(self, exclude: Sequence[str]) -> str:
-        """Submit the run's batch script anew, to start when this job has ended; returns the new job's id."""
-        options = [f"--dependency=afterany:{self.id}"]
-        options += [f"--exclude={','.join(exclude)}"] if exclude else []
-        # sbatch reads a job's own variables as its options.
-        foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign) or key == "SLURM_CONF"}
-        return slurm.submit(str(self.run.batch_script), *options, environment=kept)
 
+def in_thread(action: Callable[[], T]) -> Future[T]:
+    """Do something in a thread, since a file server that is gone does not answer at all: the caller keeps the time."""
+    outcome: Future[T] = Future()
 
-class Reading:
-    """An action in a thread, since a file server that is gone does not answer at all."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._problem: BaseException | None = None
-        self._thread = threading.Thread(target=self._act, daemon=True)
-        self._thread.start()
-
-    def _act(self) -> None:
+    def act() -> None:
         try:
-            self._action()
+            outcome.set_result(action())
         except BaseException as error:
-            self._problem = error
+            outcome.set_exception(error)
 
-    def is_done(self, seconds: float) -> bool:
-        """Whether it has ended, which is waited for so long."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def raise_problem(self) -> None:
-        """Raise what the action has raised."""
-        if self._problem is not None:
-            raise self._problem
+    threading.Thread(target=act, daemon=True).start()  # Python would wait at its end for an executor's threads
+    return outcome
 
 
-def retry_until_mounted(run: RunDir, action: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
-    """What `action` returns, tried until the run directory is there; raises the last OSError after `seconds`.
+def retry_until_mounted(run: RunDir, action: Callable[[], T]) -> T:
+    """What `action` returns, tried until the run directory is there; raises the last OSError after MOUNT_SECONDS."""
+    problem = OSError(f"{run.path} does not answer")
 
-    In a thread, since a file server that is gone does not answer at all; the main thread keeps the time.
-    """
-    outcome: list[T] = []
-    problem: list[BaseException] = [OSError(f"{run.path} does not answer")]
-
-    def try_it() -> None:
-        while not outcome:
+    def try_it() -> T:
+        nonlocal problem
+        while True:
             try:
                 if not run.exists():
                     raise FileNotFoundError(f"{run.config_file}: not there")
-                outcome.append(action())
+                return action()
             except OSError as error:
-                problem[:] = [error]
+                problem = error
                 time.sleep(1.0)
-            except BaseException as error:
-                problem[:] = [error]
-                return
 
-    thread = threading.Thread(target=try_it, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if outcome:
-        return outcome[0]
-    raise problem[0]
+    trying = in_thread(try_it)
+    if not wait([trying], MOUNT_SECONDS).done:
+        raise problem
+    return trying.result()

@@ -27,7 +27,7 @@ from jobkit.supervisor.watchdog import Watch, end_hung
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.5
-"""How often the files of the run directory are read: stop requests and the ranks' progress."""
+"""How often stop requests and progress are read: each is a request to a file server that all supervisors share."""
 
 KILL_AFTER_FAILURE_SECONDS = 3.0
 """What the ranks beside a failed one get to write down their own error before they are killed.
@@ -104,7 +104,8 @@ class Supervisor:
             watch.until_end()
             if self.ranks.are_running():
                 code = job.leave(self._decide(begun.number), now=True)
-                self.ranks.wait()  # they may be writing the last checkpoint, in the time that Slurm leaves them
+                while self.ranks.are_running():  # they may save, in the KillWait that Slurm leaves them
+                    time.sleep(self.ranks.poll_seconds)
                 return code
         return job.leave(self._decide(begun.number), now=False)
 
@@ -141,7 +142,7 @@ class AttemptWatch:
             try:
                 if self.job.leaves_no_time():
                     return
-                if not self._killed:  # srun may go on waiting for a lost node
+                if not self._killed:  # after it nothing is left to do: srun may go on waiting for a lost node
                     self.job.look(self._look)
             except (JobkitError, OSError) as problem:  # Slurm, or the run directory, may be back in the next round
                 log.warning("%s", problem)

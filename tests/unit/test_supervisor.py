@@ -103,9 +103,6 @@ class Ranks:
     def all_returned(self) -> bool:
         return False
 
-    def wait(self) -> None:
-        self.running = False
-
     def close(self) -> None:
         self.closed += 1
 
@@ -281,7 +278,7 @@ def test_under_slurm_the_supervisor_keeps_a_part_of_the_margin_to_decide_in(
 
 def test_where_slurm_leaves_no_time_it_is_decided_while_the_ranks_are_still_saving(run: RunDir, clock: Clock) -> None:
     ranks, job = Ranks(clock), Job()
-    ranks.on_start = lambda: clock.after(2, lambda: setattr(job, "no_time", True))
+    ranks.on_start = lambda: clock.after(2, lambda: setattr(job, "no_time", True) or clock.after(3, ranks.end))
     request_stop_at_once: list[bool] = []
     leave = job.leave
 
