@@ -21,15 +21,8 @@ from jobkit.run.files import write_atomic
 from jobkit.run.records import Lease, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State
-from jobkit.supervisor.diagnosis import (
-    EndCause,
-    FirstFailure,
-    diagnose,
-    first_failure,
-    node_died,
-    own_failure,
-    srun_said,
-)
+from jobkit.supervisor import diagnosis
+from jobkit.supervisor.diagnosis import EndCause, FirstFailure
 from jobkit.supervisor.retry import Decision, decide
 
 
@@ -65,6 +58,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         run.logs(number).mkdir(parents=True, exist_ok=True)
         node = os.environ.get("SLURMD_NODENAME") if scheduler == "slurm" else None
         host = socket.gethostname()
+        # Before the journal: from here on an older attempt that still lives publishes and journals nothing.
         records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
         if run.submitted_pickle.exists():  # Submitit looks for it by the id of the job
             write_atomic(run.submitit / f"{job_id}_submitted.pkl", run.submitted_pickle.read_bytes())
@@ -93,30 +87,31 @@ def close_lost_attempt(run: RunDir, attempt: Attempt, job_id: str, scheduler: st
 
 
 def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> EndCause:
-    first = first_failure(srun_said(run, attempt.id))
+    first = diagnosis.first_failure(diagnosis.srun_said(run, attempt.id))
     if first is not None and first.node_lost:
-        return diagnose(run, attempt.id, 1, first, None)
+        return diagnosis.diagnose(run, attempt.id, 1, first, None)
     request = run.stop_request(attempt.id)
     if request is not None:
         return EndCause(request.cause)
     if scheduler == "slurm" and attempt.job_id == job_id:
         # Slurm itself has put the job back: for the dead node of the batch script, or to make room.
         lease = run.lease()
-        if lease is not None and lease.node and _has_died(lease.node, attempt.started):
-            return node_died(lease.node)
+        with contextlib.suppress(SchedulerError):
+            if lease is not None and lease.node and slurm.died_since(lease.node, attempt.started):
+                return diagnosis.node_died(lease.node)
         return EndCause("preempted")
-    return own_failure(run, attempt.id) or EndCause("lost")
+    return diagnosis.own_failure(run, attempt.id) or EndCause("lost")
 
 
 def _environment(run: RunDir, number: int, scheduler: str, code: str, cpus: int) -> dict[str, str]:
-    threads = os.environ.get("OMP_NUM_THREADS") or str(cpus)
     return {
         "JOBKIT_RUN": str(run.path),
         "JOBKIT_ATTEMPT": str(number),
         "JOBKIT_SCHEDULER": scheduler,
         "JOBKIT_LOGS": str(run.logs(number)),
         "JOBKIT_CODE": str(run.code / code),
-        "OMP_NUM_THREADS": threads,  # torch would take every core of the machine for each rank
+        # Without it torch would take every core of the machine for each rank.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpus),
     }
 
 
@@ -139,10 +134,12 @@ def end(
     if attempt is None or run.owner() not in (number, None):
         return Decision("stop", "another attempt owns the run")
     if attempt.ended is None:
-        if all_returned and run.config().command and not _was_told_to_stop(run, number, job):
-            run.record(Event.FINISHED, attempt=number)  # a command without jobkit.init reports by its exit code alone
+        told = run.stop_request(number) is not None or (job is not None and slurm.stop_cause(job) is not None)
+        if all_returned and run.config().command and not told:
+            # A command without jobkit.init reports by its exit code alone: 0 is done, unless it was told to stop.
+            run.record(Event.FINISHED, attempt=number)
         else:
-            cause = diagnose(run, number, run.config().resources.nodes, first, job)
+            cause = diagnosis.diagnose(run, number, run.config().resources.nodes, first, job)
             _record_end(run, number, _obeyed(cause, first, job) if run.config().command else cause)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
@@ -174,12 +171,6 @@ def request_stop(run: RunDir, attempt: int, request: StopRequest, *, replace: bo
             records.write(run.stop_request_file(attempt), request)
 
 
-def _was_told_to_stop(run: RunDir, attempt: int, job: slurm.JobInfo | None) -> bool:
-    """Whether exit code 0 may mean: stopped as asked, and not: done."""
-    asked = run.stop_request(attempt) is not None
-    return asked or (job is not None and slurm.stop_cause(job) is not None)
-
-
 def _obeyed(cause: EndCause, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
     """What the signal meant that a command died of: without jobkit.init, that is how it stops."""
     if cause.cause != "killed" or first is None or first.signal not in (signal.SIGTERM, signal.SIGUSR2):
@@ -202,13 +193,6 @@ def _record_end(run: RunDir, attempt: int, cause: EndCause) -> None:
         reached=max(steps, default=None),
         last_seen=seen.last_beat if seen else None,
     )
-
-
-def _has_died(node: str, since: float) -> bool:
-    try:
-        return slurm.died_since(node, since)
-    except SchedulerError:
-        return False
 
 
 def ask(job_id: str, timeout: float = slurm.ANSWER_SECONDS) -> slurm.JobInfo | None:

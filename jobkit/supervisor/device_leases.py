@@ -17,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from jobkit.errors import InputError
 from jobkit.run.device_kinds import SHARE, DeviceKind, of_this_machine
+from jobkit.supervisor.fork_client import lives
 
 LEASES = "JOBKIT_LEASES"
 """Environment variable of a local run's supervisor: which variable names its devices, and their open lock files."""
@@ -95,18 +96,18 @@ def take(device: str, count: int, run: Path, environ: Mapping[str, str]) -> Leas
     started, said = time.monotonic(), False
     while True:
         try:
-            taken = _take(locks, count, share=environ.get(SHARE) == "1")
+            files, holders = _take(locks, count, share=environ.get(SHARE) == "1")
         except OSError as error:
             raise InputError(f"{folder}: {error.strerror}; set {FOLDER} to a folder for all") from None
-        if taken.files:
-            return Leases(kind.visible, tuple(devices[number] for number in taken.files), tuple(taken.files.values()))
-        own = any(holder["run"] == str(run) for found in taken.holders.values() for holder in found)
+        if files:
+            return Leases(kind.visible, tuple(devices[number] for number in files), tuple(files.values()))
+        own = any(holder["run"] == str(run) for found in holders.values() for holder in found)
         if not own or time.monotonic() - started > FORMER_RANKS_SECONDS:
-            raise InputError(_refusal(kind, count, devices, taken.holders))
+            raise InputError(_refusal(kind, count, devices, holders))
         if not said:
             print(f"waiting for the last ranks of {run.name} to leave their devices", file=sys.stderr)
             said = True
-        time.sleep(0.2)
+        time.sleep(0.2)  # a look is a system call a device
 
 
 def _refusal(kind: DeviceKind, count: int, devices: Sequence[str], holders: Holders) -> str:
@@ -176,22 +177,15 @@ Holders = Mapping[int, Sequence[Mapping[str, str]]]
 """By a device's number: {run, pid} of each user."""
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """The open lock files of the devices that were taken, by number; or, where too few are free, who has the others."""
-
-    files: dict[int, int] = field(default_factory=dict)
-    holders: Holders = field(default_factory=dict)
-
-
-def _take(locks: Sequence[Path], count: int, share: bool) -> _Taken:
+def _take(locks: Sequence[Path], count: int, share: bool) -> tuple[dict[int, int], Holders]:
+    """The open lock files of the devices that were taken, by number, or who has those that are not free."""
     with _taking(locks[0].parent):
         free = [number for number, lock in enumerate(locks) if _is_free(lock)]
         used = [number for number in range(len(locks)) if number not in free]
         chosen = sorted((free + used)[:count]) if share else free[:count]
         if len(chosen) == count:
-            return _Taken(files={number: _hold(locks[number], alone=number in free) for number in chosen})
-        return _Taken(holders={number: _holders(locks[number]) for number in used})
+            return {number: _hold(locks[number], alone=number in free) for number in chosen}, {}
+        return {}, {number: _holders(locks[number]) for number in used}
 
 
 @contextlib.contextmanager
@@ -261,14 +255,4 @@ def _holders(lock: Path) -> list[dict[str, str]]:
         with contextlib.suppress(ValueError, TypeError):
             holder = json.loads(line)
             signed.append({"run": str(holder["run"]), "pid": str(int(holder["pid"]))})
-    return [holder for holder in signed if _lives(int(holder["pid"]))] or signed[-1:]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # another user's
-    return True
+    return [holder for holder in signed if lives(int(holder["pid"]))] or signed[-1:]

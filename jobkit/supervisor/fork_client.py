@@ -85,7 +85,8 @@ class ForkClient:
         self._server = server
         """None where a warm server has forked it: then that one is its parent."""
         self._returncodes: dict[int, int] = {}
-        self._is_gone = False
+        self.is_gone = False
+        """Whether the server has been found dead: its ranks have been sent SIGTERM then."""
 
     @classmethod
     def start(cls, environment: Mapping[str, str], preload: Sequence[str] = ()) -> ForkClient:
@@ -98,20 +99,14 @@ class ForkClient:
             return cls(channel, None)
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-u", "-m", "jobkit.worker.fork_server", str(theirs.fileno()), *preload]
             server = subprocess.Popen(
-                command,
+                [sys.executable, "-u", "-m", "jobkit.worker.fork_server", str(theirs.fileno()), *preload],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a terminal's Ctrl-C is for the command that follows the run
             )
         return cls(Channel(ours), server)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the server has been found dead: its ranks have been sent SIGTERM then."""
-        return self._is_gone
 
     def fork(
         self,
@@ -136,12 +131,7 @@ class ForkClient:
         Raises ForkServerError.
         """
         target, arguments = call
-        request = {
-            "target": target,
-            "arguments": arguments,
-            "environment": dict(environment),
-            "cwd": os.fspath(cwd),
-        }
+        request = {"target": target, "arguments": arguments, "environment": dict(environment), "cwd": os.fspath(cwd)}
         try:
             self._channel.send({"fork": request}, [stdout, stderr, *files])
         except OSError as error:
@@ -156,10 +146,9 @@ class ForkClient:
 
         Where the server itself has died nobody knows exit codes any more: -9, once the process is gone.
         """
-        while not self._is_gone and self._channel.is_readable():
-            if (message := self._receive()) is not None:
-                self._note(message)
-        if self._is_gone and pid not in self._returncodes and not lives(pid):
+        while not self.is_gone and self._channel.is_readable():
+            self._receive()
+        if self.is_gone and pid not in self._returncodes and not lives(pid):
             self._returncodes[pid] = -signal.SIGKILL
         return self._returncodes.get(pid)
 
@@ -176,28 +165,31 @@ class ForkClient:
     def close(self) -> None:
         """End the server; a rank that is still there gets SIGTERM."""
         self._channel.close()
-        self._is_gone = True
+        self.is_gone = True
         if self._server is not None:
             self._server.wait()
 
     def _answer(self) -> dict[str, Any]:
         """The answer to a request; ends of ranks may be reported before it."""
-        while (message := self._receive()) is not None:
-            if "ended" not in message:
+        while not self.is_gone:
+            if (message := self._receive()) is not None:
                 return message
-            self._note(message)
         raise self._lost()
 
     def _receive(self) -> dict[str, Any] | None:
+        """Wait for one message and return an answer; None where it was the end of a rank, or of the server."""
         received = self._channel.receive()
-        self._is_gone = received is None
-        return received[0] if received else None
-
-    def _note(self, message: Mapping[str, Any]) -> None:
+        self.is_gone = received is None
+        if received is None:
+            return None
+        message, _ = received
+        if "ended" not in message:
+            return message
         self._returncodes[message["ended"]] = message["returncode"]
+        return None
 
     def _lost(self) -> ForkServerError:
-        self._is_gone = True
+        self.is_gone = True
         code = f" with exit code {self._server.wait()}" if self._server is not None else ""
         return ForkServerError(f"the process that forks the ranks ended{code}; its standard error says why")
 
@@ -210,14 +202,9 @@ def _ask_warm_server(path: str, environment: Mapping[str, str], preload: Sequenc
         connection.close()
         return None
     channel = Channel(connection)
-    wish = {
-        "executable": sys.executable,
-        "environment": dict(environment),
-        "preload": list(preload),
-        "cwd": str(Path.cwd()),
-    }
+    wish = {"executable": sys.executable, "environment": dict(environment), "preload": list(preload)}
     with contextlib.suppress(OSError):
-        channel.send(wish, [1, 2])
+        channel.send({**wish, "cwd": str(Path.cwd())}, [1, 2])
         answer = channel.receive()
         if answer is not None and answer[0]["accepted"]:
             return channel
