@@ -65,29 +65,27 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.log import configure
     from jobkit.run.config import load
     from jobkit.run.rundir import default_runs_dir
-    from jobkit.submission import interrupts
-    from jobkit.submission.submit import choose_run, submit
+    from jobkit.submission.submit import choose_run, collected_signals, submit
 
     configure()
     loaded = load(arguments.experiment, arguments.overrides, arguments.demo)
     for note in loaded.notes:
         print(note, file=sys.stderr)
     cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
-    runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
-    source = Path.cwd()
+    runs_dir, source = (arguments.runs_dir or default_runs_dir()).absolute(), Path.cwd()
     if arguments.dry_run:
         return _dry_run(loaded, cluster, choose_run(loaded.config, runs_dir, arguments.fresh).path, source)
     foreground = not arguments.detach
-    with interrupts.collected() as asked:
+    with collected_signals() as asked:
         with loaded.locating_errors():
             outcome = submit(
                 loaded.config,
                 cluster,
                 source=source,
                 runs_dir=runs_dir,
+                command=_continuing(arguments),
                 fresh=arguments.fresh,
                 foreground=foreground,
-                command=_continuing(arguments),
             )
         if outcome.started is not None and outcome.started.supervisor is not None and foreground:
             from jobkit.submission.follow import follow_local
@@ -125,12 +123,8 @@ def _dry_run(loaded: LoadedConfig, cluster: str, run: Path, source: Path) -> int
 
 def _announce(outcome: Outcome) -> None:
     before = outcome.status
-    if before.attempts:
+    if outcome.started is not None and before.attempts:
         print(f"continuing {outcome.run.name} ({before.state}) from step {before.checkpoint or 0}", file=sys.stderr)
-    _say_code_changes(outcome)
-
-
-def _say_code_changes(outcome: Outcome) -> None:
     if outcome.code_changes:
         print(f"the code changed since it was last submitted: {', '.join(outcome.code_changes[:8])}", file=sys.stderr)
 
@@ -140,20 +134,17 @@ def _report(outcome: Outcome, follow: bool) -> int:
     from jobkit.run.status import State
 
     run, status = outcome.run, outcome.status
+    _announce(outcome)
     if outcome.started is not None:
-        _announce(outcome)
-        where = "process" if outcome.started.supervisor else "job"
-        print(f"{where} {outcome.started.job_id}\nrun directory {run.path}", flush=True)
+        where = f"{'process' if outcome.started.supervisor else 'job'} {outcome.started.job_id}"
+        print(f"{where}\nrun directory {run.path}", flush=True)
         print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
         print(f"already finished, at step {status.step}: {run.path}\n--fresh starts a new run of the same config")
-        _say_code_changes(outcome)
-        return EXIT_FINISHED
     else:
         where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
         print(f"already {status.state}: {where}\nrun directory {run.path}", flush=True)
-        _say_code_changes(outcome)
-    if not follow:
+    if not follow or (status.state == State.FINISHED and outcome.started is None):
         return EXIT_FINISHED
     from jobkit.submission.follow import follow_slurm
 

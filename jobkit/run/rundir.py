@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from jobkit.errors import InputError, nearest
 from jobkit.run import records
@@ -82,6 +82,16 @@ class RunDir:
     def alive_lock(self) -> FileLock:
         """Held by a local attempt's supervisor as long as it lives: the kernel releases it however that ends."""
         return self._lock("alive")
+
+    def has_local_supervisor(self) -> bool:
+        """Whether a local attempt's supervisor lives, here or on another machine that shares the file system."""
+        lock = self.alive_lock()  # not its process id, which may be another process's by now
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            return True
+        lock.release()
+        return False
 
     def begin_lock(self) -> FileLock:
         """Held while one job decides whether it may begin the next attempt."""

@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from filelock import Timeout
 
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
@@ -29,14 +28,7 @@ def is_alive(run: RunDir, status: Status) -> bool:
     if status.scheduler == "slurm":
         job = slurm.show_job(status.job_id)
         return job is not None and not job.ended
-    # Not by the process id of a local supervisor, which may be another process's by now.
-    lock = run.alive_lock()
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return True
-    lock.release()
-    return False
+    return run.has_local_supervisor()
 
 
 def update_status(run: RunDir) -> Status:
@@ -114,12 +106,21 @@ def reconcile(run: RunDir) -> Status:
     if status.submitting:  # by nobody who lives: the lock is held here
         _complete_submission(run, status)
         status = update_status(run)
-    deadline = time.monotonic() + ENDING_SECONDS
-    while status.state in (State.INTERRUPTED, State.CANCELLED, State.FAILED) and _still_ending(run, status):
-        if time.monotonic() > deadline:
-            raise JobkitError(
-                f"{run.name} is {status.state}, but its job {status.job_id} has not ended; try again later"
-            )
+
+    def has_ended(status: Status) -> bool:
+        ending = status.state in (State.INTERRUPTED, State.CANCELLED, State.FAILED)
+        return not (ending and _still_ending(run, status))
+
+    status = _wait(run, status, has_ended, ENDING_SECONDS)
+    if not has_ended(status):
+        raise JobkitError(f"{run.name} is {status.state}, but its job {status.job_id} has not ended; try again later")
+    return status
+
+
+def _wait(run: RunDir, status: Status, done: Callable[[Status], bool], seconds: float) -> Status:
+    """The first status that is `done`, or the one after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not done(status) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         status = update_status(run)
     return status
@@ -161,10 +162,7 @@ def cancel(run: RunDir) -> Status:
         slurm.cancel(status.job_id)
     elif is_alive(run, status):
         _signal_supervisor(run)
-    deadline = time.monotonic() + STOP_SECONDS
-    while is_active(run, status) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        status = update_status(run)
+    status = _wait(run, status, lambda now: not is_active(run, now), STOP_SECONDS)
     if status.state == State.INTERRUPTED:
         run.record(Event.CANCELLED)  # it had stopped already when the cancel came
     return run.status()
@@ -183,13 +181,7 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
     records.write(run.stop_request_file(attempt.id), StopRequest(cause="preempted", grace=None if grace else 0.0))
     if status.scheduler == "slurm" and status.job_id:
         slurm.signal_steps(status.job_id, "TERM" if grace else "KILL")  # a local supervisor finds the request
-    deadline = time.monotonic() + STOP_SECONDS
-    while time.monotonic() < deadline:
-        status = update_status(run)
-        if status.attempts[attempt.id - 1].ended is not None:
-            break
-        time.sleep(POLL_SECONDS)
-    return status
+    return _wait(run, status, lambda now: now.attempts[attempt.id - 1].ended is not None, STOP_SECONDS)
 
 
 def _signal_supervisor(run: RunDir) -> None:

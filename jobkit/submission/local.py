@@ -12,7 +12,6 @@ import sys
 import time
 from typing import Any
 
-from filelock import Timeout
 from submitit.core.utils import DelayedSubmission
 from submitit.local import local as submitit_local
 
@@ -27,9 +26,9 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
     """Starts one LaunchPlan on this machine; `nodes` are simulated."""
 
     def __init__(self, plan: LaunchPlan, lifeline: int | None, leases: Leases) -> None:
-        super().__init__(RunDir(plan.run).submitit)
         self.run = RunDir(plan.run)
-        self.num_tasks = plan.config.resources.world_size
+        super().__init__(self.run.submitit)
+        self.tasks = list(range(plan.config.resources.world_size))
         self.lifeline = lifeline
         self.leases = leases
 
@@ -43,25 +42,18 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
         # Submitit would name the pickle after the supervisor's process, which may look for it before that.
         (delayed,) = delayed_submissions
         delayed.dump(self.run.submitted_pickle)
-        process = self._start_supervisor()
-        tasks = list(range(self.num_tasks))
-        return [submitit_local.LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=tasks)]
-
-    def _start_supervisor(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **self.leases.environment}
-        kept = self.leases.files if self.lifeline is None else (self.lifeline, *self.leases.files)
-        if self.lifeline is not None:
-            environment[LIFELINE] = str(self.lifeline)
+        lifeline = {} if self.lifeline is None else {LIFELINE: str(self.lifeline)}
         with self.run.supervisor_log.open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "jobkit.supervisor", "local", str(self.run.path)],
-                env=environment,
+                env={**os.environ, **self.leases.environment, **lifeline},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=kept,
+                pass_fds=[*map(int, lifeline.values()), *self.leases.files],
                 start_new_session=True,
             )
+        return [submitit_local.LocalJob(self.folder, job_id=str(process.pid), process=process, tasks=self.tasks)]
 
 
 def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
@@ -77,12 +69,7 @@ def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
         leases.close()
     if read_end is not None:
         os.close(read_end)
-    lock = RunDir(plan.run).alive_lock()
-    while process.poll() is None:  # until it holds its lock, others would take it for dead
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            break
-        lock.release()
-        time.sleep(0.01)
+    run = RunDir(plan.run)
+    while process.poll() is None and not run.has_local_supervisor():
+        time.sleep(0.01)  # until it holds its lock, others would take it for dead
     return process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from submitit.slurm import slurm as submitit_slurm
@@ -69,7 +69,8 @@ def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dic
         elif key == "additional_parameters":
             additional.update(_additional(value, full_key))
         elif key in submitit:
-            parameters[key] = _texts(key, value, full_key) if key in _TEXTS else _scalar(value, full_key)
+            texts = key in ("setup", "teardown", "srun_args")
+            parameters[key] = _texts(key, value, full_key) if texts else _scalar(value, full_key)
         else:
             additional[key] = _scalar(value, full_key)
     if additional:
@@ -77,17 +78,9 @@ def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     return resources, parameters
 
 
-# Options that are lists of texts: how one text is made into such a list.
-_TEXTS: dict[str, Callable[[str], list[str]]] = {
-    "setup": lambda text: [text],
-    "teardown": lambda text: [text],
-    "srun_args": shlex.split,
-}
-
-
 def _texts(key: str, value: Any, full_key: str) -> list[str]:
     if isinstance(value, str):
-        return _TEXTS[key](value)
+        return shlex.split(value) if key == "srun_args" else [value]
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return value
     raise InvalidValue(full_key, f"found {value!r}, expected a text or a list of texts")

@@ -43,17 +43,13 @@ class LaunchPlan:
         resources = self.config.resources
         ranks = f"{resources.nodes} node(s) x {resources.tasks_per_node} task(s) = {resources.world_size} rank(s)"
         devices = f"{resources.gpus_per_task} GPU(s)" if resources.gpus_per_task else "CPU"
+        endless = self.scheduler == "local" and resources.time == "auto"
+        limit = "none" if endless else f"{format_seconds(resources.seconds)} an attempt"
         return (
             f"run directory: {self.run}\ncluster:       {self.cluster} ({self.scheduler})\n"
             f"ranks:         {ranks}, {devices} and {resources.cpus_per_task} core(s) each\n"
-            f"time limit:    {self._time_limit}"
+            f"time limit:    {limit}"
         )
-
-    @property
-    def _time_limit(self) -> str:
-        resources = self.config.resources
-        endless = self.scheduler == "local" and resources.time == "auto"
-        return "none" if endless else f"{format_seconds(resources.seconds)} an attempt"
 
 
 def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
@@ -66,8 +62,7 @@ def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
     if scheduler not in SCHEDULERS:
         raise InvalidValue(f"clusters.{cluster}.scheduler", f"found {scheduler!r}, allowed: {', '.join(SCHEDULERS)}")
     overridden, parameters = options.split(cluster, entry)
-    values = dataclasses.asdict(config.resources) | overridden
-    resources = build(Resources, values, f"clusters.{cluster}.")
+    resources = build(Resources, dataclasses.asdict(config.resources) | overridden, f"clusters.{cluster}.")
     config = dataclasses.replace(config, resources=resources)
     try:
         layout.check(config.parallel, config.comm, resources, config.precision)
@@ -96,19 +91,20 @@ def _entry(config: Config, cluster: str) -> Mapping[str, Any]:
 
 
 def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    minutes = math.ceil(resources.seconds / 60)  # Slurm's own resolution
     ours: dict[str, Any] = {
-        "time": math.ceil(resources.seconds / 60),  # Slurm's own resolution
+        "time": minutes,
         "nodes": resources.nodes,
         "ntasks_per_node": resources.tasks_per_node,
         "cpus_per_task": resources.cpus_per_task,
-        "signal_delay_s": round(stop_margin(math.ceil(resources.seconds / 60) * 60)),
+        "signal_delay_s": round(stop_margin(minutes * 60)),
         "wckey": None,  # Submitit's default names itself; a cluster that checks keys would refuse it
     }
     if resources.gpus_per_task:
         ours["gpus_per_task"] = resources.gpus_per_task
-    merged = {**ours, **parameters}
-    merged["additional_parameters"] = {"requeue": True, **parameters.get("additional_parameters", {})}
-    return merged
+    # sbatch's default may be not to requeue (JobRequeue=0): a preempted or node-lost job would be gone.
+    additional = {"requeue": True, **parameters.get("additional_parameters", {})}
+    return {**ours, **parameters, "additional_parameters": additional}
 
 
 def _check_local_devices(device: str, resources: Resources) -> None:
@@ -118,8 +114,7 @@ def _check_local_devices(device: str, resources: Resources) -> None:
         return  # where only the driver can tell, each rank looks for itself
     how = f"{kind.visible} allows" if kind.visible in os.environ else "this machine has"
     raise InputError(
-        f"resources: {resources.world_size} rank(s) of {resources.gpus_per_task} GPU(s) need {wanted}, "
-        f"{how} {len(found)}: "
+        f"resources: {resources.world_size} rank(s) of {resources.gpus_per_task} GPU(s) need {wanted}, {how} {len(found)}: "
         "set resources.tasks_per_node and resources.nodes to fit, or resources.gpus_per_task=0 for the CPU"
     )
 

@@ -13,13 +13,14 @@ from jobkit.errors import InputError, SchedulerError
 from jobkit.run.config import LoadedConfig
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
-from jobkit.submission import interrupts, job
+from jobkit.submission import job
 from jobkit.submission.plan import LaunchPlan
-from jobkit.submission.submit import submit
+from jobkit.submission.submit import collected_signals, submit
 
 TASK = "jobkit.worker.network_probe:probe"
 
 POLL_SECONDS = 0.3
+"""Between two looks at the job: each asks slurmctld, which serves one request at a time."""
 
 ENDING_SECONDS = 60.0
 """How long a job is given to be gone after its run has finished: the batch script ends some seconds after the ranks,
@@ -35,7 +36,7 @@ def run_probe(
     """
     if plan.config.resources.world_size == 1:
         raise InputError("a probe of the network needs two ranks: --tasks-per-node 2, or --no-probe for checks alone")
-    with interrupts.collected() as asked, loaded.locating_errors():
+    with collected_signals() as asked, loaded.locating_errors():
         outcome = submit(
             loaded.config,
             plan.cluster,
@@ -57,7 +58,11 @@ def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
     while True:
         try:
             status = job.update_status(run)
-            over, line = not job.is_active(run, status), _progress(status)
+            over, line = not job.is_active(run, status), "measuring the network ..."
+            if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:
+                waiting = slurm.show_job(status.job_id)
+                reason = f": {waiting.reason}" if waiting and waiting.state == "PENDING" else ""
+                line = f"waiting for job {status.job_id}{reason}; Ctrl-C cancels it"
         except SchedulerError as error:  # it may answer again
             over, line = False, str(error)
         if asked:
@@ -70,14 +75,6 @@ def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
             told = line
             say(line)
         time.sleep(POLL_SECONDS)
-
-
-def _progress(status: Status) -> str:
-    if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:
-        waiting = slurm.show_job(status.job_id)
-        reason = f": {waiting.reason}" if waiting and waiting.state == "PENDING" else ""
-        return f"waiting for job {status.job_id}{reason}; Ctrl-C cancels it"
-    return "measuring the network ..."
 
 
 def _remove(run: RunDir, status: Status) -> None:

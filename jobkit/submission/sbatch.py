@@ -22,19 +22,15 @@ from jobkit.supervisor.slurm_job import BLIND_RESTARTS, EXIT_DECIDED, EXIT_START
 from jobkit.worker.main import Worker
 
 RETRY_SECONDS = (2, 4, 8, 16, 30)
-"""Pauses between attempts to reach a controller that is away."""
-
-JOB_SCRIPT = Path(__file__).with_name("job.sh")
-"""The shell part of every batch script."""
+"""Pauses between attempts to reach a controller that is away: one that is restarted is back within a minute."""
 
 
 class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     """Submits one LaunchPlan. The script can be made, and shown, where there is no Slurm."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        super().__init__(RunDir(plan.run).submitit)
-        self.plan = plan
-        self.run = RunDir(plan.run)
+        self.plan, self.run = plan, RunDir(plan.run)
+        super().__init__(self.run.submitit)
         self.update_parameters(**plan.parameters)
 
     @classmethod
@@ -44,7 +40,7 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         ours = {"setup": _definitions(self.plan), "teardown": None, "srun_args": None, "use_srun": False}
         text: str = submitit_slurm._make_sbatch_string(
-            command=JOB_SCRIPT.read_text(), folder=self.folder, **{**self.parameters, **ours}
+            command=Path(__file__).with_name("job.sh").read_text(), folder=self.folder, **{**self.parameters, **ours}
         )
         return text
 
@@ -62,22 +58,20 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
 
 def _definitions(plan: LaunchPlan) -> list[str]:
     """What job.sh takes for given, in the shell's words."""
-    run = RunDir(plan.run)
+    run, parameters = RunDir(plan.run), plan.parameters
     values = {
-        "jobkit_python": sys.executable,
-        "jobkit_run": str(run.path),
-        "jobkit_failed_starts": str(run.failed_starts),
-        "jobkit_blind_restarts": str(BLIND_RESTARTS),
-        "jobkit_resumable": str(EXIT_RESUMABLE),
-        "jobkit_failed": str(EXIT_DECIDED),
-        "jobkit_start_again": str(EXIT_START_AGAIN),
-        "jobkit_setup": "\n".join(plan.parameters.get("setup") or []),
-        "jobkit_teardown": "\n".join(plan.parameters.get("teardown") or []),
+        "python": sys.executable,
+        "run": str(run.path),
+        "failed_starts": str(run.failed_starts),
+        "blind_restarts": str(BLIND_RESTARTS),
+        "resumable": str(EXIT_RESUMABLE),
+        "failed": str(EXIT_DECIDED),
+        "start_again": str(EXIT_START_AGAIN),
+        "setup": "\n".join(parameters.get("setup") or []),
+        "teardown": "\n".join(parameters.get("teardown") or []),
     }
-    return [
-        *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
-        f"jobkit_srun_args=({shlex.join(plan.parameters.get('srun_args') or [])})",
-    ]
+    variables = [f"jobkit_{name}={shlex.quote(value)}" for name, value in values.items()]
+    return [*variables, f"jobkit_srun_args=({shlex.join(parameters.get('srun_args') or [])})"]
 
 
 def _sbatch(run: RunDir) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -65,15 +66,28 @@ def choose_run(config: Config, runs_dir: Path, fresh: bool) -> RunDir:
     return existing[-1] if existing else RunDir(runs_dir / name)
 
 
+@contextlib.contextmanager
+def collected_signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP in a list: a submission is made whole or not at all, then they are obeyed."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda received, _: asked.append(received)) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def submit(
     config: Config,
     cluster: str,
     *,
     source: Path,
     runs_dir: Path,
+    command: str,
     fresh: bool = False,
     foreground: bool = False,
-    command: str = "",
 ) -> Outcome:
     """Start the run of `config`, or continue it, unless it is finished or under way already.
 
@@ -82,88 +96,68 @@ def submit(
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
     # Whatever is wrong with the input is refused before anything is touched on the disk.
-    request = Request(source, check(config, source), foreground, command)
+    task_file = check(config, source)
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
     _check_writable(runs_dir)
     with RunDir(runs_dir / run_name(config)).submission_lock():
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
         plan = plan.at(run.path)
-        if not run.exists():
-            with _removed_on_error(run):
-                return _start_or_refuse(run, plan, Status(), request)
-        status = job.reconcile(run)
-        if status.state in (State.FINISHED, State.QUEUED, State.RUNNING):
-            return Outcome(run, status, None, _code_changes(run, status, request))
-        return _start_or_refuse(run, plan, status, request)
+        is_new = not run.exists()
+        before = Status() if is_new else job.reconcile(run)
+        try:
+            changed = _code_changes(run, before, source, task_file)
+            if not is_new and before.state in (State.FINISHED, State.QUEUED, State.RUNNING):
+                return Outcome(run, before, None, changed)
+            code = _prepare(run, plan, source, task_file)
+            # Before sbatch: this process may die, or slurmctld not answer; the next submission then looks for a job.
+            run.record(
+                Event.SUBMITTING,
+                cluster=plan.cluster,
+                scheduler=plan.scheduler,
+                code=code,
+                code_changes=changed,
+                command=command,
+                cwd=str(source),
+            )
+            return Outcome(run, before, _start(run, plan, foreground), changed)
+        except (JobkitError, OSError) as error:
+            if is_new and not isinstance(error, SchedulerTimeout):  # after which the job may be in the queue
+                shutil.rmtree(run.path, ignore_errors=True)
+            if isinstance(error, JobkitError):
+                raise
+            raise InputError(
+                f"{error.filename or run.path}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
+            ) from None
 
 
-@dataclass(frozen=True)
-class Request:
-    """Where and how a submission was asked for."""
-
-    source: Path
-    """Where the command was typed."""
-    task_file: Path | None
-    """The user's own Python file that it starts with, relative to `source`."""
-    foreground: bool
-    command: str
-
-
-def _code_changes(run: RunDir, before: Status, request: Request) -> list[str]:
+def _code_changes(run: RunDir, before: Status, source: Path, task_file: Path | None) -> list[str]:
     if not before.code:
         return []
-    return snapshot.changes(run.code, before.code, snapshot.scan(request.source, run.path.parent, request.task_file))
+    return snapshot.changes(run.code, before.code, snapshot.scan(source, run.path.parent, task_file))
 
 
-def _start_or_refuse(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> Outcome:
-    try:
-        return _start(run, plan, before, request)
-    except OSError as error:
-        raise InputError(
-            f"{error.filename or run.path}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
-        ) from None
-
-
-def _start(run: RunDir, plan: LaunchPlan, before: Status, request: Request) -> Outcome:
+def _prepare(run: RunDir, plan: LaunchPlan, source: Path, task_file: Path | None) -> str:
+    """Make the run directory with config and code; returns the code's digest."""
     if plan.scheduler == "slurm" and not slurm.available():
         raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
     for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
         folder.mkdir(parents=True, exist_ok=True)
     run.failed_starts.unlink(missing_ok=True)
-    changed = _code_changes(run, before, request)
-    code = snapshot.take(request.source, run.code, skip=run.path.parent, needed=request.task_file)
+    code = snapshot.take(source, run.code, skip=run.path.parent, needed=task_file)
     run.write_config(plan.config)
-    # Before sbatch: this process may die, or slurmctld not answer, and the next submission must look for a job then.
-    run.record(
-        Event.SUBMITTING,
-        cluster=plan.cluster,
-        scheduler=plan.scheduler,
-        code=code,
-        code_changes=changed,
-        command=request.command,
-        cwd=str(request.source),
-    )
+    return code
+
+
+def _start(run: RunDir, plan: LaunchPlan, foreground: bool) -> job.Started:
     try:
-        started = job.submit(plan, foreground=request.foreground)
+        started = job.submit(plan, foreground=foreground)
     except SchedulerTimeout:
         raise  # the job may be in the queue: the next submission looks for it
     except JobkitError as error:
         run.record(Event.SUBMIT_FAILED, error=str(error))
         raise
     run.record(Event.SUBMITTED, job_id=started.job_id)
-    return Outcome(run, before, started, changed)
-
-
-@contextlib.contextmanager
-def _removed_on_error(run: RunDir) -> Iterator[None]:
-    """A first submission that is refused leaves no run directory behind."""
-    try:
-        yield
-    except SchedulerTimeout:
-        raise
-    except JobkitError:
-        shutil.rmtree(run.path, ignore_errors=True)
-        raise
+    return started
 
 
 def _check_writable(runs_dir: Path) -> None:
