@@ -113,8 +113,9 @@ def _check_local_devices(device: str, resources: Resources) -> None:
     if found is None or wanted <= len(found):
         return  # where only the driver can tell, each rank looks for itself
     how = f"{kind.visible} allows" if kind.visible in os.environ else "this machine has"
+    ranks = f"{resources.world_size} rank(s) of {resources.gpus_per_task} GPU(s)"
     raise InputError(
-        f"resources: {resources.world_size} rank(s) of {resources.gpus_per_task} GPU(s) need {wanted}, {how} {len(found)}: "
+        f"resources: {ranks} need {wanted}, {how} {len(found)}: "
         "set resources.tasks_per_node and resources.nodes to fit, or resources.gpus_per_task=0 for the CPU"
     )
 

@@ -24,6 +24,9 @@ from jobkit.worker.main import Worker
 RETRY_SECONDS = (2, 4, 8, 16, 30)
 """Pauses between attempts to reach a controller that is away: one that is restarted is back within a minute."""
 
+JOB_SCRIPT = Path(__file__).with_name("job.sh")
+"""The shell part of every batch script."""
+
 
 class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     """Submits one LaunchPlan. The script can be made, and shown, where there is no Slurm."""
@@ -40,7 +43,7 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         ours = {"setup": _definitions(self.plan), "teardown": None, "srun_args": None, "use_srun": False}
         text: str = submitit_slurm._make_sbatch_string(
-            command=Path(__file__).with_name("job.sh").read_text(), folder=self.folder, **{**self.parameters, **ours}
+            command=JOB_SCRIPT.read_text(), folder=self.folder, **{**self.parameters, **ours}
         )
         return text
 

@@ -25,17 +25,17 @@ def check_task(task: str, root: Path) -> Path | None:
     """
     module, _, name = task.partition(":")
     parents = module.split(".")[:-1]
-    seen: dict[Path, set[str] | None] = {}
+    own = _OwnModules(root)
     try:
         for depth in range(1, len(parents) + 1):  # importing a module runs the packages that it is in
-            _check_module(".".join(parents[:depth]), root, seen)
+            own.check(".".join(parents[:depth]))
         spec = _find(module, root)
     except _NotFound as error:
         raise InvalidValue("task", f"{task}: {error}") from None
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise InvalidValue("task", f"{task}: {module} is not a Python file (found {spec.origin or 'a plain folder'})")
     file = Path(spec.origin)
-    defined = _check_file(file, module, root, seen)
+    defined = own.check_file(file, module)
     if defined is not None and name not in defined:
         raise InvalidValue("task", f"{task}: {file} defines no {name!r}{nearest(name, defined)}")
     return file.relative_to(root) if root in file.parents else None
@@ -110,84 +110,82 @@ def _find(module: str, root: Path) -> importlib.machinery.ModuleSpec:
     return spec
 
 
-def _check_file(file: Path, module: str, root: Path, seen: dict[Path, set[str] | None]) -> set[str] | None:
-    """The names a module defines at its top, or None when a star import leaves that open."""
-    seen[file] = None  # a circle of imports ends here
-    tree = parse(file)
-    names: set[str] = set()
-    star = False
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            star |= any(alias.name == "*" for alias in node.names)
-            _check_import(node, module, file, root, seen)
-        names |= _bound(node)
-    seen[file] = None if star else names
-    return seen[file]
+class _OwnModules:
+    """Checks modules of the user's own below `root`, each once, with those that they import at their top."""
 
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._defined: dict[Path, set[str] | None] = {}
+        """The names that a file's module defines at its top; None where a star import leaves that open."""
 
-def _check_import(
-    node: ast.Import | ast.ImportFrom, module: str, file: Path, root: Path, seen: dict[Path, set[str] | None]
-) -> None:
-    place = f"{file}:{node.lineno}"
-    if isinstance(node, ast.Import):
+    def check(self, module: str) -> tuple[str | None, set[str] | None] | None:
+        """Check a module: (its folder if it is a package, the names it defines); None for one of somebody else's."""
+        top = module.split(".")[0]
+        if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "__main__":
+            return None
+        if importlib.machinery.PathFinder.find_spec(top, [str(self.root)]) is None:
+            if importlib.util.find_spec(top) is None:
+                raise _NotFound(f"no module {top!r}; install it, or correct the name")
+            return None
+        spec = _find(module, self.root)
+        folder = next(iter(spec.submodule_search_locations), None) if spec.submodule_search_locations else None
+        if not (spec.origin and spec.origin.endswith(".py")):
+            return folder, set()
+        return folder, self.check_file(Path(spec.origin), module)
+
+    def check_file(self, file: Path, module: str) -> set[str] | None:
+        """The names a module defines at its top, or None when a star import leaves that open."""
+        if file in self._defined:
+            return self._defined[file]
+        self._defined[file] = None  # a circle of imports ends here
+        names: set[str] = set()
+        star = False
+        for node in parse(file).body:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self._check_needed(alias.name, f"{file}:{node.lineno}: import {alias.name}")
+            elif isinstance(node, ast.ImportFrom):
+                star |= any(alias.name == "*" for alias in node.names)
+                self._check_from(node, module, file)
+            names |= _bound(node)
+        self._defined[file] = None if star else names
+        return self._defined[file]
+
+    def _check_from(self, node: ast.ImportFrom, module: str, file: Path) -> None:
+        place, source = f"{file}:{node.lineno}", "." * node.level + (node.module or "")
+        wanted = _absolute(node, module, file)
+        if wanted is None:
+            what = f"import {source}{node.names[0].name}"
+            raise InputError(f"{place}: {what}: a relative import in a module of no package")
+        found = self._check_needed(wanted, f"{place}: import {wanted}")
+        if found is None:
+            return  # an installed package: what is in it is not ours to read
+        folder, defined = found
         for alias in node.names:
-            _check_needed(alias.name, root, f"{place}: import {alias.name}", seen)
-        return
-    source = "." * node.level + (node.module or "")
-    wanted = _absolute(node, module, file)
-    if wanted is None:
-        raise InputError(f"{place}: import {source}{node.names[0].name}: a relative import in a module of no package")
-    found = _check_needed(wanted, root, f"{place}: import {wanted}", seen)
-    if found is None:
-        return  # an installed package: what is in it is not ours to read
-    folder, defined = found
-    for alias in node.names:
-        if alias.name == "*" or defined is None or alias.name in defined or alias.name.startswith("__"):
-            continue
-        statement = f"{place}: from {source} import {alias.name}"
-        if folder is None:
-            raise InputError(f"{statement}: {wanted} defines no {alias.name!r}{nearest(alias.name, defined)}")
-        _check_needed(f"{wanted}.{alias.name}", root, statement, seen)
+            if alias.name == "*" or defined is None or alias.name in defined or alias.name.startswith("__"):
+                continue
+            statement = f"{place}: from {source} import {alias.name}"
+            if folder is None:
+                raise InputError(f"{statement}: {wanted} defines no {alias.name!r}{nearest(alias.name, defined)}")
+            self._check_needed(f"{wanted}.{alias.name}", statement)
 
-
-def _check_needed(
-    wanted: str, root: Path, statement: str, seen: dict[Path, set[str] | None]
-) -> tuple[str | None, set[str] | None] | None:
-    """`_check_module`, for an import statement of the user's own, which an error names."""
-    try:
-        return _check_module(wanted, root, seen)
-    except _NotFound as error:
-        raise InputError(f"{statement}: {error}") from None
+    def _check_needed(self, wanted: str, statement: str) -> tuple[str | None, set[str] | None] | None:
+        """`check`, for an import statement of the user's own, which an error names."""
+        try:
+            return self.check(wanted)
+        except _NotFound as error:
+            raise InputError(f"{statement}: {error}") from None
 
 
 def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str | None:
     """The dotted module of a `from` import; None for a relative one that leaves the packages there are."""
     if not node.level:
         return node.module
-    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
-    base = package[: len(package) - (node.level - 1)] if node.level > 1 else package
-    return ".".join([*base, *([node.module] if node.module else [])]) if base else None
-
-
-def _check_module(
-    wanted: str, root: Path, seen: dict[Path, set[str] | None]
-) -> tuple[str | None, set[str] | None] | None:
-    """Check a module of the user's own: (its folder if it is a package, the names it defines); None for others'."""
-    top = wanted.split(".")[0]
-    if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "__main__":
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    try:
+        return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+    except ImportError:
         return None
-    if importlib.machinery.PathFinder.find_spec(top, [str(root)]) is None:
-        if importlib.util.find_spec(top) is None:
-            raise _NotFound(f"no module {top!r}; install it, or correct the name")
-        return None
-    spec = _find(wanted, root)
-    folder = next(iter(spec.submodule_search_locations), None) if spec.submodule_search_locations else None
-    if not (spec.origin and spec.origin.endswith(".py")):
-        return folder, set()
-    file = Path(spec.origin)
-    if file not in seen:
-        _check_file(file, wanted, root, seen)
-    return folder, seen[file]
 
 
 def _bound(node: ast.stmt) -> set[str]:
