@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _dry_run(loaded, cluster, choose_run(loaded.config, runs_dir, arguments.fresh).path, source)
     foreground = not arguments.detach
     with collected_signals() as asked:
-        with loaded.locating_errors():
+        with loaded.places.locating_errors():
             outcome = submit(
                 loaded.config,
                 cluster,
@@ -110,7 +110,7 @@ def _dry_run(loaded: LoadedConfig, cluster: str, run: Path, source: Path) -> int
     from jobkit.submission.plan import make_plan
     from jobkit.submission.submit import check
 
-    with loaded.locating_errors():
+    with loaded.places.locating_errors():
         check(loaded.config, source)
         plan = make_plan(run, loaded.config, cluster)
     print(f"{plan.config.to_yaml()}---\n{plan.describe()}")

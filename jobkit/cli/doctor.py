@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="jobkit-doctor-") as folder:
         cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
         loaded = _experiment(arguments, cluster, Path(folder))
-        with loaded.locating_errors():
+        with loaded.places.locating_errors():
             plan = make_plan(runs / "doctor", loaded.config, cluster)
         found = []
         for check in _checks(plan, runs):

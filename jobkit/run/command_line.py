@@ -10,11 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-THIS_PYTHON = ("python", "python3")
-"""Programs that mean the Python which jobkit runs in."""
-
-_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-
 
 @dataclass(frozen=True)
 class Target:
@@ -42,16 +37,13 @@ def target(command: Sequence[str]) -> Target | None:
             return Target(kind, command[index + 1], index + 1) if index + 1 < len(command) else None
         if not word.startswith("-"):
             return Target("script", word, index)
-        index += 2 if word in _WITH_VALUE else 1
+        index += 2 if word in ("-W", "-X", "--check-hash-based-pycs") else 1  # those that take a value
     return None
 
 
 def find_program(program: str) -> str | None:
-    """The file to execute: of this virtual environment first, then on PATH; a path as it is. None where there is none.
-
-    `python` is the one that jobkit runs in.
-    """
-    if program in THIS_PYTHON:
+    """The file to execute: of this virtual environment, else on PATH; a path as it is. None where there is none."""
+    if program in ("python", "python3"):  # the one that jobkit runs in
         return sys.executable
     own = shutil.which(program, path=str(Path(sys.executable).parent)) if sys.prefix != sys.base_prefix else None
     return own or shutil.which(program)

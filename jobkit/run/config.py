@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run import device_kinds
-from jobkit.run.duration import parse_seconds
+from jobkit.run.duration import FORMS, parse_seconds
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, parse_value, read_yaml
 
@@ -43,7 +44,9 @@ def _count_or(word: str, minimum: int, allowed: str) -> Callable[[str | int], No
     return check
 
 
-def _check_seconds(value: str | int, allowed: str) -> None:
+def _check_seconds(value: str | int, allowed: str, words: tuple[str, ...] = ("auto",)) -> None:
+    if value in words:
+        return
     try:
         parse_seconds(value)
     except ValueError:
@@ -61,16 +64,17 @@ def _check_task(value: str) -> None:
 
 
 def _check_every(value: str | int) -> None:
-    if value == "auto" or (isinstance(value, int) and value > 0):
-        return
-    if isinstance(value, int) or value.isdigit():
-        raise ValueError("auto, a number of steps above 0, or a time like 10min")
-    _check_seconds(value, "auto, a number of steps, or a time like 10min")
+    allowed = "auto, a number of steps above 0, or a time like 10min"
+    if isinstance(value, int) or value.isdigit():  # "500" in quotes would be 500 minutes
+        if not (isinstance(value, int) and value > 0):
+            raise ValueError(allowed)
+    else:
+        _check_seconds(value, allowed)
 
 
 def _check_watchdog(value: str | int | bool) -> None:
-    if value not in ("auto", "off") and value is not False:  # YAML reads a bare `off` as false
-        _check_seconds(value, "auto, off, or a time like 10min")
+    if value is not False:  # YAML reads a bare `off` as false
+        _check_seconds(value, "auto, off, or a time like 10min", ("auto", "off"))
 
 
 def _check_device(value: str) -> None:
@@ -79,16 +83,8 @@ def _check_device(value: str) -> None:
         raise ValueError(f"one of {', '.join(allowed)}{nearest(value, allowed)}")
 
 
-def _check_mtbf(value: str | int) -> None:
-    if value != "auto":
-        _check_seconds(value, "auto, or a time like 8h")
-
-
-def _check_time(value: str | int) -> None:
-    if value != "auto":
-        parse_seconds(value)
-
-
+_check_mtbf = partial(_check_seconds, allowed="auto, or a time like 8h")
+_check_time = partial(_check_seconds, allowed=FORMS)
 _check_budget = _count_or(UNLIMITED, 0, f"{UNLIMITED}, or a number of attempts, 0 or more")
 _check_degree = _count_or(ALL, 1, f"1 or more ranks, or {ALL}")
 _check_auto_or_count = _count_or("auto", 1, "auto, or 1 or more")
@@ -240,7 +236,7 @@ class Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Places:
+class Places:
     """Where a person wrote each value of a config, for the errors about it."""
 
     path: Path
@@ -281,11 +277,7 @@ class LoadedConfig:
 
     config: Config
     notes: list[str]
-    places: _Places
-
-    def locating_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, an InvalidValue about the config becomes an InputError with file and line."""
-        return self.places.locating_errors()
+    places: Places
 
 
 def user_config_path() -> Path:
@@ -304,10 +296,10 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
     """
     values, lines = read_yaml(path)
     own_clusters, own_lines = _user_clusters()
-    with _Places(path=path, lines=lines).locating_errors():
+    with Places(path=path, lines=lines).locating_errors():
         values, note = _apply_demo(path, values, demo)
     notes = [note] if note else []
-    places = _Places(path=path, lines=lines, own_lines=own_lines, demo=bool(note))
+    places = Places(path=path, lines=lines, own_lines=own_lines, demo=bool(note))
     with places.locating_errors():
         merged = _create(values)
         for text in overrides:
@@ -329,7 +321,7 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
 def read_resolved(path: Path) -> Config:
     """The Config that `to_yaml` wrote."""
     values, lines = read_yaml(path)
-    with _Places(path=path, lines=lines).locating_errors():
+    with Places(path=path, lines=lines).locating_errors():
         return build(Config, values)
 
 
@@ -428,5 +420,5 @@ def _user_clusters() -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
     if not path.exists():
         return {}, {}
     values, lines = read_yaml(path)
-    with _Places(path=path, lines=lines).locating_errors():
+    with Places(path=path, lines=lines).locating_errors():
         return build(_UserConfig, values).clusters, lines

@@ -68,21 +68,15 @@ def kind(name: str) -> DeviceKind | None:
 
 def has_streams(name: str) -> bool:
     """Whether copies between the host and a device of this kind go on beside the program."""
-    found = kind(name)
-    return found is not None and found.streams
+    return any(one.streams for one in KINDS if one.name == name)
 
 
 def listed(one: DeviceKind, environ: Mapping[str, str]) -> list[str] | None:
-    """A machine's devices of a kind, as its variable names them; None where that cannot be told without its driver.
-
-    Those that the variable in `environ` allows, where it is set; else all of them.
-    """
-    if one.visible is None:
-        return None
-    if one.visible in environ:
+    """A machine's devices of a kind that `environ` allows; None where only its driver can tell."""
+    if one.visible is not None and one.visible in environ:
         entries = [entry.strip() for entry in environ[one.visible].split(",")]
         return list(takewhile(lambda entry: entry not in ("", "-1"), entries))  # an invalid one hides those after it
-    if one.files is None:
+    if one.visible is None or one.files is None:
         return None
     return [str(index) for index, _ in enumerate(Path("/").glob(one.files.removeprefix("/")))]
 

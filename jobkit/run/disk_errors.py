@@ -27,11 +27,6 @@ def disk_errno(error: BaseException | None) -> int:
     return 0
 
 
-def is_disk_error(error: BaseException | None) -> bool:
-    """Whether an exception, or what caused it, is the disk's."""
-    return disk_errno(error) != 0
-
-
 def is_full(error: BaseException | None) -> bool:
     """Whether an exception, or what caused it, says that nothing can be written until a person makes room."""
     return disk_errno(error) in FULL

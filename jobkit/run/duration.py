@@ -19,7 +19,7 @@ def parse_seconds(text: str | int) -> int:
     """
     seconds = _parse(str(text).strip().lower())
     if seconds is None or seconds <= 0:
-        raise ValueError(f"{FORMS}")
+        raise ValueError(FORMS)
     return seconds
 
 

@@ -35,15 +35,12 @@ class Journal:
         """Write whole lines, all or none; raises OSError when they cannot be made durable."""
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            append_whole(fd, self._mend(fd) + lines, durable=True)
+            size = os.fstat(fd).st_size
+            # A crash has left a torn line: without its end it would swallow the next one.
+            end = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
+            append_whole(fd, end + lines, durable=True)
         finally:
             os.close(fd)
-
-    @staticmethod
-    def _mend(fd: int) -> bytes:
-        """A newline where the file ends in a torn line, so that the torn one does not swallow the next."""
-        size = os.fstat(fd).st_size
-        return b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
 
     def read(self) -> list[Entry]:
         """All events, oldest first; lines that are not whole are skipped."""
@@ -51,15 +48,15 @@ class Journal:
             text = self.path.read_text(errors="replace")
         except FileNotFoundError:
             return []
-        events = []
-        for line in text.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and "event" in event:
-                events.append(event)
-        return events
+        return [entry for line in text.splitlines() if (entry := _decode(line)) is not None]
+
+
+def _decode(line: str) -> Entry | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and "event" in entry else None
 
 
 def encode(entry: Entry) -> bytes:

@@ -30,14 +30,18 @@ def read(kind: type[R], file: Path) -> R | None:
 
 def of(kind: type[R], value: Mapping[str, Any]) -> R:
     """The record in a JSON object; what else the object holds is left. Raises TypeError where a field is missing."""
-    known = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{key: item for key, item in value.items() if key in known})
+    names = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{key: item for key, item in value.items() if key in names})
 
 
 def write(file: Path, record: Any, *, durable: bool = True) -> None:
     """Replace a file by a record, less what is not known; raises OSError when the disk does not take it."""
-    known = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
-    write_json(file, known, durable=durable)
+    write_json(file, known(record), durable=durable)
+
+
+def known(record: Any) -> dict[str, Any]:
+    """Plain JSON values of a record: what is known."""
+    return {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +109,6 @@ class Failure:
     peak_bytes: int | None = None
     everywhere: bool | None = None
     """Whether all nodes failed with this error, so that it is not the fault of one of them."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values: what is known."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ class Status:
         """Plain JSON values; of a failure only what is known."""
         plain = asdict(self)
         for attempt, found in zip(plain["attempts"], self.attempts, strict=True):
-            attempt["failure"] = found.failure and found.failure.as_dict()
+            attempt["failure"] = found.failure and records.known(found.failure)
         return plain
 
 

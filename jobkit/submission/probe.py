@@ -36,7 +36,7 @@ def run_probe(
     """
     if plan.config.resources.world_size == 1:
         raise InputError("a probe of the network needs two ranks: --tasks-per-node 2, or --no-probe for checks alone")
-    with collected_signals() as asked, loaded.locating_errors():
+    with collected_signals() as asked, loaded.places.locating_errors():
         outcome = submit(
             loaded.config,
             plan.cluster,

@@ -189,7 +189,7 @@ def _record_end(run: RunDir, attempt: int, cause: EndCause) -> None:
         Event.INTERRUPTED,
         attempt=attempt,
         cause=cause.cause,
-        failure=cause.failure.as_dict(),
+        failure=records.known(cause.failure),
         reached=max(steps, default=None),
         last_seen=seen.last_beat if seen else None,
     )

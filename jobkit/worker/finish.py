@@ -12,7 +12,7 @@ import torch
 from jobkit.errors import JobkitError
 from jobkit.group import RankGroup
 from jobkit.log import log
-from jobkit.run.disk_errors import disk_errno, is_disk_error
+from jobkit.run.disk_errors import disk_errno
 from jobkit.train.engine import Engine
 from jobkit.worker.export import whole_weights, write_weights
 from jobkit.worker.lease import check_lease
@@ -35,7 +35,7 @@ def retry_on_full_disk(group: RankGroup, signals: StopSignals, action: Callable[
         try:
             action()
         except Exception as raised:
-            if not is_disk_error(raised):
+            if not disk_errno(raised):
                 raise
             error = raised
         number, told = group.maximum(disk_errno(error), signals.pending)

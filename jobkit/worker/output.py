@@ -10,7 +10,7 @@ import sys
 from typing import Any, TextIO
 
 from jobkit.run.append import Backlog
-from jobkit.run.disk_errors import is_disk_error
+from jobkit.run.disk_errors import disk_errno
 
 
 def survive_full_disks() -> None:
@@ -85,7 +85,7 @@ class PatientFile(io.FileIO):
             while written < len(data) and (count := super().write(data[written:])) is not None:
                 written += count
         except OSError as error:
-            if not is_disk_error(error):
+            if not disk_errno(error):
                 raise
             self._reason = os.strerror(error.errno or 0)
         return written

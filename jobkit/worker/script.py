@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from jobkit.display import Display
 from jobkit.errors import InputError, JobkitError
 from jobkit.log import configure
-from jobkit.run import layout
+from jobkit.run import layout, records
 from jobkit.run.config import Config, load
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
@@ -233,8 +233,8 @@ class ScriptEnd:
             return  # jobkit outside sees how the ranks end
         if error is not None and not isinstance(error, KeyboardInterrupt):
             cause = self._cause_of_failure(error)
-            known = cause.failure
-            run.record(Event.FAILED, attempt=number, cause=cause.cause, error=known.error, failure=known.as_dict())
+            known = records.known(cause.failure)
+            run.record(Event.FAILED, attempt=number, cause=cause.cause, error=cause.failure.error, failure=known)
         else:
             run.record(Event.INTERRUPTED, attempt=number, cause="left", step=self.context.durable_step or 0)
 
