@@ -62,7 +62,7 @@ def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mappi
 # A controller that is stopped or too busy says neither yes nor no, and may do it later.
 _UNKNOWN_OUTCOME = ("Socket timed out on send/recv", "Unexpected message received")
 
-
+_AWAY = "(the controller is down or SLURM_CONF points elsewhere"
 _NO_SLURM = " (does SLURM_CONF name a cluster that is gone? `unset SLURM_CONF`; without a cluster, use --local)"
 
 
@@ -197,6 +197,7 @@ def stop_cause(job: JobInfo, margin: float = 0.0) -> str | None:
     `margin` is how many seconds before its time limit a job of ours stops.
     SIGTERM means both preemption and scancel, USR2 both preemption and the time limit: only the job's record tells.
     """
+    # The order matters: a job that is being requeued or ended is COMPLETING, as one that is cancelled.
     if job.reason == "TimeLimit" or job.state == "TIMEOUT":
         return "timeout"
     if job.script_died:
@@ -220,7 +221,7 @@ def stop_cause(job: JobInfo, margin: float = 0.0) -> str | None:
 
 def early_timeout_signal(job: JobInfo, margin: float) -> bool:
     """Whether a USR2 that came now may be --signal's, which Slurm sends up to a minute before it was asked to."""
-    return job.remaining is not None and job.remaining <= margin + EARLY_SIGNAL_SECONDS + 5
+    return job.remaining is not None and job.remaining <= margin + EARLY_SIGNAL_SECONDS + 5  # the signal's own way
 
 
 def dead_node(nodes: str) -> str | None:
@@ -265,10 +266,14 @@ def jobs_named(name: str) -> list[str]:
 
 def cancel(job_id: str) -> None:
     """End a job for good; one that is gone already is fine."""
+    _scancel(job_id)
+
+
+def _scancel(*arguments: str) -> None:
     try:
-        command("scancel", job_id)
-    except SchedulerError as error:
-        if not _is_gone(error):
+        command("scancel", *arguments)
+    except SchedulerError as error:  # it may have ended since it was listed
+        if not any(words in str(error) for words in ("Invalid job id", "already completing or completed")):
             raise
 
 
@@ -281,7 +286,7 @@ def requeue(job_id: str) -> bool:
 
     Raises Refused where the job, or the cluster, does not allow that.
     """
-    for _ in range(3):
+    for _ in range(3):  # its state may change between the look and the command
         job = show_job(job_id)
         if job is not None and (job.state == "PENDING" or job.requeued_by_slurm):
             return True
@@ -307,9 +312,6 @@ def is_away(error: SchedulerError) -> bool:
     return isinstance(error, SchedulerTimeout) or _AWAY in str(error)
 
 
-_AWAY = "(the controller is down or SLURM_CONF points elsewhere"
-
-
 def exclude(job_id: str, nodes: str) -> None:
     """Replace the list of nodes that a job in the queue may not get."""
     command("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}")
@@ -324,15 +326,7 @@ def steps(job_id: str) -> list[str]:
 def signal_steps(job_id: str, name: str) -> None:
     """Send a signal to every process of a job's steps, on all nodes; the batch script does not get it."""
     for step in steps(job_id):
-        try:
-            command("scancel", f"--signal={name}", step)
-        except SchedulerError as error:
-            if not _is_gone(error):
-                raise
-
-
-def _is_gone(error: SchedulerError) -> bool:
-    return any(words in str(error) for words in ("Invalid job id", "already completing or completed"))
+        _scancel(f"--signal={name}", step)
 
 
 def current_job() -> str | None:

@@ -32,7 +32,7 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(path)  # after the fsync: else a crash may leave the new name with no content
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

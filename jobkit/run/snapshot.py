@@ -38,9 +38,8 @@ def take(source: Path, code_dir: Path, skip: Path, needed: Path | None = None) -
     Raises InputError when there are too many files for this to be a project's folder.
     """
     files = scan(source, skip, needed)
-    digest = hashlib.sha256(
-        "\n".join(f"{name} {files[name]}" for name in sorted(files)).encode(errors="surrogateescape")
-    ).hexdigest()[:12]
+    listed = "\n".join(f"{name} {files[name]}" for name in sorted(files))
+    digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()[:12]
     destination = code_dir / digest
     if destination.exists():
         return digest
@@ -52,7 +51,7 @@ def take(source: Path, code_dir: Path, skip: Path, needed: Path | None = None) -
     for name in files:
         shutil.copyfile(source / name, staging / name)
     write_json(staging / MANIFEST, files, durable=False)
-    staging.rename(destination)
+    staging.rename(destination)  # last: a snapshot is complete or not there
     return digest
 
 
@@ -85,15 +84,14 @@ def _list(source: Path, skip: Path, needed: Path | None) -> list[Path]:
     found = _git_files(source)
     if found is None or (needed is not None and needed not in found):
         found = list(_walk(source, skip))
-    kept = []
-    for file in sorted(found):
-        full = source / file
-        if skip in full.parents or not full.is_file() or full.stat().st_size > MAX_FILE_BYTES:
-            continue
-        kept.append(file)
-        if len(kept) > MAX_FILES:
-            raise InputError(f"{source}: more than {MAX_FILES} code files; run the command in the project's own folder")
+    kept = [file for file in sorted(found) if skip not in (source / file).parents and _is_code(source / file)]
+    if len(kept) > MAX_FILES:
+        raise InputError(f"{source}: more than {MAX_FILES} code files; run the command in the project's own folder")
     return kept
+
+
+def _is_code(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size <= MAX_FILE_BYTES
 
 
 def _git_files(source: Path) -> list[Path] | None:
@@ -103,9 +101,7 @@ def _git_files(source: Path) -> list[Path] | None:
         answer = subprocess.run(command, capture_output=True, timeout=20, check=False)  # a cold shared disk
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if answer.returncode != 0:
-        return None
-    return [Path(name) for name in os.fsdecode(answer.stdout).split("\0")[:-1]]
+    return None if answer.returncode else [Path(name) for name in os.fsdecode(answer.stdout).split("\0")[:-1]]
 
 
 def _walk(source: Path, skip: Path) -> Iterator[Path]:
@@ -115,16 +111,14 @@ def _walk(source: Path, skip: Path) -> Iterator[Path]:
         subfolders[:] = [
             one
             for one in subfolders
-            if not one.startswith(".")
-            and one not in ("__pycache__", "node_modules")
+            if not one.startswith((".", "__pycache__", "node_modules"))
             and here / one != skip
-            and not (here / one / "pyvenv.cfg").exists()
+            and not (here / one / "pyvenv.cfg").exists()  # a virtual environment
         ]
         seen += len(names)
         if seen > 20 * MAX_FILES:
-            raise InputError(
-                f"{source}: too many files to look for code in; run the command in the project's own folder"
-            )
+            where = "run the command in the project's own folder"
+            raise InputError(f"{source}: too many files to look for code in; {where}")
         yield from ((here / one).relative_to(source) for one in names if Path(one).suffix in SOURCE_SUFFIXES)
 
 

@@ -21,15 +21,15 @@ class _Loader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, (str, int)) or isinstance(key, bool):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"found the key {key!r}, expected a text", key_node.start_mark
-                )
+                raise _error(f"found the key {key!r}, expected a text", key_node)
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
-                )
+                raise _error(f"the key {key!r} occurs twice", key_node)
             seen.add(key)
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+
+
+def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 _INT, _FLOAT, _MERGE = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:merge"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from collections.abc import Sequence
@@ -168,11 +169,9 @@ def srun_said(run: RunDir, number: int) -> str:
         return ""
 
 
-def dead_node_of(job: slurm.JobInfo | None) -> str | None:
-    """The node of a job that Slurm says is down, or no longer answers; None where none is, or Slurm is away."""
-    if job is None or not job.nodes:
-        return None
-    try:
-        return slurm.dead_node(job.nodes)
-    except SchedulerError:
-        return None
+def first_failure_of_job(said: str, job: slurm.JobInfo | None) -> FirstFailure | None:
+    """The node of a job that Slurm says is down or no longer answers, else what `first_failure` finds."""
+    with contextlib.suppress(SchedulerError):  # a Slurm that is away is asked again by the next attempt
+        if job is not None and job.nodes and (node := slurm.dead_node(job.nodes)):
+            return FirstFailure(node=node, node_lost=True)
+    return first_failure(said)

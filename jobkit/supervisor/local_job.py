@@ -51,22 +51,19 @@ class LocalJob:
         return StopRequest(cause="user", grace=None if self.signals == 1 else 0)
 
     def leaves_no_time(self) -> bool:
-        """Never: nobody ends this process but its signals."""
-        return False
+        return False  # nobody ends this process but its signals
 
     def time_limit(self) -> TimeLimit:
         return LocalTimeLimit(self.run.config().resources)
 
     def record(self) -> None:
-        """No scheduler knows more."""
+        return None  # no scheduler knows more
 
     def look(self, action: Callable[[], None]) -> None:
-        """Do what reads the run directory."""
         action()
 
     def until_mounted(self, action: Callable[[], T]) -> T:
-        """What `action` returns. A disk of this machine is not waited for: the user is there to mend it."""
-        return action()
+        return action()  # a disk of this machine is not waited for: the user is there to mend it
 
     def give_up(self, error: OSError) -> int:
         log.warning("%s cannot go on: %s; the same command continues it", self.run.name, error)

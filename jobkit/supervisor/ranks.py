@@ -19,7 +19,7 @@ from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
 from jobkit.supervisor.device_leases import LEASES, Leases
-from jobkit.supervisor.diagnosis import FirstFailure, dead_node_of, first_failure, srun_said
+from jobkit.supervisor.diagnosis import FirstFailure, first_failure, first_failure_of_job, srun_said
 from jobkit.supervisor.fork_client import TASK_MODULES, ForkClient, ForkServerError, lives
 
 LIFELINE = "JOBKIT_LIFELINE"
@@ -251,11 +251,9 @@ class SlurmRanks:
             return None
         said = srun_said(self.run, self.attempt)
         sys.stderr.write(said)  # where Slurm would have put it
-        if node := dead_node_of(job):
-            return FirstFailure(node=node, node_lost=True)
-        code = self._srun.returncode if self._srun is not None else None
-        by = 0 if code is None else -code if code < 0 else code - 128  # srun was killed, or says that a rank was
-        return first_failure(said) or (FirstFailure(signal=by) if by > 0 else None)
+        code = (self._srun and self._srun.returncode) or 0
+        by = -code if code < 0 else code - 128  # srun was killed, or says that a rank was
+        return first_failure_of_job(said, job) or (FirstFailure(signal=by) if by > 0 else None)
 
     def all_returned(self) -> bool:
         """Whether srun has ended with 0: then every rank has."""

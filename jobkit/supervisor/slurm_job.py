@@ -22,7 +22,7 @@ from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.supervisor.attempt import ask, end, request_stop
-from jobkit.supervisor.diagnosis import FirstFailure, dead_node_of, first_failure, srun_said
+from jobkit.supervisor.diagnosis import first_failure_of_job, srun_said
 from jobkit.supervisor.ranks import end_steps
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit
@@ -150,9 +150,7 @@ class SlurmJob:
                 if attempt.ended is None and not said and slurm.steps(self.id):
                     request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
             end_steps(self.id)
-        node = dead_node_of(job)
-        first = FirstFailure(node=node, node_lost=True) if node else first_failure(said)
-        return end(self.run, number, self.id, first=first, job=job)
+        return end(self.run, number, self.id, first=first_failure_of_job(said, job), job=job)
 
     # Starting again
 
