@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from jobkit.run.records import Progress as Report
 
 PLAIN_LINE_SECONDS = 10.0
-"""How often a line is printed where there is no terminal to draw on."""
+"""How often a line is printed where there is no terminal: a log of a day is to have thousands, not a million."""
 
 
 class Display:

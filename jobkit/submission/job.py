@@ -90,7 +90,7 @@ ENDING_SECONDS = 30.0
 batch script starts Python and asks slurmctld, and KillWait, 30 s by default, is what Slurm gives it at a time limit."""
 
 STOP_SECONDS = 60.0
-"""How long cancelling and preempting wait for the last checkpoint before they return."""
+"""How long cancelling and preempting wait for the last checkpoint: twice KillWait, in which Slurm lets it end."""
 
 POLL_SECONDS = 0.3
 """Between two looks at a job that is ending. Each asks slurmctld, which serves one request at a time."""
@@ -111,13 +111,13 @@ def reconcile(run: RunDir) -> Status:
         ending = status.state in (State.INTERRUPTED, State.CANCELLED, State.FAILED)
         return not (ending and _still_ending(run, status))
 
-    status = _wait(run, status, has_ended, ENDING_SECONDS)
+    status = wait(run, status, has_ended, ENDING_SECONDS)
     if not has_ended(status):
         raise JobkitError(f"{run.name} is {status.state}, but its job {status.job_id} has not ended; try again later")
     return status
 
 
-def _wait(run: RunDir, status: Status, done: Callable[[Status], bool], seconds: float) -> Status:
+def wait(run: RunDir, status: Status, done: Callable[[Status], bool], seconds: float) -> Status:
     """The first status that is `done`, or the one after so many seconds."""
     deadline = time.monotonic() + seconds
     while not done(status) and time.monotonic() < deadline:
@@ -157,12 +157,13 @@ def cancel(run: RunDir) -> Status:
             return status
         run.record(Event.CANCEL_REQUESTED)
     if status.state == State.RUNNING and status.attempt:
+        # Before Slurm's signal, which to a rank looks like a preemption's until slurmctld says that it is none.
         records.write(run.stop_request_file(status.attempt.id), StopRequest(cause="cancelled"))
     if status.scheduler == "slurm" and status.job_id:
-        slurm.cancel(status.job_id)
+        slurm.cancel(status.job_id)  # leaves the ranks KillWait, 30 s by default, to save
     elif is_alive(run, status):
         _signal_supervisor(run)
-    status = _wait(run, status, lambda now: not is_active(run, now), STOP_SECONDS)
+    status = wait(run, status, lambda now: not is_active(run, now), STOP_SECONDS)
     if status.state == State.INTERRUPTED:
         run.record(Event.CANCELLED)  # it had stopped already when the cancel came
     return run.status()
@@ -181,7 +182,7 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
     records.write(run.stop_request_file(attempt.id), StopRequest(cause="preempted", grace=None if grace else 0.0))
     if status.scheduler == "slurm" and status.job_id:
         slurm.signal_steps(status.job_id, "TERM" if grace else "KILL")  # a local supervisor finds the request
-    return _wait(run, status, lambda now: now.attempts[attempt.id - 1].ended is not None, STOP_SECONDS)
+    return wait(run, status, lambda now: now.attempts[attempt.id - 1].ended is not None, STOP_SECONDS)
 
 
 def _signal_supervisor(run: RunDir) -> None:

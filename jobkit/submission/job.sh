@@ -78,7 +78,7 @@ jobkit_exit_if_done $jobkit_code
 for _ in 1 2 3; do # the supervisor may be killed at any line, and `end` is harmless to repeat
     jobkit_supervisor end "$jobkit_run"
     jobkit_exit_if_done $?
-    sleep 2
+    sleep 2 # a slurmctld or a mount that is away may be back
 done
 [ "${SLURM_RESTART_COUNT:-0}" -lt "$jobkit_blind_restarts" ] && jobkit_requeue
 exit 1

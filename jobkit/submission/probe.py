@@ -79,13 +79,9 @@ def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
 
 def _remove(run: RunDir, status: Status) -> None:
     """Remove the run's directory once its job is gone and writes nothing more."""
-    deadline = time.monotonic() + ENDING_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            if not job.is_alive(run, status):
-                break
-        except SchedulerError as error:
-            print(f"{error}; {run.path} stays", file=sys.stderr)
-            return
-        time.sleep(POLL_SECONDS)
+    try:
+        job.wait(run, status, lambda now: not job.is_alive(run, now), ENDING_SECONDS)
+    except SchedulerError as error:
+        print(f"{error}; {run.path} stays", file=sys.stderr)
+        return
     shutil.rmtree(run.path, ignore_errors=True)

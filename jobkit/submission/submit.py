@@ -142,7 +142,7 @@ def _prepare(run: RunDir, plan: LaunchPlan, source: Path, task_file: Path | None
         raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
     for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
         folder.mkdir(parents=True, exist_ok=True)
-    run.failed_starts.unlink(missing_ok=True)
+    run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing of this one
     code = snapshot.take(source, run.code, skip=run.path.parent, needed=task_file)
     run.write_config(plan.config)
     return code

@@ -31,7 +31,7 @@ def supervise_here(run: RunDir) -> int:
     job.listen()
     lock = run.alive_lock()
     try:
-        lock.acquire(timeout=10)  # whoever asks whether we live takes the lock for an instant
+        lock.acquire(timeout=10)  # not at once: whoever asks whether we live takes the lock for an instant
     except Timeout:
         log.warning("%s is already being run by another supervisor", run.name)
         return EXIT_FAILED

@@ -52,6 +52,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         if before.attempt and before.attempt.ended is None:
             _refuse_second_job(before, job_id, scheduler)
             close_lost_attempt(run, before.attempt, job_id, scheduler)
+        # Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
         if before.code and (problems := snapshot.verify(run.code, before.code)):
             raise NotRunnable(f"the code snapshot is damaged: {problems[0]}; submit the run again to take a new one")
         number = before.attempt.id + 1 if before.attempt else 1
@@ -60,7 +61,8 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         host = socket.gethostname()
         # Before the journal: from here on an older attempt that still lives publishes and journals nothing.
         records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
-        if run.submitted_pickle.exists():  # Submitit looks for it by the id of the job
+        # Submitit, in the ranks, looks for its pickle by the id of the job, which was not known when it was written.
+        if run.submitted_pickle.exists():
             write_atomic(run.submitit / f"{job_id}_submitted.pkl", run.submitted_pickle.read_bytes())
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
@@ -146,9 +148,9 @@ def end(
     now = run.status()
     if now.state in (State.FINISHED, State.CANCELLED):
         return Decision("stop", now.state)
-    if now.state == State.QUEUED and now.job_id != job_id:
+    if now.state == State.QUEUED and now.job_id != job_id:  # `end` was called again, after a resubmission
         return Decision("stop", f"job {now.job_id} continues it")
-    if now.cancel_requested:
+    if now.cancel_requested:  # `jobkit cancel` came when the ranks had ended already
         run.record(Event.CANCELLED, attempt=number)
         return Decision("stop", "cancelled")
     decision = decide(

@@ -34,7 +34,8 @@ TAKING = "deciding.lock"
 """The lock file that is held while devices are taken."""
 
 FORMER_RANKS_SECONDS = 30.0
-"""How long to wait for ranks of the same run whose supervisor was killed: they write a last checkpoint."""
+"""How long to wait for ranks of the same run whose supervisor was killed: they write a last checkpoint, as within
+Slurm's KillWait, 30 s by default."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def take(device: str, count: int, run: Path, environ: Mapping[str, str]) -> Leas
         if not said:
             print(f"waiting for the last ranks of {run.name} to leave their devices", file=sys.stderr)
             said = True
-        time.sleep(0.2)  # a look is a system call a device
+        time.sleep(0.2)
 
 
 def _refusal(kind: DeviceKind, count: int, devices: Sequence[str], holders: Holders) -> str:

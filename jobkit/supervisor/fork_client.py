@@ -159,7 +159,7 @@ class ForkClient:
         """
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(os.fspath(path))
-            listener.listen(64)
+            listener.listen(64)  # clients that may wait for the imports
             self._channel.send({"listen": True}, [listener.fileno()])
 
     def close(self) -> None:

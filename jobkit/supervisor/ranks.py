@@ -32,7 +32,7 @@ STEP_NUMBERS = 4
 """How many starts of a job in a row give their steps different numbers: a kill is repeated a minute later at most."""
 
 END_STEPS_SECONDS = 30.0
-"""How long ranks that have outlived their srun are killed again and again: a node may answer late."""
+"""How long ranks that have outlived their srun are killed again and again: a node may answer as late as KillWait."""
 
 
 class Ranks(Protocol):
@@ -158,6 +158,7 @@ class LocalRanks:
         if self._first is None:
             codes = self._codes()
             # Without their server they have SIGTERM and save, and nobody knows their exit codes.
+            # Exit code 75 and SIGKILL are what was asked for once they have been told to stop.
             told = self._told or (self._server is not None and self._server.is_gone)
             asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if told else ()
             dead = [(code, rank) for rank, code in enumerate(codes) if code and code not in asked_for]
@@ -179,7 +180,7 @@ class LocalRanks:
 
         It ends with the supervisor, however that ends: the kernel closes the connection.
         """
-        self.first_failure()  # before they are killed
+        self.first_failure()  # before they are killed: SIGKILL would look like the cause
         self.signal("KILL")
         while self.are_running():
             time.sleep(self.poll_seconds)
@@ -273,6 +274,7 @@ def number_steps_anew() -> None:
     """
     for _ in range(int(os.environ.get("SLURM_RESTART_COUNT") or 0) % STEP_NUMBERS):
         with contextlib.suppress(subprocess.TimeoutExpired):
+            # --overlap: the step takes nothing of the nodes, so that it need not wait for a step that still ends.
             empty = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "true"]
             subprocess.run(empty, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
 

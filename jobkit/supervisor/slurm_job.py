@@ -36,7 +36,10 @@ EXIT_START_AGAIN = 77
 """The supervisor's exit code where the job is to be started again: by `end`, after the user's teardown."""
 
 BLIND_RESTARTS = 50
-"""After how many restarts of a job, of whatever cause, it no longer starts again without knowing why."""
+"""After how many restarts of a job, of whatever cause, it no longer starts again without knowing why.
+
+Each waits two minutes in the queue (AuthInfo cred_expire, 120 s): a file server may be away for more than an hour.
+"""
 
 MOUNT_SECONDS = 300.0
 """How long the beginning and the end of an attempt wait for a file server: a restart takes it minutes."""
@@ -163,6 +166,7 @@ class SlurmJob:
         for pause in REQUEUE_PAUSES:
             time.sleep(pause)
             try:
+                # Slurm may have put the job back itself, or its owner may have cancelled it, since the last look.
                 job = slurm.show_job(self.id)
                 if job is None or not job.requeued_by_slurm:
                     cancelled = job is not None and slurm.stop_cause(job) == "cancelled"  # since the decision
@@ -170,10 +174,10 @@ class SlurmJob:
                         self._resubmit()
                         return EXIT_FINISHED
                     if cancelled or not slurm.requeue(self.id):
-                        self._try_record(Event.CANCELLED)
+                        self._try_record(Event.CANCELLED)  # a requeue would undo the scancel
                         log.info("%s: cancelled: not started again", self.run.name)
                         return EXIT_FINISHED
-                self._exclude(job)
+                self._exclude(job)  # after the requeue: Slurm takes ExcNodeList for a job in the queue only
                 return EXIT_FINISHED
             except slurm.Refused as error:
                 log.warning("%s: %s; a new job will follow this one", self.run.name, error)

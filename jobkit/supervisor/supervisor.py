@@ -37,7 +37,7 @@ hit the next attempt.
 """
 
 PAUSE_SECONDS = 1.0
-"""How long to wait after Slurm, or the disk, has not answered."""
+"""How long to wait after Slurm, or the disk, has not answered: a busy slurmctld is not helped by more questions."""
 
 
 class Job(Protocol):
@@ -158,6 +158,7 @@ class AttemptWatch:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
+        # Requests before the watchdog: ranks that save for one give no heartbeat.
         if request := self.run.stop_request(self.attempt):
             self._obey(request)  # `jobkit preempt`, `jobkit cancel`
         if self.limit.is_over(saving=self._is_saving()):

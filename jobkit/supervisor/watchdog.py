@@ -17,13 +17,14 @@ from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import request_stop
 
 LEAST_SECONDS = 300.0
-"""`watchdog: auto` waits at least this long for a step, with an evaluation or the end of a checkpoint in it."""
+"""`watchdog: auto` waits at least this long: in a step there may be an evaluation, or a checkpoint to a slow disk."""
 
 MAX_FACTOR = 8.0
-"""How many times longer it waits after false alarms, at most."""
+"""How many times longer it waits after false alarms, at most: a run that really hangs is to end some day."""
 
 GAP_SECONDS = 30.0
-"""A watch that has not looked for so long was stopped itself, as the ranks may have been."""
+"""A watch that has not looked for so long was stopped itself, as the ranks may have been: a laptop's lid, scontrol
+suspend, a disk that did not answer. They get the whole time again."""
 
 TIMES_SLOWEST = 20.0
 """`watchdog: auto` waits this many times as long as the slowest step so far took."""
@@ -32,7 +33,7 @@ OUTSIDE_LOOP_SECONDS = 1800.0
 """How long imports, the building of a model, the first step and what follows the loop may take, at the least."""
 
 STACKS_SECONDS = 2.0
-"""What the ranks get to write down their stacks."""
+"""What the ranks get to write down their stacks, which faulthandler does in milliseconds where a disk takes them."""
 
 
 class Watch:
@@ -110,6 +111,7 @@ class Watch:
 
 def end_hung(run: RunDir, attempt: int, error: str, send: Callable[[str], None]) -> None:
     """Have all ranks write down their stacks, then kill them; `send` sends the signal of a name to every rank."""
+    # Before the signals: ranks that end of them are diagnosed by it. It replaces a request that they have not obeyed.
     request_stop(run, attempt, StopRequest(cause="hang", error=error), replace=True)
     send("USR1")  # STACKS_SIGNAL of worker/failure.py
     send("CONT")  # a stopped one writes its own down when it goes on
