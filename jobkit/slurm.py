@@ -113,10 +113,7 @@ class JobInfo:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until its time is over.
-
-        Within the job by the clock of its first node alone, which began it: that may not be the controller's.
-        """
+        """Seconds until its time is over; in the job by its first node's clock, which may not be the controller's."""
         if self.limit is None or self.limit > MAX_LIMIT_SECONDS:
             return None
         began = os.environ.get("JOBKIT_BEGAN")
@@ -282,10 +279,7 @@ class Refused(SchedulerError):
 
 
 def requeue(job_id: str) -> bool:
-    """Put a job back into the queue: it starts again as the same job. False where its owner has cancelled it.
-
-    Raises Refused where the job, or the cluster, does not allow that.
-    """
+    """Put a job back into the queue, as the same job; False where its owner has cancelled it. Raises Refused."""
     for _ in range(3):  # its state may change between the look and the command
         job = show_job(job_id)
         if job is not None and (job.state == "PENDING" or job.requeued_by_slurm):

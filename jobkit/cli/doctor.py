@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from jobkit.run.status import State, Status
 from jobkit.run.yamlfile import dump
 from jobkit.submission import checks
 from jobkit.submission.checks import OK, PROBLEM, WARNING, Check
-from jobkit.submission.plan import LaunchPlan, make_plan
+from jobkit.submission.plan import make_plan
 from jobkit.submission.probe import TASK, run_probe
 
 COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
@@ -50,15 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
         loaded = _experiment(arguments, cluster, Path(folder))
         with loaded.places.locating_errors():
             plan = make_plan(runs / "doctor", loaded.config, cluster)
-        found = []
-        for check in _checks(plan, runs):
-            found.append(check)
+        resources = plan.config.resources
+        found = [*checks.check_machine(resources.gpus_per_task), checks.check_runs_dir(runs)]
+        if plan.scheduler == "slurm":
+            found += checks.check_slurm(plan.parameters.get("partition"), resources.nodes)
+        for check in found:
             _say(console, check)
         probe: dict[str, Any] | None = None
         if not arguments.no_probe and all(check.state != PROBLEM for check in found):
             measured, status = run_probe(loaded, plan, Path(folder), lambda line: console.print(line, markup=False))
             probe = status.result if status.state == State.FINISHED else None
-            found.append(verdict(measured, status, plan.config.resources.nodes))
+            found.append(verdict(measured, status, resources.nodes))
             _say(console, found[-1])
     ok = all(check.state != PROBLEM for check in found)
     if arguments.json:
@@ -81,14 +82,6 @@ def _experiment(arguments: argparse.Namespace, cluster: str, folder: Path) -> Lo
     file = folder / "doctor.yaml"
     file.write_text(dump({"name": "doctor", "task": TASK, "resources": resources, "retry": {"crash": 1}}))
     return load(file, arguments.overrides)
-
-
-def _checks(plan: LaunchPlan, runs: Path) -> Sequence[Check]:
-    resources = plan.config.resources
-    found = [*checks.check_machine(resources.gpus_per_task), checks.check_runs_dir(runs)]
-    if plan.scheduler == "slurm":
-        found += checks.check_slurm(plan.parameters.get("partition"), resources.nodes)
-    return found
 
 
 def _say(console: Console, check: Check) -> None:

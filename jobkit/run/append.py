@@ -29,7 +29,7 @@ def append_whole(fd: int, data: bytes, *, durable: bool) -> None:
 class Backlog:
     """Records that wait in memory, in their order, until a disk takes them: at most `limit` bytes, or one record.
 
-    Once there is no room, nothing more is kept until all that waits is written: what is missing then is one gap.
+    Once there is no room nothing more is kept until all is written: what is missing then is one gap.
     """
 
     def __init__(self, limit: int) -> None:

@@ -82,10 +82,7 @@ def listed(one: DeviceKind, environ: Mapping[str, str]) -> list[str] | None:
 
 
 def of_this_machine(device: str, environ: Mapping[str, str]) -> tuple[DeviceKind, list[str] | None]:
-    """The kind that a YAML's `device` is on this machine, without asking its driver, and what `listed` says of it.
-
-    `auto` is the first of KINDS that has devices here, cuda where none is seen.
-    """
+    """The kind that a YAML's `device` is here, and its `listed`; for `auto` the first that has devices, else cuda."""
     chosen = kind(device)
     if chosen is not None:
         return chosen, listed(chosen, environ)

@@ -13,10 +13,7 @@ FORMS = "a time like 30min, 2h, 1:30:00 or 1-12:00:00 (a bare number is minutes,
 
 
 def parse_seconds(text: str | int) -> int:
-    """Seconds of `30min`, `2h`, or one of sbatch's forms: `m`, `m:s`, `h:m:s`, `d-h`, `d-h:m`, `d-h:m:s`.
-
-    Raises ValueError, with the forms that are allowed, for anything else, zero and negative times included.
-    """
+    """Seconds of `30min`, `2h`, or of sbatch's `m`, `m:s`, `h:m:s`, `d-h[:m[:s]]`; ValueError for others, and for 0."""
     seconds = _parse(str(text).strip().lower())
     if seconds is None or seconds <= 0:
         raise ValueError(FORMS)

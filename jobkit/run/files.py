@@ -20,7 +20,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None:
-    """Replace `path` with `data`. A reader, or a crash at any instant, sees the old file or the new one.
+    """Replace `path` with `data`: a reader, or a crash at any instant, sees the old file or the new one.
 
     `durable=False` skips the fsync: for files that are only a view of something durable, like a progress report.
     """

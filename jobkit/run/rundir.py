@@ -182,10 +182,7 @@ def next_version(runs_dir: Path, name: str) -> RunDir:
 
 
 def find_run(text: str, runs_dir: Path) -> RunDir:
-    """The run a person means: a path, a run's name, the unique beginning of one, or a job id.
-
-    Raises InputError naming the nearest run, or the several that match.
-    """
+    """The run a person means: a path, a run's name, the unique beginning of one, or a job id; InputError for others."""
     for candidate in (Path(text), runs_dir / text):
         if RunDir(candidate).exists():
             return RunDir(candidate.resolve())

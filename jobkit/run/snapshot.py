@@ -56,10 +56,7 @@ def take(source: Path, code_dir: Path, skip: Path, needed: Path | None = None) -
 
 
 def verify(code_dir: Path, digest: str) -> list[str]:
-    """What is wrong with a snapshot, as lines; empty when every file is as it was taken.
-
-    An attempt asks this before it runs: a file that a crash or a hand has changed is refused, not trained with.
-    """
+    """What a crash or a hand has changed in a snapshot, as lines: an attempt refuses it instead of training with it."""
     root = code_dir / digest
     files = read_json(root / MANIFEST)
     if not isinstance(files, dict):
@@ -84,14 +81,14 @@ def _list(source: Path, skip: Path, needed: Path | None) -> list[Path]:
     found = _git_files(source)
     if found is None or (needed is not None and needed not in found):
         found = list(_walk(source, skip))
-    kept = [file for file in sorted(found) if skip not in (source / file).parents and _is_code(source / file)]
+    kept = []
+    for file in sorted(found):
+        full = source / file
+        if skip not in full.parents and full.is_file() and full.stat().st_size <= MAX_FILE_BYTES:
+            kept.append(file)
     if len(kept) > MAX_FILES:
         raise InputError(f"{source}: more than {MAX_FILES} code files; run the command in the project's own folder")
     return kept
-
-
-def _is_code(file: Path) -> bool:
-    return file.is_file() and file.stat().st_size <= MAX_FILE_BYTES
 
 
 def _git_files(source: Path) -> list[Path] | None:

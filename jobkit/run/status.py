@@ -207,7 +207,10 @@ def _apply(status: Status, event: Entry) -> None:
         case Event.RESUMED:
             _resumed(status, event)
         case Event.CHECKPOINT:
-            _checkpoint(status, event)
+            status.step = status.checkpoint = int(event["step"])
+            if attempt:
+                attempt.durable_step = status.checkpoint
+                attempt.stalled += float(event.get("stall", 0.0))
         case Event.STRAGGLER:
             status.stragglers.append(records.of(Straggler, event))
         case Event.STRAGGLER_OVER:
@@ -274,13 +277,6 @@ def _resumed(status: Status, event: Entry) -> None:
     if attempt := status.attempt:
         attempt.first_step = attempt.durable_step = status.step
         attempt.resumed = float(event["time"])
-
-
-def _checkpoint(status: Status, event: Entry) -> None:
-    status.step = status.checkpoint = int(event["step"])
-    if attempt := status.attempt:
-        attempt.durable_step = status.checkpoint
-        attempt.stalled += float(event.get("stall", 0.0))
 
 
 def _end(status: Status, event: Entry, state: State, cause: str) -> None:

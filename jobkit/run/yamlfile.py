@@ -72,10 +72,7 @@ def parse_value(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in a file, and the line (from 1) on which each dotted key stands.
-
-    Raises InputError with file and line for a file that is missing, not YAML, or not a mapping.
-    """
+    """The mapping in a file, and the line (from 1) of each dotted key. Raises InputError with file and line."""
     try:
         text = path.read_text()
     except FileNotFoundError:

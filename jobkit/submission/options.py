@@ -47,10 +47,7 @@ OWNED = {
 
 
 def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A cluster entry as (resources it overrides, Submitit's parameters); `-` and `_` in a key are the same.
-
-    Raises InvalidValue for an unknown key, with the nearest valid one, and for one that jobkit sets itself.
-    """
+    """A cluster entry as (resources it overrides, Submitit's parameters); raises InvalidValue, with the nearest key."""
     submitit = set(submitit_slurm._get_default_parameters())
     allowed = (submitit | OTHER_SBATCH | RESOURCES) - set(OWNED)
     resources: dict[str, Any] = {}

@@ -53,10 +53,7 @@ class LaunchPlan:
 
 
 def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
-    """The plan for a config on a cluster: `local`, `slurm`, or a name under `clusters:`.
-
-    Raises InputError for a cluster that is not there, and InvalidValue for an option that is not one.
-    """
+    """The plan for a config on `local`, `slurm`, or a name under `clusters:`. Raises InputError, InvalidValue."""
     entry = _entry(config, cluster)
     scheduler = entry.get("scheduler", cluster if cluster in SCHEDULERS else "slurm")
     if scheduler not in SCHEDULERS:

@@ -32,7 +32,7 @@ def run_probe(
 ) -> tuple[RunDir, Status]:
     """Run the experiment to its end, saying what is waited for; its directory stays only where it failed.
 
-    Raises KeyboardInterrupt, after cancelling it, for Ctrl-C and its like, and InputError for a rank that is alone.
+    Ctrl-C and its like cancel it and raise KeyboardInterrupt; a rank that is alone is an InputError.
     """
     if plan.config.resources.world_size == 1:
         raise InputError("a probe of the network needs two ranks: --tasks-per-node 2, or --no-probe for checks alone")

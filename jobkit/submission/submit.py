@@ -40,10 +40,7 @@ class Outcome:
 
 
 def check(config: Config, source: Path) -> Path | None:
-    """Refuse a config that would fail in the job; returns the task's file relative to `source`, where it is below it.
-
-    Raises InvalidValue for a task that does not import, a command that does not start, and a missing input.
-    """
+    """Refuse a config that would fail in the job; the task's file relative to `source`, where it is below it."""
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")

@@ -54,7 +54,8 @@ def check_command(command: list[str], root: Path) -> Path | None:
         hint = "" if "/" in program else nearest(program, ["python", "torchrun", "accelerate", "bash"])
         raise InvalidValue("command", f"{program}: {what}{hint}")
     if not is_python(program):
-        return next((Path(word) for word in command[1:] if _is_own_file(word, root)), None)
+        own = (Path(word) for word in command[1:] if word.endswith(".py"))
+        return next((one for one in own if not one.is_absolute() and (root / one).is_file()), None)
     runs = target(command)
     if runs is None:
         raise InvalidValue("command", f"{program} with nothing to run: name a script, -m module or -c statements")
@@ -76,10 +77,6 @@ def check_command(command: list[str], root: Path) -> Path | None:
     if file.suffix == ".py" and (runs.kind == "script" or root in file.parents):
         parse(file)
     return file.relative_to(root) if file.is_file() and root in file.parents else None
-
-
-def _is_own_file(word: str, root: Path) -> bool:
-    return word.endswith(".py") and not Path(word).is_absolute() and (root / word).is_file()
 
 
 def parse(file: Path) -> ast.Module:

@@ -44,11 +44,15 @@ def supervise_here(run: RunDir) -> int:
         lock.release()
 
 
-def supervise_in_job(run: RunDir, job: SlurmJob, srun_args: Sequence[str]) -> int:
-    """Run the attempt of this start of a Slurm job."""
+def supervise_in_job(run: RunDir, verb: str, arguments: Sequence[str]) -> int:
+    """Run the attempt of this start of a Slurm job, or end one whose supervisor is gone."""
+    job = SlurmJob(run, slurm.current_job() or "")
+    if verb == "end":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, at the time limit or after a requeue
+        return job.finish(int(arguments[0]) if arguments else None)
     job.listen()
     try:
-        return Supervisor(run, SlurmRanks(run, job.id, srun_args), job).supervise()
+        return Supervisor(run, SlurmRanks(run, job.id, arguments), job).supervise()
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return EXIT_FINISHED
@@ -61,12 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDir(Path(path))
     if verb == "local":
         return supervise_here(run)
-    job = SlurmJob(run, slurm.current_job() or "")
-    if verb == "slurm":
-        code = supervise_in_job(run, job, rest)
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, at the time limit or after a requeue
-        code = job.finish(int(rest[0]) if rest else None)
+    code = supervise_in_job(run, verb, rest)
     return EXIT_DECIDED if code == EXIT_FAILED else code
 
 

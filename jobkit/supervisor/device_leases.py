@@ -153,10 +153,7 @@ def _cuda_names(devices: Sequence[str], gpus: Sequence[tuple[str, str]], by_bus:
 
 
 def _ask_driver() -> list[tuple[str, str]]:
-    """(UUID, model) of each NVIDIA GPU of the machine, in the order of the PCI bus; none where there is no driver.
-
-    NVML, unlike CUDA, sees all of them whatever CUDA_VISIBLE_DEVICES says, and holds no memory on any.
-    """
+    """(UUID, model) of each NVIDIA GPU in the order of the PCI bus, hidden ones too; none without a driver."""
     import pynvml  # here: only a local run on NVIDIA's GPUs needs it
 
     try:

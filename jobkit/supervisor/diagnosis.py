@@ -37,10 +37,7 @@ class EndCause:
 
 
 def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
-    """The cause of an attempt's hard end, the most reliable source first.
-
-    `nodes` is how many the attempt had, `first` the first rank to fail as far as known, `job` Slurm's record.
-    """
+    """The cause of the hard end of an attempt on some nodes, the most reliable source first."""
     if first is not None and first.node_lost:  # whatever else happened followed from it
         return node_died(first.node)
     progress = run.progress()

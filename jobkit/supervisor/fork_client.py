@@ -1,7 +1,4 @@
-"""The supervisor's side of jobkit/worker/fork_server.py: ranks are forked by a process that has imported torch already.
-
-Never imports torch itself.
-"""
+"""The supervisor's side of worker/fork_server.py, a process that has imported torch and forks ranks. No torch here."""
 
 from __future__ import annotations
 
@@ -142,10 +139,7 @@ class ForkClient:
         return int(answer["forked"])
 
     def poll(self, pid: int) -> int | None:
-        """As subprocess's `poll`: None while the process runs, then its exit code, or the negative of its signal.
-
-        Where the server itself has died nobody knows exit codes any more: -9, once the process is gone.
-        """
+        """As subprocess's `poll`; -9 for a process that is gone with its server, as nobody knows its exit code then."""
         while not self.is_gone and self._channel.is_readable():
             self._receive()
         if self.is_gone and pid not in self._returncodes and not lives(pid):
@@ -153,7 +147,7 @@ class ForkClient:
         return self._returncodes.get(pid)
 
     def listen(self, path: str | os.PathLike[str]) -> None:
-        """Make the server a warm one: it forks a server of its own for each client that connects to this socket.
+        """Make the server fork one of its own for each client of this socket: a warm one.
 
         The path is there when this returns; who connects before the imports are done waits for them.
         """

@@ -66,8 +66,7 @@ class Ranks(Protocol):
 class LocalRanks:
     """Processes of this machine, each with its logs and its devices; nodes are simulated.
 
-    They are forked by one process that lives as long as the supervisor and has imported torch, so that the ranks of a
-    next attempt need not.
+    The process that forks them lives as long as the supervisor: the ranks of a next attempt need not import torch.
     """
 
     poll_seconds = 0.05  # a read of our own memory and of one socket
@@ -176,10 +175,7 @@ class LocalRanks:
         return all(code == 0 for code in self._codes())
 
     def close(self) -> None:
-        """Kill the ranks, where any are left, and what they have started. Their server is for the next attempt.
-
-        It ends with the supervisor, however that ends: the kernel closes the connection.
-        """
+        """Kill the ranks that are left, and what they have started; their server stays, until the supervisor ends."""
         self.first_failure()  # before they are killed: SIGKILL would look like the cause
         self.signal("KILL")
         while self.are_running():
@@ -269,7 +265,7 @@ class SlurmRanks:
 def number_steps_anew() -> None:
     """Let this start of the job number its steps differently from the last one.
 
-    A busy Slurm may repeat a kill of the last attempt's step a minute later; each start of a job counts its steps from
+    A busy Slurm may repeat a kill of the last attempt's step a minute later. Each start of a job counts its steps from
     0, so that the kill would hit this attempt's.
     """
     for _ in range(int(os.environ.get("SLURM_RESTART_COUNT") or 0) % STEP_NUMBERS):

@@ -126,12 +126,10 @@ class SlurmJob:
         return {State.INTERRUPTED: EXIT_RESUMABLE, State.FAILED: EXIT_FAILED}.get(state, EXIT_FINISHED)
 
     def finish(self, number: int | None = None) -> int:
-        """End the newest attempt where its supervisor has not, and carry out what follows.
+        """End the newest attempt where its supervisor has not, and carry out what follows; harmless to call twice.
 
-        `number` is the attempt of a rank that calls this: it leaves the ranks alone, of which it is one.
-
-        Harmless to call twice: a job that is in the queue again already is left there. Raises LookupError where no
-        attempt of this job is known.
+        `number` is the attempt of a rank that calls this: it leaves the ranks alone, of which it is one. Raises LookupError
+        where no attempt of this job is known.
         """
         job = self.record()
         try:

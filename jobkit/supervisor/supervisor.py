@@ -68,10 +68,7 @@ class Job(Protocol):
         """Do what is right where the run directory is away, so that nothing can be decided; the exit code."""
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
-        """Carry a decision out; the exit code of the supervisor, or None to start the next attempt here.
-
-        `now`: nobody else will be able to, see leaves_no_time.
-        """
+        """Carry it out, `now` where nobody else will be able to; the exit code, or None for a next attempt here."""
 
 
 class Supervisor:
