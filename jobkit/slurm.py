@@ -233,6 +233,7 @@ def dead_node(nodes: str) -> str | None:
 def died_since(node: str, when: float) -> bool:
     """Whether a node is down, or its slurmd was started anew after `when`, in seconds since the epoch."""
     fields = dict(re.findall(r"(\S+?)=(\S*)", command("scontrol", "--oneliner", "show", "node", node)))
+    # A node that has rebooted is up again when the job's next start asks: only its slurmd's age tells.
     started = _time(fields.get("SlurmdStartTime"))
     down = re.search(r"DOWN|NOT_RESPONDING|\*", fields.get("State", "")) is not None
     return down or started is None or started > when
@@ -245,6 +246,7 @@ def expand(nodes: str) -> list[str]:
 
 def nodes_left(partition: str, without: Collection[str]) -> int:
     """How many usable nodes of a partition are not among some others."""
+    # Drained and down nodes take no job; allocated and completing ones will.
     usable = "--states=idle,mix,alloc,comp"
     names = set(command("sinfo", "--noheader", "--Node", f"--partition={partition}", usable, "--format=%N").split())
     return len(names - set(without))
@@ -314,6 +316,7 @@ def exclude(job_id: str, nodes: str) -> None:
 def steps(job_id: str) -> list[str]:
     """Ids of the steps of a job that srun started and that are not over."""
     listed = command("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i").split()
+    # Not the batch script's, an interactive one's or `extern`: they have names where srun's have numbers.
     return [step for step in listed if step.rpartition(".")[2].isdigit()]
 
 

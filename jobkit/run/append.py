@@ -20,6 +20,7 @@ def append_whole(fd: int, data: bytes, *, durable: bool) -> None:
         if durable:
             os.fsync(fd)
     except OSError:
+        # A part of a line would run into the next one; another writer's line behind it is not ours to cut.
         with suppress(OSError):
             if os.fstat(fd).st_size == before + written:  # nobody has written since
                 os.ftruncate(fd, before)

@@ -123,7 +123,7 @@ class RunDir:
 
     def record(self, event: Event, **fields: Any) -> None:
         """Append to the journal and let status.json follow, unless the disk has no room for what is only derived."""
-        self.journal.append(event, **fields)
+        self.journal.append(event, **fields)  # first: it is the truth, which status.json is derived from
         with suppress(OSError):
             self.write_status()
 

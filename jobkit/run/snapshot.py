@@ -43,6 +43,7 @@ def take(source: Path, code_dir: Path, skip: Path, needed: Path | None = None) -
     destination = code_dir / digest
     if destination.exists():
         return digest
+    # Beside the others under a name of its own: two submissions of one run may copy at the same time.
     staging = code_dir / f".{digest}.{os.getpid()}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

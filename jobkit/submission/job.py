@@ -39,6 +39,7 @@ def update_status(run: RunDir) -> Status:
     status = run.status()  # read again: its end may have been recorded while the scheduler was asked
     if not _is_under_way(status):
         return status
+    # Slurm forgets a job MinJobAge, 300 s by default, after its end: then it is lost, and nobody can say why.
     job = slurm.show_job(status.job_id) if status.scheduler == "slurm" and status.job_id else None
     cause = (slurm.stop_cause(job) if job else None) or "lost"
     attempt = status.attempt.id if status.attempt and status.state == State.RUNNING else None

@@ -69,7 +69,7 @@ def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
         raise InvalidValue("device", f"found {config.device!r}, but resources.gpus_per_task is 0: set it to 1")
     if scheduler == "local":
         _check_local_devices(config.device, resources)
-        parameters = {}
+        parameters = {}  # they are sbatch's
     else:
         parameters = _sbatch_parameters(resources, parameters)
     return LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler, parameters=parameters).at(run)

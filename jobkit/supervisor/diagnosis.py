@@ -43,16 +43,19 @@ def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, 
     progress = run.progress()
     known = Failure(peak_bytes=progress.peak_bytes) if progress and progress.attempt == attempt else Failure()
     request = run.stop_request(attempt)
-    if request is not None:
+    if request is not None:  # our own doing: the signals that Slurm and the ranks report follow from it
         return EndCause(request.cause, replace(known, error=request.error))
+    # Slurm ended the job: the ranks died of its signals.
     if job is not None and (cause := slurm.stop_cause(job)):
         return EndCause(cause, replace(known, error="the batch script was killed" if cause == "killed" else None))
-    if first is not None and first.signal is not None:
+    if first is not None and first.signal is not None:  # before reports: the others' are of a closed connection
         return _killed(first, known)
     reports = run.failure_reports(attempt)
     report = _first_of(reports)
+    # Nobody asked it to stop, so it could not go on; and it would have reported why, had the disk taken it.
     if report is None and first is not None and first.code == EXIT_RESUMABLE:
         return EndCause("disk", replace(known, error=f"rank {first.rank} could not write to the run directory's disk"))
+    # The first to end has said nothing, and what the others say is only that it is gone.
     silent = first is not None and first.rank not in [one.rank for one in reports]
     if report is None or (silent and _is_secondary(report)):
         return _silent(first or FirstFailure(), known)

@@ -106,7 +106,10 @@ class SlurmJob:
         return retry_until_mounted(self.run, action)
 
     def give_up(self, error: OSError) -> int:
-        """Put the job into the queue again, a limited number of times: its next start looks for the directory."""
+        """Put the job into the queue again, a limited number of times: its next start looks for the directory.
+
+        It may be this node's mount alone, and with nothing on the disk to read nothing can be decided here.
+        """
         log.warning("%s: the run directory is away (%s); starting again to look for it", self.run.name, error)
         if int(os.environ.get("SLURM_RESTART_COUNT") or 0) >= BLIND_RESTARTS:
             return EXIT_RESUMABLE
@@ -128,7 +131,7 @@ class SlurmJob:
     def finish(self, number: int | None = None) -> int:
         """End the newest attempt where its supervisor has not, and carry out what follows; harmless to call twice.
 
-        `number` is the attempt of a rank that calls this: it leaves the ranks alone, of which it is one. Raises LookupError
+        `number` is the attempt of a rank that calls this: it leaves the ranks alone, of which it is one. LookupError
         where no attempt of this job is known.
         """
         job = self.record()
