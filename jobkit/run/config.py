@@ -93,8 +93,6 @@ _check_auto_or_count = _count_or("auto", 1, "auto, or 1 or more")
 PARALLEL_WORDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline")
 """What `parallel:` may be in a word."""
 
-AUTO_TIME_SECONDS = 3600
-
 
 def _field(check: Callable[[Any], object], default: Any = dataclasses.MISSING) -> Any:
     if default is dataclasses.MISSING:
@@ -125,7 +123,7 @@ class Resources:
     @property
     def seconds(self) -> int:
         """The time limit in seconds, as Slurm gets it."""
-        return AUTO_TIME_SECONDS if self.time == "auto" else parse_seconds(self.time)
+        return 3600 if self.time == "auto" else parse_seconds(self.time)
 
 
 @dataclass(frozen=True, kw_only=True)

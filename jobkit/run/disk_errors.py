@@ -12,15 +12,15 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Those of them that stay until a person makes room; the others may be one node's."""
 
 # What libraries written in Rust, safetensors among them, make of an OSError.
-_IN_WORDS = re.compile(r"\(os error (\d+)\)")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def disk_errno(error: BaseException | None) -> int:
     """The number among DISK_ERRORS that an exception, or what caused it, carries; 0 where it is not the disk's."""
     while error is not None:
         number = getattr(error, "errno", None)
-        if number is None and (words := _IN_WORDS.search(str(error))):
-            number = int(words[1])
+        if number is None and (match := _OS_ERROR.search(str(error))):
+            number = int(match[1])
         if number in DISK_ERRORS:
             return int(number)
         error = error.__cause__ or error.__context__

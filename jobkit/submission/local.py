@@ -18,23 +18,19 @@ from submitit.local import local as submitit_local
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan
 from jobkit.supervisor.device_leases import Leases, take
-from jobkit.supervisor.ranks import LIFELINE
+from jobkit.supervisor.ranks import FOREGROUND_PIPE
 from jobkit.worker.main import Worker
 
 
 class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
     """Starts one LaunchPlan on this machine; `nodes` are simulated."""
 
-    def __init__(self, plan: LaunchPlan, lifeline: int | None, leases: Leases) -> None:
+    def __init__(self, plan: LaunchPlan, foreground_pipe: int | None, leases: Leases) -> None:
         self.run = RunDir(plan.run)
         super().__init__(self.run.submitit)
         self.tasks = list(range(plan.config.resources.world_size))
-        self.lifeline = lifeline
+        self.foreground_pipe = foreground_pipe
         self.leases = leases
-
-    @classmethod
-    def affinity(cls) -> int:
-        return 0
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
@@ -42,15 +38,15 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
         # Submitit would name the pickle after the supervisor's process, which may look for it before that.
         (delayed,) = delayed_submissions
         delayed.dump(self.run.submitted_pickle)
-        lifeline = {} if self.lifeline is None else {LIFELINE: str(self.lifeline)}
+        foreground_pipe = {} if self.foreground_pipe is None else {FOREGROUND_PIPE: str(self.foreground_pipe)}
         with self.run.supervisor_log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "jobkit.supervisor", "local", str(self.run.path)],
-                env={**os.environ, **self.leases.environment, **lifeline},
+                env={**os.environ, **self.leases.environment, **foreground_pipe},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[*map(int, lifeline.values()), *self.leases.files],
+                pass_fds=[*map(int, foreground_pipe.values()), *self.leases.files],
                 start_new_session=True,
             )
         return [submitit_local.LocalJob(self.folder, job_id=str(process.pid), process=process, tasks=self.tasks)]

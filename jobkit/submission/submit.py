@@ -65,7 +65,7 @@ def choose_run(config: Config, runs_dir: Path, fresh: bool) -> RunDir:
 
 @contextlib.contextmanager
 def collected_signals() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list: a submission is made whole or not at all, then they are obeyed."""
+    """Collect SIGINT, SIGTERM and SIGHUP in a list: a submission is made whole or not at all, and then stopped."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda received, _: asked.append(received)) for number in numbers}

@@ -25,7 +25,7 @@ from jobkit.supervisor.slurm_job import EXIT_DECIDED, SlurmJob
 from jobkit.supervisor.supervisor import Supervisor
 
 
-def supervise_here(run: RunDir) -> int:
+def supervise_local(run: RunDir) -> int:
     """Run the attempts of a local run, as the only supervisor it has."""
     job = LocalJob(run)
     job.listen()
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     verb, path, *rest = arguments
     run = RunDir(Path(path))
     if verb == "local":
-        return supervise_here(run)
+        return supervise_local(run)
     code = supervise_in_job(run, verb, rest)
     return EXIT_DECIDED if code == EXIT_FAILED else code
 

@@ -143,7 +143,7 @@ def end(
             run.record(Event.FINISHED, attempt=number)
         else:
             cause = diagnosis.diagnose(run, number, run.config().resources.nodes, first, job)
-            _record_end(run, number, _obeyed(cause, first, job) if run.config().command else cause)
+            _record_end(run, number, _cause_of_signal(cause, first, job) if run.config().command else cause)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
     now = run.status()
@@ -174,7 +174,7 @@ def request_stop(run: RunDir, attempt: int, request: StopRequest, *, replace: bo
             records.write(run.stop_request_file(attempt), request)
 
 
-def _obeyed(cause: EndCause, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
+def _cause_of_signal(cause: EndCause, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
     """What the signal meant that a command died of: without jobkit.init, that is how it stops."""
     if cause.cause != "killed" or first is None or first.signal not in (signal.SIGTERM, signal.SIGUSR2):
         return cause

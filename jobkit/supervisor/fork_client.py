@@ -196,9 +196,9 @@ def _ask_warm_server(path: str, environment: Mapping[str, str], preload: Sequenc
         connection.close()
         return None
     channel = Channel(connection)
-    wish = {"executable": sys.executable, "environment": dict(environment), "preload": list(preload)}
+    request = {"executable": sys.executable, "environment": dict(environment), "preload": list(preload)}
     with contextlib.suppress(OSError):
-        channel.send({**wish, "cwd": str(Path.cwd())}, [1, 2])
+        channel.send({**request, "cwd": str(Path.cwd())}, [1, 2])
         answer = channel.receive()
         if answer is not None and answer[0]["accepted"]:
             return channel

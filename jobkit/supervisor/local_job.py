@@ -14,7 +14,7 @@ from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
-from jobkit.supervisor.ranks import LIFELINE
+from jobkit.supervisor.ranks import FOREGROUND_PIPE
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import LocalTimeLimit, TimeLimit
 
@@ -31,7 +31,7 @@ class LocalJob:
         self.run = run
         self.signals = 0
         """How often it was told to stop: the second time kills."""
-        self._lifeline = int(os.environ[LIFELINE]) if LIFELINE in os.environ else None
+        self._foreground_pipe = int(os.environ[FOREGROUND_PIPE]) if FOREGROUND_PIPE in os.environ else None
 
     def listen(self) -> None:
         """Take signals from here on: before the lock is held that tells others whom to signal."""
@@ -42,9 +42,9 @@ class LocalJob:
         self.signals += 2 if number == signal.SIGINT else 1  # what follows from it happens in the loop, not here
 
     def stop_request(self) -> StopRequest | None:
-        if self._lifeline is not None and select.select([self._lifeline], [], [], 0)[0]:
-            os.close(self._lifeline)  # a closed terminal, a kill -9: as if the command had asked to stop
-            self._lifeline = None
+        if self._foreground_pipe is not None and select.select([self._foreground_pipe], [], [], 0)[0]:
+            os.close(self._foreground_pipe)  # a closed terminal, a kill -9: as if the command had asked to stop
+            self._foreground_pipe = None
             self.signals += 1
         if not self.signals:
             return None

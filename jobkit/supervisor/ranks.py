@@ -22,7 +22,7 @@ from jobkit.supervisor.device_leases import LEASES, Leases
 from jobkit.supervisor.diagnosis import FirstFailure, first_failure, first_failure_of_job, srun_said
 from jobkit.supervisor.fork_client import TASK_MODULES, ForkClient, ForkServerError, lives
 
-LIFELINE = "JOBKIT_LIFELINE"
+FOREGROUND_PIPE = "JOBKIT_FOREGROUND_PIPE"
 """Environment variable with a pipe's read end: its end of file means that the command in the foreground is gone."""
 
 COMMAND_MODULES = ("submitit.core.submission", "jobkit.worker.main")
@@ -75,7 +75,7 @@ class LocalRanks:
         self.run = run
         self.job_id = job_id
         self.leases = Leases.inherited(os.environ)
-        self._outside = {name: value for name, value in os.environ.items() if name not in (LIFELINE, LEASES)}
+        self._outside = {name: value for name, value in os.environ.items() if name not in (FOREGROUND_PIPE, LEASES)}
         self._server: ForkClient | None = None
         self._pids: list[int] = []
         self._told = False
@@ -206,7 +206,7 @@ class SlurmRanks:
     def start(self, begun: Begun) -> None:
         """Start srun, whose messages go to a file: they say which rank failed first."""
         self.attempt = begun.number
-        number_steps_anew()  # before srun, whose step gets the next number
+        skip_step_numbers()  # before srun, whose step gets the next number
         # Submitit exports SUBMITIT_EXECUTOR=slurm; ours is the environment that leaves signals to jobkit.
         environment = {**os.environ, **begun.environment, "SUBMITIT_EXECUTOR": "jobkit"}
         with self.run.srun_log(begun.number).open("ab") as said:
@@ -262,7 +262,7 @@ class SlurmRanks:
             end_steps(self.job_id)
 
 
-def number_steps_anew() -> None:
+def skip_step_numbers() -> None:
     """Let this start of the job number its steps differently from the last one.
 
     A busy Slurm may repeat a kill of the last attempt's step a minute later. Each start of a job counts its steps from

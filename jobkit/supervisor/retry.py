@@ -66,13 +66,13 @@ def decide(
     if cause not in BUDGETS:
         return Decision("stop", cause)
     own = [attempt for attempt in attempts if attempt.submission == last.submission]
-    if words := _hopeless(own, retry):
+    if words := _reason_to_stop(own, retry):
         return Decision("stop", words, failed=True)
     again: Action = "requeue" if can_requeue else "resubmit"
     return Decision(again, cause, exclude=_bad_nodes(own, retry.exclude_after, excluded))
 
 
-def _hopeless(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
+def _reason_to_stop(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
     """Why one more attempt would end like the last ones; None where it may not."""
     last = attempts[-1]
     kind = BUDGETS[last.cause or "lost"]
@@ -85,9 +85,9 @@ def _hopeless(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
     if budget != UNLIMITED:
         if budget == 0:
             return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
-        fruitless = sum(BUDGETS.get(attempt.cause or "lost") == kind for attempt in _since_progress(attempts))
-        if fruitless >= budget:
-            return f"{what}; {fruitless} attempt(s) without progress (retry.{kind}: {budget}){advice}"
+        without_progress = sum(BUDGETS.get(attempt.cause or "lost") == kind for attempt in _since_progress(attempts))
+        if without_progress >= budget:
+            return f"{what}; {without_progress} attempt(s) without progress (retry.{kind}: {budget}){advice}"
     if kind == "crash" and retry.crash != UNLIMITED and failure.step is not None:
         same = sum(attempt.failure is not None and attempt.failure.step == failure.step for attempt in attempts)
         if same >= int(retry.crash):

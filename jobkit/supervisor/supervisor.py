@@ -148,7 +148,7 @@ class AttemptWatch:
 
     def _look(self) -> None:
         if request := self.job.stop_request():
-            self._obey(request)
+            self._stop_ranks(request)
         if self._is_a_rank_dead():
             self._kill()  # the others would wait for it for ever
             return
@@ -157,18 +157,18 @@ class AttemptWatch:
         self._looked = time.monotonic()
         # Requests before the watchdog: ranks that save for one give no heartbeat.
         if request := self.run.stop_request(self.attempt):
-            self._obey(request)  # `jobkit preempt`, `jobkit cancel`
+            self._stop_ranks(request)  # `jobkit preempt`, `jobkit cancel`
         if self.limit.is_over(saving=self._is_saving()):
-            self._obey(StopRequest(cause="timeout", grace=0))
+            self._stop_ranks(StopRequest(cause="timeout", grace=0))
         elif self.limit.is_near():
-            self._obey(StopRequest(cause="timeout"))
+            self._stop_ranks(StopRequest(cause="timeout"))
         self.watchdog = self.watchdog or Watch.of(self.run, self.attempt)
         if error := self.watchdog.look():
             log.warning("%s: %s", self.run.name, error)
             end_hung(self.run, self.attempt, error, self.ranks.signal)
             self._killed = True
 
-    def _obey(self, request: StopRequest) -> None:
+    def _stop_ranks(self, request: StopRequest) -> None:
         """Tell the ranks to stop, once, or kill them where the request leaves them no grace."""
         if request.grace != 0 and self._told:
             return

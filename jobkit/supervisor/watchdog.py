@@ -37,7 +37,7 @@ STACKS_SECONDS = 2.0
 
 
 class Watch:
-    """Judges from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.
+    """Finds from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.
 
     `false_alarms`: how many attempts ended as hung before: `auto`, and what is outside the loop, gets twice the time
     for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end. `may_be_silent`: ranks
@@ -111,7 +111,7 @@ class Watch:
 
 def end_hung(run: RunDir, attempt: int, error: str, send: Callable[[str], None]) -> None:
     """Have all ranks write down their stacks, then kill them; `send` sends the signal of a name to every rank."""
-    # Before the signals: ranks that end of them are diagnosed by it. It replaces a request that they have not obeyed.
+    # Before the signals: ranks that end of them are diagnosed by it. It replaces a request that they could not follow.
     request_stop(run, attempt, StopRequest(cause="hang", error=error), replace=True)
     send("USR1")  # STACKS_SIGNAL of worker/failure.py
     send("CONT")  # a stopped one writes its own down when it goes on

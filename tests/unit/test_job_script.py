@@ -15,7 +15,7 @@ from jobkit.run.config import Config, Resources
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.sbatch import JOB_SCRIPT, script
-from jobkit.supervisor.ranks import STEP_NUMBERS, SlurmRanks, number_steps_anew
+from jobkit.supervisor.ranks import STEP_NUMBERS, SlurmRanks, skip_step_numbers
 
 STAND_IN = """\
 #!/bin/bash
@@ -280,6 +280,6 @@ def test_each_start_of_a_job_numbers_its_steps_differently(
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-    number_steps_anew()
+    skip_step_numbers()
     steps = (tmp_path / "steps").read_text().splitlines() if (tmp_path / "steps").exists() else []
     assert steps == ["--overlap --nodes=1 --ntasks=1 true"] * (restarts % STEP_NUMBERS)
