@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -43,9 +44,8 @@ class Check:
 
 def check_machine(gpus_per_task: int) -> Iterator[Check]:
     """This machine and its Python."""
-    new_enough = sys.version_info >= (3, 10)
-    found = f"Python {platform.python_version()} ({sys.executable}), {os.cpu_count()} cores here"
-    yield Check("python", OK if new_enough else PROBLEM, found, "" if new_enough else "jobkit needs 3.10 or newer")
+    python = f"Python {platform.python_version()} ({sys.executable})"
+    yield Check("python", OK, f"{python}, {os.cpu_count()} cores here")
     yield _check_torch(gpus_per_task)
     plugin = any(entry.value == PLUGIN for entry in entry_points(group="submitit"))
     found = f"submitit {_version('submitit') or 'is not installed'}, jobkit {_version('jobkit') or 'is not installed'}"
@@ -97,13 +97,11 @@ def _locks_work(file: Path) -> bool:
     """Whether a lock that is held keeps a second one out."""
     first, second = FileLock(file), FileLock(file)
     try:
-        with first:
-            try:
-                second.acquire(blocking=False)
-            except Timeout:
-                return True
+        with first, contextlib.suppress(Timeout):
+            second.acquire(blocking=False)
             second.release()
             return False
+        return True
     except (OSError, NotImplementedError):  # a file system without flock
         return False
 
@@ -111,10 +109,11 @@ def _locks_work(file: Path) -> bool:
 def _file_system(path: Path) -> str:
     """The type of the file system that a path is on, as in `ext4` or `nfs4`."""
     best = ("", "unknown")
-    for line in Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else ():
-        point, kind = line.split()[1:3]
-        if path.resolve().is_relative_to(point) and len(point) >= len(best[0]):
-            best = (point, kind)
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/mounts").read_text().splitlines():
+            point, kind = line.split()[1:3]
+            if path.resolve().is_relative_to(point) and len(point) >= len(best[0]):
+                best = (point, kind)
     return best[1]
 
 
@@ -142,11 +141,9 @@ def _check_partition(
 ) -> Check:
     known = ", ".join(list(partitions)[:8]) + (" ..." if len(partitions) > 8 else "")
     say = "set clusters.<name>.partition"
-    if chosen is None:
-        return Check("partition", PROBLEM, f"there is no default partition (known: {known})", say)
-    if chosen not in partitions:
-        found = f"no partition {chosen!r}{nearest(chosen, partitions)} (known: {known})"
-        return Check("partition", PROBLEM, found, say)
+    if chosen is None or chosen not in partitions:
+        missing = f"no partition {chosen!r}{nearest(chosen, partitions)}" if chosen else "there is no default partition"
+        return Check("partition", PROBLEM, f"{missing} (known: {known})", say)
     own = partitions[chosen]
     total, limit = own.get("TotalNodes", "0"), own.get("MaxTime")
     found = f"{chosen} is {own.get('State')}: {total} node(s), {idle.get(chosen, 0)} idle, MaxTime={limit}"
