@@ -18,7 +18,7 @@ def append_whole(fd: int, data: bytes, *, durable: bool) -> None:
         while written < len(data):  # a disk that is just getting full takes a part, and says why the next time
             written += os.write(fd, data[written:])
         if durable:
-            os.fsync(fd)
+            os.fsync(fd)  # NFS says only here that the disk is full
     except OSError:
         # A part of a line would run into the next one; another writer's line behind it is not ours to cut.
         with suppress(OSError):

@@ -37,7 +37,7 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        fsync_dir(path.parent)
+        fsync_dir(path.parent)  # a rename is an entry of the directory, which the file's own fsync does not reach
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:

@@ -95,6 +95,7 @@ def _sbatch(run: RunDir) -> str:
 def _adopt(name: str) -> str:
     """The job that an sbatch without an answer may have queued: its run's name is its own. Raises SchedulerTimeout."""
     for pause in RETRY_SECONDS:
+        # A slurmctld that was too busy to answer works its requests off later: the job may appear in a while.
         with contextlib.suppress(SchedulerError):
             if found := slurm.jobs_named(name):
                 return found[0]

@@ -100,6 +100,7 @@ def submit(
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
         plan = plan.at(run.path)
         is_new = not run.exists()
+        # The journal first has to agree with Slurm: an earlier submission may have been cut off after its sbatch.
         before = Status() if is_new else job.reconcile(run)
         try:
             changed = _code_changes(run, before, source, task_file)

@@ -269,7 +269,7 @@ def skip_step_numbers() -> None:
     0, so that the kill would hit this attempt's.
     """
     for _ in range(int(os.environ.get("SLURM_RESTART_COUNT") or 0) % STEP_NUMBERS):
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # of a busy slurmctld: the attempt is worth more
             # --overlap: the step takes nothing of the nodes, so that it need not wait for a step that still ends.
             empty = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "true"]
             subprocess.run(empty, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
