@@ -369,6 +369,11 @@ class Context:
         """Write what was logged; without the other ranks, which may be gone."""
         self._reporter.close()
 
+    def record_end(self, event: Event, **fields: Any) -> None:
+        """Journal how a script ended without `finish`, on rank 0; without the other ranks, which may be gone."""
+        self._reporter.record(event, **fields)
+        retry_on_full_disk(RankGroup.alone(), self._signals, self._reporter.write_journal)
+
     def close(self) -> None:
         """Finish what is being written, on all ranks together, and leave the process group."""
         self._closed = True

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -196,19 +197,34 @@ class ScriptEnd:
     display: Display | None = None
     lock: FileLock | None = None
     """Held until this process ends."""
+    has_run: bool = False
 
     def register(self) -> None:
+        """Run when the script ends: after an error at once, for at exit Python's thread pools take no more work, and a
+        checkpoint that is being written needs them."""
+        show = sys.excepthook
+
+        def show_and_run(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            show(kind, error, trace)
+            self.run(error)
+
+        sys.excepthook = show_and_run
         atexit.register(self.run)
 
-    def run(self) -> None:
-        error = getattr(sys, "last_value", None)  # what the interpreter has just printed the traceback of
-        if isinstance(error, LostLease):
-            end_after_lost_lease(error)
-        if self.context.stopped is not None and not self.context.is_closed:
-            kill_children()
-            self.context.close()  # together: a launcher that sees one rank end with 75 kills the others
-        if not self.context.is_closed:
-            self._end_early(error)
+    def run(self, error: BaseException | None = None) -> None:
+        if self.has_run:
+            return
+        self.has_run = True
+        try:
+            if isinstance(error, LostLease):
+                raise error
+            if self.context.stopped is not None and not self.context.is_closed:
+                kill_children()
+                self.context.close()  # together: a launcher that sees one rank end with 75 kills the others
+            if not self.context.is_closed:
+                self._end_early(error)
+        except LostLease as lost:
+            end_after_lost_lease(lost)
         if self.display is not None:
             self.display.close()
 
@@ -225,18 +241,19 @@ class ScriptEnd:
             self._record_end(error)
 
     def _record_end(self, error: BaseException | None) -> None:
-        run, number = self.rank.run, self.rank.attempt
-        attempt = run.status().attempt
-        if attempt is None or attempt.id != number or attempt.ended is not None:
+        attempt = self.rank.run.status().attempt
+        if attempt is None or attempt.id != self.rank.attempt or attempt.ended is not None:
             return
         if self.in_command and (error is not None or self.context.loop_is_over):
             return  # jobkit outside sees how the ranks end
         if error is not None and not isinstance(error, KeyboardInterrupt):
             cause = self._cause_of_failure(error)
-            known = records.known(cause.failure)
-            run.record(Event.FAILED, attempt=number, cause=cause.cause, error=cause.failure.error, failure=known)
+            failure = cause.failure
+            self.context.record_end(
+                Event.FAILED, cause=cause.cause, error=failure.error, failure=records.known(failure)
+            )
         else:
-            run.record(Event.INTERRUPTED, attempt=number, cause="left", step=self.context.durable_step or 0)
+            self.context.record_end(Event.INTERRUPTED, cause="left", step=self.context.durable_step or 0)
 
     def _cause_of_failure(self, error: BaseException) -> EndCause:
         """What the rank that failed first has written down, once it has: this one may only have missed it."""

@@ -70,6 +70,31 @@ def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) 
     assert "ZeroDivisionError" in status(run)["error"]
 
 
+WRITES_SLOWLY = """\
+import time
+from jobkit.checkpoint.storage import ChecksummedFile
+
+write = ChecksummedFile.write
+
+def write_slowly(self, data):
+    time.sleep(0.05)
+    write(self, data)
+
+ChecksummedFile.write = write_slowly
+"""
+
+
+def test_a_checkpoint_under_way_when_a_script_fails_becomes_durable(tmp_path: Path) -> None:
+    # The last step comes right after a checkpoint was begun.
+    script = SCRIPT.replace("SLEEP", "0").replace("loss.backward()", "if step == 39: 1 / 0\n    loss.backward()")
+    (tmp_path / "train.py").write_text(WRITES_SLOWLY + script)
+    assert subprocess.run([sys.executable, "train.py"], cwd=tmp_path, timeout=600).returncode == 1
+    (run,) = tmp_path.glob("runs/plain-*")
+    assert [(event["event"], event.get("step")) for event in events(run)][-2] == ("checkpoint", 39)
+    assert (run / "checkpoints" / "step_00000039").exists()
+    assert status(run)["state"] == "failed"
+
+
 CLOSES_ITS_CONNECTIONS_FIRST = """\
 if ctx.rank == 1 and step == 3:
         import contextlib, os, socket
