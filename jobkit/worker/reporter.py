@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from jobkit.display import Display
+from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.append import Backlog, Outage
 from jobkit.run.events import Event
@@ -69,6 +70,7 @@ class RunReporter:
         self._writing = threading.Lock()
         """Events are recorded in the training's thread, the metrics' and a checkpoint's."""
         self._events = Backlog(MAX_UNWRITTEN_EVENTS)
+        self._has_dropped_events = False
         self._status_is_old = False
         self._outage = Outage(
             "the journal", "Training goes on, its events are kept in memory; the checkpoints that are there are safe."
@@ -80,10 +82,11 @@ class RunReporter:
         """Journal an event of this attempt, once: on rank 0. What the disk does not take now is written later."""
         if not self._is_main:
             return
+        line = encode({"time": round(time.time(), 3), "event": event, "attempt": self._attempt, **fields})
         with self._writing:
-            self._events.add(
-                encode({"time": round(time.time(), 3), "event": event, "attempt": self._attempt, **fields})
-            )
+            if not self._events.add(line) and not self._has_dropped_events:
+                self._has_dropped_events = True
+                log.warning("no memory is left for events that the journal cannot take: from here on they are lost")
         with self._outage.survived():
             self.write_journal()
 
