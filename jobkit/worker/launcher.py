@@ -1,4 +1,7 @@
-"""Which launcher started this process, and what it says about the ranks: one row of environment variables for each."""
+"""Which launcher started this process (jobkit starts its own ranks in jobkit/supervisor/ranks.py), and what it says.
+
+One row of environment variables for each launcher.
+"""
 
 from __future__ import annotations
 
