@@ -35,11 +35,7 @@ class RankGroup:
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        gather: Callable[[Any], list[Any]],
-        group: dist.ProcessGroup | None = None,
+        self, rank: int, world_size: int, gather: Callable[[Any], list[Any]], group: dist.ProcessGroup | None = None
     ) -> None:
         self.rank = rank
         self.world_size = world_size

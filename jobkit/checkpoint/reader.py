@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
-from jobkit.checkpoint.planner import BytesLoadPlanner
 from jobkit.checkpoint.staging import SHARED, local_key, tree_key
 from jobkit.checkpoint.state import named_tensors, unescape, unflatten
 from jobkit.checkpoint.storage import RawReader
@@ -52,7 +54,8 @@ class Reader:
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
         self.set_aside = []
         with as_checkpoint_error("the checkpoints cannot be read"):
-            for step in self._ranks.on_main(self._candidates):
+            self._ranks.on_main(self._store.recover)
+            for step in self._ranks.on_main(self._store.steps):
                 manifest, problems = self._check(step)
                 if manifest is not None and not problems:
                     return self._load(step, manifest, templates, names)
@@ -66,26 +69,23 @@ class Reader:
     ) -> dict[str, Any]:
         return self._load(loaded.step, loaded.manifest, templates, set(templates), wants).shared
 
-    def _candidates(self) -> list[int]:
-        self._store.recover()
-        return self._store.steps()
-
     def _check(self, step: int) -> tuple[Manifest | None, list[str]]:
         """The manifest as rank 0 reads it, and what rank 0 too finds wrong with the files."""
         manifest, problem = self._ranks.on_main(lambda: self._manifest(step))
         if manifest is None:
             return None, [problem]
-        reports = self._ranks.gather(self._ranks.all_or_none(lambda: self._verify_share(step, manifest)))
-        suspects = [name for report in reports for name in report.problems]
+        problems = self._ranks.all_or_none(lambda: self._verify_share(step, manifest))
+        reports = self._ranks.gather((socket.gethostname(), problems))
+        suspects = [name for _, found in reports for name in found]
         if not suspects:
             return manifest, []
         # Set aside only what rank 0 finds damaged too: one node may have a bad mount, disk cache or memory.
         confirmed = self._ranks.on_main(lambda: self._store.verify(step, suspects, manifest))
         if not confirmed:
             seen = "; ".join(
-                f"rank {rank} on {report.host}: {problem}"
-                for rank, report in enumerate(reports)
-                for problem in report.problems.values()
+                f"rank {rank} on {host}: {problem}"
+                for rank, (host, found) in enumerate(reports)
+                for problem in found.values()
             )
             raise CheckpointError(f"the checkpoint of step {step} is good on rank 0, but not everywhere: {seen}")
         return manifest, confirmed
@@ -96,10 +96,10 @@ class Reader:
         except CheckpointError as error:
             return None, str(error)
 
-    def _verify_share(self, step: int, manifest: Manifest) -> _Report:
+    def _verify_share(self, step: int, manifest: Manifest) -> dict[str, str]:
+        """What is wrong with this rank's share of the files, by name: together the ranks read each byte once."""
         mine = sorted(manifest.files)[self._ranks.rank :: self._ranks.world_size]
-        problems = {name: found[0] for name in mine if (found := self._store.verify(step, [name], manifest))}
-        return _Report(socket.gethostname(), problems)
+        return {name: found[0] for name in mine if (found := self._store.verify(step, [name], manifest))}
 
     def _load(
         self,
@@ -112,18 +112,14 @@ class Reader:
         reader = RawReader(self._store.path(step))
         with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded"):
             wanted, left_out = self._ranks.all_or_none(lambda: self._targets(reader, templates, names, wants))
-            load(
-                wanted,
-                storage_reader=reader,
-                planner=BytesLoadPlanner(),
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            )
+            group = self._ranks.group
+            load(wanted, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
         trees = _trees(wanted | left_out)
         mine = local_key(self._ranks.rank)
         shared = {_name(key): tree for key, tree in trees.items() if key != mine}
-        contents = _contents(reader)
-        return RestoredCheckpoint(step, self._store.path(step), shared, trees.get(mine), manifest, contents)
+        return RestoredCheckpoint(
+            step, self._store.path(step), shared, trees.get(mine), manifest, _contents(reader.read_metadata())
+        )
 
     def _targets(
         self,
@@ -156,19 +152,24 @@ class Reader:
         return targets, left_out
 
 
-@dataclass(frozen=True)
-class _Report:
-    host: str
-    problems: dict[str, str]
+class _LoadPlanner(DefaultLoadPlanner):
+    """Loads tensors in place and leaves pickled objects as the bytes they are."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        state: dict[str, Any] = self.state_dict
+        state[read_item.dest_index.fqn] = value.getvalue()
 
 
 def _name(tree: str) -> str:
     return unescape(tree.removeprefix(f"{SHARED}."))
 
 
-def _contents(reader: RawReader) -> dict[str, Contents]:
+def _contents(metadata: Metadata) -> dict[str, Contents]:
     contents: dict[str, Contents] = {}
-    for key, saved in reader.read_metadata().state_dict_metadata.items():
+    for key, saved in metadata.state_dict_metadata.items():
         tree, slash, path = key.partition("/")
         if tree.startswith(f"{SHARED}."):
             tensors = contents.setdefault(_name(tree), {})

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
-from jobkit.checkpoint.planner import StagedSavePlanner
 from jobkit.checkpoint.reader import Reader, RestoredCheckpoint
 from jobkit.checkpoint.staging import Staged, Stager
 from jobkit.checkpoint.storage import RawWriter
@@ -31,7 +34,6 @@ class Saved:
     """How a save ended: `error` is None where the checkpoint is published and durable."""
 
     step: int
-    path: Path
     stall: float
     """Seconds for which `save` held the training loop, waiting for the save before it included."""
     seconds: float
@@ -48,10 +50,6 @@ class PendingSave:
         self.step = step
         self._ended = threading.Event()
         self._saved: Saved | None = None
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._ended.is_set()
 
     def outcome(self, timeout: float | None = None) -> Saved:
         """How it ended, once it has; TimeoutError after `timeout` seconds."""
@@ -135,7 +133,7 @@ class Checkpointer:
                     self._write(step, staged, extra)
             except CheckpointError as raised:
                 error = raised
-            saved = Saved(step, self.store.path(step), stall, time.perf_counter() - started, staged.nbytes, error)
+            saved = Saved(step, stall, time.perf_counter() - started, staged.nbytes, error)
             try:
                 if on_done is not None:
                     on_done(saved)
@@ -192,13 +190,8 @@ class Checkpointer:
         writer = RawWriter(self.store.staging(step), self._ranks.rank)
         try:
             self._ranks.on_main(lambda: self.store.stage(step))
-            save_distributed(
-                {},
-                storage_writer=writer,
-                planner=StagedSavePlanner(staged),
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            )
+            group, planner = self._ranks.group, _SavePlanner(staged)
+            save_distributed({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
             self._ranks.on_main(lambda: self._publish(step, writer, extra))
         finally:
             if self._ranks.is_main:
@@ -216,3 +209,35 @@ class Checkpointer:
                 self.store.retain(self._keep)
             except OSError as error:
                 log.warning("old checkpoints could not be removed: %s", error)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Saves what was staged; DCP removes the shards that several ranks hold and makes the index."""
+
+    def __init__(self, staged: Staged) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._staged = staged
+        self._values: dict[MetadataIndex, torch.Tensor | bytes] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items; CheckpointError where they could not be staged."""
+        if self._staged.problem:
+            raise CheckpointError(self._staged.problem)
+        self._values = {item.index: value for item, value in self._staged.items}
+        return SavePlan([item for item, _ in self._staged.items], planner_data=self._staged.shared)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """DCP's plan; CheckpointError where ranks differ about a shared tree, for then a tensor would be missing."""
+        for rank, plan in enumerate(all_plans):
+            for key, (holders, shapes) in plan.planner_data.items():
+                for holder in holders:
+                    if all_plans[holder].planner_data.get(key) != (holders, shapes):
+                        raise CheckpointError(
+                            f"{key!r} is not the same on rank {rank} and rank {holder}: other names, shapes or dtypes, "
+                            "or not there; what differs from rank to rank belongs into the local state"
+                        )
+        return super().create_global_plan([SavePlan(plan.items) for plan in all_plans])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        value = self._values[write_item.index]
+        return io.BytesIO(value) if isinstance(value, bytes) else value

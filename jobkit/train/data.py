@@ -197,11 +197,7 @@ class Loader:
         return [sample for _, sample in self._order.share(self.current, self.rank, self.world_size)]
 
     def state_dict(self) -> dict[str, int]:
-        return {
-            "position": self.position,
-            "length": self._order.length,
-            "global_batch_size": self.global_batch_size,
-        }
+        return {"position": self.position, "length": self._order.length, "global_batch_size": self.global_batch_size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from a state; raises ValueError when the dataset or the global batch is another one."""

@@ -74,8 +74,7 @@ def schedule(
     if warmup >= steps:
         raise InputError(f"schedule: a warm-up of {warmup} steps leaves none of {steps} for the {name} schedule")
     return LambdaLR(
-        optimizer,
-        partial(_warmed, warmup=warmup, after=partial(SCHEDULES[name], steps=steps - warmup, floor=floor)),
+        optimizer, partial(_warmed, warmup=warmup, after=partial(SCHEDULES[name], steps=steps - warmup, floor=floor))
     )
 
 

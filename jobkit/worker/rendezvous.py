@@ -19,14 +19,7 @@ from torch.distributed.rendezvous import rendezvous as connect
 
 from jobkit.errors import DistributedError
 from jobkit.group import RankGroup
-from jobkit.worker.addresses import (
-    RENDEZVOUS_SECONDS,
-    announce,
-    answering,
-    free_port,
-    interface_towards,
-    new_token,
-)
+from jobkit.worker.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port, interface_towards, new_token
 from jobkit.worker.launcher import Launch, Topology
 
 LISTENING_SECONDS = 60.0
