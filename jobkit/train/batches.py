@@ -14,10 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 class DynamicBatches:
     """The next batch goes to the rank that asks next: a slow one does less, and holds the others up by a batch at most.
 
-    Args:
-        numbers: what is to be handed out.
-        store: one that all ranks share.
-        key: of a counter in it, for this hand-out alone.
+    `store` is one that all ranks share, `key` that of a counter in it, for this hand-out alone.
     """
 
     def __init__(self, numbers: Sequence[int], store: Store, key: str) -> None:
@@ -40,12 +37,8 @@ class LockstepBatches:
     """Rounds in which every rank has a batch: for models whose forward pass is a collective.
 
     In the last round a rank for which none is left computes one that another rank computes too. Ranks of one data rank
-    (the parts of a tensor- or pipeline-parallel model) get the same batches.
-
-    Args:
-        numbers: what is to be handed out.
-        data_rank, data_ranks: this rank's place among those that work on samples of their own.
-        anywhere: whether a flag is set on any rank; asked before each round.
+    (the parts of a tensor- or pipeline-parallel model) get the same batches. Before each round `anywhere` tells
+    whether a flag is set on any rank.
     """
 
     def __init__(

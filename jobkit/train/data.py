@@ -170,25 +170,20 @@ class Loader:
 
     def __next__(self) -> Any:
         if self._iterator is None:
-            self._iterator = self._start()
-        self.current = self.position
-        batch = next(self._iterator)
-        self.position += 1
-        return to_device(batch, self.device)
-
-    def _start(self) -> Iterator[Any]:
-        workers = self._num_workers
-        return iter(
-            DataLoader(
+            loader = DataLoader(
                 self._seeded,
                 batch_sampler=_Shares(self._order, self.position, self.rank, self.world_size),
-                num_workers=workers,
+                num_workers=self._num_workers,
                 collate_fn=self._collate_fn,
                 pin_memory=has_streams(self.device.type),
                 # A generator of its own: DataLoader would draw its base seed from the training's.
                 generator=torch.Generator().manual_seed(0),
             )
-        )
+            self._iterator = iter(loader)
+        self.current = self.position
+        batch = next(self._iterator)
+        self.position += 1
+        return to_device(batch, self.device)
 
     def current_samples(self) -> list[int]:
         """Ids of this rank's samples in the current batch; none before the first."""

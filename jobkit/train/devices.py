@@ -28,19 +28,17 @@ def choose_device(name: str, gpus_per_task: int, local_rank: int, local_world_si
     task its own devices only, or all of the node's: the first is number 0 for every rank.
     Raises DistributedError, with what to do, for a device that is not there.
     """
-    kind = (
-        device_kinds.kind(device_kinds.CPU)
-        if gpus_per_task == 0 and name == device_kinds.AUTO
-        else device_kinds.kind(name)
-    )
+    on_cpu = gpus_per_task == 0 and name == device_kinds.AUTO
+    kind = device_kinds.kind(device_kinds.CPU if on_cpu else name)
     if kind is None:
-        present = (one for one in device_kinds.KINDS if _is_here(one))
+        present = (one for one in device_kinds.KINDS if _is_installed(one) and _module(one).device_count())
         kind = next((one for one in present if one.name != device_kinds.CPU), device_kinds.KINDS[0])
     if kind.name == device_kinds.CPU:
         return torch.device(kind.name)
     if gpus_per_task == 0:
         raise DistributedError(f"device: {kind.name}, but resources.gpus_per_task is 0: set it to 1, or device: cpu")
-    module, count = _module(kind), _count(kind)
+    module = _module(kind)
+    count = int(module.device_count())
     if count == gpus_per_task and kind.visible is not None:
         index = 0
     elif count >= gpus_per_task * local_world_size:
@@ -104,12 +102,10 @@ def report(device: torch.device, backend: str, rank: int, nodes: int, gather: Ca
                 f"at most one task for each device, or set {device_kinds.SHARE}=1 if that is meant"
             )
     seen = f", {_shown(kind)}" if kind.visible and kind.visible in os.environ else ""
-    own = f"{describe(device)}{seen}"
     if rank != 0:
-        return f"rank {rank}: {own}"
+        return f"rank {rank}: {describe(device)}{seen}"
     where = f" on {nodes} node(s)" if nodes > 1 else ""
-    sent = backend.rsplit(":", 1)[-1]
-    return f"{len(found)} rank(s){where}, {sent}, {own}"
+    return f"{len(found)} rank(s){where}, {backend.rsplit(':', 1)[-1]}, {describe(device)}{seen}"
 
 
 def _kind_of(device: torch.device) -> DeviceKind:
@@ -119,10 +115,8 @@ def _kind_of(device: torch.device) -> DeviceKind:
     return kind
 
 
-def _is_here(kind: DeviceKind) -> bool:
-    if kind.package is not None and importlib.util.find_spec(kind.package) is None:
-        return False
-    return _count(kind) > 0
+def _is_installed(kind: DeviceKind) -> bool:
+    return kind.package is None or importlib.util.find_spec(kind.package) is not None
 
 
 def _module(kind: DeviceKind) -> Any:
@@ -136,10 +130,6 @@ def _module(kind: DeviceKind) -> Any:
                 f"{torch.__version__.partition('+')[0]}: pip install it ({error})"
             ) from None
     return torch.get_device_module(kind.name)
-
-
-def _count(kind: DeviceKind) -> int:
-    return int(_module(kind).device_count())
 
 
 def _shown(kind: DeviceKind) -> str:

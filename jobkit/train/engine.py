@@ -28,12 +28,8 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Engine:
     """Spreads models over the ranks as a config's `parallel:` says, and computes steps in its `precision:`.
 
-    Args:
-        config: of the run.
-        device: this rank's; its process group stands where there are several ranks.
-        rank, world_size, tasks_per_node: of the launch.
-
-    Raises JobkitError where the world does not divide as `parallel:` asks.
+    Where there are several ranks their process group stands. Raises JobkitError where the world does not divide as
+    `parallel:` asks.
     """
 
     def __init__(
@@ -119,25 +115,17 @@ class Engine:
         global_batch_size: int | None = None,
     ) -> torch.Tensor:
         """Gradients over the global batch; returns the loss of this rank's share. See Context.backward."""
+        if global_batch_size is None:
+            if len(self.loaders) != 1:
+                raise JobkitError(
+                    f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: "
+                    "pass global_batch_size"
+                )
+            global_batch_size = self.loaders[0].global_batch_size
         self._scale_used = self.scaler.scale if self.scaler is not None else 1.0
-        return self.parallel.backward(
-            model,
-            inputs,
-            loss,
-            target,
-            global_batch_size=global_batch_size or self._global_batch_size(),
-            micro_batch_size=micro_batch_size,
-            autocast=self.autocast,
-            scale=self._scale_used,
-        )
-
-    def _global_batch_size(self) -> int:
-        if len(self.loaders) != 1:
-            raise JobkitError(
-                f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: "
-                "pass global_batch_size"
-            )
-        return self.loaders[0].global_batch_size
+        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+        options: dict[str, Any] = {**sizes, "autocast": self.autocast, "scale": self._scale_used}
+        return self.parallel.backward(model, inputs, loss, target, **options)
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
         """Unscale, clip, step and set the gradients to None; the norm before clipping. See Context.update."""
@@ -179,19 +167,20 @@ class Engine:
     @contextmanager
     def averaged(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """While inside, the parameters are their moving averages, where the optimizer keeps any. Collective."""
+
+        def reshard_all() -> None:
+            for module in self.modules:
+                reshard(module)
+
         with ExitStack() as swapped:
-            swapped.callback(self._reshard)
+            swapped.callback(reshard_all)
             swapped.enter_context(getattr(optimizer, "averaged", nullcontext)())
-            self._reshard()
+            reshard_all()
             self._swapped.append(swapped)
             try:
                 yield
             finally:
                 self._swapped.remove(swapped)
-
-    def _reshard(self) -> None:
-        for module in self.modules:
-            reshard(module)
 
     def end_averaged(self) -> None:
         """Put the parameters themselves back: a stop within `averaged` is about to save them."""

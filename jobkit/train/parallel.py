@@ -30,13 +30,9 @@ AXES = ("pipeline", "replica", "shard", "tensor")
 
 
 class Parallel:
-    """One rank's part in a Layout. Everything that it makes is made on all ranks together.
+    """One rank's part in a Layout, made on all ranks together; so is all that it makes.
 
-    Args:
-        layout: the axes of the world; `layout.check` has found that they work.
-        parallel, comm: the YAML's sections of these names.
-        device: this rank's; its process group stands where there are several ranks.
-        rank: in the world.
+    `layout.check` has found that the layout works; where there are several ranks their process group stands.
     """
 
     def __init__(
@@ -70,11 +66,10 @@ class Parallel:
 
     def spread(self, module: nn.Module) -> nn.Module:
         """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread this way."""
-        plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}
-        pipeline, microbatches = self.layout.pipeline, self.parallel.microbatches
-        if pipeline > 1:
+        plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
+        if self.layout.pipeline > 1:
             try:
-                module = stage_of(module, self.layout.stage(self.rank), pipeline)
+                module = stage_of(module, self.layout.stage(self.rank), self.layout.pipeline)
             except ValueError as error:
                 raise JobkitError(f"parallel.pipeline: {error}") from None
         module = module.to(self.device)
@@ -82,10 +77,10 @@ class Parallel:
             assert self._mesh is not None
             _parallelize(module, self._mesh["tensor"], plan)
         module = self._over_data(module)
-        if self.stages is not None:
-            count = None if microbatches == "auto" else int(microbatches)
-            return Pipeline(module, self.stages, self.device, count)
-        return module
+        if self.stages is None:
+            return module
+        microbatches = self.parallel.microbatches
+        return Pipeline(module, self.stages, self.device, None if microbatches == "auto" else int(microbatches))
 
     def _over_data(self, module: nn.Module) -> nn.Module:
         """`module` over the data-parallel ranks of its stage."""
@@ -95,7 +90,9 @@ class Parallel:
         if self.parallel.data in SHARDED or self.layout.tensor > 1:
             # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
             assert self._mesh is not None
-            shard(module, self._data_mesh(), reshard_after_forward=self.parallel.data in ("zero3", "hsdp"))
+            hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
+            mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
+            shard(module, mesh, reshard_after_forward=self.parallel.data in ("zero3", "hsdp"))
             return module
         if self.drifts:
             return module
@@ -105,11 +102,6 @@ class Parallel:
                 Compression(wrapped, self.comm.hook, self.comm.powersgd_rank, self.comm.powersgd_start)
             )
         return wrapped
-
-    def _data_mesh(self) -> DeviceMesh:
-        assert self._mesh is not None
-        hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
-        return self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
 
     def _data_group(self) -> dist.ProcessGroup | None:
         """The ranks that work on samples of their own beside this one; None for all of them."""
@@ -127,7 +119,7 @@ class Parallel:
         groups = divided_by_axes(listed, self._axes_of_all_stages(listed))
         if self.parallel.data == "zero1" and self.layout.data > 1:
             return Zero1(groups, make, self.data_group, options)
-        return make(groups if len(groups) > 1 else groups[0]["params"], **{**options, **_others(groups)})
+        return make(groups, **options)
 
     def share_buffers(self, module: nn.Module) -> None:
         """Give all copies of a spread module the first one's buffers (BatchNorm's statistics), unless they may drift.
@@ -181,11 +173,6 @@ def unwrapped(value: Any) -> Any:
     if isinstance(value, Pipeline):
         value = value.stage
     return value.module if isinstance(value, DistributedDataParallel) else value
-
-
-def _others(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The options of a single group, which is handed on as a plain list of parameters."""
-    return {key: value for key, value in groups[0].items() if key != "params"} if len(groups) == 1 else {}
 
 
 def _tensor_plan(module: nn.Module) -> dict[str, ParallelStyle]:

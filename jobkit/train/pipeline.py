@@ -80,12 +80,9 @@ class Pipeline(nn.Module):
     """This rank's stage of a model, and its place in the pipeline.
 
     Called without gradients it is the whole model: the input goes through the stages one after the other, and every
-    rank gets the output. Training goes through `backward`.
-
-    Args:
-        stage: this rank's part, on its device, wrapped by whatever spreads it over the data-parallel ranks.
-        group: the ranks that have the stages of one copy of the model, in the stages' order.
-        microbatches: parts of a share under way at a time; None for up to four a stage.
+    rank gets the output. Training goes through `backward`. `stage` is this rank's part, wrapped by whatever spreads it
+    over the data-parallel ranks; `group` are the ranks that have the stages of one copy of the model, in that order;
+    `microbatches` is how many parts of a share are under way at a time, None for up to four a stage.
     """
 
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup, device: torch.device, microbatches: int | None):
@@ -142,10 +139,11 @@ class Pipeline(nn.Module):
             losses.of, losses.target, losses.weight = loss, target, weight / count
             found: list[Tensor] = []
             given = (inputs,) if self.index == 0 else ()
-            ids = torch.arange(size, device=self.device) if self._is_last else None
+            is_last = self.index == self.stages - 1
+            ids = torch.arange(size, device=self.device) if is_last else None
             with preserved_generators(self.device), autocast():
                 seed_generators(stream)
-                schedule.step(*given, target=ids, losses=found if self._is_last else None, return_outputs=False)
+                schedule.step(*given, target=ids, losses=found if is_last else None, return_outputs=False)
             losses.of = losses.target = None
             return torch.stack(found).sum().detach() / weight if found else torch.zeros((), device=self.device)
 
@@ -158,10 +156,6 @@ class Pipeline(nn.Module):
         total = run(*self._schedules[count])
         dist.broadcast(total, dist.get_global_rank(self.group, self.stages - 1), group=self.group)
         return total
-
-    @property
-    def _is_last(self) -> bool:
-        return self.index == self.stages - 1
 
     def _count(self, size: int, micro_batch_size: int | None) -> int:
         """How many micro-batches a share of `size` samples is cut into: of one size, and at least one a stage."""

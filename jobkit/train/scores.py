@@ -11,12 +11,7 @@ from torch import Tensor
 
 
 class SampleScores:
-    """What is known of the values of a dataset's samples: those of whole batches, which are cut the same way always.
-
-    Args:
-        length: of the dataset.
-        batch_size: samples in a batch; the last one may have fewer.
-    """
+    """What is known of the values of a dataset's samples: those of whole batches, which are cut the same way always."""
 
     def __init__(self, length: int, batch_size: int) -> None:
         if length < 1:

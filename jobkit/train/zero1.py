@@ -14,11 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 class Zero1(ZeroRedundancyOptimizer):
     """torch's ZeroRedundancyOptimizer, with moving averages that are looked at on all ranks.
 
-    Args:
-        groups: parameter groups.
-        make: the local optimizer, of this rank's part.
-        group: the ranks to share among; None for all.
-        options: for `make`.
+    `make(part, **options)` is the local optimizer, of this rank's part of the parameter groups; `group` are the ranks
+    to share among, None for all.
     """
 
     def __init__(

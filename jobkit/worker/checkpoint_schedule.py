@@ -27,9 +27,7 @@ PRIOR_SECONDS = 8 * 3600.0
 class CheckpointSchedule:
     """The schedule of one rank's loop: by steps every rank decides alike, by time rank 0 does and tells the others.
 
-    Args:
-        config: the YAML's `checkpoint:`.
-        earlier: the run's attempts before this one, which tell how often it dies.
+    `earlier` are the run's attempts before this one, which tell how often it dies.
     """
 
     def __init__(self, config: CheckpointConfig, earlier: Sequence[Attempt] = ()) -> None:

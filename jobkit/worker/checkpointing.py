@@ -20,16 +20,7 @@ MARK_SECONDS = 60.0
 
 
 class Checkpoints:
-    """The checkpoints of one rank's loop.
-
-    Args:
-        rank: this one.
-        checkpointer: saves on all ranks together.
-        tracked: what there is to save.
-        schedule: learns what each one costs.
-        reporter: is told of each one.
-        restored: step of the checkpoint that the attempt began with, or None.
-    """
+    """The checkpoints of one rank's loop; `restored` is the step of the one that the attempt began with."""
 
     def __init__(
         self,
@@ -42,8 +33,8 @@ class Checkpoints:
     ) -> None:
         self.durable_step = restored
         """Step of the newest checkpoint on the disk, None before the first."""
-        self._rank, self._checkpointer, self._tracked = rank, checkpointer, tracked
-        self._schedule, self._reporter = schedule, reporter
+        self.schedule = schedule
+        self._rank, self._checkpointer, self._tracked, self._reporter = rank, checkpointer, tracked, reporter
         self._pending: PendingSave | None = None
 
     def save(self, step: int, *, wait: bool = False, must: bool = True, extra: Mapping[str, Any] | None = None) -> None:
@@ -53,7 +44,7 @@ class Checkpoints:
         """
         if self._pending is None or self._pending.step != step or extra is not None:
             self._pending = self._begin(step, extra or {})
-        self._schedule.restart()
+        self.schedule.restart()
         if wait:
             outcome = self._pending.outcome()
             if outcome.error is not None and must:
@@ -91,8 +82,8 @@ class Checkpoints:
         costs = {"seconds": round(saved.seconds, 4), "stall": round(saved.stall, 4)}
         self._reporter.record(Event.CHECKPOINT, step=saved.step, **costs)
         self._reporter.scalars(saved.step, {"perf/checkpoint_seconds": saved.seconds})
-        auto = self._schedule.auto
-        if self._rank.is_main and self._schedule.observe(saved.stall, saved.seconds) and auto is not None:
+        auto = self.schedule.auto
+        if self._rank.is_main and self.schedule.observe(saved.stall, saved.seconds) and auto is not None:
             log.info("%s", auto.explain())
             self._reporter.record(
                 Event.CHECKPOINT_INTERVAL, seconds=round(auto.seconds, 2), cost=auto.cost, mtbf=round(auto.mtbf)

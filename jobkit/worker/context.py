@@ -33,58 +33,36 @@ from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.results import flat, literal, numbers, to_json
-from jobkit.worker.stop import Stopped, StopSignals, kill_children
-from jobkit.worker.stragglers import StragglerMonitor
+from jobkit.worker.stop import CauseFinder, Stopped, kill_children
 from jobkit.worker.tracked_state import TrackedState
 
 
 class Context:
     """One rank's view of a run. See the README for a training function that uses all of it.
 
-    Made by jobkit: `jobkit.init` in a script, the worker for a task. All ranks make it together.
-
-    Args:
-        rank: this one.
-        reporter: writes what the run's directory is told.
-        signals: the signals to stop that this process has received.
-        find_cause: why the attempt is being stopped, None for a false alarm; called on rank 0.
+    Made by jobkit, on all ranks together: by `jobkit.init` in a script, by the worker for a task.
     """
 
-    def __init__(
-        self, rank: Rank, reporter: RunReporter, signals: StopSignals, find_cause: Callable[[], str | None]
-    ) -> None:
+    def __init__(self, rank: Rank, reporter: RunReporter, finder: CauseFinder) -> None:
         run, config, topology = rank.run, rank.config, rank.topology
         self.params: DictConfig = OmegaConf.create(literal(config.params))
         """The YAML's `params`, read-only."""
         OmegaConf.set_readonly(self.params, True)
         self.seed: int = config.seed
-        self._rank, self._reporter, self._signals = rank, reporter, signals
-        self._closed = False
+        self._rank, self._reporter, self._signals = rank, reporter, finder.signals
+        self.is_closed = False
         self._checkpointer = open_checkpoints(rank)
         self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
         restored = self._checkpointer.load_newest(names=())
-        step = restored.step if restored is not None else None
-        extra = restored.manifest.extra if restored is not None else {}
+        step, extra = (restored.step, restored.manifest.extra) if restored is not None else (None, {})
         self.has_returned = "result" in extra
         """Whether the checkpoint this attempt starts from was written after the training function had returned."""
         self._earlier_result = extra.get("result")
         self._tracked = TrackedState(self._engine.parallel, self._checkpointer, restored)
         schedule = CheckpointSchedule(config.checkpoint, run.status().attempts[:-1] if rank.is_main else ())
         self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, schedule, reporter, step)
-        self._stragglers = StragglerMonitor(rank, reporter)
-        self._evaluator = Evaluator(rank, reporter, self._engine.parallel, signals, step)
-        self._loop = TrainingLoop(
-            rank,
-            self._engine,
-            self._tracked,
-            restored,
-            self._checkpoints,
-            schedule,
-            reporter,
-            self._stragglers,
-            signals,
-            find_cause,
-        )
+        self._evaluator = Evaluator(rank, reporter, self._engine.parallel, finder.signals, step)
+        self._loop = TrainingLoop(rank, self._engine, self._tracked, restored, self._checkpoints, reporter, finder)
         for damaged, reason in self._checkpointer.set_aside:
             reporter.record(Event.SET_ASIDE, step=damaged, reason=reason)
             if rank.is_main:
@@ -147,14 +125,14 @@ class Context:
         """
         module = self._engine.parallelize(module)
         self._tracked.add_module(module)
-        self._stragglers.watch(module, self._engine.parallel.forward_is_collective)
-        unwrapped(module).register_forward_hook(self._beat_without_gradients)
-        return module
+        self._loop.stragglers.watch(module, self._engine.parallel.forward_is_collective)
 
-    def _beat_without_gradients(self, *_: Any) -> None:
-        """After each forward pass: many of them without a step in between, as in sampling, are no hang."""
-        if not torch.is_grad_enabled():
-            self._reporter.heartbeat.beat()
+        def beat(*_: Any) -> None:
+            if not torch.is_grad_enabled():  # many forwards without a step in between, as in sampling, are no hang
+                self._reporter.heartbeat.beat()
+
+        unwrapped(module).register_forward_hook(beat)
+        return module
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
@@ -193,9 +171,10 @@ class Context:
         under `precision`'s autocast; the gradients are those of the whole global batch, exactly, which is of
         `global_batch_size` samples or of the loader's. `loss` returns the mean over the samples it is given.
         """
-        self._stragglers.timer.forward_begins()
-        sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
-        return self._engine.backward(model, inputs, loss, target, **sizes)
+        self._loop.stragglers.timer.forward_begins()
+        return self._engine.backward(
+            model, inputs, loss, target, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size
+        )
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
         """Use the gradients of ctx.backward: unscale, clip to a global norm of `max_norm`, step, set them to None.
@@ -292,7 +271,7 @@ class Context:
             step=self.step,
             models=self._engine.modules,
             may_stop=self._loop.may_stop_here,
-            stop_if_told=self._loop.stop_if_told,  # what this step has logged so far will be logged again
+            stop_if_told=self._loop.stop_if_told,
             **options,
         )
         self._loop.evaluated()
@@ -313,7 +292,7 @@ class Context:
         self._reporter.log(numbers(result))
         self._reporter.hparams(flat(self.params), numbers(result))
         self._reporter.end_step(self.step)
-        if in_loop:
+        if in_loop:  # the result goes to the disk before the event: an attempt that dies between them is not repeated
             self._retry(lambda: self._checkpoints.save(self.step, wait=True, extra={"result": result}))
         else:
             self._reporter.mark_metrics().result(timeout=MARK_SECONDS)
@@ -348,10 +327,6 @@ class Context:
         return self._loop.total is None or self.step == self._loop.total
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    @property
     def durable_step(self) -> int | None:
         """Step of the newest checkpoint on the disk."""
         return self._checkpoints.durable_step
@@ -376,7 +351,7 @@ class Context:
 
     def close(self) -> None:
         """Finish what is being written, on all ranks together, and leave the process group."""
-        self._closed = True
+        self.is_closed = True
         self._checkpointer.close()
         self._reporter.close()
         if dist.is_initialized():

@@ -31,14 +31,7 @@ class Evaluator:
     """One rank's evaluations; what is known when one of them is stopped is kept for the next attempt.
 
     That takes it up where it comes by the same evaluation of the same step, with the same code, and has trained nothing
-    since the checkpoint that was written at the stop.
-
-    Args:
-        rank: this one.
-        reporter: is told how far an evaluation is.
-        parallel: says whether ranks may run a forward pass each for itself.
-        signals: the signals to stop that this process has received.
-        restored: step of the checkpoint that this attempt began with, or None.
+    since the checkpoint that was written at the stop. `restored` is the step of the checkpoint this one began with.
     """
 
     def __init__(
@@ -111,13 +104,12 @@ class Evaluator:
         self, batches: DynamicBatches | LockstepBatches, scores: SampleScores, may_stop: Callable[[], bool]
     ) -> Iterator[int]:
         """The batches handed to this rank; between two of them it sends a heartbeat and looks for a signal."""
-        before = scores.done
-        self._reporter.update(evaluation={"done": before, "total": scores.length})
+        done = before = scores.done
         for number in batches:
+            self._reporter.update(evaluation={"done": done, "total": scores.length})
             yield number
             self._reporter.heartbeat.beat()
             done = min(scores.length, before + batches.taken * scores.batch_size)
-            self._reporter.update(evaluation={"done": done, "total": scores.length})
             if self._signals.pending and may_stop():
                 batches.stop()
 
@@ -141,7 +133,8 @@ class Evaluator:
         if not self._rank.is_main:
             return
         run, kept = self._rank.run, False
-        if self._step == (checkpoint or 0) and code_version() is not None and holds_lease(run, self._rank.attempt):
+        # A script of which nobody has taken a snapshot may have changed by the next attempt: then nothing is kept.
+        if self._step == (checkpoint or 0) and "JOBKIT_CODE" in os.environ and holds_lease(run, self._rank.attempt):
             try:
                 write_scores(run.evaluation_file, self._key(checkpoint), self._of_step)
                 kept = True
@@ -160,19 +153,13 @@ class Evaluator:
         return self._rank.group.broadcast(found or [])  # type: ignore[no-any-return]
 
     def _key(self, checkpoint: int | None) -> dict[str, Any]:
-        return {"step": self._step, "checkpoint": checkpoint, "code": code_version()}
+        return {"step": self._step, "checkpoint": checkpoint, "code": Path(os.environ.get("JOBKIT_CODE", "")).name}
 
     def _drop_kept(self) -> None:
         self._kept = []
         if self._rank.is_main:
             with suppress(OSError):
                 self._rank.run.evaluation_file.unlink(missing_ok=True)
-
-
-def code_version() -> str | None:
-    """The snapshot that this process runs; None for a script that nobody has taken one of."""
-    folder = os.environ.get("JOBKIT_CODE")
-    return Path(folder).name if folder else None
 
 
 def write_scores(file: Path, key: dict[str, Any], evaluations: list[SampleScores]) -> None:

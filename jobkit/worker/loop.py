@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,31 +13,18 @@ from jobkit.errors import CheckpointError, JobkitError
 from jobkit.run.events import Event
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
-from jobkit.worker.checkpoint_schedule import CheckpointSchedule
 from jobkit.worker.checkpointing import Checkpoints
 from jobkit.worker.heartbeat import peak_bytes
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
-from jobkit.worker.stop import Stopped, StopSignals
+from jobkit.worker.stop import CauseFinder, Stopped
 from jobkit.worker.stragglers import StragglerMonitor
 from jobkit.worker.timing import StepTimer
 from jobkit.worker.tracked_state import TrackedState
 
 
 class TrainingLoop:
-    """The loop of one rank.
-
-    Args:
-        rank: this one.
-        engine: what the steps are computed with.
-        tracked: what a checkpoint holds.
-        restored: the checkpoint that the attempt begins with, or None.
-        checkpoints, schedule: to save, and when.
-        reporter: is told how far it is.
-        stragglers: compares the ranks' own times.
-        signals: the signals to stop that this process has received.
-        find_cause: why the attempt is being stopped, None for a false alarm; called on rank 0.
-    """
+    """The loop of one rank; `restored` is the checkpoint that the attempt begins with, `finder` is asked on rank 0."""
 
     def __init__(
         self,
@@ -46,11 +33,8 @@ class TrainingLoop:
         tracked: TrackedState,
         restored: RestoredCheckpoint | None,
         checkpoints: Checkpoints,
-        schedule: CheckpointSchedule,
         reporter: RunReporter,
-        stragglers: StragglerMonitor,
-        signals: StopSignals,
-        find_cause: Callable[[], str | None],
+        finder: CauseFinder,
     ) -> None:
         self.step = restored.step if restored is not None else 0
         """The step the loop is in, from 0; after the loop, the number of steps done."""
@@ -58,9 +42,9 @@ class TrainingLoop:
         """None before the loop."""
         self.stopped: Stopped | None = None
         self._rank, self._engine, self._tracked, self._restored = rank, engine, tracked, restored
-        self._checkpoints, self._schedule = checkpoints, schedule
-        self._reporter, self._stragglers = reporter, stragglers
-        self._signals, self._find_cause = signals, find_cause
+        self._checkpoints, self._schedule, self._reporter = checkpoints, checkpoints.schedule, reporter
+        self._signals, self._finder = finder.signals, finder
+        self.stragglers = StragglerMonitor(rank, reporter)
         self._timer = StepTimer()
         self._optimizer_steps = 0
         self._step_start: object = None
@@ -71,18 +55,18 @@ class TrainingLoop:
         return self._step_start is not None
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_post_hook(self._count_optimizer_step)
+        def count(*_: Any) -> None:
+            self._optimizer_steps += 1
 
-    def _count_optimizer_step(self, *_: Any) -> None:
-        self._optimizer_steps += 1
+        optimizer.register_step_post_hook(count)
 
     def steps(self, total: int) -> Iterator[int]:
         self._begin(total)
         while self.step < total:
             self._step_start = self._fingerprint()
-            self._stragglers.timer.begin()
+            self.stragglers.timer.begin()
             yield self.step
-            self._stragglers.timer.end()
+            self.stragglers.timer.end()
             self.step += 1
             if self._optimizer_steps:
                 self._engine.check_updated()
@@ -155,23 +139,24 @@ class TrainingLoop:
             main and self._schedule.is_due_by_time(),
             seconds,
             peak_bytes(),
-            self._stragglers.is_due(),
+            self.stragglers.is_due(),
         )
         self._reporter.update(peak_bytes=int(peak))
         self._timer.agree_after(self.step, slowest)
         if told:
             self.stop_if_told()
         if compare:
-            self._stragglers.compare(self.step)
+            self.stragglers.compare(self.step)
         self._log_performance()
         return bool(by_time)
 
     def stop_if_told(self) -> None:
         """On all ranks, after a signal on one: ask why, and unless it was a false alarm save and raise Stopped."""
-        cause = self._rank.group.broadcast(self._find_cause() if self._rank.is_main else None)
+        cause = self._rank.group.broadcast(self._finder.find() if self._rank.is_main else None)
         if cause is None:
             self._signals.clear()
             return
+        # For the watchdog: from here on only the last checkpoint counts, within what Slurm leaves before SIGKILL.
         self._reporter.heartbeat.stopping = True
         self._engine.end_averaged()
         if self._checkpoints.durable_step != self.step and self.total is not None:
@@ -196,8 +181,7 @@ class TrainingLoop:
         self._reporter.scalars(self.step - 1, values)
 
     def report_progress(self) -> None:
-        rate = self._timer.steps_per_second
-        self._reporter.update(step=self.step, total_steps=self.total, steps_per_second=rate)
+        self._reporter.update(step=self.step, total_steps=self.total, steps_per_second=self._timer.steps_per_second)
 
     # Within a step
 
@@ -214,5 +198,5 @@ class TrainingLoop:
 
     def evaluated(self) -> None:
         """An evaluation took part of the step: the next step's end is one to agree at, and own time begins anew."""
-        self._timer.agree_next(self.step)
-        self._stragglers.timer.begin()  # in there the ranks waited for each other
+        self._timer.agree_at = self.step + 1
+        self.stragglers.timer.begin()  # in there the ranks waited for each other

@@ -39,12 +39,10 @@ class RunReporter:
     An attempt that has lost its lease writes nothing more: `record` and `write_journal` raise LostLease then.
 
     Args:
-        run, attempt: whose.
-        is_main: whether this is rank 0.
         on_lost_lease: what the thread of the metrics, or of a checkpoint, calls where the lease is lost: it cannot
             raise into the training's thread, which may wait for ranks that are gone.
         on_tick: called a few times a second, on rank 0, in the metrics' thread.
-        display: of a script that draws its own progress, and has nobody outside to follow it.
+        display: of a script that draws its own progress.
     """
 
     def __init__(
@@ -67,8 +65,7 @@ class RunReporter:
         """Scalars of the step that is under way."""
         self._media: list[tuple[str, str, Any]] = []
         """Its images, videos and texts: (method of MetricLog, tag, value)."""
-        self._writing = threading.Lock()
-        """Events are recorded in the training's thread, the metrics' and a checkpoint's."""
+        self._writing = threading.Lock()  # the training's thread, the metrics' and a checkpoint's record events
         self._events = Backlog(MAX_UNWRITTEN_EVENTS)
         self._has_dropped_events = False
         self._status_is_old = False
@@ -182,13 +179,8 @@ class RunReporter:
     def _report(self, latest: dict[str, float]) -> None:
         own = ("perf/", "final/", "train/lr")
         shown = [(tag, value) for tag, value in latest.items() if not tag.startswith(own)]
-        progress = Progress(
-            attempt=self._attempt,
-            time=time.time(),
-            values=dict(shown[:SHOWN_VALUES]),
-            **self._progress,
-            **self.heartbeat.report(),
-        )
+        values, beats = dict(shown[:SHOWN_VALUES]), self.heartbeat.report()
+        progress = Progress(attempt=self._attempt, time=time.time(), values=values, **self._progress, **beats)
         with suppress(OSError):  # only a view, and the journal's own trouble has been said
             records.write(self._run.progress_file, progress, durable=False)
         if self._display is not None:

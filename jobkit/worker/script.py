@@ -87,7 +87,7 @@ def init(
     rank = join(found, run, chosen, number)
     display = Display(run.name) if rank.is_main else None  # what a follower would draw outside
     # Nobody outside knows more than that one rank got a signal.
-    context = open_context(rank, display=display, cause_of_signal=lambda: "user")
+    context = open_context(rank, display=display, unknown_cause="user")
     ScriptEnd(context, rank, in_command=False, display=display, lock=lock).register()
     if display is not None:
         goes_on = f"goes on from step {context.step}" if context.step else "begins"

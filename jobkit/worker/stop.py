@@ -62,13 +62,14 @@ class StopSignals:
 
     def install(self) -> None:
         """Take SIGTERM, SIGUSR2 and SIGINT from here on; in the main thread only."""
-        for number in NUMBERS:
-            signal.signal(number, self._on_signal)
-        # Slurm signals data loader workers too, and one that dies takes its rank with it, before the checkpoint.
-        os.register_at_fork(after_in_child=_block_signals)
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.signal = number
+        def note(number: int, frame: object) -> None:
+            self.signal = number
+
+        for number in NUMBERS:
+            signal.signal(number, note)
+        # Slurm signals data loader workers too, and one that dies takes its rank with it, before the checkpoint.
+        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS))
 
     def clear(self) -> None:
         self.signal = None
@@ -77,18 +78,16 @@ class StopSignals:
 STOP_SIGNALS = StopSignals()
 
 
-def _block_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
-
-
 class CauseFinder:
     """Why this attempt is being stopped, for rank 0 to find out: from jobkit's own request to stop, else from the
     scheduler, else from the clock and the signal itself."""
 
-    def __init__(self, run: RunDir, attempt: int, signals: StopSignals) -> None:
+    def __init__(self, run: RunDir, attempt: int, signals: StopSignals, unknown_cause: str | None = None) -> None:
         self.run = run
         self.attempt = attempt
         self.signals = signals
+        self.unknown_cause = unknown_cause
+        """That of a stop of which neither jobkit nor the scheduler knows; None makes it a false alarm."""
         self.job_id = slurm.current_job() if os.environ.get("JOBKIT_SCHEDULER") == "slurm" else None
         self.margin = 0.0
         self._script_asked = 0
@@ -116,6 +115,9 @@ class CauseFinder:
 
     def find(self) -> str | None:
         """preempted, timeout, cancelled, killed, user, lost or signal; None for a false alarm."""
+        return self._known_cause() or self.unknown_cause
+
+    def _known_cause(self) -> str | None:
         if (requested := self._requested()) is not None:
             return requested
         if self.job_id is None:

@@ -14,7 +14,7 @@ from jobkit.log import log
 from jobkit.run.events import Event
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
-from jobkit.worker.timing import ComputeTimer, marks_of
+from jobkit.worker.timing import ComputeTimer, events_of
 
 EXCHANGE_SECONDS = 1.0
 """How often the ranks compare, at most."""
@@ -57,7 +57,7 @@ class StragglerMonitor:
     """Compares the ranks' own times in the loop; rank 0 writes them to TensorBoard and names who is slow."""
 
     def __init__(self, rank: Rank, reporter: RunReporter) -> None:
-        self.timer = ComputeTimer(marks_of(rank.device))
+        self.timer = ComputeTimer(events_of(rank.device))
         """Of this rank."""
         self._rank, self._reporter = rank, reporter
         self._detector = StragglerDetector()

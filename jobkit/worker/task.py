@@ -71,15 +71,12 @@ def run_rank(path: str) -> None:
         kill_children()
 
 
-def open_context(
-    rank: Rank, *, display: Display | None = None, cause_of_signal: Callable[[], str | None] = lambda: None
-) -> Context:
-    """The context of a rank, on all ranks together.
+def open_context(rank: Rank, *, display: Display | None = None, unknown_cause: str | None = None) -> Context:
+    """The context of a rank, on all ranks together; `display` is drawn by rank 0 itself.
 
-    `display` is drawn by rank 0 itself. `cause_of_signal` is why the attempt is being stopped where neither jobkit nor
-    the scheduler says anything about it: a false alarm where None.
+    `unknown_cause` is that of a stop of which neither jobkit nor the scheduler knows; None makes it a false alarm.
     """
-    finder = CauseFinder(rank.run, rank.attempt, STOP_SIGNALS)
+    finder = CauseFinder(rank.run, rank.attempt, STOP_SIGNALS, unknown_cause)
     if rank.is_main:
         finder.look_around()
     reporter = RunReporter(
@@ -90,7 +87,7 @@ def open_context(
         on_tick=finder.replace_dead_script,
         display=display,
     )
-    return Context(rank, reporter, STOP_SIGNALS, lambda: finder.find() or cause_of_signal())
+    return Context(rank, reporter, finder)
 
 
 def _use_snapshot(code: Path) -> None:

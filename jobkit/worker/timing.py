@@ -6,13 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 AGREEMENT_SECONDS = 0.25
-"""The ranks agree on a stop about this often: an agreement, which waits for all ranks, once a step would slow short
-steps down."""
+"""How often the ranks agree on a stop: an agreement waits for all of them, and one a step would slow short steps."""
 
 MAX_STEPS_BETWEEN_AGREEMENTS = 32
 """So that steps which suddenly take a hundred times longer do not put a stop off for minutes."""
@@ -47,10 +46,6 @@ class StepTimer:
         steps = int(AGREEMENT_SECONDS / max(seconds_a_step, 1e-6))
         self.agree_at = step + max(1, min(MAX_STEPS_BETWEEN_AGREEMENTS, steps))
 
-    def agree_next(self, step: int) -> None:
-        """Agree after this step: it was an unusual one, as with an evaluation in it."""
-        self.agree_at = step + 1
-
     def sample(self, step: int) -> float | None:
         """Seconds a step, once every PERFORMANCE_SECONDS, else None."""
         now = time.perf_counter()
@@ -62,21 +57,8 @@ class StepTimer:
         return seconds
 
 
-class Mark(Protocol):
-    """A point in time, on a device's stream or on the clock; torch.cuda.Event and its kin have this form."""
-
-    def record(self) -> None:
-        """It is now, or when the device gets here."""
-
-    def query(self) -> bool:
-        """Whether it has come."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to another one."""
-
-
-class HostMark:
-    """A Mark on the clock, for a device whose work is done when its calls return."""
+class HostEvent:
+    """What torch.cuda.Event is on a stream, on the clock: for a device whose work is done when its calls return."""
 
     def record(self) -> None:
         self.time = time.perf_counter()
@@ -84,15 +66,13 @@ class HostMark:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: HostMark) -> float:
+    def elapsed_time(self, end: HostEvent) -> float:
         return (end.time - self.time) * 1e3
 
 
-def marks_of(device: torch.device) -> Callable[[], Mark]:
-    """What makes Marks of a device: events on its stream, read later, once it has come to them; nobody waits for it."""
-    if device.type == "cpu":
-        return HostMark
-    return partial(torch.get_device_module(device).Event, enable_timing=True)
+def events_of(device: torch.device) -> Callable[[], Any]:
+    """What makes events on a device's stream, read later, once it has come to them; nobody waits for it."""
+    return HostEvent if device.type == "cpu" else partial(torch.get_device_module(device).Event, enable_timing=True)
 
 
 class ComputeTimer:
@@ -102,18 +82,15 @@ class ComputeTimer:
     tensor- and pipeline-parallel models: `forward_waits`) it is the part before the first forward: loading data.
     What a rank does after backward is not seen. A wait inside, as for DDP's broadcast of buffers, makes the ranks look
     more alike than they are.
-
-    Args:
-        new_mark: makes the marks of this rank's device.
     """
 
-    def __init__(self, new_mark: Callable[[], Mark] = HostMark) -> None:
-        self._new_mark = new_mark
+    def __init__(self, new_event: Callable[[], Any] = HostEvent) -> None:
+        self._new_event = new_event
         self.forward_waits = False
-        self._begin: Mark | None = None
-        self._end: Mark | None = None
+        self._begin: Any = None
+        self._end: Any = None
         self._began = 0.0
-        self._unread: deque[tuple[Mark, Mark]] = deque()
+        self._unread: deque[tuple[Any, Any]] = deque()
         self._own, self._own_steps = 0.0, 0
         self._whole, self._whole_steps = 0.0, 0
 
@@ -126,7 +103,7 @@ class ComputeTimer:
 
     def begin(self) -> None:
         """A step begins, or begins anew: the ranks have just been synchronised."""
-        self._begin, self._end = self._new_mark(), None
+        self._begin, self._end = self._new_event(), None
         self._begin.record()
         self._began = time.perf_counter()
 
@@ -137,7 +114,7 @@ class ComputeTimer:
 
     def _forward_ended(self, *_: Any) -> None:
         if self._begin is not None:
-            self._end = self._end or self._new_mark()
+            self._end = self._end or self._new_event()
             self._end.record()
 
     def end(self) -> None:

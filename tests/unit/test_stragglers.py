@@ -12,7 +12,7 @@ from jobkit.cli.status import describe as status_lines
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import derive
 from jobkit.worker.stragglers import EACH_RANK, StragglerDetector, curves
-from jobkit.worker.timing import ComputeTimer, HostMark
+from jobkit.worker.timing import ComputeTimer, HostEvent
 
 # Own time
 
@@ -59,24 +59,24 @@ def test_an_evaluation_at_the_top_of_a_step_is_not_its_own_time() -> None:
     assert all(seconds <= elapsed - 0.05 for seconds in own.take())
 
 
-class LateMark(HostMark):
+class LateEvent(HostEvent):
     """A mark of a device that has not come to it yet."""
 
     arrived = False
 
     def query(self) -> bool:
-        return LateMark.arrived
+        return LateEvent.arrived
 
 
 def test_marks_that_the_device_has_not_reached_are_read_the_next_time() -> None:
-    own, model = ComputeTimer(LateMark), torch.nn.Linear(2, 2)
+    own, model = ComputeTimer(LateEvent), torch.nn.Linear(2, 2)
     own.watch(model)
     own.begin()
     model(torch.ones(1, 2))
     own.end()
-    LateMark.arrived = False
+    LateEvent.arrived = False
     assert own.take()[0] == 0.0
-    LateMark.arrived = True
+    LateEvent.arrived = True
     assert own.take()[0] > 0.0
 
 

@@ -76,7 +76,7 @@ def one_round(times: Times, round_: int, plain: Plain, ours: Checkpointer, root:
     times.setdefault("save: stall", []).append(saved.stall)
     times.setdefault("save: durable", []).append(saved.seconds)
     ours.wait()
-    shutil.rmtree(saved.path)
+    shutil.rmtree(ours.store.path(round_))
     fsync_dir(root)
 
     target = root / "async"
