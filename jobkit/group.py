@@ -27,11 +27,8 @@ class RankError(DistributedError):
 class RankGroup:
     """Some ranks that exchange small values. Every method is collective: all ranks call it, in the same order.
 
-    Args:
-        rank, world_size: this process's place among them.
-        gather: every rank's value, by rank, on every rank. Before there is a process group, this is how they talk.
-        group: a gloo group of theirs that nothing else uses, so that an agreement never waits for a GPU, nor meets the
-            training's collectives.
+    `gather` is how they talk before there is a process group: every rank's value, by rank, on every rank. `group` is a
+    gloo group that nothing else uses, so that an agreement never waits for a GPU, nor meets the training's collectives.
     """
 
     def __init__(
@@ -103,15 +100,13 @@ class RankGroup:
 
     def on_main(self, action: Callable[[], T]) -> T:
         """What `action` returns on rank 0, which alone does it, on all ranks; where it raises, all raise."""
-        outcome: tuple[Any, tuple[str, int | None] | None] = (None, None)
-        raised: Exception | None = None
+        value, problem, raised = None, None, None
         if self.is_main:
             try:
-                outcome = action(), None
+                value = action()
             except Exception as error:
-                raised = error
-                outcome = None, (describe(error), disk_errno(error) or None)
-        value, problem = self.broadcast(outcome)
+                raised, problem = error, (describe(error), disk_errno(error) or None)
+        value, problem = self.broadcast((value, problem))
         if raised is not None:
             raise raised
         if problem is not None:

@@ -71,13 +71,11 @@ class PendingSave:
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of a store, on all ranks together.
+    """Saves and loads the checkpoints of a store, on all ranks together, and keeps the newest `keep`.
 
-    Args:
-        ranks: all ranks, in a group that nothing else uses: the writing thread's collectives must not mix with the
-            training's. None for a process that is alone, which needs no process group.
-        keep: how many checkpoints stay, the newest.
-        may_publish: asked on rank 0 at the last moment: an attempt that has lost its lease must not publish.
+    `ranks` are in a group that nothing else uses: the writing thread's collectives must not mix with the training's.
+    None for a process that is alone, which needs no process group. `may_publish` is asked on rank 0 at the last
+    moment: an attempt that has lost its lease must not publish.
     """
 
     def __init__(
@@ -189,7 +187,7 @@ class Checkpointer:
         """Write, agree, publish; raises on all ranks or on none."""
         writer = RawWriter(self.store.staging(step), self._ranks.rank)
         try:
-            self._ranks.on_main(lambda: self.store.stage(step))
+            self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
             group, planner = self._ranks.group, _SavePlanner(staged)
             save_distributed({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
             self._ranks.on_main(lambda: self._publish(step, writer, extra))

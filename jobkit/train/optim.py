@@ -181,7 +181,7 @@ def _weights(steps: list[Tensor], decay: float, found_inf: Tensor | None) -> lis
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor: what follows is done element by element, in which mesh does not matter."""
+    """This rank's part of a DTensor: what is done with it is done element by element."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,11 +23,16 @@ from jobkit.train.data_parallel import data_parallel, shard, synchronise_buffers
 from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradients import gradient_norm
 from jobkit.train.nested import batch_size
-from jobkit.train.parameter_groups import Axes, Parameters, all_axes, divided_by_axes
 from jobkit.train.pipeline import Pipeline, stage_of
 from jobkit.train.zero1 import Zero1
 
 AXES = ("pipeline", "replica", "shard", "tensor")
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+"""What torch's optimizers take: parameters, or groups of them."""
+
+Axes = tuple[str, ...]
+"""The axes of the mesh that a parameter is spread over; none for a plain tensor."""
 
 
 class Parallel:
@@ -119,6 +125,8 @@ class Parallel:
         groups = divided_by_axes(listed, self._axes_of_all_stages(listed))
         if self.parallel.data == "zero1" and self.layout.data > 1:
             return Zero1(groups, make, self.data_group, options)
+        if len(groups) == 1 and groups[0].keys() == {"params"}:
+            return make(groups[0]["params"], **options)
         return make(groups, **options)
 
     def share_buffers(self, module: nn.Module) -> None:
@@ -131,7 +139,7 @@ class Parallel:
 
     def _axes_of_all_stages(self, parameters: Parameters) -> list[Axes]:
         """The axes that parameters of any stage are spread over, in one order on all stages."""
-        found = [all_axes(parameters)]
+        found = [{_axes(parameter) for group in _groups(parameters) for parameter in group["params"]}]
         if self.stages is not None:
             found *= dist.get_world_size(self.stages)
             dist.all_gather_object(found, found[0], group=self.stages)
@@ -195,3 +203,26 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paralle
             parallelize_module(module, mesh, here)
         except (UserWarning, ValueError, NotImplementedError) as error:
             raise JobkitError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
+
+
+def divided_by_axes(parameters: Parameters, axes: Iterable[Axes]) -> list[dict[str, Any]]:
+    """Parameter groups, divided so that none mixes tensors with DTensors, nor DTensors of different meshes.
+
+    torch's multi-tensor kernels take no mixture. Each of `axes` makes a group, whether there are such parameters or
+    not: all stages of a pipeline have equally many groups, as one learning-rate schedule for all of them needs.
+    """
+    return [
+        {**group, "params": [parameter for parameter in group["params"] if _axes(parameter) == one]}
+        for group in _groups(parameters)
+        for one in axes
+    ]
+
+
+def _groups(parameters: Parameters) -> list[dict[str, Any]]:
+    listed: list[Any] = list(parameters)
+    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+
+
+def _axes(parameter: nn.Parameter) -> Axes:
+    data = parameter.data
+    return tuple(data.device_mesh.mesh_dim_names or ()) if isinstance(data, DTensor) else ()

@@ -16,11 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from jobkit.errors import InputError, nearest
 
 
-def constant_at(step: int) -> float:
-    """1, for ever."""
-    return 1.0
-
-
 def linear_at(step: int, *, steps: int, floor: float = 0.0) -> float:
     """From 1 at step 0 along a line to `floor` at `steps`, and no lower."""
     return floor + (1 - floor) * (1 - min(step, steps) / steps)
@@ -34,7 +29,7 @@ def cosine_at(step: int, *, steps: int, floor: float = 0.0) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {"constant": constant_at, "linear": linear_at, "cosine": cosine_at}
+SCHEDULES: dict[str, Callable[..., float]] = {"constant": lambda step: 1.0, "linear": linear_at, "cosine": cosine_at}
 """What `schedule` may be asked for: name to multiplier at a step."""
 
 
@@ -67,12 +62,14 @@ def schedule(
         raise InputError(f"schedule: warmup = {warmup}, expected 0 or more steps")
     if not 0.0 <= floor <= 1.0:
         raise InputError(f"schedule: floor = {floor}, expected a part of the learning rate, 0 to 1")
-    if name == "constant":
-        return LambdaLR(optimizer, partial(_warmed, warmup=warmup, after=constant_at))
-    if steps is None or steps < 1:
-        raise InputError(f"schedule: {name} needs the number of steps it takes, 1 or more; found {steps}")
-    if warmup >= steps:
-        raise InputError(f"schedule: a warm-up of {warmup} steps leaves none of {steps} for the {name} schedule")
+    after = SCHEDULES[name]
+    if name != "constant":
+        if steps is None or steps < 1:
+            raise InputError(f"schedule: {name} needs the number of steps it takes, 1 or more; found {steps}")
+        if warmup >= steps:
+            raise InputError(f"schedule: a warm-up of {warmup} steps leaves none of {steps} for the {name} schedule")
+        after = partial(after, steps=steps - warmup, floor=floor)
+    return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else after(step - warmup))
     return LambdaLR(
         optimizer, partial(_warmed, warmup=warmup, after=partial(SCHEDULES[name], steps=steps - warmup, floor=floor))
     )

@@ -290,7 +290,7 @@ class Context:
         result = to_json(result)
         self._retry(lambda: export(self._rank, self._engine, self._tracked))
         self._reporter.log(numbers(result))
-        self._reporter.hparams(flat(self.params), numbers(result))
+        self._reporter.hparams(flat(self._rank.config.params), numbers(result))
         self._reporter.end_step(self.step)
         if in_loop:  # the result goes to the disk before the event: an attempt that dies between them is not repeated
             self._retry(lambda: self._checkpoints.save(self.step, wait=True, extra={"result": result}))

@@ -16,8 +16,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,8 @@ READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHONHA
 """Beginnings of variables that libraries read when they are imported: a warm server cannot change them afterwards."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a forked process is to run."""
-
-    target: str
-    """`module:function`."""
-    arguments: Sequence[Any]
-
-    def run(self) -> None:
-        module, _, name = self.target.partition(":")
-        getattr(importlib.import_module(module), name)(*self.arguments)
+Call = Callable[[], None]
+"""What a forked process is to run."""
 
 
 class Server:
@@ -92,7 +82,8 @@ class Server:
         if pid == 0:
             self._leave()
             _become_rank(request, files, server)
-            return Call(request["target"], request["arguments"])
+            module, _, name = request["target"].partition(":")
+            return lambda: getattr(importlib.import_module(module), name)(*request["arguments"])
         for file in files:
             os.close(file)
         if pid > 0:
@@ -141,14 +132,14 @@ class Server:
 def _become_rank(request: Mapping[str, Any], files: list[int], server: int) -> None:
     """Make the forked process what it would be if its client had started it as a program."""
     os.setsid()  # a group of its own: what it starts can be ended with it
-    follow_server(server)
+    _follow_server(server)
     _take_output(files[:2])
     for file in files[2:]:
         os.set_inheritable(file, True)  # a device's lock must outlive the exec of a command
     _take_place({**request["environment"], PARENT: str(server)}, request["cwd"])
 
 
-def follow_server(server: int) -> None:
+def _follow_server(server: int) -> None:
     """Get SIGTERM when the server dies (Linux): a rank is not left behind when the supervisor, and so the server, ends.
 
     The signal is lost while it is still ignored; the worker, which installs handlers, compares its parent with
@@ -228,8 +219,8 @@ def main(arguments: list[str]) -> None:
     outcome = Server(channel).serve()
     if isinstance(outcome, Channel):
         outcome = Server(outcome).serve() if adopt(outcome, settings) else None
-    if isinstance(outcome, Call):
-        outcome.run()
+    if outcome is not None and not isinstance(outcome, Channel):
+        outcome()
 
 
 if __name__ == "__main__":

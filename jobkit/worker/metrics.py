@@ -82,10 +82,9 @@ class EventFile:
         before = len(self._backlog)
         try:
             self._backlog.flush(lambda data: self._append(data, durable))
-        except FileNotFoundError:
-            self._give_up("is gone")
-        except _ShorterThanLeft:
-            self._give_up("was cut back by somebody else")
+        except (FileNotFoundError, _ShorterThanLeft):  # another attempt has removed it, or cut it back
+            self._given_up = True
+            log.warning("TensorBoard: another attempt has changed %s; no more is written to it", self.path)
         else:
             self._written += before
 
@@ -101,10 +100,6 @@ class EventFile:
             append_whole(fd, data, durable=durable)
         finally:
             os.close(fd)  # raises, too: a file system of the network may refuse what was written as late as here
-
-    def _give_up(self, why: str) -> None:
-        self._given_up = True
-        log.warning("TensorBoard: %s %s; no more is written to it", self.path, why)
 
 
 class _ShorterThanLeft(Exception):
@@ -134,14 +129,31 @@ class MetricLog:
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         """Log numbers, or tensors of one element, which are read later and never wait for the device here."""
-        self._waiting.append(lambda: self._write_scalars(step, values))
+
+        def write() -> None:
+            for tag, value in values.items():
+                try:
+                    number = float(value)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    log.warning("ctx.log: %s at step %d is not one number: %s", tag, step, error)
+                    continue
+                self._latest[tag] = number
+                self._add(summaries.scalar(tag, number), step)
+
+        self._waiting.append(write)
 
     def image(self, step: int, tag: str, image: torch.Tensor) -> None:
         self._waiting.append(lambda: self._add(summaries.image(tag, image.cpu().numpy(), dataformats="CHW"), step))
 
     def video(self, step: int, tag: str, video: torch.Tensor) -> None:
         """Log a short video, uint8 [T, C, H, W], as an animated GIF: TensorBoard shows it among the images."""
-        self._waiting.append(lambda: self._write_video(step, tag, video))
+
+        def write() -> None:  # not torch's own summary of a video: it wants moviepy
+            _, channels, height, width = video.shape
+            image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=gif(video))
+            self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+        self._waiting.append(write)
 
     def text(self, step: int, tag: str, text: str) -> None:
         self._waiting.append(lambda: self._add(summaries.text(tag, text), step))
@@ -161,7 +173,16 @@ class MetricLog:
         Where the disk does not take it, of the position that it will have there.
         """
         future: Future[Position] = Future()
-        self._waiting.append(lambda: self._resolve(future))
+
+        def resolve() -> None:
+            try:
+                self._write(durable=True)
+                files = {file.name: file.stat().st_size for file in self.folder.glob("events.out.tfevents.*")}
+                future.set_result({**files, self._file.path.name: self._file.size})
+            except Exception as error:  # for the checkpoint to say: it must not wait for ever
+                future.set_exception(error)
+
+        self._waiting.append(resolve)
         self._wake.set()
         return future
 
@@ -195,29 +216,5 @@ class MetricLog:
         except Exception as error:  # a value that is none costs a point of a curve, not the training
             log.warning("TensorBoard: %s", error)
 
-    def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
-        for tag, value in values.items():
-            try:
-                number = float(value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                log.warning("ctx.log: %s at step %d is not one number: %s", tag, step, error)
-                continue
-            self._latest[tag] = number
-            self._add(summaries.scalar(tag, number), step)
-
-    def _write_video(self, step: int, tag: str, video: torch.Tensor) -> None:
-        # Not torch's own summary of a video: it wants moviepy.
-        _, channels, height, width = video.shape
-        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=gif(video))
-        self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
-
     def _add(self, summary: Any, step: int) -> None:
         self._file.add(Event(wall_time=time.time(), step=step, summary=summary))
-
-    def _resolve(self, future: Future[Position]) -> None:
-        try:
-            self._write(durable=True)
-            files = {file.name: file.stat().st_size for file in self.folder.glob("events.out.tfevents.*")}
-            future.set_result({**files, self._file.path.name: self._file.size})
-        except Exception as error:  # for the checkpoint to say: it must not wait for ever
-            future.set_exception(error)

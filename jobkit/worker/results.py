@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from jobkit.errors import JobkitError
 
@@ -53,16 +52,12 @@ def numbers(result: Any) -> dict[str, float]:
     return {f"final/{key}": float(value) for key, value in result.items() if isinstance(value, (int, float))}
 
 
-def flat(params: DictConfig) -> dict[str, Any]:
+def flat(params: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Nested params as `a.b` -> number, text or bool."""
-    flat: dict[str, Any] = {}
-
-    def walk(node: Any, prefix: str) -> None:
-        for key, value in node.items():
-            if isinstance(value, Mapping):
-                walk(value, f"{prefix}{key}.")
-            else:
-                flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
-
-    walk(OmegaConf.to_container(params, resolve=True), "")
-    return flat
+    found: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return found

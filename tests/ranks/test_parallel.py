@@ -26,7 +26,7 @@ from jobkit.train.optim import fused_ema_adam
 from jobkit.train.optimizer_state import parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.pipeline import cut_stages, stage_of
-from jobkit.worker.export import whole_weights
+from jobkit.worker.finish import whole_weights
 from jobkit.worker.tracked_state import TrackedState
 
 STEPS, BATCH, WIDTH = 6, 12, 8
