@@ -18,7 +18,7 @@ from jobkit.checkpoint.state import escape, flatten
 from jobkit.run.device_kinds import has_streams
 
 _SLAB = 256 << 20  # torch rounds pinned memory up to a power of two: slabs of one waste nothing
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # a cache line, and a multiple of every dtype's size, as a view demands
 
 SHARED, LOCAL = "shared", "local"
 

@@ -73,7 +73,6 @@ class ChecksummedFile:
 
     @property
     def digest(self) -> FileDigest:
-        """Size and checksum, once the file is closed."""
         return FileDigest(self.size, self._crc)
 
     def write(self, data: memoryview) -> None:

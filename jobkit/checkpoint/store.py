@@ -70,7 +70,7 @@ class Store:
     """The checkpoints under `root`; a step in a name is the number of steps done.
 
     `attempt` keeps the unfinished files of two attempts apart. `patience` is for how many seconds a missing file is
-    looked for again: a shared file system may show it late.
+    looked for again: NFS may show it late to other hosts than the one that made it.
     """
 
     def __init__(self, root: Path, *, attempt: str = "0", patience: float = 5.0) -> None:
@@ -107,7 +107,7 @@ class Store:
         """Make the staged files the checkpoint of their step; they are on the disk already, their names may not be."""
         staging, final = self.staging(manifest.step), self.path(manifest.step)
         replaced = self.root / f"{_REPLACED}{final.name}"
-        write_json(staging / MANIFEST, manifest.to_json())
+        write_json(staging / MANIFEST, manifest.to_json())  # before the rename: a checkpoint without one is damaged
         if final.exists():
             _remove(replaced)
             final.rename(replaced)  # a crash before the next line is what `recover` is for
@@ -118,11 +118,10 @@ class Store:
             raise
         fsync_dir(self.root)
         self._point_latest()
-        _remove(replaced)
+        _remove(replaced)  # only once the new name is on the disk: until then it is the only one that surely is
         return final
 
     def _point_latest(self) -> None:
-        """Let the link name the newest checkpoint; without one it goes."""
         latest, temporary = self.root / LATEST, self.root / f".{LATEST}.{self.attempt}"
         try:
             steps = self.steps()

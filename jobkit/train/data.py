@@ -87,8 +87,6 @@ class SampleOrder:
 
 
 class _Shares(Sampler[list[tuple[int, int]]]):
-    """One rank's shares from batch number `first` on, for ever."""
-
     def __init__(self, order: SampleOrder, first: int, rank: int, world_size: int) -> None:
         self.order, self.first, self.rank, self.world_size = order, first, rank, world_size
 

@@ -120,7 +120,6 @@ def _is_installed(kind: DeviceKind) -> bool:
 
 
 def _module(kind: DeviceKind) -> Any:
-    """torch's module for a kind: torch.cuda, torch.xpu ..."""
     if kind.package is not None:
         try:
             importlib.import_module(kind.package)

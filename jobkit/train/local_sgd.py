@@ -12,7 +12,6 @@ from jobkit.checkpoint.state import flatten, unflatten
 
 
 def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace floating-point tensors by their mean over the ranks of a group, in place."""
     ranks = dist.get_world_size(group)
     for tensor in tensors:
         if tensor.is_floating_point():

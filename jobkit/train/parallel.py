@@ -89,7 +89,6 @@ class Parallel:
         return Pipeline(module, self.stages, self.device, None if microbatches == "auto" else int(microbatches))
 
     def _over_data(self, module: nn.Module) -> nn.Module:
-        """`module` over the data-parallel ranks of its stage."""
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if self.layout.data == 1 or not trainable:
             return module

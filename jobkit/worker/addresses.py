@@ -88,7 +88,6 @@ def _source_address(target: str) -> str | None:
 
 
 def _interfaces() -> dict[str, str]:
-    """IPv4 address of each network interface that has one."""
     SIOCGIFADDR = 0x8915
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

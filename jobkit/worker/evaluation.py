@@ -90,7 +90,6 @@ class Evaluator:
         return scores
 
     def _hand_out(self, missing: list[int]) -> DynamicBatches | LockstepBatches:
-        """A new hand-out of some batches; made on all ranks together."""
         parallel = self._parallel
         self._handouts += 1
         # Replicas that drift apart give each batch another value: who computes it must not depend on the clock.

@@ -26,7 +26,6 @@ class Topology:
     nodes: int = 1
 
     def check(self, expected: int) -> None:
-        """Raise DistributedError unless the launcher started as many tasks as the run was given."""
         if self.world_size != expected:
             raise DistributedError(
                 f"this task was started as rank {self.rank} of {self.world_size}, but the run has resources for "
@@ -35,7 +34,6 @@ class Topology:
             )
 
     def environment(self, address: str, port: int) -> dict[str, str]:
-        """RANK, WORLD_SIZE, MASTER_ADDR and the like: what every program of torch understands."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -140,8 +138,8 @@ LAUNCHERS = (
 )
 """Innermost first: torchrun under srun, and mpirun in a Slurm job, are what they were started by last."""
 
-ALONE = "python"
-"""The name of no launcher at all."""
+PLACE = ("local_rank", "local_world_size", "node", "nodes")
+"""Fields of a Topology that a launcher may leave out."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = No
     if group is not None and group != (told.get("rank", 0), told.get("world_size", 1)):
         told = {"rank": group[0], "world_size": group[1]}
     topology = _complete(told)
-    name = launcher.name if launcher is not None else ALONE
+    name = launcher.name if launcher is not None else "python"
     _check_one_world(topology, name, environ)
     rendezvous: Literal["alone", "env", "file", "group"] = "file"
     if group is not None:
@@ -184,22 +182,18 @@ def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = No
     elif environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         rendezvous = "env"
     key = "-".join([name, *(environ[one] for one in (launcher.launch if launcher else ()) if environ.get(one))])
-    fields = ("local_rank", "local_world_size", "node", "nodes")
-    guessed = tuple(field for field in fields if field not in told) if topology.world_size > 1 else ()
+    guessed = tuple(field for field in PLACE if field not in told) if topology.world_size > 1 else ()
     return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", key), guessed)
 
 
 def _told(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:
     if launcher is None:
         return {}
-    fields = ("rank", "world_size", "local_rank", "node", "nodes")
-    values = {field: _number(environ, getattr(launcher, field)) for field in fields}
+    node = _number(environ, launcher.node) or 0
+    values = {field: _number(environ, getattr(launcher, field), node) for field in ("rank", "world_size", *PLACE)}
     found = {field: value for field, value in values.items() if value is not None}
-    local = _number(environ, launcher.local_world_size, found.get("node", 0))
-    if local is not None:
-        found["local_world_size"] = local
-    elif found.get("nodes", 0) and found["world_size"] % found["nodes"] == 0:
-        found["local_world_size"] = found["world_size"] // found["nodes"]
+    if found.get("nodes", 0) and found["world_size"] % found["nodes"] == 0:
+        found.setdefault("local_world_size", found["world_size"] // found["nodes"])
     if found["rank"] >= found["world_size"]:
         raise DistributedError(
             f"{launcher.rank}={found['rank']} with {launcher.world_size}={found['world_size']}: there is no such rank"

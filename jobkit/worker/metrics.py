@@ -66,11 +66,9 @@ class EventFile:
 
     @property
     def size(self) -> int:
-        """The file's size with all that was added, be it in the file yet or not."""
         return self._written + len(self._backlog)
 
     def add(self, event: Event) -> None:
-        """Take an event; it is in the file after the next `write`."""
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
         self._backlog.add(record.getvalue())
@@ -159,8 +157,6 @@ class MetricLog:
         self._waiting.append(lambda: self._add(summaries.text(tag, text), step))
 
     def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Log the run's parameters with its final metrics, for TensorBoard's HPARAMS page."""
-
         def write() -> None:
             for summary in summaries.hparams(dict(parameters), dict(metrics)):
                 self._add(summary, 0)

@@ -75,7 +75,6 @@ class PatientFile(io.FileIO):
             self._backlog.add(note[self._put(note) :])
 
     def forget(self) -> None:
-        """Leave what waits to another process."""
         self._backlog.clear()
         self._lost = None
 

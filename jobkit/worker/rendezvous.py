@@ -23,7 +23,8 @@ from jobkit.worker.addresses import RENDEZVOUS_SECONDS, announce, answering, fre
 from jobkit.worker.launcher import Launch, Topology
 
 LISTENING_SECONDS = 60.0
-"""How long rank 0, which may hold the store that the ranks talk over, stays for the others to read its answer."""
+"""How long rank 0, which may hold the store that the ranks talk over, stays for the others to read its answer: a rank
+that has come within RENDEZVOUS_SECONDS is only kept from it by a machine that is very busy."""
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Of a collective: longer than the slowest checkpoint or compilation on one rank. Hangs are for the watchdog."""
@@ -68,7 +69,9 @@ def rendezvous(launch: Launch, file: Path) -> Rendezvous:
         exchange = _StoreExchange(PrefixStore(f"jobkit/{next(_rendezvous)}", store), launch)
         group = RankGroup(own.rank, own.world_size, exchange.gather)
     topology = _placed(launch, group.gather([own.world_size, socket.gethostname()]))
-    _export(topology, address, port)
+    family = topology.environment(address, port)
+    _exported.update({name: value for name, value in family.items() if os.environ.get(name) != value})
+    os.environ.update(family)
     if interface := interface_towards(address):
         # Gloo would resolve the host's name to find its interface; on many clusters names do not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -147,7 +150,7 @@ class _StoreExchange:
         readers = self.store.add(f"{number}/readers", 1)
         deadline = time.monotonic() + LISTENING_SECONDS
         while own.rank == 0 and not missing and readers < own.world_size and time.monotonic() < deadline:
-            time.sleep(0.005)
+            time.sleep(0.005)  # asking the store of this very process is cheap, and the others wait to go on
             readers = self.store.add(f"{number}/readers", 0)
         if missing:
             ranks = ", ".join(map(str, missing))
@@ -183,12 +186,6 @@ def _placed(launch: Launch, found: list[Any]) -> Topology:
 
 
 _exported: dict[str, str] = {}
-
-
-def _export(topology: Topology, address: str, port: int) -> None:
-    family = topology.environment(address, port)
-    _exported.update({name: value for name, value in family.items() if os.environ.get(name) != value})
-    os.environ.update(family)
 
 
 def inherited() -> dict[str, str]:

@@ -110,7 +110,6 @@ class RunReporter:
     # TensorBoard
 
     def start_metrics(self, position: Position, first_step: int) -> None:
-        """Cut TensorBoard's files back to a checkpoint's position and continue them from there."""
         if self._is_main:
             # Imported on rank 0 alone: TensorBoard costs a second, times the ranks of a node.
             from jobkit.worker.metrics import MetricLog, rewind
@@ -160,7 +159,6 @@ class RunReporter:
         self._progress.update(fields)
 
     def say(self, text: str) -> None:
-        """A line above the progress bar that this process draws, where it draws one."""
         if self._display is not None:
             self._display.say(text)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import os
 import sys
@@ -97,13 +96,13 @@ def init(
 
 def _config(name: str | None, params: Mapping[str, Any] | None, seed: int) -> Config:
     script = Path(sys.argv[0]).stem or "interactive"
-    with contextlib.suppress(InputError):
+    try:
         return Config(name=name or script, task=f"{script}:main", params=dict(params or {}), seed=seed)
-    raise InputError(f"jobkit.init: {name!r} cannot name a run")
+    except InputError:
+        raise InputError(f"jobkit.init: {name!r} cannot name a run") from None
 
 
 def _with_ranks(config: Config, topology: Topology, gpus: int | None) -> Config:
-    """`config` with the ranks that the launcher started."""
     even = topology.nodes * topology.local_world_size == topology.world_size
     per_node = topology.local_world_size if even else 1
     resources = dataclasses.replace(
@@ -150,7 +149,6 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | 
 
 
 def _run_of_command() -> RunDir | None:
-    """The run whose `command:` this script is part of."""
     path, attempt = os.environ.get("JOBKIT_RUN"), os.environ.get("JOBKIT_ATTEMPT")
     if not path or not attempt:
         return None

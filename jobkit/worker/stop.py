@@ -53,7 +53,6 @@ class StopSignals:
 
     @property
     def pending(self) -> bool:
-        """Whether there is a reason to ask the scheduler what is going on."""
         return self.signal is not None or self.overdue
 
     @property

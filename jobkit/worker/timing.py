@@ -102,7 +102,6 @@ class ComputeTimer:
             model.register_forward_hook(self._forward_ended)
 
     def begin(self) -> None:
-        """A step begins, or begins anew: the ranks have just been synchronised."""
         self._begin, self._end = self._new_event(), None
         self._begin.record()
         self._began = time.perf_counter()

@@ -31,6 +31,10 @@ PART = "#"
 """Between a tracked object's name and the number of a part: of a pipeline's stage, or of zero1's rank."""
 
 
+REPLICATED = (nn.Module, torch.optim.Optimizer, LossScaler)
+"""What local SGD lets drift apart from rank to rank."""
+
+
 class TrackedState:
     """The tracked objects of one rank. Saving and restoring are collective."""
 
@@ -44,7 +48,6 @@ class TrackedState:
         self._names: Names = {}
 
     def add_module(self, module: nn.Module) -> None:
-        """A module whose parameters' names an optimizer's state is kept by."""
         self.modules.append(module)
         self._names = parameter_names(unwrapped(one) for one in self.modules)
 
@@ -63,7 +66,6 @@ class TrackedState:
         return sorted(saved - set(self.objects))
 
     def share_buffers(self) -> None:
-        """Make the copies of each model equal, buffers included. Collective."""
         wrapped = [value for value in self.objects.values() if isinstance(value, DistributedDataParallel)]
         for module in dict.fromkeys([*self.modules, *wrapped]):  # DDP may be the user's own
             self._parallel.share_buffers(module)
@@ -79,29 +81,24 @@ class TrackedState:
             part, holders = self._part(value)
             key = name if part is None else f"{name}{PART}{part:05d}"
             tree = self._state(value)
-            shared[key] = averaged_copy(tree) if self._parallel.drifts and self._is_replica(value) else tree
+            shared[key] = averaged_copy(tree) if self._parallel.drifts and isinstance(value, REPLICATED) else tree
             if part is not None:
                 held_by[key] = holders
         return shared, held_by
 
     def local_state(self) -> dict[str, Any]:
-        """What of the tracked objects is different on each rank."""
         state: dict[str, Any] = {}
         if self._parallel.drifts:
-            state["replica"] = {n: self._state(v) for n, v in self.objects.items() if self._is_replica(v)}
+            state["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
         if memory := [compression.state_dict() for compression in self._parallel.compressions]:
             state["compressions"] = memory
         return state
 
     def load_local_state(self, state: Mapping[str, Any]) -> None:
-        """What `local_state` gave on this rank, of a world of the same size."""
         for compression, saved in zip(self._parallel.compressions, state.get("compressions", []), strict=False):
             compression.load_state_dict(saved)
         for name, saved in state.get("replica", {}).items():
             self._load(self.objects[name], saved)
-
-    def _is_replica(self, value: Any) -> bool:
-        return isinstance(value, (nn.Module, torch.optim.Optimizer, LossScaler))
 
     def _is_named(self, value: Any) -> bool:
         return isinstance(value, torch.optim.Optimizer) and all(p in self._names for p in parameters_of(value))
