@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from jobkit.worker.results import flat, literal, numbers, to_json
 from jobkit.worker.stop import CauseFinder, Stopped, kill_children
 from jobkit.worker.tracked_state import TrackedState
 
+Values = TypeVar("Values", torch.Tensor, Mapping[str, torch.Tensor])
+"""One value a sample, [n], or several by name."""
+
 
 class Context:
     """One rank's view of a run. See the README for a training function that uses all of it.
@@ -49,6 +52,20 @@ class Context:
         """The YAML's `params`, read-only."""
         OmegaConf.set_readonly(self.params, True)
         self.seed: int = config.seed
+        self.rank: int = topology.rank
+        """This process among all, from 0."""
+        self.local_rank: int = topology.local_rank
+        """This process among those of its node."""
+        self.world_size: int = topology.world_size
+        """The number of processes."""
+        self.is_main: bool = rank.is_main
+        """Whether this is rank 0, the one that writes files."""
+        self.device: torch.device = rank.device
+        """This rank's device."""
+        self.attempt: int = rank.attempt
+        """How many times the run has been started, this one included."""
+        self.run_dir: Path = run.path
+        """The run directory."""
         self._rank, self._reporter, self._signals = rank, reporter, finder.signals
         self.is_closed = False
         self._checkpointer = open_checkpoints(rank)
@@ -76,41 +93,6 @@ class Context:
     def step(self) -> int:
         """The step the loop is in, from 0; after the loop, the number of steps done."""
         return self._loop.step
-
-    @property
-    def rank(self) -> int:
-        """This process among all, from 0."""
-        return self._rank.topology.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its node."""
-        return self._rank.topology.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self._rank.topology.world_size
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes files."""
-        return self._rank.is_main
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self._rank.device
-
-    @property
-    def attempt(self) -> int:
-        """How many times the run has been started, this one included."""
-        return self._rank.attempt
-
-    @property
-    def run_dir(self) -> Path:
-        """The run directory."""
-        return self._rank.run.path
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -237,9 +219,7 @@ class Context:
         self, function: Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
     ) -> dict[str, float]: ...
 
-    def evaluate(
-        self, function: PerSample | Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> float | dict[str, float]:
+    def evaluate(self, function: Any, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> Any:
         """The mean of `function(batch, ids)`, one value a sample, over the dataset; all ranks work, all get the same.
 
         A function that returns several, {name: [n]}, has a mean for each name. Batches of `batch_size` samples go to
@@ -249,19 +229,9 @@ class Context:
         """
         return means(self.evaluate_samples(function, dataset, batch_size=batch_size, **options))
 
-    @overload
     def evaluate_samples(
-        self, function: PerSample, dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> torch.Tensor: ...
-
-    @overload
-    def evaluate_samples(
-        self, function: Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> dict[str, torch.Tensor]: ...
-
-    def evaluate_samples(
-        self, function: PerSample | Metrics, dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        self, function: Callable[[Any, torch.Tensor], Values], dataset: Dataset[Any], *, batch_size: int, **options: Any
+    ) -> Values:
         """What `evaluate` takes the mean of: float64 [len(dataset)] by sample number, on the CPU of every rank."""
         self._tracked.share_buffers()
         scores = self._evaluator.run(
@@ -275,7 +245,7 @@ class Context:
             **options,
         )
         self._loop.evaluated()
-        return scores.result()
+        return scores.result()  # type: ignore[return-value]
 
     # The end
 
