@@ -54,6 +54,7 @@ class Reader:
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
         self.set_aside = []
         with as_checkpoint_error("the checkpoints cannot be read"):
+            # First: a crash in the middle of replacing a checkpoint has left the good one under a hidden name.
             self._ranks.on_main(self._store.recover)
             for step in self._ranks.on_main(self._store.steps):
                 manifest, problems = self._check(step)

@@ -136,7 +136,9 @@ class ChecksummedFile:
                 for _, jobs in self._in_flight:
                     for job in jobs:
                         job.result()
-                os.fsync(self._fd)
+                os.fsync(
+                    self._fd
+                )  # bypassing the page cache makes neither the file's size durable nor the disk's cache
         finally:
             self._writer.shutdown(cancel_futures=True)
             self._checksummer.shutdown(cancel_futures=True)

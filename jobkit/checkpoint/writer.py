@@ -139,7 +139,7 @@ class Checkpointer:
                 log.exception("on_done failed for the checkpoint of step %d", step)
             pending._end(saved)
             if error is None:
-                self._retain()
+                self._retain()  # only now: without the new one the oldest may be the only good one
 
         self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()

@@ -48,7 +48,7 @@ def answering(file: Path) -> Iterator[tuple[str, int, str]]:
                 # Not longer: a firewall that drops packets never answers, and the next address may.
                 socket.create_connection((address, found["port"]), timeout=3).close()
                 yield address, int(found["port"]), str(found["token"])
-        time.sleep(0.05)
+        time.sleep(0.05)  # each look at the file asks the file server: many ranks ask at once, and few times
     raise DistributedError(
         f"rank 0 did not answer within {RENDEZVOUS_SECONDS:g} s ({file}); its log says why, or a firewall does"
     )

@@ -15,9 +15,6 @@ from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.tracked_state import TrackedState
 
-MARK_SECONDS = 60.0
-"""How long a checkpoint, or the end of a function without a loop, waits for what was logged to be on the disk."""
-
 
 class Checkpoints:
     """The checkpoints of one rank's loop; `restored` is the step of the one that the attempt began with."""
@@ -51,6 +48,7 @@ class Checkpoints:
                 raise outcome.error
 
     def _begin(self, step: int, extra: Mapping[str, Any]) -> PendingSave:
+        # Before the state is copied: the curves of the steps in this checkpoint, and of none after it.
         position = self._reporter.mark_metrics()
         shared, held_by = self._tracked.trees()
         return self._checkpointer.save(
@@ -58,7 +56,7 @@ class Checkpoints:
             shared,
             {"rng": rng_state(self._rank.device), **self._tracked.local_state()},
             held_by=held_by,
-            extra=lambda: {"tensorboard": position.result(timeout=MARK_SECONDS), **extra},
+            extra=lambda: {"tensorboard": position(), **extra},
             on_done=self._saved,
         )
 

@@ -80,7 +80,9 @@ def _tell_port(topology: Topology, file: Path) -> tuple[str, int]:
                 missing = ", ".join(map(str, sorted(waited_for)))
                 raise DistributedError(f"rank(s) {missing} did not come within {RENDEZVOUS_SECONDS:g} s") from None
             with contextlib.suppress(OSError, ValueError), connection:
-                connection.settimeout(3)
+                connection.settimeout(
+                    3
+                )  # whoever connects and says nothing, as a port scan, must not hold up the ranks
                 asking = connection.recv(64).decode().split()  # nothing, where only an address was tried
                 if asking[:1] == [token]:
                     connection.sendall(str(port).encode())
@@ -91,6 +93,7 @@ def _tell_port(topology: Topology, file: Path) -> tuple[str, int]:
 
 def _ask_for_port(topology: Topology, file: Path) -> tuple[str, int]:
     for address, port, token in answering(file):
+        # 30 s: rank 0 answers one rank after the other, each of which may take 3 s to speak.
         with contextlib.suppress(OSError, ValueError), socket.create_connection((address, port), 30) as connection:
             connection.sendall(f"{token} {topology.rank}".encode())
             return address, int(connection.recv(64))
@@ -130,6 +133,7 @@ def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     sys.stderr.flush()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    # After the handlers are the system's again, so that none comes in between and is lost.
     if STOP_SIGNALS.signal is not None:  # it came before there was a program to get it
         os.kill(os.getpid(), STOP_SIGNALS.signal)
     os.execve(words[0], list(words), dict(environment))

@@ -25,7 +25,7 @@ from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, means
 from jobkit.train.parallel import unwrapped
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule
-from jobkit.worker.checkpointing import MARK_SECONDS, Checkpoints
+from jobkit.worker.checkpointing import Checkpoints
 from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.finish import export, retry_on_full_disk
 from jobkit.worker.lease import holds_lease
@@ -265,7 +265,7 @@ class Context:
         if in_loop:  # the result goes to the disk before the event: an attempt that dies between them is not repeated
             self._retry(lambda: self._checkpoints.save(self.step, wait=True, extra={"result": result}))
         else:
-            self._reporter.mark_metrics().result(timeout=MARK_SECONDS)
+            self._reporter.mark_metrics()()
         self._loop.report_progress()
         self._record_finished(result)
         self._reporter.say(f"finished at step {self.step}{f': {result}' if result is not None else ''}")
@@ -334,7 +334,7 @@ def open_checkpoints(rank: Rank) -> Checkpointer:
     """The run's checkpoints, for this attempt to save and to load; on all ranks together."""
     store = Store(rank.run.checkpoints, attempt=str(rank.attempt))
     if rank.is_main:
-        store.clean()
+        store.clean()  # the lease is ours, and nobody writes yet
     return Checkpointer(
         store,
         RankGroup.of_world(),  # of its own: the writing thread's collectives must not be matched with the training's

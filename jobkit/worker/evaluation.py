@@ -95,7 +95,7 @@ class Evaluator:
         # Replicas that drift apart give each batch another value: who computes it must not depend on the clock.
         if parallel.forward_is_collective or parallel.drifts:
             return LockstepBatches(missing, parallel.data_rank, parallel.layout.data, self._rank.group.anywhere)
-        if self._rank.is_main:
+        if self._rank.is_main:  # nobody asks for it any more: all ranks have gathered since
             self._store.delete_key(f"jobkit/evaluation/{self._handouts - 1}")
         return DynamicBatches(missing, self._store, f"jobkit/evaluation/{self._handouts}")
 

@@ -44,6 +44,7 @@ def retry_on_full_disk(group: RankGroup, signals: StopSignals, action: Callable[
             if not disk_errno(raised):
                 raise
             error = raised
+        # All ranks go on or try again together: the action has collectives in it.
         number, told = group.maximum(disk_errno(error), signals.pending)
         if not number:
             return

@@ -80,7 +80,7 @@ class Server:
             self._tell({"failed": str(error)})
             pid = -1
         if pid == 0:
-            self._leave()
+            self._leave()  # first: the sockets' other ends must see the server's death, and not wait for this rank's
             _become_rank(request, files, server)
             module, _, name = request["target"].partition(":")
             return lambda: getattr(importlib.import_module(module), name)(*request["arguments"])
@@ -179,7 +179,7 @@ def preload(modules: Sequence[str]) -> None:
         if _threads() > threads:
             threads = _threads()
             log.warning(f"importing {name} has started a thread: ranks that are forked beside it may hang")
-    gc.collect()
+    gc.collect()  # before the freeze, which would keep the garbage for ever
     gc.freeze()  # the ranks share this memory until somebody writes to it, as each garbage collection would
 
 

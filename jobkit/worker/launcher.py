@@ -74,7 +74,7 @@ class Launcher:
     launch: tuple[str, ...] = ()
     """What tells one launch from the next."""
 
-    def speaks(self, environ: Mapping[str, str]) -> bool:
+    def started_this(self, environ: Mapping[str, str]) -> bool:
         return all(environ.get(name) for name in (self.rank, self.world_size, self.only_with) if name is not None)
 
     def tasks(self, environ: Mapping[str, str]) -> int:
@@ -162,7 +162,7 @@ def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = No
     Raises DistributedError for several tasks each of which would take itself for the only one, and for values that
     are none.
     """
-    launcher = next((one for one in LAUNCHERS if one.speaks(environ)), None)
+    launcher = next((one for one in LAUNCHERS if one.started_this(environ)), None)
     if launcher is None and group is None and environ.get("PMIX_RANK"):
         raise DistributedError(
             f"PMIX_RANK={environ['PMIX_RANK']}: an MPI started this task, but OMPI_COMM_WORLD_SIZE and PMI_SIZE, which "

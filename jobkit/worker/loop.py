@@ -72,7 +72,7 @@ class TrainingLoop:
                 self._engine.check_updated()
             self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == total)
             self._reporter.heartbeat.beat()
-            self._reporter.end_step(self.step - 1)
+            self._reporter.end_step(self.step - 1)  # before the boundary: a checkpoint there marks where curves end
             self._boundary()
         self._step_start = None
         self._reporter.heartbeat.end()

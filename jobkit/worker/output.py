@@ -15,17 +15,17 @@ from jobkit.run.disk_errors import disk_errno
 
 def survive_full_disks() -> None:
     """Let sys.stdout and sys.stderr take what the disk does not; the rest of them stays as it is."""
-    sys.stdout = _patient(sys.stdout)
-    sys.stderr = _patient(sys.stderr)
+    sys.stdout = _retrying(sys.stdout)
+    sys.stderr = _retrying(sys.stderr)
 
 
-def _patient(stream: TextIO) -> TextIO:
+def _retrying(stream: TextIO) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream  # something else has taken its place already
     with contextlib.suppress(OSError):
         stream.flush()
-    raw: Any = PatientFile(stream.fileno(), stream.name)
-    patient = io.TextIOWrapper(
+    raw: Any = RetryingFile(stream.fileno(), stream.name)
+    retrying = io.TextIOWrapper(
         raw if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(raw),  # the one under `python -u`
         encoding=stream.encoding,
         errors=stream.errors,
@@ -33,13 +33,13 @@ def _patient(stream: TextIO) -> TextIO:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
-    patient.mode = stream.mode  # type: ignore[misc]
+    retrying.mode = stream.mode  # type: ignore[misc]
     atexit.register(raw.retry)
     os.register_at_fork(after_in_child=raw.forget)
-    return patient
+    return retrying
 
 
-class PatientFile(io.FileIO):
+class RetryingFile(io.FileIO):
     """An open file whose `write` never fails for the disk's sake: what does not fit waits in memory for the next one.
 
     The first KEPT_BYTES of an outage wait; of what comes after them the lines are counted, and the file says so.

@@ -47,6 +47,7 @@ def join(found: Rendezvous, run: RunDir, config: Config, attempt: int) -> Rank:
         check_precision(device, config.precision)
         return device, group_backend(device, config.backend)
 
+    # Together: a rank that failed alone would leave the others waiting in init_process_group, for minutes.
     device, backend = found.group.all_or_none(choose)
     group = found.form_group(backend)
     rank = Rank(run, config, attempt, topology, device, group, owns_process_group=found.store is not None)

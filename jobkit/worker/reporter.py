@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 
 MAX_UNWRITTEN_EVENTS = 64 << 20
 """Bytes of events that wait for a full disk: years of them, as a checkpoint has one line."""
+
+MARK_SECONDS = 60.0
+"""How long a checkpoint, or the end of a function without a loop, waits for what was logged to be on the disk."""
 
 SHOWN_VALUES = 4
 """How many of the values that the function logs are in the progress report: a progress bar has no room for more."""
@@ -146,12 +148,9 @@ class RunReporter:
         if self._metrics is not None:
             self._metrics.hparams(parameters, metrics)
 
-    def mark_metrics(self) -> Future[Position]:
-        if self._metrics is not None:
-            return self._metrics.mark()
-        nothing: Future[Position] = Future()
-        nothing.set_result({})
-        return nothing
+    def mark_metrics(self) -> Callable[[], Position]:
+        """What waits until all that was logged so far is on the disk, and returns the position after it."""
+        return dict if self._metrics is None else partial(self._metrics.mark().result, timeout=MARK_SECONDS)
 
     # Progress
 

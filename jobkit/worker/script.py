@@ -140,7 +140,7 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | 
     if before.state == State.FINISHED:
         print(f"already finished, at step {before.step}: {run.path}; other params or another name make a new run")
         return None
-    run.write_config(config)
+    run.write_config(config)  # before the event: whoever sees a run in the journal may read its config
     run.record(Event.SUBMITTING, cluster="local", scheduler="local")
     return attempts.begin(run, job_id=str(os.getpid()), scheduler="local", launcher=launcher).number
 
@@ -257,5 +257,5 @@ class ScriptEnd:
         """What the rank that failed first has written down, once it has: this one may only have missed it."""
         deadline = time.monotonic() + (REPORT_SECONDS if self.rank.topology.world_size > 1 else 0.0)
         while (cause := own_failure(self.rank.run, self.rank.attempt)) is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(0.1)  # a look at a shared disk, ten times a second at most
         return cause or EndCause("crashed", Failure(rank=self.rank.topology.rank, error=repr(error)))

@@ -19,10 +19,12 @@ from jobkit.supervisor.attempt import ask
 from jobkit.supervisor.fork_client import PARENT, lives
 
 ASK_SECONDS = 2.0
-"""How long to wait for Slurm's record to name a reason: the signal can arrive before the record says why."""
+"""How long to wait for Slurm's record to name a reason: the signal can arrive before the record says why. Not longer:
+of a preemption's grace, KillWait + 2 s (32 s by default), the checkpoint needs the rest."""
 
 SCRIPT_ASKS = 4
-"""How often, after a signal, Slurm is asked whether the batch script was killed."""
+"""How often, after a signal, Slurm is asked whether the batch script was killed: slurmctld serves all jobs, and is not
+to be asked twice a second for ever."""
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
@@ -96,7 +98,7 @@ class CauseFinder:
 
         Signals that came while the interpreter was starting are lost; the request and the job's record still know.
         """
-        if self._requested() is not None:
+        if self._requested() is not None:  # the signal for it came before there was a handler
             self.signals.signal = signal.SIGTERM
         job = self._ask() if self.job_id is not None else None
         if job is None:
@@ -138,7 +140,7 @@ class CauseFinder:
                 return "timeout"
             if time.monotonic() >= until:
                 return "signal"  # someone's own `scancel --signal`: save, and go on in a new attempt
-            time.sleep(0.3)
+            time.sleep(0.3)  # all jobs of a cluster share its slurmctld
 
     def replace_dead_script(self) -> None:
         """Do the batch script's last work where it was killed: nothing else would start the job again.

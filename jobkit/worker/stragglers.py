@@ -17,7 +17,7 @@ from jobkit.worker.reporter import RunReporter
 from jobkit.worker.timing import ComputeTimer, events_of
 
 EXCHANGE_SECONDS = 1.0
-"""How often the ranks compare, at most."""
+"""How often the ranks compare, at most: it is one more all-reduce, of which training should not notice anything."""
 
 SLOW_FACTOR = 1.5
 """A rank is slow whose own time is this many times the median ..."""
@@ -26,7 +26,8 @@ SLOW_SHARE = 0.1
 """... and is longer than it by this part of a whole step: less than that is no straggler."""
 
 EXCHANGES = 3
-"""How many times in a row a rank must be slow to be named, and must not be to be cleared."""
+"""How many times in a row a rank must be slow to be named, and must not be to be cleared: one slow read from a shared
+disk, or one garbage collection, is no slow rank."""
 
 EACH_RANK = 16
 """Up to this many ranks have a curve each in TensorBoard; of more there are minimum, median and maximum."""

@@ -34,7 +34,7 @@ the ranks beside a failed one that soon, and then no checkpoint becomes complete
 
 def run_rank(path: str) -> None:
     """Run the task of the run directory `path` as the rank that Submitit's environment says this process is."""
-    survive_full_disks()
+    survive_full_disks()  # before anything may print
     show_stacks_when_asked()
     run = RunDir(path)
     config = run.config()
@@ -60,6 +60,7 @@ def run_rank(path: str) -> None:
         end_after_lost_lease(error)
     except BaseException as error:
         step, samples = context.position() if context is not None else (None, ())
+        # Before the wait: the supervisor blames the rank whose report is the first, and kills this one soon.
         write_report(run, attempt, topology, error, step, samples)
         if context is not None:
             context.wait_for_checkpoint(GRACE_SECONDS)

@@ -374,10 +374,10 @@ def test_a_journal_takes_back_the_half_of_a_line_that_a_full_disk_took(
 PRINTING = """
 import os, sys, time
 from pathlib import Path
-from jobkit.worker.output import PatientFile, survive_full_disks
+from jobkit.worker.output import RetryingFile, survive_full_disks
 
 before = sys.stdout.fileno(), sys.stdout.encoding, sys.stdout.isatty(), sys.stdout.name, sys.stdout.mode
-PatientFile.KEPT_BYTES = int(sys.argv[2])
+RetryingFile.KEPT_BYTES = int(sys.argv[2])
 survive_full_disks()
 assert before == (sys.stdout.fileno(), sys.stdout.encoding, sys.stdout.isatty(), sys.stdout.name, sys.stdout.mode)
 assert sys.stderr.fileno() == 2 and sys.stderr.errors == "backslashreplace"
