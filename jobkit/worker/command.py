@@ -42,7 +42,9 @@ def become_command(path: str) -> NoReturn:
     topology = topology_of(JobEnvironment())
     try:
         topology.check(config.resources.world_size)
-        address, port = agree_on_port(topology, run.rendezvous_file(attempt))
+        # Where the program can form its process group: MASTER_ADDR and MASTER_PORT.
+        find_port = _tell_port if topology.rank == 0 else _ask_for_port
+        address, port = find_port(topology, run.rendezvous_file(attempt))
         code, here = Path(os.environ["JOBKIT_CODE"]), Path.cwd()
         words = in_snapshot(config.command, code)
         program = find_program(words[0])  # its path becomes argv[0], by which a Python knows its environment
@@ -57,14 +59,6 @@ def become_command(path: str) -> NoReturn:
     except BaseException as error:
         write_report(run, attempt, topology, error, None, ())
         raise
-
-
-def agree_on_port(topology: Topology, file: Path) -> tuple[str, int]:
-    """The (MASTER_ADDR, MASTER_PORT) at which a program that every rank is about to start can form its group.
-
-    Raises DistributedError when the ranks do not find each other within RENDEZVOUS_SECONDS.
-    """
-    return _tell_port(topology, file) if topology.rank == 0 else _ask_for_port(topology, file)
 
 
 def _tell_port(topology: Topology, file: Path) -> tuple[str, int]:

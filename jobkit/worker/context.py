@@ -68,7 +68,15 @@ class Context:
         """The run directory."""
         self._rank, self._reporter, self._signals = rank, reporter, finder.signals
         self.is_closed = False
-        self._checkpointer = open_checkpoints(rank)
+        store = Store(run.checkpoints, attempt=str(rank.attempt))
+        if rank.is_main:
+            store.clean()  # the lease is ours, and nobody writes yet
+        self._checkpointer = Checkpointer(
+            store,
+            RankGroup.of_world(),  # of its own: collectives of the writing thread must not be matched with training's
+            keep=config.checkpoint.keep,
+            may_publish=partial(holds_lease, run, rank.attempt),
+        )
         self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
         restored = self._checkpointer.load_newest(names=())
         step, extra = (restored.step, restored.manifest.extra) if restored is not None else (None, {})
@@ -328,16 +336,3 @@ class Context:
             self._rank.group.barrier()  # rank 0 holds the store: it leaves with the others, not before
             if self._rank.owns_process_group:
                 dist.destroy_process_group()
-
-
-def open_checkpoints(rank: Rank) -> Checkpointer:
-    """The run's checkpoints, for this attempt to save and to load; on all ranks together."""
-    store = Store(rank.run.checkpoints, attempt=str(rank.attempt))
-    if rank.is_main:
-        store.clean()  # the lease is ours, and nobody writes yet
-    return Checkpointer(
-        store,
-        RankGroup.of_world(),  # of its own: the writing thread's collectives must not be matched with the training's
-        keep=rank.config.checkpoint.keep,
-        may_publish=partial(holds_lease, rank.run, rank.attempt),
-    )

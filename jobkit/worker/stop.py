@@ -124,7 +124,9 @@ class CauseFinder:
         if self.job_id is None:
             if self.signals.signal is None:
                 return None
-            return "lost" if _server_is_dead() else "user"  # nobody has asked for a stop where the server was killed
+            # Nobody has asked for a stop where the process that forked this one, or this one's shell, was killed.
+            server = os.environ.get(PARENT)
+            return "user" if server is None or lives(int(server)) else "lost"
         until = time.monotonic() + ASK_SECONDS
         while True:
             job = self._ask()
@@ -174,12 +176,6 @@ def kill_children() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise that a loader's worker was killed
     for child in children:
         child.kill()
-
-
-def _server_is_dead() -> bool:
-    """Whether the process that forked this one, or the shell that this one runs in, has died."""
-    server = os.environ.get(PARENT)
-    return server is not None and not lives(int(server))
 
 
 def follow_parent() -> None:
