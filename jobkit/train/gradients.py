@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
@@ -50,23 +50,16 @@ def _shard(gradient: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, ...]]:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale gradients of the global norm `norm`, in place, so that it becomes at most `max_norm`."""
-    for alike in _by_mesh(parameters):
-        clip_grads_with_norm_(alike, max_norm, norm)
+    scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # as torch's clip_grads_with_norm_
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient, in place."""
-    for alike in _by_mesh(parameters):
-        torch._foreach_mul_([parameter.grad for parameter in alike if parameter.grad is not None], factor)
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply every gradient, in place.
 
-
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Parameters that have gradients, in lists of one mesh each: torch's multi-tensor kernels take no mixture."""
-    lists: dict[object, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            lists[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
-    return lists.values()
+    Each rank its own part: for DTensors torch would first work out how to spread the product, seconds for a large list.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients], factor)
 
 
 class LossScaler:

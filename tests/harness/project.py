@@ -171,10 +171,15 @@ def logged_steps(run: Path, tag: str = "train/loss") -> list[int]:
     return found
 
 
+def begun(run: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank of the toy task began: {attempt, step, ids of its samples} in order."""
+    return [json.loads(line) for line in (run / f"steps_{rank}.jsonl").read_text().splitlines()]
+
+
 def assert_each_step_once(run: Path, steps: int, ranks: int = 4) -> None:
     """Every rank computed each step once and in order, and TensorBoard has each once."""
     for rank in range(ranks):
-        done = [int(line) for line in (run / f"steps_{rank}.txt").read_text().split()]
+        done = [one["step"] for one in begun(run, rank)]
         assert done == list(range(steps)), f"rank {rank}: {Counter(done).most_common(3)}\n{describe(run)}"
     assert logged_steps(run) == list(range(steps)), describe(run)
 

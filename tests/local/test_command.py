@@ -19,38 +19,30 @@ from jobkit.supervisor.watchdog import OUTSIDE_LOOP_SECONDS, Watch
 from jobkit.worker.command import in_snapshot
 
 TRAIN = """\
-import os, time
-import torch
 import jobkit
-from numbers_of_mine import Numbers
+import mytask
 
 ctx = jobkit.init(name="ignored", params={"sleep": 0.0, "steps": 1})
-model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loader = ctx.loader(Numbers(), global_batch_size=12)
-ctx.track(model=model, optimizer=optimizer, loader=loader)
-for step in ctx.steps(ctx.params.steps):
-    loss = (model(next(loader)) - 1).square().mean()
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    ctx.log({"train/loss": loss})
-    with open(ctx.run_dir / f"steps_{ctx.rank}.txt", "a") as file:
-        file.write(f"{step}\\n")
-    time.sleep(float(os.environ.get("SLEEP", "0")))
-    while f"{ctx.attempt} {step}" == os.environ.get("HOLD") and not (ctx.run_dir / "logs/1/notice.json").exists():
-        time.sleep(0.02)  # until there is the stop request of the test
-ctx.finish({"loss": loss.item()})
+ctx.finish(mytask.train(ctx))
 """
 
-NUMBERS = """\
-import torch
+WAIT_FOR_THE_STOP = """
+import time
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 50
+def at_step(ctx, step):
+    while (ctx.attempt, step) == (1, 25) and not (ctx.run_dir / "logs/1/notice.json").exists():
+        time.sleep(0.02)
+"""
 
-    def __getitem__(self, index):
-        return torch.randn(8, generator=torch.Generator().manual_seed(index)) + 0.1 * torch.randn(8)
+FAIL_ONCE = """
+import time
+
+
+def at_step(ctx, step):
+    time.sleep(0.5 if ctx.attempt == 1 else 0.1 if ctx.attempt == 2 else 0)
+    if (ctx.attempt, step, ctx.rank) == (2, 20, 1):
+        1 / 0
 """
 
 # A script that knows nothing of jobkit, not even torch.
@@ -74,7 +66,7 @@ def project(tmp_path: Path) -> Project:
     made = Project(tmp_path / "project")
     (made.path / "scripts").mkdir()
     (made.path / "scripts" / "train.py").write_text(TRAIN)
-    (made.path / "scripts" / "numbers_of_mine.py").write_text(NUMBERS)
+    (made.path / "mytask.py").rename(made.path / "scripts" / "mytask.py")
     (made.path / "bare.py").write_text(BARE)
     (made.path / "toy.yaml").write_text(
         "name: toy\ncommand: [python, bare.py, --lr, '${params.lr}']\nparams: {lr: 1e-3, steps: 60}\n"
@@ -83,7 +75,8 @@ def project(tmp_path: Path) -> Project:
     return made
 
 
-WITH_INIT = "command=[python, scripts/train.py]"
+WITH_INIT = ("command=[python, scripts/train.py]", "resources.tasks_per_node=1")
+"""Two ranks, each of which imports torch."""
 
 
 def told(run: Path, attempt: int = 1, ranks: int = 4) -> list[dict[str, str]]:
@@ -182,38 +175,35 @@ def test_a_command_that_never_reports_is_not_taken_for_hung(tmp_path: Path, monk
 
 
 def test_a_script_with_init_is_preempted_here_and_continues_where_it_was(project: Project) -> None:
-    project.env["HOLD"] = "1 25"
-    with project.start("submit", "toy.yaml", "--local", WITH_INIT) as process:
+    (project.path / "scripts" / "orders.py").write_text(WAIT_FOR_THE_STOP)
+    with project.start("submit", "toy.yaml", "--local", *WITH_INIT) as process:
         wait_for("a run", lambda: project.runs)
         (run,) = project.runs
         wait_for("some steps", lambda: step(run) >= 5, run)
         project.jobkit("preempt", run.name)
         assert process.wait(600) == 0, describe(run)
     assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["preempted", "finished"], describe(run)
-    assert_each_step_once(run, 60)
-    assert "loss" in status(run)["result"]
+    assert_each_step_once(run, 60, ranks=2)
+    assert "final_loss" in status(run)["result"]
     assert names(run).count("started") == 2
     interrupted = weights(run)
 
-    project.env.pop("HOLD")
-    project.submit("--local", "--fresh", WITH_INIT)
+    (project.path / "scripts" / "orders.py").unlink()
+    project.submit("--local", "--fresh", *WITH_INIT)
     assert weights(project.runs[1]) == interrupted
 
 
 def test_a_script_with_init_is_preempted_on_slurm_and_an_exception_is_named(project: Project, slurm: Cluster) -> None:
-    failing = TRAIN.replace(
-        "    time.sleep", "    if step == 20 and ctx.attempt == 2 and ctx.rank == 3: 1 / 0\n    time.sleep"
-    )
-    (project.path / "scripts" / "train.py").write_text(failing)
-    project.env.update(slurm.env, SLEEP="0.1")
-    project.submit("--cluster", "slurm", WITH_INIT, "checkpoint.every=5")
+    (project.path / "scripts" / "orders.py").write_text(FAIL_ONCE)
+    project.env.update(slurm.env)
+    project.submit("--cluster", "slurm", *WITH_INIT, "checkpoint.every=5")
     (run,) = project.runs
     wait_for("some steps", lambda: step(run) >= 5, run)
     slurm.preempt(status(run)["job_id"])
     wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
     attempts = status(run)["attempts"]
     assert [attempt["cause"] for attempt in attempts] == ["preempted", "crashed", "finished"], describe(run)
-    assert attempts[1]["failure"]["error"] == "rank 3: ZeroDivisionError: division by zero"
+    assert attempts[1]["failure"]["error"] == "rank 1: ZeroDivisionError: division by zero"
     assert (attempts[1]["failure"]["step"], attempts[1]["first_step"]) == (20, attempts[0]["last_step"])
     assert attempts[2]["first_step"] >= 15
 

@@ -10,14 +10,26 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from harness.processes import processes_of, ranks_of
-from harness.project import Project, describe, events, logged_steps, names, status, step, wait_for, weights
+from harness.project import (
+    Project,
+    begun,
+    causes,
+    describe,
+    events,
+    is_over,
+    logged_steps,
+    names,
+    status,
+    step,
+    wait_for,
+    weights,
+)
 from slurm_cluster import Process
 
 from jobkit.run.config import Resources
@@ -27,8 +39,8 @@ from jobkit.worker.checkpoint_schedule import MAX_OVERHEAD, MAX_SECONDS
 STEPS = 60
 EVERY = 10
 
-TASK = '''\
-"""A training whose ranks die as $DEATHS says: {attempt: [ranks, step, how]}; step -1 is before the loop."""
+ORDERS = '''\
+"""Ranks die as $DEATHS says: {attempt: [ranks, step, how]}; step -1 is before the loop."""
 import json
 import multiprocessing
 import os
@@ -39,25 +51,14 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 PLAN = json.loads(os.environ.get("DEATHS", "{}"))
 ATTEMPT = os.environ.get("JOBKIT_ATTEMPT", "")
-SLEEP = json.loads(os.environ.get("SLEEP", "{}")).get(ATTEMPT)
+SLEEP = json.loads(os.environ.get("SLEEP", "{}")).get(ATTEMPT, 0)
 HOLD = json.loads(os.environ.get("HOLD", "{}")).get(ATTEMPT)
 
 if PLAN.get(ATTEMPT, [[], 0, ""])[2] == "import" and os.environ["JOBKIT_NODEID"] == "1":
     import no_such_module
-
-
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return index, torch.randn(8, generator=generator) + 0.1 * torch.randn(8)
 
 
 def beyond_the_limit():
@@ -117,30 +118,14 @@ def die(ctx, step):
     HOW[how]()
 
 
-def train(ctx):
-    model = ctx.parallelize(nn.Sequential(nn.Linear(8, 32), nn.Dropout(ctx.params.dropout), nn.Linear(32, 8)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=ctx.params.steps)
-    loader = ctx.loader(Numbers(), global_batch_size=12, num_workers=int(os.environ.get("WORKERS", 0)))
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+def before_loop(ctx):
     die(ctx, -1)
-    for step in ctx.steps(ctx.params.steps):
-        ids, x = next(loader)
-        with open(ctx.run_dir / f"steps_{ctx.rank}.jsonl", "a") as file:
-            file.write(json.dumps({"attempt": ctx.attempt, "step": step, "ids": ids.tolist()}) + "\\n")
-        die(ctx, step)
-        hold(ctx, step)
-        loss = (model(x) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        if ctx.world_size > 1:
-            dist.all_reduce(total)
-        ctx.log({"train/loss": total / ctx.world_size})
-        time.sleep(ctx.params.sleep if SLEEP is None else SLEEP)
-    return {"optimizer_steps": int(optimizer.state[next(iter(model.parameters()))]["step"])}
+
+
+def at_step(ctx, step):
+    die(ctx, step)
+    hold(ctx, step)
+    time.sleep(SLEEP)
 '''
 
 YAML = f"""\
@@ -157,7 +142,7 @@ class Mortal(Project):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        (path / "mytask.py").write_text(TASK)
+        (path / "orders.py").write_text(ORDERS)
         (path / "toy.yaml").write_text(YAML)
 
     def plan(self, *deaths: tuple[list[int], int, str] | None, **environment: str) -> None:
@@ -182,17 +167,9 @@ def project(tmp_path: Path) -> Iterator[Mortal]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights of the run that nothing happened to, made once for all test processes."""
-    base = tmp_path_factory.getbasetemp()
-    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
-    with FileLock(f"{path}.lock"):
-        project = Mortal(path)
-        if not project.runs:
-            project.submit("--local")
-    (run,) = project.runs
-    assert causes(run) == ["finished"] and logged_steps(run) == list(range(STEPS))
-    return weights(run)
+def undisturbed(uninterrupted: Callable[[int], bytes]) -> bytes:
+    """The weights of the run that nothing happened to."""
+    return uninterrupted(2)
 
 
 def rank_process(run: Path, attempt: int, rank: int) -> int | None:
@@ -217,27 +194,14 @@ def reach(run: Path, attempt: int, checkpoint: int) -> None:
     wait_for(f"checkpoint {checkpoint}", lambda: (status(run)["checkpoint"] or 0) >= checkpoint, run)
 
 
-def is_over(run: Path) -> bool:
-    return status(run).get("state") in ("finished", "failed", "cancelled")
-
-
-def causes(run: Path) -> list[str]:
-    return [attempt["cause"] for attempt in status(run)["attempts"]]
-
-
 def failures(run: Path) -> list[dict[str, Any]]:
     return [attempt["failure"] or {} for attempt in status(run)["attempts"]]
-
-
-def done(run: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank began: {attempt, step, ids} in order."""
-    return [json.loads(line) for line in (run / f"steps_{rank}.jsonl").read_text().splitlines()]
 
 
 def repeated(run: Path, rank: int = 0) -> list[int]:
     """How many steps each attempt but the first did again."""
     by_attempt: dict[int, list[int]] = {}
-    for one in done(run, rank):
+    for one in begun(run, rank):
         by_attempt.setdefault(one["attempt"], []).append(one["step"])
     steps = list(by_attempt.values())
     return [before[-1] + 1 - after[0] for before, after in itertools.pairwise(steps)]
@@ -250,7 +214,7 @@ def nothing_was_lost(run: Path, weights_expected: bytes | None, ranks: int = 2) 
     assert logged_steps(run) == list(range(STEPS)), describe(run)
     assert weights_expected is None or weights(run) == weights_expected, describe(run)
     for rank in range(ranks):
-        assert {one["step"] for one in done(run, rank)} == set(range(STEPS))
+        assert {one["step"] for one in begun(run, rank)} == set(range(STEPS))
         assert all(0 <= count <= EVERY for count in repeated(run, rank)), f"{repeated(run, rank)}\n{describe(run)}"
 
 
@@ -270,8 +234,8 @@ DEATHS: list[tuple[tuple[list[int], int, str], str, str]] = [
 
 
 def test_a_run_survives_any_number_of_deaths_of_its_ranks(project: Mortal, undisturbed: bytes) -> None:
-    project.plan(*(death for death, _, _ in DEATHS), WORKERS="1")
-    project.submit("--local", "resources.nodes=2", "resources.tasks_per_node=1")
+    project.plan(*(death for death, _, _ in DEATHS))
+    project.submit("--local", "resources.nodes=2", "resources.tasks_per_node=1", "params.workers=1")
     (run,) = project.runs
     assert causes(run) == [*(cause for _, cause, _ in DEATHS), "finished"], describe(run)
     for (death, cause, words), failure in zip(DEATHS, failures(run), strict=False):
@@ -350,8 +314,8 @@ def test_a_step_that_always_fails_ends_the_run_and_the_rank_that_failed_first_is
     nothing_is_left(run)
     assert "failed at step" in told.stdout + told.stderr
     text = project.jobkit("status", run.name).stdout
-    ids = done(run, 1)[-1]["ids"]
-    assert len(ids) == 6 and done(run, 1)[-1]["step"] == 13
+    ids = begun(run, 1)[-1]["ids"]
+    assert len(ids) == 6 and begun(run, 1)[-1]["step"] == 13
     assert "failed at: rank 1, step 13" in text, text
     assert f"samples of that rank's batch: {', '.join(map(str, ids))}" in text, text
     assert "in fail" in text and "ValueError: a sample of the devil's" in text, text
@@ -476,8 +440,8 @@ def kill_supervisor(run: Path, attempt: int) -> None:
 def test_a_killed_supervisor_leaves_nothing_running_and_the_same_command_continues(
     project: Mortal, undisturbed: bytes
 ) -> None:
-    project.plan(WORKERS="1", HOLD=json.dumps({"1": 25, "2": 45}))
-    command = ("--local", "params.sleep=0.05")
+    project.plan(HOLD=json.dumps({"1": 25, "2": 45}))
+    command = ("--local", "params.workers=1", "params.sleep=0.05")
     detached, run = project.begin(*command[1:], "--detach")
     detached.communicate(timeout=600)
     reach(run, 1, 10)
@@ -485,7 +449,9 @@ def test_a_killed_supervisor_leaves_nothing_running_and_the_same_command_continu
     nothing_is_left(run)
     text = project.jobkit("status", run.name).stdout
     assert f"{run.name}: interrupted" in text
-    assert re.search(r"to continue it: .*jobkit.submit toy.yaml params.sleep=0.05 --local +\(in ", text), text
+    assert re.search(
+        r"to continue it: .*jobkit.submit toy.yaml params.workers=1 params.sleep=0.05 --local +\(in ", text
+    ), text
     foreground, _ = project.begin(*command[1:])
     reach(run, 2, 30)
     kill_supervisor(run, 2)
@@ -553,7 +519,7 @@ def global_batches(run: Path, ranks: int = 4) -> dict[int, list[int]]:
     """The sample ids of each step's global batch, over the ranks in their order."""
     batches: dict[int, list[int]] = {}
     for rank in range(ranks):
-        for one in done(run, rank) if (run / f"steps_{rank}.jsonl").exists() else []:
+        for one in begun(run, rank) if (run / f"steps_{rank}.jsonl").exists() else []:
             batches.setdefault(one["step"], []).extend(one["ids"])
     return batches
 
@@ -578,7 +544,7 @@ def test_another_number_of_ranks_sees_the_same_samples_and_learns_the_same(proje
     assert project.runs == [run] and causes(run) == ["user", "cancelled", "finished"], describe(run)
     assert global_batches(run) == global_batches(alone.runs[0])
     assert len(global_batches(run)) == 45 and all(len(ids) == 12 for ids in global_batches(run).values())
-    assert status(run)["result"] == status(alone.runs[0])["result"] == {"optimizer_steps": 45}
+    assert [status(one)["result"]["optimizer_steps"] for one in (run, alone.runs[0])] == [45, 45]
     assert logged_steps(run) == list(range(45))
     losses = list(zip(curve(run), curve(alone.runs[0]), strict=True))
     difference = max(abs(one - other) / other for one, other in losses)

@@ -8,12 +8,23 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness.project import Project, describe, events, logged_steps, names, queue, status, step, wait_for, weights
+from harness.project import (
+    Project,
+    begun,
+    describe,
+    events,
+    logged_steps,
+    names,
+    queue,
+    status,
+    step,
+    wait_for,
+    weights,
+)
 from slurm_cluster import Cluster, process_table
 
 from jobkit import slurm as scheduler
@@ -27,32 +38,17 @@ Weights = Callable[[int], bytes]
 Action = Callable[[Cluster, Project, Path], object]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """The weights after an undisturbed run on this machine, by its number of ranks."""
-
-    @cache
-    def train(ranks: int) -> bytes:
-        project = Project(tmp_path_factory.mktemp("undisturbed"))
-        project.submit("--local", f"resources.tasks_per_node={ranks // 2}")
-        (run,) = project.runs
-        assert status(run)["state"] == "finished"
-        return weights(run)
-
-    return train
-
-
 # A run, and what is asked of it in the end
 
 
-def submit(project: Project, *overrides: str, ranks: int = 4) -> Path:
+def submit(project: Project, *overrides: str, ranks: int = 2) -> Path:
     """Submit a run on two nodes with a checkpoint after every ten steps."""
     project.submit(*command(*overrides, ranks=ranks))
     (run,) = project.runs
     return run
 
 
-def command(*overrides: str, ranks: int = 4) -> list[str]:
+def command(*overrides: str, ranks: int = 2) -> list[str]:
     size = f"resources.tasks_per_node={ranks // 2}"
     return ["--cluster", "slurm", "params.sleep=0.1", f"checkpoint.every={EVERY}", size, *overrides]
 
@@ -86,17 +82,17 @@ def wait_until_over(cluster: Cluster, project: Project, run: Path, look: Callabl
     wait_for("an empty queue", lambda: not queue(cluster, project), run)
 
 
-def assert_nothing_lost(run: Path, undisturbed: Weights) -> None:
+def assert_nothing_lost(run: Path, uninterrupted: Weights) -> None:
     """The weights and the curve are those of a run that nothing happened to, and little was done twice."""
     assert status(run)["state"] == "finished", describe(run)
     assert logged_steps(run) == list(range(STEPS)), describe(run)
-    traces = sorted(run.glob("steps_*.txt"))
-    assert weights(run) == undisturbed(len(traces))
-    for trace in traces:
-        done = [int(line) for line in trace.read_text().split()]
+    ranks = len(list(run.glob("steps_*.jsonl")))
+    assert weights(run) == uninterrupted(ranks)
+    for rank in range(ranks):
+        done = [one["step"] for one in begun(run, rank)]
         assert sorted(set(done)) == list(range(STEPS))
         repeated = [last + 1 - following for last, following in pairwise(done) if following != last + 1]
-        assert all(0 < count <= EVERY + UNDER_WAY for count in repeated), f"{trace.name}: {repeated}\n{describe(run)}"
+        assert all(0 < count <= EVERY + UNDER_WAY for count in repeated), f"rank {rank}: {repeated}\n{describe(run)}"
     for before, after in pairwise(status(run)["attempts"]):
         assert before["durable_step"] <= (after["first_step"] or STEPS), describe(run)
 
@@ -204,58 +200,60 @@ def kill_a_rank_and_preempt(cluster: Cluster, project: Project, run: Path) -> No
     preempt(cluster, project, run)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "deaths", "expected"),
-    [
-        pytest.param(4, [kill_a_rank, kill_all_ranks], [{"killed"}, {"killed"}], id="ranks"),
-        pytest.param(2, [kill_srun, kill_srun_after_its_shepherd], [{"killed"}, {"killed"}], id="srun"),
-        pytest.param(4, [kill_the_batch_script], [{"killed"}], id="batch script"),
-        pytest.param(2, [kill_the_supervisor], [{"killed"}], id="supervisor"),
-        pytest.param(2, [rehearse, rehearse_without_grace], [{"preempted"}, {"preempted"}], id="jobkit preempt"),
-        pytest.param(2, [kill_a_rank_and_preempt], [{"killed", "preempted"}], id="two at once"),
-    ],
-)
+KILLED: list[tuple[Action, set[str]]] = [
+    (kill_a_rank, {"killed"}),
+    (kill_srun, {"killed"}),
+    (kill_srun_after_its_shepherd, {"killed"}),
+    (kill_the_batch_script, {"killed"}),
+]
+OTHERS: list[tuple[Action, set[str]]] = [
+    (kill_all_ranks, {"killed"}),
+    (rehearse, {"preempted"}),
+    (kill_the_supervisor, {"killed"}),
+    (rehearse_without_grace, {"preempted"}),
+    (kill_a_rank_and_preempt, {"killed", "preempted"}),
+]
+
+
+@pytest.mark.parametrize("deaths", [KILLED, OTHERS], ids=["killed", "others"])
 def test_whatever_is_killed_the_run_goes_on_as_the_same_job(
-    slurm: Cluster,
-    tmp_path: Path,
-    undisturbed: Weights,
-    ranks: int,
-    deaths: Sequence[Action],
-    expected: Sequence[set[str]],
+    slurm: Cluster, tmp_path: Path, uninterrupted: Weights, deaths: Sequence[tuple[Action, set[str]]]
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, ranks=ranks)
-    for number, death in enumerate(deaths, start=1):
+    run = submit(project)
+    for number, (death, expected) in enumerate(deaths, start=1):
         reach(run, number, number * EVERY)
         death(slurm, project, run)
-        assert end_of(run, number) in expected[number - 1], describe(run)
+        assert end_of(run, number) in expected, describe(run)
     wait_until_over(slurm, project, run)
     assert len(causes(run)) == len(deaths) + 1, describe(run)
     assert {attempt["job_id"] for attempt in status(run)["attempts"]} == {status(run)["job_id"]}
-    assert_nothing_lost(run, undisturbed)
+    assert_nothing_lost(run, uninterrupted)
 
 
-def test_a_stopped_rank_is_a_hang_and_all_ranks_leave_their_stacks(
-    slurm: Cluster, tmp_path: Path, undisturbed: Weights
+def test_a_stopped_rank_is_a_hang_and_all_ranks_leave_their_stacks_and_one_is_killed_beside_others(
+    slurm: Cluster, tmp_path: Path, uninterrupted: Weights
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, "watchdog=8s")
+    run = submit(project, "watchdog=8s", ranks=4)
     reach(run, 1, EVERY)
     kill(ranks_of(run)[2], number=signal.SIGSTOP)
     assert end_of(run, 1) == "hang"
     for rank in range(4):
         assert "(most recent call first)" in (run / f"logs/1/rank_{rank}.err").read_text(), rank
+    reach(run, 2, 2 * EVERY)
+    kill_a_rank(slurm, project, run)
     wait_until_over(slurm, project, run)
-    assert causes(run) == ["hang", "finished"]
+    assert causes(run) == ["hang", "killed", "finished"]
     assert "watchdog" in status(run)["attempts"][0]["failure"]["error"]
-    assert_nothing_lost(run, undisturbed)
+    assert_nothing_lost(run, uninterrupted)
 
 
 def test_a_job_that_slurm_will_not_requeue_is_followed_by_another(
-    slurm: Cluster, tmp_path: Path, undisturbed: Weights
+    slurm: Cluster, tmp_path: Path, uninterrupted: Weights
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, ranks=2)
+    run = submit(project)
     job = status(run)["job_id"]
     reach(run, 1, EVERY)
     slurm.command("scontrol", "update", f"JobId={job}", "Requeue=0")
@@ -267,12 +265,12 @@ def test_a_job_that_slurm_will_not_requeue_is_followed_by_another(
     assert causes(run) == ["killed", "finished"]
     first, second = status(run)["attempts"]
     assert (first["job_id"], second["job_id"]) == (job, status(run)["job_id"]) and second["job_id"] != job
-    assert_nothing_lost(run, undisturbed)
+    assert_nothing_lost(run, uninterrupted)
 
 
-def test_a_node_whose_ranks_die_twice_is_excluded(slurm: Cluster, tmp_path: Path, undisturbed: Weights) -> None:
+def test_a_node_whose_ranks_die_twice_is_excluded(slurm: Cluster, tmp_path: Path, uninterrupted: Weights) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, ranks=2)
+    run = submit(project)
     for number in (1, 2):
         reach(run, number, number * EVERY)
         assert "excluded" not in names(run)
@@ -285,7 +283,7 @@ def test_a_node_whose_ranks_die_twice_is_excluded(slurm: Cluster, tmp_path: Path
     wait_until_over(slurm, project, run)
     assert "excluded nodes: node2" in project.jobkit("status", run.name).stdout
     assert causes(run) == ["killed", "killed", "finished"]
-    assert_nothing_lost(run, undisturbed)
+    assert_nothing_lost(run, uninterrupted)
 
 
 def test_an_exception_that_always_comes_ends_the_run_and_is_shown(slurm: Cluster, tmp_path: Path) -> None:
@@ -293,7 +291,7 @@ def test_an_exception_that_always_comes_ends_the_run_and_is_shown(slurm: Cluster
     task = project.path / "mytask.py"
     spoilt = "        if step == 14 and ctx.rank == 1: raise ValueError('a bad sample')\n        loss.backward()"
     task.write_text(task.read_text().replace("        loss.backward()", spoilt))
-    run = submit(project, ranks=2)
+    run = submit(project)
     wait_until_over(slurm, project, run)
     assert status(run)["state"] == "failed"
     assert causes(run) == ["crashed"] * 3
@@ -334,7 +332,7 @@ def test_a_cancel_during_the_recovery_is_final(
     slurm: Cluster, tmp_path: Path, moment: Callable[[Cluster, Path], bool], cancel: Action
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, ranks=2)
+    run = submit(project)
     reach(run, 1, EVERY)
     kill(ranks_of(run)[1])
     wait_for("the recovery", lambda: moment(slurm, run), run)
@@ -361,10 +359,10 @@ def test_a_requeue_does_not_undo_a_scancel(slurm: Cluster, tmp_path: Path, monke
 # On clusters that are set up in another way, or are not well
 
 
-def test_preemption_that_gives_no_time_or_no_requeue(tmp_path: Path, undisturbed: Weights, short_dir: Path) -> None:
+def test_preemption_that_gives_no_time_or_no_requeue(tmp_path: Path, uninterrupted: Weights, short_dir: Path) -> None:
     with Cluster(short_dir, grace=0) as cluster:
         project = Project(tmp_path, cluster.env)
-        run = submit(project, ranks=2)
+        run = submit(project)
         for number, setting in enumerate([("REQUEUE", 0), ("CANCEL", 0), ("CANCEL", 10)], start=1):
             mode, grace = setting
             cluster.command("scontrol", "update", "PartitionName=low", f"PreemptMode={mode}", f"GraceTime={grace}")
@@ -373,15 +371,15 @@ def test_preemption_that_gives_no_time_or_no_requeue(tmp_path: Path, undisturbed
             assert end_of(run, number) == "preempted", describe(run)
         wait_until_over(cluster, project, run)
     assert causes(run) == ["preempted"] * 3 + ["finished"]
-    assert_nothing_lost(run, undisturbed)
+    assert_nothing_lost(run, uninterrupted)
 
 
 def test_lost_nodes_are_named_and_the_run_goes_on_elsewhere(
-    tmp_path: Path, undisturbed: Weights, short_dir: Path
+    tmp_path: Path, uninterrupted: Weights, short_dir: Path
 ) -> None:
     with Cluster(short_dir, node_timeout=10) as cluster:
         project = Project(tmp_path, cluster.env)
-        run = submit(project, ranks=2)
+        run = submit(project)
         reach(run, 1, EVERY)
         first = sorted(nodes_of(run))
         cluster.kill_node(first[1])
@@ -393,7 +391,7 @@ def test_lost_nodes_are_named_and_the_run_goes_on_elsewhere(
         wait_until_over(cluster, project, run)
     assert causes(run) == ["node_failure", "node_failure", "finished"]
     assert [a["failure"]["node"] for a in status(run)["attempts"][:2]] == [first[1], second[0]], describe(run)
-    assert_nothing_lost(run, undisturbed)
+    assert_nothing_lost(run, uninterrupted)
 
 
 def jobs_ever(cluster: Cluster, run: Path) -> list[str]:
@@ -402,12 +400,12 @@ def jobs_ever(cluster: Cluster, run: Path) -> list[str]:
 
 
 def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
-    tmp_path: Path, undisturbed: Weights, short_dir: Path
+    tmp_path: Path, uninterrupted: Weights, short_dir: Path
 ) -> None:
     with Cluster(short_dir) as cluster:
         project = Project(tmp_path, cluster.env)
         cluster.stop_controller()
-        submission = project.start("submit", "toy.yaml", *command(ranks=2))
+        submission = project.start("submit", "toy.yaml", *command())
         time.sleep(10)
         cluster.start_controller()
         _, errors = submission.communicate(timeout=600)
@@ -422,13 +420,13 @@ def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
         wait_until_over(cluster, project, run)
         assert len(jobs_ever(cluster, run)) == 1
         assert causes(run) == ["killed", "finished"]
-        assert_nothing_lost(run, undisturbed)
+        assert_nothing_lost(run, uninterrupted)
 
         other = Project(tmp_path / "other", cluster.env)
         controller = cluster.daemons()["slurmctld"]
         controller.send(signal.SIGSTOP)
         try:
-            submission = other.start("submit", "toy.yaml", *command("params.steps=20", ranks=2))
+            submission = other.start("submit", "toy.yaml", *command("params.steps=20"))
             time.sleep(15)
         finally:
             controller.send(signal.SIGCONT)
@@ -441,7 +439,7 @@ def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
 
 
 def test_a_time_limit_that_comes_before_the_first_step_is_survived(
-    slurm: Cluster, tmp_path: Path, undisturbed: Weights
+    slurm: Cluster, tmp_path: Path, uninterrupted: Weights
 ) -> None:
     slow_import = "if os.environ.get('JOBKIT_ATTEMPT') == '1': time.sleep(70)\n"
     slow_batch = "if os.environ.get('JOBKIT_ATTEMPT') == '1': time.sleep(70)\n        "
@@ -450,8 +448,8 @@ def test_a_time_limit_that_comes_before_the_first_step_is_survived(
         project = Project(tmp_path / name, slurm.env)
         task = project.path / "mytask.py"
         task.write_text(task.read_text().replace(place, words + place, 1))
-        runs.append((project, submit(project, "resources.time=0:01:00", "params.sleep=0.05", ranks=2)))
+        runs.append((project, submit(project, "resources.time=0:01:00", "params.sleep=0.05")))
     for project, run in runs:
         wait_until_over(slurm, project, run)
         assert causes(run) == ["timeout", "finished"], describe(run)
-        assert_nothing_lost(run, undisturbed)
+        assert_nothing_lost(run, uninterrupted)

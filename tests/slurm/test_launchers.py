@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import submitit
-from harness.project import describe, events, is_over, logged_steps, status, step, wait_for, weights
+from harness.project import TASK, describe, events, is_over, logged_steps, status, step, wait_for, weights
 from slurm_cluster import Cluster
 
 from jobkit.errors import DistributedError
@@ -177,19 +178,11 @@ def test_tasks_that_would_train_apart_are_an_error(case: str) -> None:
 STEPS = 120
 FAMILY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = f"""\
-import json, os, time
+import json, os
 import torch
 import torch.distributed as dist
 import jobkit
-
-
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 50
-
-    def __getitem__(self, index):
-        return torch.randn(4, generator=torch.Generator().manual_seed(index)) + 0.1 * torch.randn(4)
-
+import mytask
 
 if os.environ.get("GROUP_OF_ITS_OWN"):
     dist.init_process_group("gloo")
@@ -199,29 +192,46 @@ dist.all_reduce(total)
 seen = {{name: os.environ[name] for name in {FAMILY}}}
 seen |= {{"place": [ctx.rank, ctx.world_size, ctx.local_rank], "total": total.item(), "pid": os.getpid()}}
 (ctx.run_dir / f"seen_{{ctx.attempt}}_{{ctx.rank}}.json").write_text(json.dumps(seen))
-model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 4)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loader = ctx.loader(Numbers(), global_batch_size=12)
-ctx.track(model=model, optimizer=optimizer, loader=loader)
-for step in ctx.steps(ctx.params.steps):
-    loss = (model(next(loader)) - 1).square().mean()
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-    ctx.log({{"train/loss": loss}})
-    time.sleep(float(os.environ.get("SLEEP", "0")))
-ctx.finish({{"loss": loss.item()}})
+ctx.finish(mytask.train(ctx))
 if os.environ.get("GROUP_OF_ITS_OWN"):
     dist.all_reduce(total)  # the group is still there
     dist.destroy_process_group()
 """
+ORDERS = """\
+import os, time
+
+
+def at_step(ctx, step):
+    time.sleep(float(os.environ.get("SLEEP", "0")))
+"""
+PLACE = """\
+import json, os
+from dataclasses import asdict
+from pathlib import Path
+from jobkit.worker.launcher import find_topology
+
+found = find_topology(os.environ)
+text = json.dumps({"launcher": found.launcher} | asdict(found.topology))
+Path(os.environ["PLACES"], f"{found.topology.rank}.json").write_text(text)
+"""
 
 PYTHON = sys.executable
-RANKS = 4
-"""Of each launcher."""
+RANKS = 2
+"""Of each launcher where the ranks train: each of them imports torch."""
 
-TORCHRUN = [PYTHON, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
-LAUNCH = [PYTHON, "-m", "torch.distributed.launch", f"--nproc-per-node={RANKS}", f"--master-port={free_port()}"]
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS), PYTHON]
-SRUN = ["srun", "--nodes=2", f"--ntasks-per-node={RANKS // 2}", "--cpus-per-task=1", PYTHON]
+
+def launch(launcher: str, ranks: int) -> list[str]:
+    """The words before the name of a script. srun takes two nodes."""
+    port = f"--master-port={free_port()}"
+    return {
+        "torchrun": [PYTHON, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"],
+        "launch": [PYTHON, "-m", "torch.distributed.launch", f"--nproc-per-node={ranks}", port],
+        "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), PYTHON],
+        "srun": ["srun", "--nodes=2", f"--ntasks-per-node={ranks // 2}", "--cpus-per-task=1", PYTHON],
+    }[launcher]
+
+
+TORCHRUN, LAUNCH, MPIRUN, SRUN = (launch(name, RANKS) for name in ("torchrun", "launch", "mpirun", "srun"))
 
 
 @contextlib.contextmanager
@@ -240,7 +250,8 @@ class Chain:
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         folder.mkdir()
-        (folder / "train.py").write_text(SCRIPT)
+        for name, text in {"train.py": SCRIPT, "mytask.py": TASK, "orders.py": ORDERS}.items():
+            (folder / name).write_text(text)
         self.folder = folder
         self.env = {**os.environ, **environment, "OMP_NUM_THREADS": "1", "JOBKIT_RUNS": str(folder / "runs")}
 
@@ -320,6 +331,35 @@ def executor(kind: type[Any], folder: Path, environment: Mapping[str, str], monk
     return kind(folder=folder / "submitit")
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "launch", "mpirun", "srun", "LocalExecutor", "SlurmExecutor"])
+def test_four_processes_of_a_launcher_know_their_places(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    need_mpirun()
+    (tmp_path / "place.py").write_text(PLACE)
+    environment = {**os.environ, **slurm.env, "PLACES": str(tmp_path)}
+    script = functools.partial(runpy.run_path, str(tmp_path / "place.py"), run_name="__main__")
+    if launcher == "LocalExecutor":
+        local = executor(submitit.LocalExecutor, tmp_path, environment, monkeypatch)
+        local.update_parameters(tasks_per_node=4, timeout_min=30)
+        local.submit(script).results()
+    elif launcher == "SlurmExecutor":
+        on_slurm = executor(submitit.SlurmExecutor, tmp_path, environment, monkeypatch)
+        on_slurm.update_parameters(partition="low", nodes=2, ntasks_per_node=2, time=30)
+        on_slurm.submit(script)
+    else:
+        subprocess.run([*launch(launcher, 4), "place.py"], cwd=tmp_path, env=environment, check=True)
+    wait_for("all of them", lambda: len(list(tmp_path.glob("[0-3].json"))) == 4)
+    nodes = 2 if launcher in ("srun", "SlurmExecutor") else 1
+    names = {"launch": "torchrun", "LocalExecutor": "Submitit's LocalExecutor", "SlurmExecutor": "srun"}
+    for rank in range(4):
+        local_rank, node = rank % (4 // nodes), rank // (4 // nodes)
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
+            "launcher": names.get(launcher, launcher),
+            **asdict(Topology(rank, 4, local_rank, 4 // nodes, node, nodes)),
+        }
+
+
 def test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weights(
     tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +374,8 @@ def test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weight
     chain.train_for_a_while(LAUNCH, lambda process: os.kill(chain.pids()[-1], signal.SIGTERM))
     chain.assert_placed("torchrun")
     assert_interrupted(chain.run)
-    shutil.copytree(chain.run, tmp_path / "alone" / "runs" / chain.run.name, symlinks=True)
+    alone = Chain(tmp_path / "alone", slurm.env)
+    shutil.copytree(chain.run, alone.folder / "runs" / chain.run.name, symlinks=True)
 
     chain.train_for_a_while(MPIRUN, lambda process: process.send_signal(signal.SIGUSR2))
     chain.assert_placed("mpirun")
@@ -370,9 +411,6 @@ def test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weight
     assert weights(chain.run) == weights(whole.run)
     assert whole.train_to_the_end(MPIRUN).count("already finished") == 1
 
-    alone = Chain.__new__(Chain)
-    alone.folder, alone.env = tmp_path / "alone", chain.env | {"JOBKIT_RUNS": str(tmp_path / "alone" / "runs")}
-    (alone.folder / "train.py").write_text(SCRIPT)
     alone.train_to_the_end([PYTHON])
     alone.assert_placed("python", ranks=1)
     assert logged_steps(alone.run) == list(range(STEPS))
