@@ -28,9 +28,10 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 def train_uninterrupted(folder: Path, ranks: int) -> None:
-    """Train the toy on this machine on two simulated nodes."""
+    """Train the toy on this machine, on two simulated nodes where there is more than one rank."""
     project = Project(folder)
-    project.submit("--local", f"resources.tasks_per_node={ranks // 2}")
+    nodes = min(ranks, 2)
+    project.submit("--local", f"resources.nodes={nodes}", f"resources.tasks_per_node={ranks // nodes}")
     (run,) = project.runs
     assert status(run)["state"] == "finished"
     assert_each_step_once(run, STEPS, ranks)

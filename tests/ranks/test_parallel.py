@@ -237,24 +237,26 @@ def test_every_strategy_resumes_on_half_the_ranks(trained: tuple[Path, list[Any]
         assert difference(found_averages, averages) < TOLERANCE, name
 
 
-THREE_AXES: dict[str, dict[str, Any]] = {
-    "ddp x tensor x pipeline": {"tensor": 2, "pipeline": 2},
-    "zero3 x tensor x pipeline": {"data": "zero3", "tensor": 2, "pipeline": 2},
-    "hsdp x tensor": {"data": "hsdp", "shards": 2, "tensor": 2},
-    "hsdp x pipeline": {"data": "hsdp", "shards": 2, "pipeline": 2},
-}
-
-
-def test_products_of_three_axes_train_as_one_process_does_and_resume(tmp_path: Path) -> None:
-    cases = list(THREE_AXES.values())
-    trained = on_ranks(8, train_save_and_go_on, cases, tmp_path)[0]
-    same = on_ranks(8, resume, cases, tmp_path)[0]
-    fewer = on_ranks(2, resume, [{"tensor": 2}, {"tensor": 2}, {"tensor": 2}, {"data": "zero3"}], tmp_path)[0]
+def check_products(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]], root: Path) -> None:
+    """Train on eight ranks, resume there and, with the second layout, on two."""
+    wide, narrow = [wide for wide, _ in cases.values()], [narrow for _, narrow in cases.values()]
+    trained = on_ranks(8, train_save_and_go_on, wide, root)[0]
+    same = on_ranks(8, resume, wide, root)[0]
+    fewer = on_ranks(2, resume, narrow, root)[0]
     weights, averages = reference()
-    for name, before, after, other in zip(THREE_AXES, trained, same, fewer, strict=True):
+    for name, before, after, other in zip(cases, trained, same, fewer, strict=True):
         assert difference(before[0], weights) < TOLERANCE and difference(before[1], averages) < TOLERANCE, name
         assert difference(before[0], after[0]) == difference(before[1], after[1]) == 0.0, name
         assert difference(other[0], weights) < TOLERANCE and difference(other[1], averages) < TOLERANCE, name
+
+
+def test_products_on_eight_ranks_train_as_one_process_does_and_resume(tmp_path: Path) -> None:
+    # ddp x tensor x pipeline and hsdp x tensor: tests/soak/test_products.py
+    cases = {
+        "zero3 x tensor x pipeline": ({"data": "zero3", "tensor": 2, "pipeline": 2}, {"tensor": 2}),
+        "hsdp x pipeline": ({"data": "hsdp", "shards": 2, "pipeline": 2}, {"data": "zero3"}),
+    }
+    check_products(cases, tmp_path)
 
 
 # Communication

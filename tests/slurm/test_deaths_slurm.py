@@ -41,16 +41,21 @@ Action = Callable[[Cluster, Project, Path], object]
 # A run, and what is asked of it in the end
 
 
-def submit(project: Project, *overrides: str, ranks: int = 2) -> Path:
-    """Submit a run on two nodes with a checkpoint after every ten steps."""
-    project.submit(*command(*overrides, ranks=ranks))
+# Each rank of each attempt imports torch: there are no more of them than what is shown needs.
+ON_TWO_NODES = ("resources.nodes=2", "resources.tasks_per_node=1")
+ON_ONE_NODE = ("resources.nodes=1", "resources.tasks_per_node=2")
+ALONE = ("resources.nodes=1", "resources.tasks_per_node=1")
+
+
+def submit(project: Project, *overrides: str) -> Path:
+    """Submit a run with a checkpoint after every ten steps."""
+    project.submit(*command(*overrides))
     (run,) = project.runs
     return run
 
 
-def command(*overrides: str, ranks: int = 2) -> list[str]:
-    size = f"resources.tasks_per_node={ranks // 2}"
-    return ["--cluster", "slurm", "params.sleep=0.1", f"checkpoint.every={EVERY}", size, *overrides]
+def command(*overrides: str) -> list[str]:
+    return ["--cluster", "slurm", "params.sleep=0.1", f"checkpoint.every={EVERY}", *overrides]
 
 
 def causes(run: Path) -> list[str]:
@@ -200,52 +205,45 @@ def kill_a_rank_and_preempt(cluster: Cluster, project: Project, run: Path) -> No
     preempt(cluster, project, run)
 
 
-KILLED: list[tuple[Action, set[str]]] = [
+def stop_a_rank(cluster: Cluster, project: Project, run: Path) -> None:
+    kill(ranks_of(run)[1], number=signal.SIGSTOP)
+
+
+Deaths = Sequence[tuple[Action, set[str]]]
+
+NODES: Deaths = [
     (kill_a_rank, {"killed"}),
     (kill_srun, {"killed"}),
+    (stop_a_rank, {"hang"}),
     (kill_srun_after_its_shepherd, {"killed"}),
     (kill_the_batch_script, {"killed"}),
 ]
-OTHERS: list[tuple[Action, set[str]]] = [
-    (kill_all_ranks, {"killed"}),
+NODE: Deaths = [
+    (kill_a_rank_and_preempt, {"killed", "preempted"}),
     (rehearse, {"preempted"}),
+    (kill_all_ranks, {"killed"}),
     (kill_the_supervisor, {"killed"}),
     (rehearse_without_grace, {"preempted"}),
-    (kill_a_rank_and_preempt, {"killed", "preempted"}),
 ]
 
 
-@pytest.mark.parametrize("deaths", [KILLED, OTHERS], ids=["killed", "others"])
+@pytest.mark.parametrize(("place", "deaths"), [(ON_TWO_NODES, NODES), (ON_ONE_NODE, NODE)], ids=["nodes", "node"])
 def test_whatever_is_killed_the_run_goes_on_as_the_same_job(
-    slurm: Cluster, tmp_path: Path, uninterrupted: Weights, deaths: Sequence[tuple[Action, set[str]]]
+    slurm: Cluster, tmp_path: Path, uninterrupted: Weights, place: Sequence[str], deaths: Deaths
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project)
+    run = submit(project, *place, "watchdog=8s", "retry.exclude_after=9")
     for number, (death, expected) in enumerate(deaths, start=1):
         reach(run, number, number * EVERY)
         death(slurm, project, run)
         assert end_of(run, number) in expected, describe(run)
+        if expected == {"hang"}:
+            for rank in range(2):
+                assert "(most recent call first)" in (run / f"logs/{number}/rank_{rank}.err").read_text(), rank
+            assert "watchdog" in status(run)["attempts"][-1]["failure"]["error"]
     wait_until_over(slurm, project, run)
     assert len(causes(run)) == len(deaths) + 1, describe(run)
     assert {attempt["job_id"] for attempt in status(run)["attempts"]} == {status(run)["job_id"]}
-    assert_nothing_lost(run, uninterrupted)
-
-
-def test_a_stopped_rank_is_a_hang_and_all_ranks_leave_their_stacks_and_one_is_killed_beside_others(
-    slurm: Cluster, tmp_path: Path, uninterrupted: Weights
-) -> None:
-    project = Project(tmp_path, slurm.env)
-    run = submit(project, "watchdog=8s", ranks=4)
-    reach(run, 1, EVERY)
-    kill(ranks_of(run)[2], number=signal.SIGSTOP)
-    assert end_of(run, 1) == "hang"
-    for rank in range(4):
-        assert "(most recent call first)" in (run / f"logs/1/rank_{rank}.err").read_text(), rank
-    reach(run, 2, 2 * EVERY)
-    kill_a_rank(slurm, project, run)
-    wait_until_over(slurm, project, run)
-    assert causes(run) == ["hang", "killed", "finished"]
-    assert "watchdog" in status(run)["attempts"][0]["failure"]["error"]
     assert_nothing_lost(run, uninterrupted)
 
 
@@ -253,7 +251,7 @@ def test_a_job_that_slurm_will_not_requeue_is_followed_by_another(
     slurm: Cluster, tmp_path: Path, uninterrupted: Weights
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project)
+    run = submit(project, *ALONE)
     job = status(run)["job_id"]
     reach(run, 1, EVERY)
     slurm.command("scontrol", "update", f"JobId={job}", "Requeue=0")
@@ -270,7 +268,7 @@ def test_a_job_that_slurm_will_not_requeue_is_followed_by_another(
 
 def test_a_node_whose_ranks_die_twice_is_excluded(slurm: Cluster, tmp_path: Path, uninterrupted: Weights) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project)
+    run = submit(project, *ON_TWO_NODES)
     for number in (1, 2):
         reach(run, number, number * EVERY)
         assert "excluded" not in names(run)
@@ -289,17 +287,17 @@ def test_a_node_whose_ranks_die_twice_is_excluded(slurm: Cluster, tmp_path: Path
 def test_an_exception_that_always_comes_ends_the_run_and_is_shown(slurm: Cluster, tmp_path: Path) -> None:
     project = Project(tmp_path, slurm.env)
     task = project.path / "mytask.py"
-    spoilt = "        if step == 14 and ctx.rank == 1: raise ValueError('a bad sample')\n        loss.backward()"
+    spoilt = "        if step == 14: raise ValueError('a bad sample')\n        loss.backward()"
     task.write_text(task.read_text().replace("        loss.backward()", spoilt))
-    run = submit(project)
+    run = submit(project, *ALONE)
     wait_until_over(slurm, project, run)
     assert status(run)["state"] == "failed"
     assert causes(run) == ["crashed"] * 3
     printed = project.jobkit("status", run.name).stdout
-    for words in ("Traceback", "ValueError: a bad sample", "rank 1, step 14", "samples of that rank's batch: "):
+    for words in ("Traceback", "ValueError: a bad sample", "rank 0, step 14", "samples of that rank's batch: "):
         assert words in printed
     failure = json.loads(project.jobkit("status", run.name, "--json").stdout)["attempts"][-1]["failure"]
-    assert (failure["rank"], failure["step"], len(failure["samples"])) == (1, 14, 6)
+    assert (failure["rank"], failure["step"], len(failure["samples"])) == (0, 14, 12)
     assert "raise ValueError" in failure["traceback"]
 
 
@@ -332,9 +330,9 @@ def test_a_cancel_during_the_recovery_is_final(
     slurm: Cluster, tmp_path: Path, moment: Callable[[Cluster, Path], bool], cancel: Action
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project)
+    run = submit(project, *ALONE)
     reach(run, 1, EVERY)
-    kill(ranks_of(run)[1])
+    kill(ranks_of(run)[0])
     wait_for("the recovery", lambda: moment(slurm, run), run)
     cancel(slurm, project, run)
     wait_for("the end of its processes", lambda: not any(processes(run, one) for one in ("srun", "python")), run)
@@ -362,7 +360,7 @@ def test_a_requeue_does_not_undo_a_scancel(slurm: Cluster, tmp_path: Path, monke
 def test_preemption_that_gives_no_time_or_no_requeue(tmp_path: Path, uninterrupted: Weights, short_dir: Path) -> None:
     with Cluster(short_dir, grace=0) as cluster:
         project = Project(tmp_path, cluster.env)
-        run = submit(project)
+        run = submit(project, *ALONE)
         for number, setting in enumerate([("REQUEUE", 0), ("CANCEL", 0), ("CANCEL", 10)], start=1):
             mode, grace = setting
             cluster.command("scontrol", "update", "PartitionName=low", f"PreemptMode={mode}", f"GraceTime={grace}")
@@ -379,7 +377,7 @@ def test_lost_nodes_are_named_and_the_run_goes_on_elsewhere(
 ) -> None:
     with Cluster(short_dir, node_timeout=10) as cluster:
         project = Project(tmp_path, cluster.env)
-        run = submit(project)
+        run = submit(project, *ON_TWO_NODES)
         reach(run, 1, EVERY)
         first = sorted(nodes_of(run))
         cluster.kill_node(first[1])
@@ -405,7 +403,7 @@ def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
     with Cluster(short_dir) as cluster:
         project = Project(tmp_path, cluster.env)
         cluster.stop_controller()
-        submission = project.start("submit", "toy.yaml", *command())
+        submission = project.start("submit", "toy.yaml", *command(*ALONE))
         time.sleep(10)
         cluster.start_controller()
         _, errors = submission.communicate(timeout=600)
@@ -413,7 +411,7 @@ def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
         (run,) = project.runs
         reach(run, 1, EVERY)
         cluster.stop_controller()
-        kill(ranks_of(run)[1])
+        kill(ranks_of(run)[0])
         time.sleep(18)
         cluster.start_controller()
         assert end_of(run, 1) == "killed"
@@ -426,7 +424,7 @@ def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
         controller = cluster.daemons()["slurmctld"]
         controller.send(signal.SIGSTOP)
         try:
-            submission = other.start("submit", "toy.yaml", *command("params.steps=20"))
+            submission = other.start("submit", "toy.yaml", *command(*ALONE, "params.steps=20"))
             time.sleep(15)
         finally:
             controller.send(signal.SIGCONT)
@@ -448,7 +446,7 @@ def test_a_time_limit_that_comes_before_the_first_step_is_survived(
         project = Project(tmp_path / name, slurm.env)
         task = project.path / "mytask.py"
         task.write_text(task.read_text().replace(place, words + place, 1))
-        runs.append((project, submit(project, "resources.time=0:01:00", "params.sleep=0.05")))
+        runs.append((project, submit(project, *ALONE, "resources.time=0:01:00", "params.sleep=0.05")))
     for project, run in runs:
         wait_until_over(slurm, project, run)
         assert causes(run) == ["timeout", "finished"], describe(run)

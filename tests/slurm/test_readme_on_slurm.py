@@ -11,7 +11,8 @@ from slurm_cluster import Cluster
 
 def shell_with_the_example(path: Path, cluster: Cluster) -> Shell:
     shell = Shell(path / "jobkit", cluster.env)
-    (shell.path / "toy.yaml").write_text(block(README, "task: mytask:train").replace("steps: 400", "steps: 4"))
+    yaml = block(README, "task: mytask:train").replace("steps: 400", "steps: 4")
+    (shell.path / "toy.yaml").write_text(yaml.replace("tasks_per_node: 2", "tasks_per_node: 1"))
     (shell.path / "mytask.py").write_text(block(README, "def train(ctx)"))
     return shell
 

@@ -25,6 +25,9 @@ from slurm_cluster import Cluster
 ON_SLURM = ("--cluster", "slurm", "resources.tasks_per_node=1")
 """One rank on each of two nodes."""
 
+ALONE = (*ON_SLURM, "resources.nodes=1")
+"""One rank, which is enough where it is about what Slurm does: each one imports torch."""
+
 BLOCKED = """
 import time
 
@@ -67,7 +70,7 @@ def test_two_runs_that_meet_their_time_limit_are_requeued(
     (blocked.path / "orders.py").write_text(BLOCKED)
     limit = "resources.time=0:02:00"
     slow.submit(*ON_SLURM, limit, "params.sleep=2.2")
-    blocked.submit(*ON_SLURM, limit, "checkpoint.every=1", "params.steps=3", "name=blocked")
+    blocked.submit(*ALONE, limit, "checkpoint.every=1", "params.steps=3", "name=blocked")
     (run,), (other,) = slow.runs, blocked.runs
     wait_for("the end of a run with a step longer than its margin", lambda: is_over(other), other, seconds=600)
     assert causes(other) == ["timeout", "finished"]
@@ -82,16 +85,16 @@ def test_two_runs_that_meet_their_time_limit_are_requeued(
 def test_preemption_with_a_user_signal_instead_of_sigterm(
     tmp_path: Path, uninterrupted: Callable[[int], bytes], short_dir: Path
 ) -> None:
-    with Cluster(short_dir, nodes=2, user_signal=True) as cluster:
+    with Cluster(short_dir, nodes=1, user_signal=True) as cluster:
         project = Project(tmp_path, cluster.env)
         project.slow_down(attempts=1)
-        project.submit(*ON_SLURM)
+        project.submit(*ALONE)
         (run,) = project.runs
         interrupt_when(run, 1, 10, lambda: cluster.preempt(status(run)["job_id"]))
         wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["preempted", "finished"]
-    assert weights(run) == uninterrupted(2)
-    assert_each_step_once(run, STEPS, ranks=2)
+    assert weights(run) == uninterrupted(1)
+    assert_each_step_once(run, STEPS, ranks=1)
 
 
 def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
@@ -99,7 +102,7 @@ def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
 ) -> None:
     project = Project(tmp_path, slurm.env)
     project.slow_down(attempts=1)
-    project.submit(*ON_SLURM, "params.workers=1")
+    project.submit(*ALONE, "params.workers=1")
     (run,) = project.runs
     job = status(run)["job_id"]
     interrupt_when(run, 1, 10, lambda: slurm.command("scancel", job))
@@ -107,18 +110,18 @@ def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
     assert status(run)["state"] == "cancelled"
     assert "requeued" not in names(run)
     assert status(run)["checkpoint"] >= 10
-    project.submit(*ON_SLURM, "params.workers=1")
+    project.submit(*ALONE, "params.workers=1")
     wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["cancelled", "finished"]
     assert status(run)["attempts"][1]["job_id"] != job
-    assert weights(run) == uninterrupted(2)
-    assert_each_step_once(run, STEPS, ranks=2)
+    assert weights(run) == uninterrupted(1)
+    assert_each_step_once(run, STEPS, ranks=1)
 
 
 def test_a_cancel_at_the_very_start_is_final(slurm: Cluster, tmp_path: Path) -> None:
     project = Project(tmp_path, slurm.env)
     project.slow_down(attempts=1)
-    project.submit(*ON_SLURM)
+    project.submit(*ALONE)
     (run,) = project.runs
     wait_for("an attempt", lambda: "started" in names(run), run)
     project.jobkit("cancel", run.name)

@@ -16,7 +16,11 @@ LONG = ("params.steps=2000", "params.sleep=0.05")
 
 @pytest.fixture
 def project(tmp_path: Path, slurm: Cluster) -> Project:
-    return Project(tmp_path, slurm.env)
+    """On two nodes, one rank each: each rank that starts under Slurm imports torch."""
+    made = Project(tmp_path, slurm.env)
+    yaml = made.path / "toy.yaml"
+    yaml.write_text(yaml.read_text().replace("tasks_per_node: 2", "tasks_per_node: 1"))
+    return made
 
 
 def test_two_simultaneous_submissions_start_one_job(project: Project, slurm: Cluster) -> None:
@@ -90,7 +94,7 @@ def test_a_changed_parameter_is_a_new_run_and_a_changed_partition_is_the_same(pr
 
 
 def test_an_edit_after_the_submission_does_not_change_what_a_queued_job_runs(project: Project, slurm: Cluster) -> None:
-    project.submit("--cluster", "slurm", "clusters.slurm.hold=true", "params.steps=5")
+    project.submit("--cluster", "slurm", "clusters.slurm.hold=true", "params.steps=5", "resources.nodes=1")
     (run,) = project.runs
     task = project.path / "mytask.py"
     task.write_text(task.read_text() + "\nraise RuntimeError('edited later')\n")
@@ -136,7 +140,7 @@ def test_a_failing_task_fails_the_run_with_its_error_and_the_other_ranks_end(pro
 
 
 def test_follow_shows_a_slurm_run_to_its_end(project: Project) -> None:
-    done = project.submit("--cluster", "slurm", "--follow", "params.steps=20")
+    done = project.submit("--cluster", "slurm", "--follow", "params.steps=20", "resources.nodes=1")
     assert "finished at step 20/20" in done.stderr
     (run,) = project.runs
     assert "finished" in project.jobkit("list").stdout
