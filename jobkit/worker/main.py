@@ -24,7 +24,7 @@ class Worker:
 
             become_command(self.run)
         else:
-            gc.disable()  # torch's import makes a million objects that stay: looking through them takes 0.8 s of 7
+            gc.disable()  # what an import makes stays: to look through it while it grows takes 0.8 s of torch's 7
             from jobkit.worker.task import run_rank
 
             gc.freeze()  # nor does a collection during training look through them
