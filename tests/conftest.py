@@ -34,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[WARM_SERVER] = path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for Slurm first: it takes minutes, and no process shall begin such a test when the others are done."""
+    folders = ("slurm", "local", "recipes", "ranks", "unit")
+    items.sort(key=lambda item: folders.index(item.path.parent.name) if item.path.parent.name in folders else 0)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End it with the session."""
     if client := config.stash.get(WARM, None):
