@@ -212,9 +212,9 @@ def stop_a_rank(cluster: Cluster, project: Project, run: Path) -> None:
 Deaths = Sequence[tuple[Action, set[str]]]
 
 NODES: Deaths = [
+    (stop_a_rank, {"hang"}),
     (kill_a_rank, {"killed"}),
     (kill_srun, {"killed"}),
-    (stop_a_rank, {"hang"}),
     (kill_srun_after_its_shepherd, {"killed"}),
     (kill_the_batch_script, {"killed"}),
 ]
@@ -232,9 +232,9 @@ def test_whatever_is_killed_the_run_goes_on_as_the_same_job(
     slurm: Cluster, tmp_path: Path, uninterrupted: Weights, place: Sequence[str], deaths: Deaths
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, *place, "watchdog=8s", "retry.exclude_after=9")
+    run = submit(project, *place, "checkpoint.every=5", "watchdog=8s", "retry.exclude_after=9")
     for number, (death, expected) in enumerate(deaths, start=1):
-        reach(run, number, number * EVERY)
+        reach(run, number, (status(run)["checkpoint"] or 0) + 5)
         death(slurm, project, run)
         assert end_of(run, number) in expected, describe(run)
         if expected == {"hang"}:
