@@ -7,6 +7,7 @@ import each. A fork copies one thread and no state of a device: so the server ha
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -16,9 +17,10 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jobkit.log import configure, log
 from jobkit.supervisor.fork_client import PARENT, Channel
@@ -221,8 +223,35 @@ def main(arguments: list[str]) -> None:
     outcome = Server(channel).serve()
     if isinstance(outcome, Channel):
         outcome = Server(outcome).serve() if adopt(outcome, settings) else None
-    if outcome is not None and not isinstance(outcome, Channel):
-        outcome()
+    _end(0 if outcome is None or isinstance(outcome, Channel) else _returncode(outcome))
+
+
+def _returncode(call: Callable[[], object]) -> int:
+    """Run a call as the interpreter runs a program."""
+    try:
+        call()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(returncode: int) -> NoReturn:
+    """End a forked process as multiprocessing does: after its threads and exit functions, without the teardown.
+
+    The interpreter would write to every object that it shares with the server, to free it: 0.6 s a rank.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or closed by the program itself
+            stream.flush()
+    os._exit(returncode & 0xFF)
 
 
 if __name__ == "__main__":

@@ -374,7 +374,7 @@ def test_without_a_time_limit_there_is_none_here(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_preemption_can_be_rehearsed_with_and_without_grace(project: Mortal, undisturbed: bytes) -> None:
-    project.plan(HOLD=json.dumps({"1": 25, "2": 55}))
+    project.plan(None, ([0, 1], 55, "sleep"), HOLD=json.dumps({"1": 25}))  # without grace there is no step after it
     _, run = project.begin("--detach", "params.sleep=0.02")
     reach(run, 1, 10)
     told = project.jobkit("preempt", run.name).stdout

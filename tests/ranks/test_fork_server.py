@@ -62,6 +62,8 @@ def end(how: str) -> None:
         raise SystemExit(int(how))
     if how.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[how])
+    if how == "words":
+        sys.exit("last words")
     if how == "thread":
         threading.Thread(target=lambda: (time.sleep(0.2), print("thread done", flush=True))).start()
 
@@ -134,11 +136,12 @@ def lives(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [("return", 0), ("75", 75), ("error", 1), ("SIGKILL", -9), ("SIGSEGV", -11), ("thread", 0)],
+    [("return", 0), ("75", 75), ("error", 1), ("words", 1), ("SIGKILL", -9), ("SIGSEGV", -11), ("thread", 0)],
 )
 def test_a_rank_ends_as_a_program_does(forks: Forks, how: str, code: int) -> None:
     assert forks.returncode(forks.fork("end", how)) == code
     assert ("Traceback" in forks.text("err") and "ValueError: broken" in forks.text("err")) == (how == "error")
+    assert ("last words" in forks.text("err")) == (how == "words")
     if code >= 0:
         printed = ["out", "thread done", "at exit"] if how == "thread" else ["out", "at exit"]
         assert forks.text("out").splitlines() == printed
