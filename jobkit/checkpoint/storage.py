@@ -11,6 +11,7 @@ import os
 import pickle
 import zlib
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -100,7 +101,7 @@ class ChecksummedFile:
 
     def _submit(self) -> None:
         view = memoryview(self._block)[: self._used]
-        jobs = [self._writer.submit(self._write, view), self._checksummer.submit(self._checksum, view)]
+        jobs = [_start(self._writer, self._write, view), _start(self._checksummer, self._checksum, view)]
         self._in_flight.append((self._block, jobs))
         self._used = 0
 
@@ -136,13 +137,25 @@ class ChecksummedFile:
                 for _, jobs in self._in_flight:
                     for job in jobs:
                         job.result()
-                os.fsync(
-                    self._fd
-                )  # bypassing the page cache makes neither the file's size durable nor the disk's cache
+                # Bypassing the page cache makes neither the file's size durable nor the disk's own cache.
+                os.fsync(self._fd)
         finally:
             self._writer.shutdown(cancel_futures=True)
             self._checksummer.shutdown(cancel_futures=True)
             os.close(self._fd)
+
+
+def _start(pool: ThreadPoolExecutor, action: Callable[[memoryview], None], view: memoryview) -> ThreadFuture[None]:
+    """Run in the pool, or at once where the interpreter is ending: a pool takes no more work then."""
+    try:
+        return pool.submit(action, view)
+    except RuntimeError:
+        done: ThreadFuture[None] = ThreadFuture()
+        try:
+            done.set_result(action(view))
+        except OSError as error:
+            done.set_exception(error)
+        return done
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:

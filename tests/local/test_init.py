@@ -84,15 +84,20 @@ ChecksummedFile.write = write_slowly
 """
 
 
-def test_a_checkpoint_under_way_when_a_script_fails_becomes_durable(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "code", "state"), [("1 / 0", 1, "failed"), ("raise SystemExit", 0, "interrupted")], ids=["error", "exit"]
+)
+def test_a_checkpoint_under_way_when_a_script_ends_early_becomes_durable(
+    tmp_path: Path, end: str, code: int, state: str
+) -> None:
     # The last step comes right after a checkpoint was begun.
-    script = SCRIPT.replace("SLEEP", "0").replace("loss.backward()", "if step == 39: 1 / 0\n    loss.backward()")
+    script = SCRIPT.replace("SLEEP", "0").replace("loss.backward()", f"if step == 39: {end}\n    loss.backward()")
     (tmp_path / "train.py").write_text(WRITES_SLOWLY + script)
-    assert subprocess.run([sys.executable, "train.py"], cwd=tmp_path, timeout=600).returncode == 1
+    assert subprocess.run([sys.executable, "train.py"], cwd=tmp_path, timeout=600).returncode == code
     (run,) = tmp_path.glob("runs/plain-*")
     assert ("checkpoint", 39) in [(event["event"], event.get("step")) for event in events(run)]
     assert (run / "checkpoints" / "step_00000039").exists()
-    assert status(run)["state"] == "failed"
+    assert status(run)["state"] == state
 
 
 CLOSES_ITS_CONNECTIONS_FIRST = """\
