@@ -26,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """One process imports torch for all local runs of a session, whichever of its workers starts them."""
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
+    # scikit-learn sets these when it is imported, in the processes of some tests: a warm server with others refuses.
+    os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")
+    os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
     path = f"{tempfile.mkdtemp(prefix='jobkit-warm-')}/socket"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     # One thread a rank, as in each test's project: what a library reads at its import cannot be changed afterwards.

@@ -81,6 +81,8 @@ class ForkClient:
         self._channel = channel
         self._server = server
         """None where a warm server has forked it: then that one is its parent."""
+        self.is_warm = server is None
+        """Whether it had imported what ranks need before it was asked."""
         self._returncodes: dict[int, int] = {}
         self.is_gone = False
         """Whether the server has been found dead: its ranks have been sent SIGTERM then."""

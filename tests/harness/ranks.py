@@ -21,7 +21,7 @@ import torch.distributed as dist
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.group import RankGroup
-from jobkit.supervisor.fork_client import ForkClient
+from jobkit.supervisor.fork_client import WARM_SERVER, ForkClient
 
 PATIENCE_SECONDS = 240.0
 """After which a rank hangs, on a busy machine too."""
@@ -39,7 +39,9 @@ class Team(NamedTuple):
 @cache
 def fork_client() -> ForkClient:
     """This test process's connection to the server that has imported torch for all of them."""
-    return ForkClient.start({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
+    client = ForkClient.start({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert client.is_warm, f"{os.environ[WARM_SERVER]} has refused: each rank would import torch"
+    return client
 
 
 def start(action: Callable[..., object], *args: Any, stdout: int = 1) -> int:
