@@ -152,7 +152,8 @@ def _start(pool: ThreadPoolExecutor, action: Callable[[memoryview], None], view:
     except RuntimeError:
         done: ThreadFuture[None] = ThreadFuture()
         try:
-            done.set_result(action(view))
+            action(view)
+            done.set_result(None)
         except OSError as error:
             done.set_exception(error)
         return done
