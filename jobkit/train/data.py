@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -108,13 +108,18 @@ class SeededDataset(Dataset[T], Generic[T]):
         self.dataset = dataset
         self.seed = seed
 
-    def __getitem__(self, key: tuple[int, int]) -> T:
-        epoch, index = key
-        seed = derive_seed(self.seed, "sample", epoch, index)
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[T]:
+        """A batch, as DataLoader asks for it: to put the generators back takes longer than many a sample."""
         # A worker process has nobody else's generators to spare.
         with nullcontext() if get_worker_info() is not None else preserved_generators():
-            seed_cpu_generators(seed)
-            return self.dataset[index]
+            return [self._load(epoch, index) for epoch, index in keys]
+
+    def __getitem__(self, key: tuple[int, int]) -> T:
+        return self.__getitems__([key])[0]
+
+    def _load(self, epoch: int, index: int) -> T:
+        seed_cpu_generators(derive_seed(self.seed, "sample", epoch, index))
+        return self.dataset[index]
 
 
 class Loader:

@@ -411,7 +411,7 @@ def test_ctrl_c_during_a_restart_is_obeyed_and_resume_goes_on_from_anywhere(
 
 
 def test_two_interruptions_at_once_and_a_death_during_the_recovery(project: Mortal, undisturbed: bytes) -> None:
-    project.plan(HOLD=json.dumps({"1": 28, "2": 45}))
+    project.plan(HOLD=json.dumps({"1": 22, "2": 45}))
     _, run = project.begin("--detach", "params.sleep=0.05")
     # Not by the progress report, which may be half an interval old: the next checkpoint must not be under way.
     wait_for("a checkpoint", lambda: any(e["event"] == "checkpoint" and e["step"] >= 20 for e in events(run)), run)

@@ -232,6 +232,7 @@ def test_whatever_is_killed_the_run_goes_on_as_the_same_job(
     slurm: Cluster, tmp_path: Path, uninterrupted: Weights, place: Sequence[str], deaths: Deaths
 ) -> None:
     project = Project(tmp_path, slurm.env)
+    project.slow_down(attempts=len(deaths))  # what is to be killed must not have finished when a slow command comes
     run = submit(project, *place, "checkpoint.every=5", "watchdog=8s", "retry.exclude_after=9")
     for number, (death, expected) in enumerate(deaths, start=1):
         reach(run, number, (status(run)["checkpoint"] or 0) + 5)
