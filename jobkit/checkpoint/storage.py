@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -101,9 +101,26 @@ class ChecksummedFile:
 
     def _submit(self) -> None:
         view = memoryview(self._block)[: self._used]
-        jobs = [_start(self._writer, self._write, view), _start(self._checksummer, self._checksum, view)]
+        jobs = [self._start(self._writer, self._write, view), self._start(self._checksummer, self._checksum, view)]
         self._in_flight.append((self._block, jobs))
         self._used = 0
+
+    def _start(
+        self, pool: ThreadPoolExecutor, action: Callable[[memoryview], None], view: memoryview
+    ) -> ThreadFuture[None]:
+        """Run in the pool, or at once where the interpreter is ending: a pool takes no more work then."""
+        try:
+            return pool.submit(action, view)
+        except RuntimeError:
+            # What the pool has taken comes first: else a block is written, and summed up, before the one it follows.
+            wait([job for _, jobs in self._in_flight for job in jobs])
+            done: ThreadFuture[None] = ThreadFuture()
+            try:
+                action(view)
+                done.set_result(None)
+            except OSError as error:
+                done.set_exception(error)
+            return done
 
     def _write(self, view: memoryview) -> None:
         if len(view) % mmap.PAGESIZE:
@@ -143,20 +160,6 @@ class ChecksummedFile:
             self._writer.shutdown(cancel_futures=True)
             self._checksummer.shutdown(cancel_futures=True)
             os.close(self._fd)
-
-
-def _start(pool: ThreadPoolExecutor, action: Callable[[memoryview], None], view: memoryview) -> ThreadFuture[None]:
-    """Run in the pool, or at once where the interpreter is ending: a pool takes no more work then."""
-    try:
-        return pool.submit(action, view)
-    except RuntimeError:
-        done: ThreadFuture[None] = ThreadFuture()
-        try:
-            action(view)
-            done.set_result(None)
-        except OSError as error:
-            done.set_exception(error)
-        return done
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
