@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gzip
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.project import wait_for
@@ -66,6 +68,18 @@ def end(how: str) -> None:
         sys.exit("last words")
     if how == "thread":
         threading.Thread(target=lambda: (time.sleep(0.2), print("thread done", flush=True))).start()
+
+
+KEPT: list[Any] = []
+
+
+def write(file: str) -> None:
+    """Write to files that nobody closes: one that a module has, and one of a frame that is part of a circle."""
+    KEPT.append(Path(f"{file}.kept").open("w"))  # noqa: SIM115
+    KEPT[0].write("all of it")
+    circle: list[Any] = [gzip.open(f"{file}.gz", "wt")]  # noqa: SIM115
+    circle.append(circle)
+    circle[0].write("all of it")
 
 
 def wait_for_signal(file: str) -> None:
@@ -145,6 +159,12 @@ def test_a_rank_ends_as_a_program_does(forks: Forks, how: str, code: int) -> Non
     if code >= 0:
         printed = ["out", "thread done", "at exit"] if how == "thread" else ["out", "at exit"]
         assert forks.text("out").splitlines() == printed
+
+
+def test_what_a_rank_has_written_is_in_files_that_it_did_not_close(forks: Forks) -> None:
+    assert forks.returncode(forks.fork("write", "file")) == 0, forks.text("err")
+    assert forks.text("file.kept") == "all of it"
+    assert gzip.decompress((forks.folder / "file.gz").read_bytes()) == b"all of it"
 
 
 def test_a_rank_has_an_environment_a_folder_a_session_and_files_of_its_own(forks: Forks) -> None:
