@@ -18,7 +18,6 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.log import configure, log
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import NotRunnable
-from jobkit.supervisor.fork_client import ForkServerError
 from jobkit.supervisor.local_job import LocalJob
 from jobkit.supervisor.ranks import LocalRanks, SlurmRanks
 from jobkit.supervisor.slurm_job import EXIT_DECIDED, SlurmJob
@@ -37,7 +36,7 @@ def supervise_local(run: RunDir) -> int:
         return EXIT_FAILED
     try:
         return Supervisor(run, LocalRanks(run, job.id), job).supervise()
-    except (NotRunnable, ForkServerError) as error:
+    except NotRunnable as error:
         log.warning("%s", error)
         return EXIT_FAILED
     finally:

@@ -83,6 +83,8 @@ class ForkClient:
         """None where a warm server has forked it: then that one is its parent."""
         self.is_warm = server is None
         """Whether it had imported what ranks need before it was asked."""
+        self.has_imported = False
+        """Whether it has said that its imports are done."""
         self._returncodes: dict[int, int] = {}
         self.is_gone = False
         """Whether the server has been found dead: its ranks have been sent SIGTERM then."""
@@ -140,6 +142,14 @@ class ForkClient:
             raise ForkServerError(f"no process could be started: {answer['failed']}")
         return int(answer["forked"])
 
+    def is_ready(self) -> bool:
+        """Whether its imports are done, and `fork` is answered at once. Raises ForkServerError where it has ended."""
+        while not (self.has_imported or self.is_gone) and self._channel.is_readable():
+            self._receive()
+        if self.is_gone:
+            raise self._lost()
+        return self.has_imported
+
     def poll(self, pid: int) -> int | None:
         """As subprocess's `poll`; -9 for a process that is gone with its server, as nobody knows its exit code then."""
         while not self.is_gone and self._channel.is_readable():
@@ -165,6 +175,12 @@ class ForkClient:
         if self._server is not None:
             self._server.wait()
 
+    def kill(self) -> None:
+        """End a server that may never be done with its imports."""
+        if self._server is not None:
+            self._server.kill()
+        self.close()
+
     def _answer(self) -> dict[str, Any]:
         """The answer to a request; ends of ranks may be reported before it."""
         while not self.is_gone:
@@ -173,12 +189,15 @@ class ForkClient:
         raise self._lost()
 
     def _receive(self) -> dict[str, Any] | None:
-        """Wait for one message and return an answer; None where it was the end of a rank, or of the server."""
+        """Wait for one message and return an answer; None where it was about the imports, or somebody's end."""
         received = self._channel.receive()
         self.is_gone = received is None
         if received is None:
             return None
         message, _ = received
+        if "ready" in message:
+            self.has_imported = True
+            return None
         if "ended" not in message:
             return message
         self._returncodes[message["ended"]] = message["returncode"]

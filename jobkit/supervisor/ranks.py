@@ -41,6 +41,12 @@ class Ranks(Protocol):
     poll_seconds: float
     """How often to ask whether they run."""
 
+    def prepare(self, begun: Begun) -> None:
+        """Begin with what takes time before the ranks of an attempt can start."""
+
+    def are_prepared(self) -> bool:
+        """Whether that is done. Raises ForkServerError where it cannot be."""
+
     def start(self, begun: Begun) -> None:
         """Start all ranks of an attempt."""
 
@@ -83,6 +89,20 @@ class LocalRanks:
         self._first: FirstFailure | None = None
         self._oom_kills = 0
 
+    def prepare(self, begun: Begun) -> None:
+        self._pids, self._told, self._first = [], False, None
+        if self._server is None or self._server.is_gone:
+            self._start_server(begun)
+
+    def are_prepared(self) -> bool:
+        assert self._server is not None
+        return self._server.is_ready()
+
+    def _start_server(self, begun: Begun) -> None:
+        # What a library reads when it is imported, as OMP_NUM_THREADS, is to be that of the ranks.
+        preload = COMMAND_MODULES if self.run.config().command else TASK_MODULES
+        self._server = ForkClient.start({**self._outside, **begun.environment}, preload)
+
     def start(self, begun: Begun) -> None:
         self._pids, self._told, self._first, self._oom_kills = [], False, None, kernel_oom_kills()
         try:
@@ -94,12 +114,10 @@ class LocalRanks:
             self._fork_all(begun)
 
     def _fork_all(self, begun: Begun) -> None:
-        config = self.run.config()
-        resources = config.resources
+        resources = self.run.config().resources
         if self._server is None:
-            # What a library reads when it is imported, as OMP_NUM_THREADS, is to be that of the ranks.
-            preload = COMMAND_MODULES if config.command else TASK_MODULES
-            self._server = ForkClient.start({**self._outside, **begun.environment}, preload)
+            self._start_server(begun)
+        assert self._server is not None
         shared = {
             **self._outside,
             **begun.environment,
@@ -147,10 +165,11 @@ class LocalRanks:
         self._told = self._told or name in ("TERM", "KILL")
         for pid, code in zip(self._pids, self._codes(), strict=True):
             with contextlib.suppress(ProcessLookupError):
-                if name != "TERM":
+                if name == "TERM" or not _has_group(pid):  # one that was forked just now has no group of its own yet
+                    if code is None:
+                        os.kill(pid, number)
+                else:
                     os.killpg(pid, number)
-                elif code is None:
-                    os.kill(pid, number)
 
     def first_failure(self) -> FirstFailure | None:
         """The first rank that was found dead; one that was killed before one that exited and may have missed it."""
@@ -172,14 +191,26 @@ class LocalRanks:
         return self.first_failure()
 
     def all_returned(self) -> bool:
-        return all(code == 0 for code in self._codes())
+        codes = self._codes()  # none where no rank was started
+        return bool(codes) and all(code == 0 for code in codes)
 
     def close(self) -> None:
         """Kill the ranks that are left, and what they have started; their server stays, until the supervisor ends."""
+        if self._server is not None and not self._server.has_imported:
+            self._server.kill()  # it may never be done with its imports
+            self._server = None
         self.first_failure()  # before they are killed: SIGKILL would look like the cause
         self.signal("KILL")
         while self.are_running():
             time.sleep(self.poll_seconds)
+
+
+def _has_group(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def kernel_oom_kills() -> int:
@@ -202,6 +233,12 @@ class SlurmRanks:
         self.srun_args = srun_args
         self.attempt = 0
         self._srun: subprocess.Popen[bytes] | None = None
+
+    def prepare(self, begun: Begun) -> None:
+        """Nothing: srun's tasks do their imports themselves."""
+
+    def are_prepared(self) -> bool:
+        return True
 
     def start(self, begun: Begun) -> None:
         """Start srun, whose messages go to a file: they say which rank failed first."""

@@ -19,6 +19,7 @@ from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import attempt as attempts
+from jobkit.supervisor.fork_client import ForkServerError
 from jobkit.supervisor.ranks import Ranks
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import TimeLimit
@@ -97,7 +98,14 @@ class Supervisor:
         with contextlib.closing(self.ranks):
             # Before the ranks start: the imports of the process that forks them are part of the attempt's time.
             watch = AttemptWatch(self.run, begun.number, self.ranks, job)
-            self.ranks.start(begun)
+            try:
+                self.ranks.prepare(begun)
+                if watch.until_prepared():
+                    self.ranks.start(begun)
+            except ForkServerError as error:  # as a crash: another attempt may do, and only a few are tried
+                attempts.request_stop(
+                    self.run, begun.number, StopRequest(cause="crashed", error=f"{error} ({self.run.supervisor_log})")
+                )
             watch.until_end()
             if self.ranks.are_running():
                 code = job.leave(self._decide(begun.number), now=True)
@@ -133,18 +141,33 @@ class AttemptWatch:
         self._failed_at: float | None = None
         self._looked = -math.inf
 
+    def until_prepared(self) -> bool:
+        """Wait until the ranks can be started; False where the attempt has to end before that, as by a signal."""
+        while not self.ranks.are_prepared():
+            self._look_once()
+            if self._told or self._killed:
+                return False
+            time.sleep(self.ranks.poll_seconds)
+        return True
+
     def until_end(self) -> None:
         """Return when all ranks have ended, or when the job leaves no time to wait for that."""
         while self.ranks.are_running():
-            try:
-                if self.job.leaves_no_time():
-                    return
-                if not self._killed:  # after it nothing is left to do: srun may go on waiting for a lost node
-                    self.job.look(self._look)
-            except (JobkitError, OSError) as problem:  # Slurm, or the run directory, may be back in the next round
-                log.warning("%s", problem)
-                time.sleep(PAUSE_SECONDS)
+            if self._look_once():
+                return
             time.sleep(self.ranks.poll_seconds)
+
+    def _look_once(self) -> bool:
+        """Look at all that may end the ranks, and end them; whether the job leaves no time to wait for it."""
+        try:
+            if self.job.leaves_no_time():
+                return True
+            if not self._killed:  # after it nothing is left to do: srun may go on waiting for a lost node
+                self.job.look(self._look)
+        except (JobkitError, OSError) as problem:  # Slurm, or the run directory, may be back in the next round
+            log.warning("%s", problem)
+            time.sleep(PAUSE_SECONDS)
+        return False
 
     def _look(self) -> None:
         if request := self.job.stop_request():

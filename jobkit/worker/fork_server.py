@@ -56,6 +56,7 @@ class Server:
         Returns in each forked process, too: with the call of a rank, or with the connection of a new client. So the
         rank runs at the top of the program, and ends as any program does.
         """
+        self._tell({"ready": True})
         while True:
             sources: list[Any] = [self._channel, self._wakeup, *([self._listener] if self._listener else [])]
             readable, _, _ = select.select(sources, [], [])
@@ -148,13 +149,18 @@ def _follow_server(server: int) -> None:
     The signal is lost while it is still ignored; the worker, which installs handlers, compares its parent with
     JOBKIT_PARENT after that.
     """
+    if _get_when_parent_ends(signal.SIGTERM) and os.getppid() != server:  # it died before we could say so
+        sys.exit(128 + signal.SIGTERM)
+
+
+def _get_when_parent_ends(number: signal.Signals) -> bool:
+    """Whether this system can send us a signal when the process that started us ends: then it will."""
     PR_SET_PDEATHSIG = 1
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     except (OSError, AttributeError):
-        return  # not Linux
-    if os.getppid() != server:  # it died before we could say so
-        sys.exit(128 + signal.SIGTERM)
+        return False  # not Linux
+    return True
 
 
 def _take_output(files: Sequence[int]) -> None:
@@ -216,6 +222,7 @@ def main(arguments: list[str]) -> None:
     """Serve one client; in a forked process, run what it was forked for."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    _get_when_parent_ends(signal.SIGKILL)  # an import that hangs never comes to see that the client is gone
     configure("stderr")
     descriptor, *modules = arguments
     channel = Channel(socket.socket(fileno=int(descriptor)))

@@ -233,6 +233,17 @@ def test_a_module_that_cannot_be_imported_is_an_error_of_the_first_fork(tmp_path
         Forks(client, tmp_path).fork("end", "0")
 
 
+def test_a_server_whose_import_hangs_is_not_ready_and_can_be_ended(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n")
+    path = f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
+    with started(("hangs",), PYTHONPATH=path) as client, started() as other:
+        wait_for("a server without such a module", other.is_ready)
+        assert not client.is_ready()
+        client.kill()
+    with started(("no_such_module",)) as client, pytest.raises(ForkServerError, match="exit code 1"):
+        wait_for("an error", client.is_ready)
+
+
 def test_the_modules_of_a_task_start_no_thread_and_touch_no_device(tmp_path: Path) -> None:
     # As where a user's shell does not say how many threads to use: OpenBLAS would start one for each core.
     with started(TASK_MODULES, OMP_NUM_THREADS="4") as client:

@@ -21,6 +21,8 @@ class Server:
     """Starts a process for each rank; fails after so many of them."""
 
     is_gone = False
+    has_imported = True
+    start_new_session = True
 
     def __init__(self, forks: int) -> None:
         self.forks = forks
@@ -30,7 +32,7 @@ class Server:
         if len(self.processes) == self.forks:
             self.is_gone = True
             raise ForkServerError("the process that forks the ranks ended")
-        self.processes.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+        self.processes.append(subprocess.Popen(["sleep", "60"], start_new_session=self.start_new_session))
         return self.processes[-1].pid
 
     def poll(self, pid: int) -> int | None:
@@ -61,3 +63,15 @@ def test_ranks_that_a_server_forked_before_it_died_are_not_there_twice(tmp_path:
     assert ranks.are_running()
     ranks.close()
     assert not ranks.are_running()
+
+
+def test_a_rank_that_has_no_group_of_its_own_yet_is_killed(tmp_path: Path, servers: list[Server]) -> None:
+    run = RunDir(tmp_path / "toy-12345678")
+    run.path.mkdir()
+    run.write_config(Config(name="toy", task="m:f"))
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    servers[0].start_new_session = False  # forked just now
+    ranks = LocalRanks(run, "7")
+    ranks.start(begin(run, job_id="7", scheduler="local"))
+    ranks.signal("KILL")
+    assert servers[0].processes[0].wait(10) == -9

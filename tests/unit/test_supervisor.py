@@ -26,6 +26,7 @@ from jobkit.supervisor import supervisor as supervising
 from jobkit.supervisor import time_limit as limits
 from jobkit.supervisor.attempt import Begun, begin, request_stop
 from jobkit.supervisor.diagnosis import FirstFailure
+from jobkit.supervisor.fork_client import ForkServerError
 from jobkit.supervisor.ranks import SlurmRanks
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.slurm_job import EXIT_START_AGAIN, SlurmJob
@@ -65,6 +66,7 @@ class Ranks:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.running = False
+        self.prepared: bool | ForkServerError = True
         self.started: list[int] = []
         self.sent: list[tuple[str, float]] = []
         self.first: FirstFailure | None = None
@@ -72,6 +74,14 @@ class Ranks:
         self.refusals = 0
         self.closed = 0
         self.on_start: Callable[[], object] = lambda: None
+
+    def prepare(self, begun: Begun) -> None:
+        pass
+
+    def are_prepared(self) -> bool:
+        if isinstance(self.prepared, bool):
+            return self.prepared
+        raise self.prepared
 
     def start(self, begun: Begun) -> None:
         self.started.append(begun.number)
@@ -180,6 +190,23 @@ def test_a_stop_that_comes_before_the_first_attempt_begins_none(run: RunDir, clo
     assert Supervisor(run, ranks, job).supervise() == EXIT_RESUMABLE
     assert ranks.started == []
     assert run.status().state == State.INTERRUPTED
+
+
+def test_a_stop_ends_an_attempt_whose_ranks_cannot_be_started_yet(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    ranks.prepared = False  # an import that hangs
+    clock.after(5, lambda: setattr(job, "request", StopRequest(cause="user")))
+    Supervisor(run, ranks, job).supervise()
+    assert (ranks.started, ranks.closed, causes(run)) == ([], 1, ["user"])
+
+
+def test_ranks_that_cannot_be_started_are_a_crash_that_says_why(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job(attempts=2)
+    ranks.prepared = ForkServerError("no torch")
+    Supervisor(run, ranks, job).supervise()
+    assert (ranks.started, causes(run)) == ([], ["crashed"] * 2)
+    failure = run.status().attempts[0].failure
+    assert failure is not None and failure.error == f"no torch ({run.supervisor_log})"
 
 
 def test_the_ranks_beside_a_dead_one_are_killed_when_they_had_time_to_report_it(run: RunDir, clock: Clock) -> None:
