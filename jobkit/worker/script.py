@@ -204,10 +204,12 @@ class ScriptEnd:
 
         def show_and_run(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             show(kind, error, trace)
-            self.run(error)
+            if error is getattr(sys, "last_value", None):  # else the script only shows it, and goes on
+                self.run(error)
 
         sys.excepthook = show_and_run
-        atexit.register(self.run)
+        # The script may have put a hook of its own in this one's place since.
+        atexit.register(lambda: self.run(getattr(sys, "last_value", None)))
 
     def run(self, error: BaseException | None = None) -> None:
         if self.has_run:

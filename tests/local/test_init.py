@@ -70,6 +70,28 @@ def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) 
     assert "ZeroDivisionError" in status(run)["error"]
 
 
+OWN_HOOK = "sys.excepthook = lambda kind, error, trace: print('shown by a hook of its own', file=sys.stderr)\n"
+SHOWN = "sys.excepthook(ValueError, ValueError('no reason to end'), None)\n"
+
+
+@pytest.mark.parametrize(
+    ("inserted", "end", "code", "state"),
+    [(OWN_HOOK, "1 / 0", 1, "failed"), (SHOWN, "loss.backward()", 0, "finished")],
+    ids=["replaced", "called"],
+)
+def test_an_exception_hook_of_a_script_changes_nothing_about_how_it_ended(
+    tmp_path: Path, inserted: str, end: str, code: int, state: str
+) -> None:
+    script = SCRIPT.replace("SLEEP", "0").replace("loss.backward()", end).replace("model =", f"{inserted}model =")
+    (tmp_path / "train.py").write_text(f"import sys\n{script}")
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600)
+    assert done.returncode == code, done.stderr
+    (run,) = tmp_path.glob("runs/plain-*")
+    ends = [event["event"] for event in events(run) if event["event"] in ("failed", "interrupted", "finished")]
+    assert ends == [state] and status(run)["state"] == state
+    assert state == "failed" or logged_steps(run) == list(range(40))
+
+
 WRITES_SLOWLY = """\
 import time
 from jobkit.checkpoint.storage import ChecksummedFile
