@@ -59,7 +59,8 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) 
     Each rank its own part: for DTensors torch would first work out how to spread the product, seconds for a large list.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients], factor)
+    if gradients:  # torch takes no empty list, and a stage, or a model whose turn it is not, may have none
+        torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients], factor)
 
 
 class LossScaler:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobkit.train.gradients import gradient_norm
+from jobkit.train.gradients import clip_gradients, gradient_norm, scale_gradients
 
 
 def parameter(gradient: Tensor) -> nn.Parameter:
@@ -23,3 +23,10 @@ def test_the_norm_is_exact_and_does_not_overflow(dtype: torch.dtype) -> None:
     assert norm.dtype == torch.float32 and norm > torch.finfo(torch.float16).max
     exact = torch.cat([gradient.double(), small.double()]).norm()
     torch.testing.assert_close(norm.double(), exact, rtol=1e-5, atol=0)  # 10,000 numbers added up in float32
+
+
+def test_parameters_without_gradients_are_left_as_they_are() -> None:
+    frozen = [nn.Parameter(torch.ones(2))]
+    clip_gradients(frozen, 1.0, gradient_norm(frozen))
+    scale_gradients(frozen, 0.5)
+    assert frozen[0].grad is None
