@@ -70,10 +70,3 @@ def schedule(
             raise InputError(f"schedule: a warm-up of {warmup} steps leaves none of {steps} for the {name} schedule")
         after = partial(after, steps=steps - warmup, floor=floor)
     return LambdaLR(optimizer, lambda step: (step + 1) / warmup if step < warmup else after(step - warmup))
-    return LambdaLR(
-        optimizer, partial(_warmed, warmup=warmup, after=partial(SCHEDULES[name], steps=steps - warmup, floor=floor))
-    )
-
-
-def _warmed(step: int, *, warmup: int, after: Callable[[int], float]) -> float:
-    return (step + 1) / warmup if step < warmup else after(step - warmup)
