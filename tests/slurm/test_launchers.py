@@ -253,7 +253,10 @@ class Chain:
         for name, text in {"train.py": SCRIPT, "mytask.py": TASK, "orders.py": ORDERS}.items():
             (folder / name).write_text(text)
         self.folder = folder
-        self.env = {**os.environ, **environment, "OMP_NUM_THREADS": "1", "JOBKIT_RUNS": str(folder / "runs")}
+        # Submitit's jobs run train.py by its path, which puts nothing on Python's.
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.env = {**os.environ, **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self.env["JOBKIT_RUNS"] = str(folder / "runs")
 
     @property
     def run(self) -> Path:
