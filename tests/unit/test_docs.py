@@ -100,10 +100,14 @@ RUN_BY = {
     "python myscript.py": "test_the_example_of_a_script_runs",
     "torchrun --nproc_per_node=2 myscript.py": "test_the_example_of_a_script_runs_under_torchrun",
     "tools/run experiments/cogvideo.yaml --local": "test_the_small_recipes",
-    "tools/run experiments/cogvideo_sample.yaml --local params.run=$(echo runs/cogvideo-*)": "test_the_small_recipes",
+    "tools/run experiments/cogvideo_sample.yaml --local params.run=$(echo runs/cogvideo-*)": ("test_the_small_recipes"),
     "tools/run experiments/minimind.yaml --local": "test_the_small_recipes",
-    "tools/run experiments/minimind_generate.yaml --local params.run=$(echo runs/minimind-*)": "test_the_small_recipes",
-    "tools/run experiments/imagenet64_sample.yaml --local params.run=$(echo runs/imagenet64-*)": "test_the_small_recipes",
+    "tools/run experiments/minimind_generate.yaml --local params.run=$(echo runs/minimind-*)": (
+        "test_the_small_recipes"
+    ),
+    "tools/run experiments/imagenet64_sample.yaml --local params.run=$(echo runs/imagenet64-*)": (
+        "test_the_small_recipes"
+    ),
     ".venv/bin/python tools/prepare_imagenet.py .../ILSVRC2012/train $IMAGENET_DIR --res 64": (
         "test_the_layout_the_pixels_and_the_broken_images"
     ),
