@@ -78,7 +78,10 @@ def test_a_lost_node_takes_its_processes_along_and_comes_back(slurm: Cluster) ->
     slurm.command("scancel", job_id)
     slurm.restart_node("node2")
     # It may have missed that the job was cancelled, and Slurm repeats that only once a minute.
-    wait_until(lambda: slurm.node_state("node2").strip() == "idle", "node2 to be idle")
+    try:
+        wait_until(lambda: slurm.node_state("node2").strip() == "idle", "node2 to be idle")
+    except ClusterError as error:
+        pytest.fail(f"{error}\n{slurm.command('scontrol', 'show', 'node', 'node2')}\n{slurm.command('squeue')}")
     assert slurm.job(job_id)["JobState"] in ("CANCELLED", "NODE_FAIL")
 
 
