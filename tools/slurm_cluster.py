@@ -278,7 +278,7 @@ class Cluster:
         """Kill everything outright, for no state is kept; the file that makes the directory ours goes last."""
         for daemon in self.daemons().values():
             daemon.send(signal.SIGKILL)
-        self._kill_all(self._job_processes)
+        self._kill_all(self.job_processes)
         for child in self._children:
             child.wait()
         self._children.clear()
@@ -403,7 +403,7 @@ class Cluster:
         """Lose a node: its slurmd and all that ran on it are gone at once; the controller finds out by itself."""
         if daemon := self.daemons().get(name):
             daemon.send(signal.SIGKILL)
-        self._kill_all(lambda: self._job_processes(name))
+        self._kill_all(lambda: self.job_processes(name))
 
     def restart_node(self, name: str) -> None:
         """Bring a lost node back; returns when jobs can start on it."""
@@ -412,7 +412,7 @@ class Cluster:
 
     # Processes of jobs
 
-    def _job_processes(self, node: str | None = None) -> list[Process]:
+    def job_processes(self, node: str | None = None) -> list[Process]:
         """What runs for jobs, on one node or anywhere, and the clients that wait for them.
 
         Having our SLURM_CONF is not enough: a user's shell and all that it starts have it too.
