@@ -26,8 +26,7 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Chaos:
 
 @pytest.mark.parametrize("seed", [20])
 def test_a_run_on_slurm_comes_through(slurm: Cluster, chaos: Chaos, seed: int) -> None:
-    # One: each attempt has four ranks that import torch. Other tests use this Slurm, too.
-    plan = draw(seed, 1, *choose("", "slurm", own_cluster=False))
+    plan = draw(seed, EVENTS, *choose("", "slurm", own_cluster=False))  # other tests use this Slurm too
     assert came_through(chaos.trial(seed, plan, slurm))
 
 
