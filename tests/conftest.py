@@ -37,10 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[WARM_SERVER] = path
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for Slurm first: it takes minutes, and no process shall begin such a test when the others are done."""
-    folders = ("slurm", "local", "recipes", "ranks", "unit")
+    """Order the tests for processes that take them one at a time: long ones first, and those that fill the gaps last.
+
+    Files whose tests share what takes long to make stay in one process.
+    """
+    folders = ("slurm", "recipes", "ranks", "local", "unit")
     items.sort(key=lambda item: folders.index(item.path.parent.name) if item.path.parent.name in folders else 0)
+    for item in items:
+        if item.path.parent.name in ("recipes", "ranks"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -82,7 +82,8 @@ def test_a_lost_node_takes_its_processes_along_and_comes_back(slurm: Cluster) ->
     try:
         wait_until(lambda: slurm.node_state("node2").strip() == "idle", "node2 to be idle")
     except ClusterError as error:
-        pytest.fail(f"{error}\n{slurm.command('scontrol', 'show', 'node', 'node2')}\n{slurm.command('squeue')}")
+        found = [slurm.command("sinfo", "-N", "--long"), slurm.command("scontrol", "show", "node", "node2")]
+        pytest.fail("\n".join([str(error), slurm.node_state("node2"), *found, slurm.command("squeue")]))
     assert slurm.job(job_id)["JobState"] in ("CANCELLED", "NODE_FAIL")
 
 
