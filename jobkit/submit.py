@@ -140,7 +140,8 @@ def _report(outcome: Outcome, follow: bool) -> int:
         print(f"{where}\nrun directory {run.path}", flush=True)
         print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
-        print(f"already finished, at step {status.step}: {run.path}\n--fresh starts a new run of the same config")
+        print(f"already finished, at step {status.step}: {run.path}")
+        print(f"{status.command or 'the same command'} --fresh   starts a new run of the same config")
     else:
         where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
         print(f"already {status.state}: {where}\nrun directory {run.path}", flush=True)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from jobkit.errors import JobkitError
+from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
 
 VERBS = {
     "submit": "run an experiment, or continue it",
@@ -32,6 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jobkit import submit
 
         return submit.main(arguments[1:])
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+        found = arguments[0]
+        hint = (
+            f"; did you mean `jobkit submit {found}`?" if found.endswith((".yaml", ".yml")) else nearest(found, VERBS)
+        )
+        print(f"error: no command {found!r}{hint} (there are: {', '.join(VERBS)})", file=sys.stderr)
+        return EXIT_BAD_INPUT
     for verb, summary in VERBS.items():
         subparser = subparsers.add_parser(verb, help=summary, description=summary)
         if verb in arguments[:1]:

@@ -58,6 +58,8 @@ def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
     scheduler = entry.get("scheduler", cluster if cluster in SCHEDULERS else "slurm")
     if scheduler not in SCHEDULERS:
         raise InvalidValue(f"clusters.{cluster}.scheduler", f"found {scheduler!r}, allowed: {', '.join(SCHEDULERS)}")
+    for name, other in config.clusters.items():  # a slip is told now, not on the day that its cluster is used
+        options.split(name, other)
     overridden, parameters = options.split(cluster, entry)
     resources = build(Resources, dataclasses.asdict(config.resources) | overridden, f"clusters.{cluster}.")
     config = dataclasses.replace(config, resources=resources)

@@ -103,7 +103,8 @@ def _find(module: str, root: Path) -> importlib.machinery.ModuleSpec:
         )
     if spec is None:
         candidates = [file.stem for file in root.glob("*.py")]
-        raise _NotFound(f"no module {module!r} from {root}{nearest(parts[0], candidates)}")
+        where = f"in {root}, where the command was typed, and none is installed"
+        raise _NotFound(f"no module {module!r} {where}{nearest(parts[0], candidates)}")
     return spec
 
 

@@ -198,8 +198,7 @@ class ScriptEnd:
     has_run: bool = False
 
     def register(self) -> None:
-        """Run when the script ends: after an error at once, for at exit Python's thread pools take no more work, and a
-        checkpoint that is being written needs them."""
+        """Run when the script ends: after an error at once, for at exit Python waits for the script's threads first."""
         show = sys.excepthook
 
         def show_and_run(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

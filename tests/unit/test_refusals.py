@@ -61,7 +61,11 @@ MISTAKES = [
     # The task
     Mistake("no task", ["task: missing"], files={"toy.yaml": "name: toy\n"}),
     Mistake("a task of another form", ["task: found 'mytask'", "module:callable"], ["task=mytask"]),
-    Mistake("no such module", ["task", "no module 'mytsk'", "did you mean 'mytask'?"], ["task=mytsk:train"]),
+    Mistake(
+        "no such module",
+        ["task", "no module 'mytsk'", "where the command was typed", "did you mean 'mytask'?"],
+        ["task=mytsk:train"],
+    ),
     Mistake("no such submodule", ["task", "pkg.sub"], ["task=pkg.sub:train"], {"pkg/__init__.py": ""}),
     Mistake("no such function", ["mytask.py", "no 'trian'", "did you mean 'train'?"], ["task=mytask:trian"]),
     Mistake("a syntax error", ["mytask.py:2", "not valid Python"], files={"mytask.py": f"{TRAIN}x = (\n"}),
@@ -104,6 +108,11 @@ MISTAKES = [
         files={"mytask.py": f"from . import other\n{TRAIN}", "other.py": ""},
     ),
     Mistake("a missing input", ["inputs", "/no/such/data"], ["inputs=[/no/such/data]"]),
+    Mistake(
+        "an unknown option of a cluster that is not used",
+        ["clusters.h100.partion", "did you mean 'partition'?"],
+        ["clusters.h100.partion=low"],
+    ),
     # Where
     Mistake("a runs directory below a file", ["toy.yaml/runs", "--runs-dir"], ["--runs-dir", "toy.yaml/runs"]),
     Mistake("a runs directory nobody can make", ["/proc/runs", "--runs-dir"], ["--runs-dir", "/proc/runs"]),
@@ -267,11 +276,22 @@ def test_a_verb_finds_a_run_by_a_beginning_that_is_its_own(project: Project) -> 
     assert_said(jobkit(project, "status", "toy-11111112", expect=2), ["did you mean 'toy-11111111'?"])
 
 
-@pytest.mark.parametrize("arguments", [[], ["bogus"], ["status"], ["submit"], ["submit", "toy.yaml", "--bogus"]])
+@pytest.mark.parametrize("arguments", [[], ["--bogus"], ["status"], ["submit"], ["submit", "toy.yaml", "--bogus"]])
 def test_a_command_line_that_is_none_is_refused(project: Project, arguments: list[str]) -> None:
     done = jobkit(project, *arguments, expect=2)
     assert "usage: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["statsu"], "no command 'statsu'; did you mean 'status'? (there are: submit, list, "),
+        (["toy.yaml", "--local"], "no command 'toy.yaml'; did you mean `jobkit submit toy.yaml`?"),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(project: Project, arguments: list[str], said: str) -> None:
+    assert said in jobkit(project, *arguments, expect=2).stderr
 
 
 def test_a_list_of_no_runs_is_no_mistake(project: Project) -> None:
