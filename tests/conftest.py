@@ -9,10 +9,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.reference import weights_of
 from slurm_cluster import Cluster, MissingPackages, wait_until
+from xdist.scheduler import LoadScopeScheduling
 
 from jobkit.supervisor.fork_client import TASK_MODULES, WARM_SERVER, ForkClient
 
@@ -37,17 +39,24 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[WARM_SERVER] = path
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests for processes that take them one at a time: long ones first, and those that fill the gaps last.
-
-    Files whose tests share what takes long to make stay in one process.
-    """
+    """What takes longest first, and last what fills the gaps."""
     folders = ("slurm", "recipes", "ranks", "local", "unit")
     items.sort(key=lambda item: folders.index(item.path.parent.name) if item.path.parent.name in folders else 0)
-    for item in items:
-        if item.path.parent.name in ("recipes", "ranks"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+class InOrder(LoadScopeScheduling):
+    """Whichever process is free takes the next test, or a whole file where its tests share what takes long to make."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if Path(file).parent.name in ("recipes", "ranks") else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InOrder:
+    """That of `-n`."""
+    config.option.loadscopereorder = False
+    return InOrder(config, log)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
