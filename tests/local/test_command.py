@@ -30,9 +30,11 @@ ctx.finish(mytask.train(ctx))
 WAIT_FOR_THE_STOP = """
 import time
 
+from jobkit.worker.stop import STOP_SIGNALS
+
 
 def at_step(ctx, step):
-    while (ctx.attempt, step) == (1, 25) and not (ctx.run_dir / "logs/1/notice.json").exists():
+    while (ctx.attempt, step) == (1, 25) and not STOP_SIGNALS.pending:
         time.sleep(0.02)
 """
 

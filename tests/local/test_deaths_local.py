@@ -52,6 +52,8 @@ from pathlib import Path
 
 import torch
 
+from jobkit.worker.stop import STOP_SIGNALS
+
 PLAN = json.loads(os.environ.get("DEATHS", "{}"))
 ATTEMPT = os.environ.get("JOBKIT_ATTEMPT", "")
 SLEEP = json.loads(os.environ.get("SLEEP", "{}")).get(ATTEMPT, 0)
@@ -102,9 +104,8 @@ HOW = {
 
 
 def hold(ctx, step):
-    """Wait in step $HOLD[attempt] for a stop request, or for the test: no run ends before what is to happen to it."""
-    go = [ctx.run_dir / f"logs/{ctx.attempt}/notice.json", ctx.run_dir / f"go_{ctx.attempt}"]
-    while step == HOLD and not any(file.exists() for file in go):
+    """Wait in step $HOLD[attempt] for a signal to stop, or for the test: no run ends before what is to happen to it."""
+    while step == HOLD and not (STOP_SIGNALS.pending or (ctx.run_dir / f"go_{ctx.attempt}").exists()):
         time.sleep(0.02)
 
 
@@ -205,6 +206,11 @@ def repeated(run: Path, rank: int = 0) -> list[int]:
         by_attempt.setdefault(one["attempt"], []).append(one["step"])
     steps = list(by_attempt.values())
     return [before[-1] + 1 - after[0] for before, after in itertools.pairwise(steps)]
+
+
+def wait_for_checkpoint(run: Path, step: int) -> None:
+    """Until it is durable: the progress report may be half an interval old, or ahead of a checkpoint under way."""
+    wait_for("a checkpoint", lambda: any(e["event"] == "checkpoint" and e["step"] >= step for e in events(run)), run)
 
 
 def nothing_was_lost(run: Path, weights_expected: bytes | None, ranks: int = 2) -> None:
@@ -413,8 +419,7 @@ def test_ctrl_c_during_a_restart_is_obeyed_and_resume_goes_on_from_anywhere(
 def test_two_interruptions_at_once_and_a_death_during_the_recovery(project: Mortal, undisturbed: bytes) -> None:
     project.plan(HOLD=json.dumps({"1": 22, "2": 45}))
     _, run = project.begin("--detach", "params.sleep=0.05")
-    # Not by the progress report, which may be half an interval old: the next checkpoint must not be under way.
-    wait_for("a checkpoint", lambda: any(e["event"] == "checkpoint" and e["step"] >= 20 for e in events(run)), run)
+    wait_for_checkpoint(run, 20)
     preempting = project.start("preempt", run.name)
     wait_for("the stop request", (run / "logs/1/notice.json").exists, run)
     os.kill(rank_process(run, 1, 1) or 0, signal.SIGKILL)
@@ -477,10 +482,11 @@ def test_ranks_whose_server_was_killed_save_and_the_supervisor_starts_the_next_a
 
 
 def test_a_ghost_whose_run_was_taken_over_publishes_nothing(project: Mortal, undisturbed: bytes) -> None:
+    project.plan(HOLD=json.dumps({"1": 25}))
     command = ("--detach", "params.sleep=0.05")
     project.begin(*command)[0].communicate(timeout=600)
     (run,) = project.runs
-    reach(run, 1, 20)
+    wait_for_checkpoint(run, 20)
     ghost = rank_process(run, 1, 0)
     assert ghost is not None
     os.kill(ghost, signal.SIGSTOP)
