@@ -11,7 +11,7 @@ log = logging.getLogger("jobkit")
 
 
 class _Handler(logging.Handler):
-    """Looks sys.stdout and sys.stderr up at each line: a rank replaces them by ones that outlive a full disk."""
+    """Looks sys.stdout and sys.stderr up at each line: a rank replaces them by ones that survive a full disk."""
 
     def __init__(self, info: Literal["stdout", "stderr"]) -> None:
         super().__init__()

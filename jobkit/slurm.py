@@ -231,7 +231,7 @@ def dead_node(nodes: str) -> str | None:
 
 
 def died_since(node: str, when: float) -> bool:
-    """Whether a node is down, or its slurmd was started anew after `when`, in seconds since the epoch."""
+    """Whether a node is down, or its slurmd was restarted after `when`, in seconds since the epoch."""
     fields = dict(re.findall(r"(\S+?)=(\S*)", command("scontrol", "--oneliner", "show", "node", node)))
     # A node that has rebooted is up again when the job's next start asks: only its slurmd's age tells.
     started = _time(fields.get("SlurmdStartTime"))

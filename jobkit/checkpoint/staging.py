@@ -34,7 +34,7 @@ def local_key(rank: int) -> str:
 
 
 class HostBuffers:
-    """Host memory laid out for one set of tensors; laid out anew only when names, shapes or dtypes change."""
+    """Host memory laid out for one set of tensors; laid out again only when names, shapes or dtypes change."""
 
     def __init__(self) -> None:
         self._layout: dict[str, tuple[torch.Size, torch.dtype]] = {}

@@ -69,14 +69,14 @@ def _checksum(body: dict[str, Any]) -> int:
 class Store:
     """The checkpoints under `root`; a step in a name is the number of steps done.
 
-    `attempt` keeps the unfinished files of two attempts apart. `patience` is for how many seconds a missing file is
+    `attempt` keeps the unfinished files of two attempts apart. `missing_seconds` is for how long a missing file is
     looked for again: NFS may show it late to other hosts than the one that made it.
     """
 
-    def __init__(self, root: Path, *, attempt: str = "0", patience: float = 5.0) -> None:
+    def __init__(self, root: Path, *, attempt: str = "0", missing_seconds: float = 5.0) -> None:
         self.root = Path(root)
         self.attempt = attempt
-        self.patience = patience
+        self.missing_seconds = missing_seconds
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be."""
@@ -192,7 +192,7 @@ class Store:
         """The manifest of a checkpoint; CheckpointError says what is wrong with it."""
         path = self.path(step) / MANIFEST
         try:
-            if not self._appears(path, time.monotonic() + self.patience):
+            if not self._appears(path, time.monotonic() + self.missing_seconds):
                 raise CheckpointError(f"{MANIFEST} is missing")
             manifest = Manifest.from_json(json.loads(path.read_bytes()))
         except PermissionError:
@@ -214,7 +214,7 @@ class Store:
             manifest = manifest or self.manifest(step)
         except CheckpointError as error:
             return [str(error)]
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.missing_seconds
         problems = [
             self._problem(self.path(step) / name, manifest.files[name], deadline)
             for name in (manifest.files if files is None else files)
@@ -240,7 +240,7 @@ class Store:
         while not path.exists():
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(min(0.1, self.patience))
+            time.sleep(min(0.1, self.missing_seconds))
             for directory in (path.parent, self.root):
                 with contextlib.suppress(OSError):
                     list(directory.iterdir())  # makes NFS ask the server again

@@ -212,7 +212,7 @@ class SlurmJob:
         log.info("%s: excluded from here on: %s", self.run.name, names)
 
     def _resubmit(self) -> None:
-        """Submit the run's batch script anew, to start when this job has ended."""
+        """Submit the run's batch script again, to start when this job has ended."""
         # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
         successor = next((one for one in slurm.jobs_named(self.run.name) if one != self.id), None)
         if successor is None:

@@ -20,10 +20,10 @@ def data_parallel(
 ) -> DistributedDataParallel:
     """`module`, which is on `device` already, in DDP with gradient buckets that never change.
 
-    DDP lays its buckets out anew after the first backward pass, in the order in which gradients became ready. Where an
+    DDP lays its buckets out again after the first backward pass, in the order in which gradients became ready. Where an
     element stands in a bucket decides in which order the ranks' gradients are added, so that a resumed run, whose
     first step would use the first layout again, would differ from the uninterrupted one in the last bit. One backward
-    pass of zeros, in the reverse order of the parameters, makes DDP settle before the first step.
+    pass of zeros, in the reverse order of the parameters, makes DDP do so before the first step.
     """
     wrapped = DistributedDataParallel(
         module,

@@ -97,7 +97,7 @@ class AutoInterval:
 
     @property
     def seconds(self) -> float:
-        """Young's interval, within what MAX_OVERHEAD, the disk and a person's patience allow."""
+        """Young's interval, within what MAX_OVERHEAD, the disk and MAX_SECONDS allow."""
         if self.cost is None:
             return FIRST_SECONDS
         ideal = math.sqrt(2 * self.cost * self.mtbf)

@@ -168,10 +168,10 @@ def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = No
             f"PMIX_RANK={environ['PMIX_RANK']}: an MPI started this task, but OMPI_COMM_WORLD_SIZE and PMI_SIZE, which "
             "say how many there are, did not reach it: each would train alone in the same run directory"
         )
-    told = _told(launcher, environ)
-    if group is not None and group != (told.get("rank", 0), told.get("world_size", 1)):
-        told = {"rank": group[0], "world_size": group[1]}
-    topology = _complete(told)
+    given = _given(launcher, environ)
+    if group is not None and group != (given.get("rank", 0), given.get("world_size", 1)):
+        given = {"rank": group[0], "world_size": group[1]}
+    topology = _complete(given)
     name = launcher.name if launcher is not None else "python"
     _check_one_world(topology, name, environ)
     rendezvous: Literal["alone", "env", "file", "group"] = "file"
@@ -182,11 +182,11 @@ def find_topology(environ: Mapping[str, str], group: tuple[int, int] | None = No
     elif environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         rendezvous = "env"
     key = "-".join([name, *(environ[one] for one in (launcher.launch if launcher else ()) if environ.get(one))])
-    guessed = tuple(field for field in PLACE if field not in told) if topology.world_size > 1 else ()
+    guessed = tuple(field for field in PLACE if field not in given) if topology.world_size > 1 else ()
     return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", key), guessed)
 
 
-def _told(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:
+def _given(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:
     if launcher is None:
         return {}
     node = _number(environ, launcher.node) or 0
@@ -213,9 +213,9 @@ def _number(environ: Mapping[str, str], name: str | None, node: int = 0) -> int 
     return values[min(node, len(values) - 1)]
 
 
-def _complete(told: dict[str, int]) -> Topology:
+def _complete(given: dict[str, int]) -> Topology:
     """A Topology with what is not known guessed: as if the ranks filled one node after the other."""
-    place: dict[str, Any] = {"rank": 0, "world_size": 1} | told
+    place: dict[str, Any] = {"rank": 0, "world_size": 1} | given
     per_node = max(1, place.setdefault("local_world_size", place["world_size"]))
     place.setdefault("local_rank", place["rank"] % per_node)
     place.setdefault("node", place["rank"] // per_node)

@@ -197,6 +197,6 @@ class TrainingLoop:
         return self._step_start == self._fingerprint()
 
     def evaluated(self) -> None:
-        """An evaluation took part of the step: the next step's end is one to agree at, and own time begins anew."""
+        """An evaluation took part of the step: the next step's end is one to agree at, and own time begins again."""
         self._timer.agree_at = self.step + 1
         self.stragglers.timer.begin()  # in there the ranks waited for each other

@@ -113,7 +113,7 @@ def attempt(rank: int, rendezvous: str, plan: Plan, point: KillPoint | None, rep
         )
         dist.barrier()
     group = dist.group.WORLD if plan.ranks > 1 else None
-    store = Store(plan.root, attempt=plan.attempt, patience=0.0)
+    store = Store(plan.root, attempt=plan.attempt, missing_seconds=0.0)
     if point is not None and point.rank == rank:
         kill_at(point)
     if rank == 0:
@@ -183,7 +183,7 @@ def read(root: Path) -> int:
         copy = Path(directory) / "copy"
         if root.exists():
             shutil.copytree(root, copy, symlinks=True)
-        checkpointer = Checkpointer(Store(copy, patience=0.0))
+        checkpointer = Checkpointer(Store(copy, missing_seconds=0.0))
         version = version_of(checkpointer.load_newest())
         assert checkpointer.set_aside == []
         return version
@@ -198,7 +198,7 @@ def possible(before: int, durable: int, plan: Plan) -> list[int]:
 
 def untidy(root: Path) -> list[str]:
     """What is in the directory that does not belong there, or is not as it should be."""
-    store = Store(root, patience=0.0)
+    store = Store(root, missing_seconds=0.0)
     newest, *_ = names = [store.path(step).name for step in store.steps()]
     problems = [problem for step in store.steps() for problem in store.verify(step)]
     if (root / "latest").readlink() != Path(newest):

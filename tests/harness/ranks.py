@@ -33,7 +33,7 @@ class Team(NamedTuple):
     group: Any
 
     def checkpointer(self, root: Path, **options: Any) -> Checkpointer:
-        return Checkpointer(Store(root, patience=0.2), RankGroup.of(self.group), **options)
+        return Checkpointer(Store(root, missing_seconds=0.2), RankGroup.of(self.group), **options)
 
 
 @cache

@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(root: Path) -> Store:
-    return Store(root, patience=0.0)
+    return Store(root, missing_seconds=0.0)
 
 
 def same(left: Any, right: Any) -> bool:
@@ -350,7 +350,7 @@ def test_damage_is_found_and_all_ranks_fall_back_to_the_checkpoint_before(
 
 
 def test_where_every_checkpoint_is_bad_there_is_none(root: Path) -> None:
-    checkpointer = Checkpointer(Store(root, patience=0.0))
+    checkpointer = Checkpointer(Store(root, missing_seconds=0.0))
     for step in (1, 2):
         checkpointer.save(step, {"x": torch.ones(100)}).wait()
         truncate(root / f"step_{step:08d}" / "rank_00000.bin")
@@ -397,7 +397,7 @@ def test_a_file_that_a_shared_file_system_shows_late_is_waited_for(root: Path) -
     late = root / "step_00000001" / "rank_00000.bin"
     late.rename(root / "hidden")
     threading.Timer(0.3, (root / "hidden").rename, (late,)).start()
-    assert Store(root, patience=10.0).verify(1) == []
+    assert Store(root, missing_seconds=10.0).verify(1) == []
 
 
 def load_into_a_wrong_shape(team: Team, root: Path) -> str:

@@ -127,7 +127,7 @@ def test_damage_is_set_aside_and_named_and_the_checkpoint_before_is_used(
     four: Path, file: str, damage: Callable[[Path], None], reason: str
 ) -> None:
     damage(four / "step_00000004" / file)
-    checkpointer = Checkpointer(Store(four, patience=0.0), keep=4)
+    checkpointer = Checkpointer(Store(four, missing_seconds=0.0), keep=4)
     assert version_of(checkpointer.load_newest()) == 3
     [(step, named)] = checkpointer.set_aside
     assert step == 4
@@ -156,7 +156,7 @@ def test_where_all_are_damaged_all_are_set_aside_and_the_run_starts_from_nothing
     make_a_file(four / "step_00000003")
     empty(four / "step_00000004" / "rank_00001.bin")
     copy = Path(shutil.copytree(four, four.with_name("copy"), symlinks=True))
-    checkpointer = Checkpointer(Store(copy, patience=0.0))
+    checkpointer = Checkpointer(Store(copy, missing_seconds=0.0))
     assert checkpointer.load_newest() is None
     corrupt = [f"step_{step:08d}.corrupt" for step in (1, 2, 3, 4)]
     assert sorted(path.name for path in copy.iterdir()) == corrupt
@@ -169,7 +169,7 @@ def test_where_all_are_damaged_all_are_set_aside_and_the_run_starts_from_nothing
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    store = Store(tmp_path, patience=0.0)
+    store = Store(tmp_path, missing_seconds=0.0)
     Checkpointer(store).save(1, {"x": [1, torch.ones(3)]}).wait()
     for path in store.path(1).iterdir():
         for position in range(0, path.stat().st_size, 29):
@@ -180,7 +180,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_became_a_file_during_the_run_is_replaced_and_removed(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(Store(tmp_path, patience=0.0), keep=1)
+    checkpointer = Checkpointer(Store(tmp_path, missing_seconds=0.0), keep=1)
     for version, step in ((1, 1), (2, 1), (3, 1), (4, 2)):
         checkpointer.save(step, state(version)).wait()
         checkpointer.wait()

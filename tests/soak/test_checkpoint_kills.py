@@ -93,7 +93,7 @@ def test_the_newest_checkpoint_is_whole_after_kill_9_at_any_moment(tmp_path: Pat
         os.kill(saver, signal.SIGKILL)
         assert wait_for_end(saver)
 
-        checkpointer = Checkpointer(Store(root, patience=0.0))
+        checkpointer = Checkpointer(Store(root, missing_seconds=0.0))
         loaded = checkpointer.load_newest()
         assert checkpointer.set_aside == []
         assert loaded is not None
@@ -112,7 +112,7 @@ def flip_a_bit(path: Path, position: int = 99) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
-    store = Store(tmp_path, patience=0.0)
+    store = Store(tmp_path, missing_seconds=0.0)
     Checkpointer(store).save(1, {"x": [1, torch.ones(3)]}).wait()
     for path in store.path(1).iterdir():
         for position in range(path.stat().st_size):
