@@ -18,6 +18,9 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State, Status
 from jobkit.submission import job
 
+SAMPLES_SHOWN = 8
+"""How many ids of a failed rank's batch are printed: a person looks one or two up."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
@@ -105,7 +108,9 @@ def _failure_lines(failure: Failure) -> list[str]:
     known = {"rank": failure.rank, "step": failure.step, "node": failure.node}
     lines = ["failed at: " + ", ".join(f"{what} {value}" for what, value in known.items() if value is not None)]
     if failure.samples:
-        lines.append(f"samples of that rank's batch: {', '.join(map(str, failure.samples))}")
+        shown, more = failure.samples[:SAMPLES_SHOWN], len(failure.samples) - SAMPLES_SHOWN
+        rest = f" and {more} more, in `jobkit status --json`" if more > 0 else ""
+        lines.append(f"samples of that rank's batch: {', '.join(map(str, shown))}{rest}")
     if failure.traceback:
         lines += ["", *failure.traceback.rstrip().splitlines(), ""]
     return lines

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from jobkit.cli.status import describe
 from jobkit.run.files import read_json, write_atomic, write_json
 from jobkit.run.journal import Journal
 from jobkit.run.records import Progress
+from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status, derive
 
 # A journal in short: (event, {field: value}); times are counted up.
@@ -322,3 +324,10 @@ def test_what_is_written_is_readable_by_the_group_as_the_umask_says(tmp_path: Pa
 def test_what_a_superseded_attempt_writes_late_does_not_end_the_one_that_runs_now() -> None:
     status = of([*RUNNING, started(2), resumed(10, 2), interrupted("user", 5, attempt=1), ("finished", {"attempt": 1})])
     assert (status.state, status.step, status.attempts[1].cause) == ("running", 10, None)
+
+
+def test_of_a_large_batch_that_failed_a_few_samples_are_printed(tmp_path: Path) -> None:
+    failure = {"rank": 1, "step": 12, "samples": list(range(64))}
+    failed = of([*RUNNING, (FAILED[0], FAILED[1] | {"failure": failure})])
+    text = "\n".join(describe(RunDir(tmp_path), failed))
+    assert "samples of that rank's batch: 0, 1, 2, 3, 4, 5, 6, 7 and 56 more, in `jobkit status --json`" in text
