@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest first, and last what fills the gaps."""
-    folders = ("slurm", "recipes", "ranks", "local", "unit")
+    folders = ("recipes", "ranks", "slurm", "local", "unit")
     items.sort(key=lambda item: folders.index(item.path.parent.name) if item.path.parent.name in folders else 0)
 
 
