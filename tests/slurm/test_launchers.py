@@ -220,18 +220,15 @@ RANKS = 2
 """Of each launcher where the ranks train: each of them imports torch."""
 
 
-def launch(launcher: str, ranks: int) -> list[str]:
+def launch(launcher: str, ranks: int = RANKS) -> list[str]:
     """The words before the name of a script. srun takes two nodes."""
-    port = f"--master-port={free_port()}"
+    port = f"--master-port={free_port()}"  # free now: it may be another test's in a minute
     return {
         "torchrun": [PYTHON, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"],
         "launch": [PYTHON, "-m", "torch.distributed.launch", f"--nproc-per-node={ranks}", port],
         "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), PYTHON],
         "srun": ["srun", "--nodes=2", f"--ntasks-per-node={ranks // 2}", "--cpus-per-task=1", PYTHON],
     }[launcher]
-
-
-TORCHRUN, LAUNCH, MPIRUN, SRUN = (launch(name, RANKS) for name in ("torchrun", "launch", "mpirun", "srun"))
 
 
 @contextlib.contextmanager
@@ -279,8 +276,10 @@ class Chain:
         with ended(self.start(command, SLEEP="0.05")) as process:
             wait_for("a run", lambda: process.poll() is not None or list(self.folder.glob("runs/chain-*")))
             wait_for("some steps", lambda: process.poll() is not None or step(self.run) > before + 3, self.run)
-            stop(process)
+            if process.poll() is None:
+                stop(process)
             output, _ = process.communicate(timeout=600)
+        assert step(self.run) > before + 3, output
         assert process.returncode != 0, output
 
     def train_to_the_end(self, command: list[str], **environment: str) -> str:
@@ -369,22 +368,22 @@ def test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weight
     need_mpirun()
     chain = Chain(tmp_path / "chain", slurm.env)
 
-    chain.train_for_a_while(TORCHRUN, lambda process: process.send_signal(signal.SIGTERM))
+    chain.train_for_a_while(launch("torchrun"), lambda process: process.send_signal(signal.SIGTERM))
     chain.assert_placed("torchrun")
     assert_interrupted(chain.run)
 
     # It adds --local-rank=N to the script's arguments. A signal to one rank stops all of them.
-    chain.train_for_a_while(LAUNCH, lambda process: os.kill(chain.pids()[-1], signal.SIGTERM))
+    chain.train_for_a_while(launch("launch"), lambda process: os.kill(chain.pids()[-1], signal.SIGTERM))
     chain.assert_placed("torchrun")
     assert_interrupted(chain.run)
     alone = Chain(tmp_path / "alone", slurm.env)
     shutil.copytree(chain.run, alone.folder / "runs" / chain.run.name, symlinks=True)
 
-    chain.train_for_a_while(MPIRUN, lambda process: process.send_signal(signal.SIGUSR2))
+    chain.train_for_a_while(launch("mpirun"), lambda process: process.send_signal(signal.SIGUSR2))
     chain.assert_placed("mpirun")
     assert_interrupted(chain.run)
 
-    chain.train_for_a_while(SRUN, lambda process: process.send_signal(signal.SIGUSR2))
+    chain.train_for_a_while(launch("srun"), lambda process: process.send_signal(signal.SIGUSR2))
     chain.assert_placed("srun", nodes=2)
     assert_interrupted(chain.run)
 
@@ -410,10 +409,10 @@ def test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weight
     assert logged_steps(chain.run) == list(range(STEPS))
 
     whole = Chain(tmp_path / "whole", slurm.env)
-    whole.train_to_the_end(TORCHRUN, GROUP_OF_ITS_OWN="1")
+    whole.train_to_the_end(launch("torchrun"), GROUP_OF_ITS_OWN="1")
     whole.assert_placed("torchrun")
     assert weights(chain.run) == weights(whole.run)
-    assert whole.train_to_the_end(MPIRUN).count("already finished") == 1
+    assert whole.train_to_the_end(launch("mpirun")).count("already finished") == 1
 
     alone.train_to_the_end([PYTHON])
     alone.assert_placed("python", ranks=1)
