@@ -467,7 +467,9 @@ class Cluster:
 
     def node_state(self, name: str) -> str:
         """idle, mixed, allocated, down ...; a star at the end says that it does not respond."""
-        return self.command("sinfo", "-h", "-p", "low", "-n", name, "-o", "%T")
+        # Not sinfo: asked again and again, it did not show a node that came back as idle for minutes.
+        fields = self.command("scontrol", "-o", "show", "node", name).split()
+        return next(field.partition("=")[2].lower() for field in fields if field.startswith("State="))
 
     def job(self, job_id: str | int) -> dict[str, str]:
         """The fields of `scontrol show job`, such as JobState, Restarts, PreemptTime."""
