@@ -141,7 +141,7 @@ def _report(outcome: Outcome, follow: bool) -> int:
         print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
         print(f"already finished, at step {status.step}: {run.path}")
-        print(f"{status.command or 'the same command'} --fresh   starts a new run of the same config")
+        print(f"for a new run of the same config: {status.command} --fresh   (in {status.cwd})")
     else:
         where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
         print(f"already {status.state}: {where}\nrun directory {run.path}", flush=True)

@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return submit.main(arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
         found = arguments[0]
-        hint = (
-            f"; did you mean `jobkit submit {found}`?" if found.endswith((".yaml", ".yml")) else nearest(found, VERBS)
-        )
+        typed = f"; did you mean `python -m jobkit.submit {found}`?"
+        hint = typed if found.endswith((".yaml", ".yml")) else nearest(found, VERBS)
         print(f"error: no command {found!r}{hint} (there are: {', '.join(VERBS)})", file=sys.stderr)
         return EXIT_BAD_INPUT
     for verb, summary in VERBS.items():

@@ -109,7 +109,7 @@ def _failure_lines(failure: Failure) -> list[str]:
     lines = ["failed at: " + ", ".join(f"{what} {value}" for what, value in known.items() if value is not None)]
     if failure.samples:
         shown, more = failure.samples[:SAMPLES_SHOWN], len(failure.samples) - SAMPLES_SHOWN
-        rest = f" and {more} more, in `jobkit status --json`" if more > 0 else ""
+        rest = f" and {more} more (--json lists them)" if more > 0 else ""
         lines.append(f"samples of that rank's batch: {', '.join(map(str, shown))}{rest}")
     if failure.traceback:
         lines += ["", *failure.traceback.rstrip().splitlines(), ""]

@@ -55,11 +55,10 @@ class LaunchPlan:
 def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
     """The plan for a config on `local`, `slurm`, or a name under `clusters:`. Raises InputError, InvalidValue."""
     entry = _entry(config, cluster)
-    scheduler = entry.get("scheduler", cluster if cluster in SCHEDULERS else "slurm")
-    if scheduler not in SCHEDULERS:
-        raise InvalidValue(f"clusters.{cluster}.scheduler", f"found {scheduler!r}, allowed: {', '.join(SCHEDULERS)}")
     for name, other in config.clusters.items():  # a slip is told now, not on the day that its cluster is used
+        _scheduler(name, other)
         options.split(name, other)
+    scheduler = _scheduler(cluster, entry)
     overridden, parameters = options.split(cluster, entry)
     resources = build(Resources, dataclasses.asdict(config.resources) | overridden, f"clusters.{cluster}.")
     config = dataclasses.replace(config, resources=resources)
@@ -87,6 +86,13 @@ def _entry(config: Config, cluster: str) -> Mapping[str, Any]:
         f"--cluster {cluster}: no such cluster{nearest(cluster, known)} (known: {', '.join(dict.fromkeys(known))}; "
         f"add it under `clusters:` in the YAML or in your own config file)"
     )
+
+
+def _scheduler(cluster: str, entry: Mapping[str, Any]) -> str:
+    found: str = entry.get("scheduler", cluster if cluster in SCHEDULERS else "slurm")
+    if found not in SCHEDULERS:
+        raise InvalidValue(f"clusters.{cluster}.scheduler", f"found {found!r}, allowed: {', '.join(SCHEDULERS)}")
+    return found
 
 
 def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> dict[str, Any]:

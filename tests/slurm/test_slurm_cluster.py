@@ -80,7 +80,7 @@ def test_a_lost_node_takes_its_processes_along_and_comes_back(slurm: Cluster) ->
     slurm.restart_node("node2")
     # It may have missed that the job was cancelled, and Slurm repeats that only once a minute.
     try:
-        wait_until(lambda: slurm.node_state("node2").strip() == "idle", "node2 to be idle")
+        wait_until(lambda: slurm.node_state("node2") == "idle", "node2 to be idle")
     except ClusterError as error:
         found = [slurm.command("sinfo", "-N", "--long"), slurm.command("scontrol", "show", "node", "node2")]
         pytest.fail("\n".join([str(error), slurm.node_state("node2"), *found, slurm.command("squeue")]))

@@ -113,6 +113,11 @@ MISTAKES = [
         ["clusters.h100.partion", "did you mean 'partition'?"],
         ["clusters.h100.partion=low"],
     ),
+    Mistake(
+        "an unknown scheduler of a cluster that is not used",
+        ["clusters.h100.scheduler: found 'pbs'", "slurm, local"],
+        ["clusters.h100.scheduler=pbs"],
+    ),
     # Where
     Mistake("a runs directory below a file", ["toy.yaml/runs", "--runs-dir"], ["--runs-dir", "toy.yaml/runs"]),
     Mistake("a runs directory nobody can make", ["/proc/runs", "--runs-dir"], ["--runs-dir", "/proc/runs"]),
@@ -287,7 +292,7 @@ def test_a_command_line_that_is_none_is_refused(project: Project, arguments: lis
     ("arguments", "said"),
     [
         (["statsu"], "no command 'statsu'; did you mean 'status'? (there are: submit, list, "),
-        (["toy.yaml", "--local"], "no command 'toy.yaml'; did you mean `jobkit submit toy.yaml`?"),
+        (["toy.yaml", "--local"], "no command 'toy.yaml'; did you mean `python -m jobkit.submit toy.yaml`?"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(project: Project, arguments: list[str], said: str) -> None:

@@ -330,4 +330,4 @@ def test_of_a_large_batch_that_failed_a_few_samples_are_printed(tmp_path: Path) 
     failure = {"rank": 1, "step": 12, "samples": list(range(64))}
     failed = of([*RUNNING, (FAILED[0], FAILED[1] | {"failure": failure})])
     text = "\n".join(describe(RunDir(tmp_path), failed))
-    assert "samples of that rank's batch: 0, 1, 2, 3, 4, 5, 6, 7 and 56 more, in `jobkit status --json`" in text
+    assert "samples of that rank's batch: 0, 1, 2, 3, 4, 5, 6, 7 and 56 more (--json lists them)" in text
