@@ -16,12 +16,12 @@ from harness.reference import weights_of
 from slurm_cluster import Cluster, MissingPackages, wait_until
 from xdist.scheduler import LoadScopeScheduling
 
-from jobkit.supervisor.fork_client import TASK_MODULES, WARM_SERVER, ForkClient
+from jobkit.supervisor.parents import TASK_MODULES, WARM_PARENT, Parent
 
 WARM_MODULES = (*TASK_MODULES, "torch.distributed.fsdp", "torch.distributed.pipelining", "harness.ranks", "pytest")
 """Beside a task's, what groups of ranks and their tests import."""
 
-WARM = pytest.StashKey[ForkClient]()
+WARM = pytest.StashKey[Parent]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,9 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     path = f"{tempfile.mkdtemp(prefix='jobkit-warm-')}/socket"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     # One thread a rank, as in each test's project: what a library reads at its import cannot be changed afterwards.
-    config.stash[WARM] = ForkClient.start(environment, WARM_MODULES)
+    config.stash[WARM] = Parent.start(environment, WARM_MODULES)
     config.stash[WARM].listen(path)
-    os.environ[WARM_SERVER] = path
+    os.environ[WARM_PARENT] = path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,7 +63,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """End it with the session."""
     if client := config.stash.get(WARM, None):
         client.close()
-        shutil.rmtree(Path(os.environ.pop(WARM_SERVER)).parent)
+        shutil.rmtree(Path(os.environ.pop(WARM_PARENT)).parent)
 
 
 @pytest.fixture(scope="session")

@@ -156,6 +156,9 @@ class RetryConfig:
     """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total."""
     exclude_after: int = _field(_at_least(1), 2)
     """After this many failures on one node the run excludes it (`ExcNodeList`)."""
+    in_place: bool = True
+    """Whether ranks that have failed start again on the nodes that the job has, as long as those can be used. `false`
+    gives them back and requeues the job each time."""
 
 
 @dataclass(frozen=True, kw_only=True)

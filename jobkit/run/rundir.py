@@ -48,6 +48,8 @@ class RunDir:
         """The newest submission's, for sbatch."""
         self.failed_starts = self.submitit / "failed_starts"
         """A line for each node in a row on which a batch script has not begun an attempt."""
+        self.secret_file = self.submitit / "secret"
+        """What the processes of a Slurm job know each other by; only its owner can read it."""
         self.supervisor_log = self.submitit / "supervisor.log"
         """What a local supervisor says: it has no terminal."""
 

@@ -80,6 +80,14 @@ class Attempt:
     """Seconds for which checkpoints held up the loop."""
     account: Account | None = None
     """Where its time went."""
+    began: str = "submitted"
+    """How it came to be: `submitted`, `requeued`, `resubmitted`, or `in place`, on the nodes of the one before."""
+    noticed: float | None = None
+    """When its supervisor knew that its ranks had to be ended."""
+    joined: float | None = None
+    """When its ranks had formed their group: what comes until `resumed` is the model and the checkpoint."""
+    stepped: float | None = None
+    """When it had done its first step."""
 
     @property
     def ended_hard(self) -> bool:
@@ -126,10 +134,20 @@ class Status:
     """Useful step time over wall time since the first start; 1 would be: nothing but new steps."""
     queued: float | None = None
     """When the next attempt was put into the queue."""
+    next_began: str = "submitted"
+    """What `began` of the next attempt will be."""
+    checkpoint_seconds: float = 0.0
+    """What the newest checkpoint took to be durable."""
 
     @property
     def how_to_continue(self) -> str:
         return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
+
+    @property
+    def seconds_to_progress(self) -> float:
+        """What an attempt takes to start and to make a checkpoint, as far as the run has seen."""
+        starts = [one.resumed - one.started for one in self.attempts if one.resumed is not None]
+        return (starts[-1] if starts else 0.0) + self.checkpoint_seconds
 
     @property
     def attempt(self) -> Attempt | None:
@@ -208,6 +226,7 @@ def _apply(status: Status, event: Entry) -> None:
             _resumed(status, event)
         case Event.CHECKPOINT:
             status.step = status.checkpoint = int(event["step"])
+            status.checkpoint_seconds = float(event.get("seconds", 0.0))
             if attempt:
                 attempt.durable_step = status.checkpoint
                 attempt.stalled += float(event.get("stall", 0.0))
@@ -218,8 +237,14 @@ def _apply(status: Status, event: Entry) -> None:
         case Event.INTERRUPTED:
             cause = str(event.get("cause"))
             _end(status, event, State.CANCELLED if cause == "cancelled" else State.INTERRUPTED, cause)
+        case Event.STEPPED:
+            if attempt:
+                attempt.stepped = float(event["time"])
+        case Event.RESTARTED:
+            status.state, status.queued, status.next_began = State.RUNNING, None, "in place"
         case Event.REQUEUED:
             status.state, status.queued = State.QUEUED, float(event["time"])
+            status.next_began = "resubmitted" if event.get("predecessor") else "requeued"
             status.job_id = event.get("job_id", status.job_id)
         case Event.REQUEUE_FAILED:
             status.state, status.error = State.INTERRUPTED, event.get("error")
@@ -244,6 +269,7 @@ def _submitting(status: Status, event: Entry) -> None:
         status.before_submission = (status.state, status.error)
     status.submitting = True
     status.state, status.error, status.cancel_requested = State.QUEUED, None, False
+    status.next_began = "submitted"
     status.submissions, status.excluded_nodes = status.submissions + 1, []
     status.queued = float(event["time"])
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
@@ -266,6 +292,7 @@ def _started(status: Status, event: Entry) -> None:
             submission=status.submissions,
             durable_step=status.checkpoint or 0,
             queued=status.queued,
+            began=status.next_began,
         )
     )
 
@@ -277,6 +304,7 @@ def _resumed(status: Status, event: Entry) -> None:
     if attempt := status.attempt:
         attempt.first_step = attempt.durable_step = status.step
         attempt.resumed = float(event["time"])
+        attempt.joined = event.get("joined")
 
 
 def _end(status: Status, event: Entry, state: State, cause: str) -> None:
@@ -295,3 +323,4 @@ def _end(status: Status, event: Entry, state: State, cause: str) -> None:
         if event.get("reached") is not None:
             attempt.last_step = int(event["reached"])
         attempt.last_seen = event.get("last_seen")
+        attempt.noticed = event.get("noticed")

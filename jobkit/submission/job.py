@@ -180,9 +180,8 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
     attempt = status.attempt
     if status.state != State.RUNNING or attempt is None:
         raise JobkitError(f"{run.name} is {status.state}, not running: there is nothing to preempt")
+    # Its supervisor finds the request.
     records.write(run.stop_request_file(attempt.id), StopRequest(cause="preempted", grace=None if grace else 0.0))
-    if status.scheduler == "slurm" and status.job_id:
-        slurm.signal_steps(status.job_id, "TERM" if grace else "KILL")  # a local supervisor finds the request
     return wait(run, status, lambda now: now.attempts[attempt.id - 1].ended is not None, STOP_SECONDS)
 
 

@@ -18,7 +18,7 @@ from submitit.local import local as submitit_local
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan
 from jobkit.supervisor.device_leases import Leases, take
-from jobkit.supervisor.ranks import FOREGROUND_PIPE
+from jobkit.supervisor.nodes import FOREGROUND_PIPE
 from jobkit.worker.main import Worker
 
 

@@ -106,7 +106,8 @@ def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> d
         "wckey": None,  # Submitit's default names itself; a cluster that checks keys would refuse it
     }
     if resources.gpus_per_task:
-        ours["gpus_per_task"] = resources.gpus_per_task
+        # Of the node, not of the task: its ranks see all of them, as NCCL needs to send from one to another directly.
+        ours["gpus_per_node"] = resources.gpus_per_task * resources.tasks_per_node
     # sbatch's default may be not to requeue (JobRequeue=0): a preempted or node-lost job would be gone.
     additional = {"requeue": True, **parameters.get("additional_parameters", {})}
     return {**ours, **parameters, "additional_parameters": additional}

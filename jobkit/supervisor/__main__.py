@@ -19,7 +19,8 @@ from jobkit.log import configure, log
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import NotRunnable
 from jobkit.supervisor.local_job import LocalJob
-from jobkit.supervisor.ranks import LocalRanks, SlurmRanks
+from jobkit.supervisor.nodes import LocalNodes, SlurmNodes
+from jobkit.supervisor.ranks import ForkedRanks
 from jobkit.supervisor.slurm_job import EXIT_DECIDED, SlurmJob
 from jobkit.supervisor.supervisor import Supervisor
 
@@ -35,7 +36,7 @@ def supervise_local(run: RunDir) -> int:
         log.warning("%s is already being run by another supervisor", run.name)
         return EXIT_FAILED
     try:
-        return Supervisor(run, LocalRanks(run, job.id), job).supervise()
+        return Supervisor(run, ForkedRanks(run, LocalNodes(run, job.id)), job).supervise()
     except NotRunnable as error:
         log.warning("%s", error)
         return EXIT_FAILED
@@ -51,7 +52,7 @@ def supervise_in_job(run: RunDir, verb: str, arguments: Sequence[str]) -> int:
         return job.finish(int(arguments[0]) if arguments else None)
     job.listen()
     try:
-        return Supervisor(run, SlurmRanks(run, job.id, arguments), job).supervise()
+        return Supervisor(run, ForkedRanks(run, SlurmNodes(run, job.id, arguments)), job).supervise()
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return EXIT_FINISHED

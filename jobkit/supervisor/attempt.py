@@ -126,11 +126,14 @@ def end(
     first: FirstFailure | None = None,
     job: slurm.JobInfo | None = None,
     all_returned: bool = False,
+    keeps_nodes: bool = False,
+    noticed: float | None = None,
 ) -> Decision:
     """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
 
     `first` is the first rank to fail, where one did; `job` is Slurm's record of the job, None for a local one;
-    `all_returned` is whether every rank ended with exit code 0. Harmless to call twice.
+    `all_returned` is whether every rank ended with exit code 0; `keeps_nodes` is decide's; `noticed` is when the
+    supervisor learned of the end, in seconds since the epoch. Harmless to call twice.
     """
     now = run.status()
     attempt = next((one for one in now.attempts if one.id == number), None)
@@ -143,7 +146,8 @@ def end(
             run.record(Event.FINISHED, attempt=number)
         else:
             cause = diagnosis.diagnose(run, number, run.config().resources.nodes, first, job)
-            _record_end(run, number, _cause_of_signal(cause, first, job) if run.config().command else cause)
+            cause = _cause_of_signal(cause, first, job) if run.config().command else cause
+            _record_end(run, number, cause, noticed)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
     now = run.status()
@@ -159,6 +163,7 @@ def end(
         run.config().retry,
         excluded=now.excluded_nodes,
         can_requeue=job is None or job.requeueable,
+        keeps_nodes=keeps_nodes,
     )
     if decision.failed:
         run.record(Event.FAILED, attempt=number, cause=now.attempts[-1].cause, error=decision.reason)
@@ -182,7 +187,7 @@ def _cause_of_signal(cause: EndCause, first: FirstFailure | None, job: slurm.Job
     return EndCause("timeout" if first.signal == signal.SIGUSR2 and near_limit else "signal")
 
 
-def _record_end(run: RunDir, attempt: int, cause: EndCause) -> None:
+def _record_end(run: RunDir, attempt: int, cause: EndCause, noticed: float | None = None) -> None:
     """The ranks ended without writing to the journal: record what is known, and how far they had come."""
     progress = run.progress()
     seen = progress if progress is not None and progress.attempt == attempt else None
@@ -195,6 +200,7 @@ def _record_end(run: RunDir, attempt: int, cause: EndCause) -> None:
         failure=records.known(cause.failure),
         reached=max(steps, default=None),
         last_seen=seen.last_beat if seen else None,
+        **({} if noticed is None else {"noticed": noticed}),
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from jobkit.errors import InputError
 from jobkit.run.device_kinds import SHARE, DeviceKind, of_this_machine
-from jobkit.supervisor.fork_client import lives
+from jobkit.supervisor.parents import lives
 
 LEASES = "JOBKIT_LEASES"
 """Environment variable of a local run's supervisor: which variable names its devices, and their open lock files."""

@@ -124,6 +124,11 @@ _SECONDARY = re.compile(
 )
 
 
+def has_reported(run: RunDir, attempt: int, rank: int | None) -> bool:
+    """Whether a rank has written down an error of its own, and does not only miss another rank."""
+    return any(one.rank == rank and not _is_secondary(one) for one in run.failure_reports(attempt))
+
+
 def _is_secondary(report: FailureReport) -> bool:
     return _SECONDARY.search(report.error) is not None
 

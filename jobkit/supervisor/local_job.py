@@ -8,13 +8,14 @@ import signal
 from collections.abc import Callable
 from typing import TypeVar
 
+from jobkit import slurm
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
-from jobkit.supervisor.ranks import FOREGROUND_PIPE
+from jobkit.supervisor.nodes import FOREGROUND_PIPE
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import LocalTimeLimit, TimeLimit
 
@@ -69,10 +70,14 @@ class LocalJob:
         log.warning("%s cannot go on: %s; the same command continues it", self.run.name, error)
         return EXIT_RESUMABLE
 
+    def keeps_nodes(self, record: slurm.JobInfo | None) -> bool:
+        return not self.signals
+
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         """Go on in this process, unless the run has ended or a signal came meanwhile."""
         if decision.action == "stop" or self.signals:
             state = self.run.status().state
             return {State.FINISHED: EXIT_FINISHED, State.FAILED: EXIT_FAILED}.get(state, EXIT_RESUMABLE)
-        self.run.record(Event.REQUEUED, job_id=self.id, cause=decision.reason)
+        event = Event.RESTARTED if decision.action == "in_place" else Event.REQUEUED
+        self.run.record(event, job_id=self.id, cause=decision.reason)
         return None

@@ -11,7 +11,8 @@ from jobkit.run.config import UNLIMITED, RetryConfig
 from jobkit.run.records import Failure
 from jobkit.run.status import Attempt
 
-Action = Literal["requeue", "resubmit", "stop"]
+Action = Literal["in_place", "requeue", "resubmit", "stop"]
+"""`in_place` starts the ranks again on the nodes that the job has; the others give those back."""
 
 BUDGETS = {
     "preempted": "preemption",
@@ -28,6 +29,13 @@ BUDGETS = {
 
 BLAMES_NODE = frozenset({"node_failure", "killed", "crashed", "out_of_memory", "hang"})
 """Causes that count against a node, where one node was the first to fail."""
+
+LEAVES_NODES = frozenset({"node_failure", "killed", "crashed", "out_of_memory", "hang", "lost", "signal"})
+"""Causes after which the job may still have its nodes."""
+
+PAUSES = (0.0, 2.0, 5.0, 15.0, 30.0, 60.0)
+"""Seconds before a restart in place, by how many attempts in a row were without progress before: what fails at once is
+not mended by trying faster, and may be mended by time."""
 
 _ADVICE = {
     "timeout": "raise resources.time",
@@ -46,6 +54,8 @@ class Decision:
     """Only with `stop`: starting it again as it is would not help."""
     exclude: tuple[str, ...] = ()
     """Nodes not to use from here on, beside those excluded before."""
+    pause: float = 0.0
+    """Seconds to wait before a restart in place."""
 
 
 def decide(
@@ -54,11 +64,12 @@ def decide(
     *,
     excluded: Sequence[str] = (),
     can_requeue: bool = True,
+    keeps_nodes: bool = False,
 ) -> Decision:
     """The decision after the last of `attempts` has ended, by budgets that a newer checkpoint fills up again.
 
     `excluded` are the nodes excluded before; `can_requeue` is whether the scheduler would take the job back, else a
-    new job has to follow it.
+    new job has to follow it. `keeps_nodes` is whether the job goes on running, on nodes that can be used.
     """
     retry = retry or RetryConfig()
     last = attempts[-1]
@@ -68,8 +79,12 @@ def decide(
     own = [attempt for attempt in attempts if attempt.submission == last.submission]
     if words := _reason_to_stop(own, retry):
         return Decision("stop", words, failed=True)
+    bad = _bad_nodes(own, retry.exclude_after, excluded)
+    if keeps_nodes and retry.in_place and cause in LEAVES_NODES and not bad:
+        fruitless = len(_since_progress(own))
+        return Decision("in_place", cause, pause=PAUSES[min(max(fruitless - 1, 0), len(PAUSES) - 1)])
     again: Action = "requeue" if can_requeue else "resubmit"
-    return Decision(again, cause, exclude=_bad_nodes(own, retry.exclude_after, excluded))
+    return Decision(again, cause, exclude=bad)
 
 
 def _reason_to_stop(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:

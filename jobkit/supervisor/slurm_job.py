@@ -23,7 +23,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.supervisor.attempt import ask, end, request_stop
 from jobkit.supervisor.diagnosis import first_failure_of_job, srun_said
-from jobkit.supervisor.ranks import end_steps
+from jobkit.supervisor.nodes import end_steps
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit
 
@@ -120,8 +120,20 @@ class SlurmJob:
             return EXIT_RESUMABLE
         return EXIT_FINISHED
 
-    def leave(self, decision: Decision, *, now: bool) -> int:
-        """The exit code for the batch script; with `now` the job is started again before that."""
+    def keeps_nodes(self, record: slurm.JobInfo | None) -> bool:
+        if record is None:  # Slurm is away, and could not start the job again either
+            return not self._signalled
+        if record.state != "RUNNING" or record.limit is None:
+            return False
+        # An attempt that would be stopped before it has done more than the last one repeats is a waste.
+        needed = slurm.stop_margin(record.limit) + self.run.status().seconds_to_progress
+        return slurm.stop_cause(record, needed) is None
+
+    def leave(self, decision: Decision, *, now: bool) -> int | None:
+        """The exit code for the batch script, None for a restart in place; `now`: the job is requeued before that."""
+        if decision.action == "in_place" and not now:
+            self._try_record(Event.RESTARTED, job_id=self.id, cause=decision.reason)
+            return None
         if decision.action != "stop":
             return self._start_again(decision) if now else EXIT_START_AGAIN
         log.info("%s: %s: not started again", self.run.name, decision.reason)
@@ -139,7 +151,7 @@ class SlurmJob:
             decision = self.until_mounted(lambda: self._end(number, job))
         except OSError as error:
             return self.give_up(error)
-        return self.leave(decision, now=True)
+        return self.leave(decision, now=True) or EXIT_FINISHED
 
     def _end(self, number: int | None, job: slurm.JobInfo | None) -> Decision:
         is_rank = number is not None

@@ -19,7 +19,8 @@ from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import attempt as attempts
-from jobkit.supervisor.fork_client import ForkServerError
+from jobkit.supervisor.diagnosis import has_reported
+from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.ranks import Ranks
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import TimeLimit
@@ -30,12 +31,11 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.5
 """How often stop requests and progress are read: each is a request to a file server that all supervisors share."""
 
-KILL_AFTER_FAILURE_SECONDS = 3.0
-"""What the ranks beside a failed one get to write down their own error before they are killed.
+WAIT_SECONDS = 0.25
+"""How long to wait for something to happen to the ranks before looking at what else may end them."""
 
-Slurm would give them KillWait. Where that is as long as its MessageTimeout, it may repeat its kill a minute later, and
-hit the next attempt.
-"""
+KILL_AFTER_FAILURE_SECONDS = 3.0
+"""What the ranks beside one that has ended without a word get to write down an error that may have been the first."""
 
 PAUSE_SECONDS = 1.0
 """How long to wait after Slurm, or the disk, has not answered: a busy slurmctld is not helped by more questions."""
@@ -68,6 +68,9 @@ class Job(Protocol):
     def give_up(self, error: OSError) -> int:
         """Do what is right where the run directory is away, so that nothing can be decided; the exit code."""
 
+    def keeps_nodes(self, record: slurm.JobInfo | None) -> bool:
+        """Whether the job goes on running, for long enough to start the ranks again; `record` is Slurm's of it."""
+
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         """Carry it out, `now` where nobody else will be able to; the exit code, or None for a next attempt here."""
 
@@ -91,6 +94,8 @@ class Supervisor:
             return EXIT_RESUMABLE
         except OSError as error:
             return self.job.give_up(error)
+        finally:
+            self.ranks.shut_down()
 
     def _run_attempt(self) -> int | None:
         job = self.job
@@ -102,25 +107,42 @@ class Supervisor:
                 self.ranks.prepare(begun)
                 if watch.until_prepared():
                     self.ranks.start(begun)
-            except ForkServerError as error:  # as a crash: another attempt may do, and only a few are tried
+            except ParentError as error:  # as a crash: another attempt may do, and only a few are tried
                 attempts.request_stop(
                     self.run, begun.number, StopRequest(cause="crashed", error=f"{error} ({self.run.supervisor_log})")
                 )
             watch.until_end()
             if self.ranks.are_running():
-                code = job.leave(self._decide(begun.number), now=True)
+                code = job.leave(self._decide(watch), now=True)
                 while self.ranks.are_running():  # they may save, in the KillWait that Slurm leaves them
-                    time.sleep(self.ranks.poll_seconds)
+                    self.ranks.wait(WAIT_SECONDS)
                 return code
-        return job.leave(self._decide(begun.number), now=False)
+        decision = self._decide(watch)
+        code = job.leave(decision, now=False)
+        if code is None:
+            self._pause(decision.pause)
+        return code
 
-    def _decide(self, number: int) -> Decision:
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.job.stop_request() is None:
+            self.ranks.wait(WAIT_SECONDS)
+
+    def _decide(self, watch: AttemptWatch) -> Decision:
         """Record the end of an attempt and decide what comes next."""
         job = self.job.record()
 
         def end() -> Decision:
-            first, all_returned = self.ranks.cause_of_death(job), self.ranks.all_returned()
-            return attempts.end(self.run, number, self.job.id, first=first, job=job, all_returned=all_returned)
+            return attempts.end(
+                self.run,
+                watch.attempt,
+                self.job.id,
+                first=self.ranks.cause_of_death(job),
+                job=job,
+                all_returned=self.ranks.all_returned(),
+                keeps_nodes=self.job.keeps_nodes(job),
+                noticed=watch.noticed,
+            )
 
         return self.job.until_mounted(end)
 
@@ -138,6 +160,8 @@ class AttemptWatch:
         self._told = False
         """Whether the ranks have been signalled to stop."""
         self._killed = False
+        self.noticed: float | None = None
+        """When it was known that the ranks have to be ended, in seconds since the epoch."""
         self._failed_at: float | None = None
         self._looked = -math.inf
 
@@ -147,7 +171,7 @@ class AttemptWatch:
             self._look_once()
             if self._told or self._killed:
                 return False
-            time.sleep(self.ranks.poll_seconds)
+            self.ranks.wait(WAIT_SECONDS)
         return True
 
     def until_end(self) -> None:
@@ -155,7 +179,7 @@ class AttemptWatch:
         while self.ranks.are_running():
             if self._look_once():
                 return
-            time.sleep(self.ranks.poll_seconds)
+            self.ranks.wait(WAIT_SECONDS)
 
     def _look_once(self) -> bool:
         """Look at all that may end the ranks, and end them; whether the job leaves no time to wait for it."""
@@ -188,6 +212,7 @@ class AttemptWatch:
         self.watchdog = self.watchdog or Watch.of(self.run, self.attempt)
         if error := self.watchdog.look():
             log.warning("%s: %s", self.run.name, error)
+            self.noticed = time.time()
             end_hung(self.run, self.attempt, error, self.ranks.signal)
             self._killed = True
 
@@ -207,10 +232,15 @@ class AttemptWatch:
         self._killed = True
 
     def _is_a_rank_dead(self) -> bool:
-        """Whether a rank has failed, and the others have had their time to write down what they saw of it."""
-        if self._failed_at is None and self.ranks.first_failure() is not None:
-            self._failed_at = time.monotonic()
-        return self._failed_at is not None and time.monotonic() - self._failed_at > KILL_AFTER_FAILURE_SECONDS
+        """Whether a rank has failed, and what it failed of is known or will not be."""
+        first = self.ranks.first_failure()
+        if first is None:
+            return False
+        self.noticed = self.noticed or time.time()
+        self._failed_at = self._failed_at or time.monotonic()
+        if first.signal is not None or first.node_lost or has_reported(self.run, self.attempt, first.rank):
+            return True
+        return time.monotonic() - self._failed_at > KILL_AFTER_FAILURE_SECONDS
 
     def _is_saving(self) -> bool:
         progress = self.run.progress()

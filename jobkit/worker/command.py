@@ -14,10 +14,10 @@ from typing import NoReturn
 
 from submitit.core.job_environment import JobEnvironment
 
+from jobkit.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port, interface_towards, new_token
 from jobkit.errors import DistributedError, JobkitError
 from jobkit.run.command_line import find_program, is_python, target
 from jobkit.run.rundir import RunDir
-from jobkit.worker.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port, interface_towards, new_token
 from jobkit.worker.failure import write_report
 from jobkit.worker.launcher import Topology, topology_of
 from jobkit.worker.stop import STOP_SIGNALS

@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.logger import get_logger
-from submitit.slurm.slurm import SlurmJobEnvironment
 
 from jobkit.worker.stop import STOP_SIGNALS, follow_parent
 
 if os.environ.get("SUBMITIT_EXECUTOR") == "jobkit":
     get_logger().setLevel("WARNING")  # a rank's log is for what the user's code prints
 
-_LOCAL = {
+_VARIABLES = {
     "job_id": "JOBKIT_JOB_ID",
     "num_tasks": "JOBKIT_NTASKS",
     "num_nodes": "JOBKIT_NNODES",
@@ -30,9 +29,7 @@ class JobkitJobEnvironment(JobEnvironment):  # type: ignore[misc]
     Submitit's handlers would requeue the job from inside a signal handler of rank 0, and ignore SIGTERM.
     """
 
-    _env: ClassVar[dict[str, str]] = (
-        SlurmJobEnvironment._env if os.environ.get("JOBKIT_SCHEDULER") == "slurm" else _LOCAL
-    )
+    _env: ClassVar[dict[str, str]] = _VARIABLES
 
     @classmethod
     def name(cls) -> str:
@@ -40,5 +37,4 @@ class JobkitJobEnvironment(JobEnvironment):  # type: ignore[misc]
 
     def _handle_signals(self, paths: Any, submission: Any) -> None:
         STOP_SIGNALS.install()
-        if self._env is _LOCAL:
-            follow_parent()
+        follow_parent()

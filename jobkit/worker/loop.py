@@ -62,6 +62,7 @@ class TrainingLoop:
 
     def steps(self, total: int) -> Iterator[int]:
         self._begin(total)
+        first = self.step
         while self.step < total:
             self._step_start = self._fingerprint()
             self.stragglers.timer.begin()
@@ -72,6 +73,8 @@ class TrainingLoop:
                 self._engine.check_updated()
             self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == total)
             self._reporter.heartbeat.beat()
+            if self.step == first + 1:
+                self._reporter.record_soon(Event.STEPPED)
             self._reporter.end_step(self.step - 1)  # before the boundary: a checkpoint there marks where curves end
             self._boundary()
         self._step_start = None
@@ -95,7 +98,9 @@ class TrainingLoop:
                 f"{checkpoint} has {', '.join(missing)}, which the code no longer tracks; "
                 "call ctx.track with it before ctx.steps, or submit with --fresh"
             )
-        self._reporter.record(Event.RESUMED, step=self.step, total_steps=total, checkpoint=checkpoint)
+        self._reporter.record(
+            Event.RESUMED, step=self.step, total_steps=total, checkpoint=checkpoint, joined=round(self._rank.joined, 3)
+        )
         self._continue_local_state()
         self._restored = None  # its tensors are in the model by now
         self.report_progress()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ class Rank:
     device: torch.device
     group: RankGroup
     """All ranks, for agreements at step boundaries."""
+    joined: float = 0.0
+    """When the group had formed, in seconds since the epoch."""
     owns_process_group: bool = True
     """Whether the process group ends with the attempt; one that the script formed is the script's."""
 
@@ -50,7 +53,7 @@ def join(found: Rendezvous, run: RunDir, config: Config, attempt: int) -> Rank:
     # Together: a rank that failed alone would leave the others waiting in init_process_group, for minutes.
     device, backend = found.group.all_or_none(choose)
     group = found.form_group(backend)
-    rank = Rank(run, config, attempt, topology, device, group, owns_process_group=found.store is not None)
+    rank = Rank(run, config, attempt, topology, device, group, time.time(), found.store is not None)
     where = report(device, backend, topology.rank, topology.nodes, group.gather)
     if rank.is_main or "JOBKIT_LOGS" in os.environ:  # elsewhere all ranks print into one terminal
         print(where, flush=True)

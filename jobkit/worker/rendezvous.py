@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous as connect
 
+from jobkit.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port, interface_towards, new_token
 from jobkit.errors import DistributedError
 from jobkit.group import RankGroup
-from jobkit.worker.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port, interface_towards, new_token
 from jobkit.worker.launcher import Launch, Topology
 
 LISTENING_SECONDS = 60.0

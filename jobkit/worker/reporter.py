@@ -79,15 +79,20 @@ class RunReporter:
 
     def record(self, event: Event, **fields: Any) -> None:
         """Journal an event of this attempt, once: on rank 0. What the disk does not take now is written later."""
+        if self.record_soon(event, **fields):
+            with self._outage.survived():
+                self.write_journal()
+
+    def record_soon(self, event: Event, **fields: Any) -> bool:
+        """`record`, but with the next that is written, as for what must not hold up a step; whether this is rank 0."""
         if not self._is_main:
-            return
+            return False
         line = encode({"time": round(time.time(), 3), "event": event, "attempt": self._attempt, **fields})
         with self._writing:
             if not self._events.add(line) and not self._has_dropped_events:
                 self._has_dropped_events = True
                 log.warning("no memory is left for events that the journal cannot take: from here on they are lost")
-        with self._outage.survived():
-            self.write_journal()
+        return True
 
     def write_journal(self) -> None:
         """Write the events that are not in the journal yet, in their order; raises OSError when the disk is full."""

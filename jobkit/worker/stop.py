@@ -16,7 +16,7 @@ from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import ask
-from jobkit.supervisor.fork_client import PARENT, lives
+from jobkit.supervisor.parents import PARENT, lives
 
 ASK_SECONDS = 2.0
 """How long to wait for Slurm's record to name a reason: the signal can arrive before the record says why. Not longer:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness.ranks import fork_client, start, wait_for_end
+from harness.ranks import start, wait_for_end, warm_parent
 from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
@@ -144,14 +144,14 @@ class Ended:
 def run(plan: Plan, point: KillPoint | None = None) -> list[Ended]:
     """Run an attempt to its end: how each rank ended."""
     with tempfile.TemporaryDirectory(prefix="jobkit-test-") as folder:
-        pids, pipes = [], []
+        children, pipes = [], []
         for rank in range(plan.ranks):
             ours, theirs = os.pipe()
-            pids.append(start(be_attempt, rank, f"{folder}/rendezvous", plan, point, stdout=theirs))
+            children.append(start(be_attempt, rank, f"{folder}/rendezvous", plan, point, stdout=theirs))
             os.close(theirs)
             pipes.append(ours)
-        assert wait_for_end(*pids), f"an attempt hangs: {plan}, {point}"
-        return [_ended(fork_client().poll(pid), pipe) for pid, pipe in zip(pids, pipes, strict=True)]
+        assert wait_for_end(*children), f"an attempt hangs: {plan}, {point}"
+        return [_ended(warm_parent().poll(child), pipe) for child, pipe in zip(children, pipes, strict=True)]
 
 
 def be_attempt(rank: int, rendezvous: str, plan: Plan, point: KillPoint | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.group import RankGroup
-from jobkit.supervisor.fork_client import WARM_SERVER, ForkClient
+from jobkit.supervisor.parents import WARM_PARENT, Child, Parent
 
 PATIENCE_SECONDS = 240.0
 """After which a rank hangs, on a busy machine too."""
@@ -37,19 +36,19 @@ class Team(NamedTuple):
 
 
 @cache
-def fork_client() -> ForkClient:
+def warm_parent() -> Parent:
     """This test process's connection to the server that has imported torch for all of them."""
-    client = ForkClient.start({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
-    assert client.is_warm, f"{os.environ[WARM_SERVER]} has refused: each rank would import torch"
+    client = Parent.start({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert client.is_warm, f"{os.environ[WARM_PARENT]} has refused: each rank would import torch"
     return client
 
 
-def start(action: Callable[..., object], *args: Any, stdout: int = 1) -> int:
-    """A process that runs `action(*args)`; its process id, for `fork_client().poll`."""
+def start(action: Callable[..., object], *args: Any, stdout: int = 1) -> Child:
+    """A process that runs `action(*args)`."""
     call = [pickle.dumps((action, args)).hex()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     target = ("harness.ranks:call", call)
-    return fork_client().fork(target, environment=environment, cwd=Path.cwd(), stdout=stdout, stderr=2)
+    return warm_parent().fork(target, [stdout, 2], environment=environment, cwd=str(Path.cwd()))
 
 
 def call(pickled: str) -> None:
@@ -58,10 +57,10 @@ def call(pickled: str) -> None:
     action(*args)
 
 
-def wait_for_end(*pids: int, seconds: float = PATIENCE_SECONDS) -> bool:
+def wait_for_end(*children: Child, seconds: float = PATIENCE_SECONDS) -> bool:
     """Whether processes of `start` have ended in time."""
     deadline = time.monotonic() + seconds
-    while any(fork_client().poll(pid) is None for pid in pids):
+    while any(warm_parent().poll(child) is None for child in children):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.005)
@@ -95,11 +94,9 @@ def on_ranks(world_size: int, action: Callable[..., Any], *args: Any) -> list[An
     """What `action(team, *args)` returns on each of so many processes; AssertionError where one raises."""
     with tempfile.TemporaryDirectory(prefix="jobkit-test-") as name:
         folder = Path(name)
-        pids = [start(be_a_rank, folder, Team(rank, world_size, None), action, args) for rank in range(world_size)]
-        if not wait_for_end(*pids):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        children = [start(be_a_rank, folder, Team(rank, world_size, None), action, args) for rank in range(world_size)]
+        if not wait_for_end(*children):
+            warm_parent().signal("KILL", children)
             raise AssertionError("a rank hangs")
         results = [_result(folder / f"result_{rank}") for rank in range(world_size)]
     problems = [problem for _, problem in results if problem]

@@ -399,7 +399,7 @@ def test_a_preemption_can_be_rehearsed_with_and_without_grace(project: Mortal, u
 def test_ctrl_c_during_a_restart_is_obeyed_and_resume_goes_on_from_anywhere(
     project: Mortal, undisturbed: bytes, tmp_path: Path
 ) -> None:
-    project.plan(([1], 15, "kill"))
+    project.plan(([1], 15, "kill"), HOLD=json.dumps({"2": 18}))
     process, run = project.begin()
     wait_for("a second attempt", lambda: names(run).count("started") == 2, run)
     process.send_signal(signal.SIGINT)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness.project import Project, events, logged_steps, status, step, wait_for
 
-from jobkit.worker.addresses import free_port
+from jobkit.addresses import free_port
 
 SCRIPT = """\
 import time

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from harness.processes import ranks_of as processes_of_ranks
 from harness.project import (
     Project,
     begun,
@@ -106,32 +107,32 @@ def assert_nothing_lost(run: Path, uninterrupted: Weights) -> None:
 
 
 def processes(run: Path, program: str) -> dict[int, dict[str, str]]:
-    """The environments of a run's processes that have a program's name, by process id."""
+    """The environments, as they were at the start, of a run's processes that have a program's name, by process id."""
     found = {}
     for pid in process_table():
         with contextlib.suppress(OSError):
             environment = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
             words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             if f"JOBKIT_RUN={run}" in environment and Path(words[0]).name.startswith(program):
-                if program == "python" and "submitit.core._submit" not in words:
-                    continue
                 found[pid] = dict(line.split("=", 1) for line in environment if "=" in line)
     return found
 
 
+def node_of(pid: int) -> str:
+    """The node of a process of a job step."""
+    lines = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    return next(line.partition("=")[2] for line in lines if line.startswith("SLURMD_NODENAME="))
+
+
 def ranks_of(run: Path, node: str = "") -> dict[int, int]:
     """Process ids of a run's ranks by rank, those of one node or all."""
-    environments = processes(run, "python")
-    return {
-        int(environment["SLURM_PROCID"]): pid
-        for pid, environment in environments.items()
-        if environment["SLURMD_NODENAME"].startswith(node)
-    }
+    found = processes_of_ranks(run, len(status(run)["attempts"]))
+    return {rank: process.pid for rank, process in found.items() if node_of(process.pid).startswith(node)}
 
 
 def nodes_of(run: Path) -> set[str]:
     """The nodes where a run's ranks are."""
-    return {environment["SLURMD_NODENAME"] for environment in processes(run, "python").values()}
+    return {node_of(pid) for pid in ranks_of(run).values()}
 
 
 def srun_of(run: Path) -> tuple[int, int]:

@@ -21,8 +21,8 @@ import submitit
 from harness.project import TASK, describe, events, is_over, logged_steps, status, step, wait_for, weights
 from slurm_cluster import Cluster
 
+from jobkit.addresses import free_port
 from jobkit.errors import DistributedError
-from jobkit.worker.addresses import free_port
 from jobkit.worker.launcher import Topology, find_topology
 
 # What a launcher says

@@ -15,7 +15,7 @@ from jobkit.run.config import Config, Resources
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.sbatch import JOB_SCRIPT, script
-from jobkit.supervisor.ranks import STEP_NUMBERS, SlurmRanks, skip_step_numbers
+from jobkit.supervisor.nodes import STEP_NUMBERS, SlurmNodes, skip_step_numbers
 
 STAND_IN = """\
 #!/bin/bash
@@ -256,18 +256,13 @@ def test_where_the_run_directory_is_away_setup_that_fails_is_tried_again_a_limit
 # srun
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> SlurmRanks:
+def test_srun_starts_one_parent_a_node_and_what_else_the_user_says(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "toy-12345678")
     run.path.mkdir()
-    run.write_config(Config(name="toy", task="m:f", resources=Resources(cpus_per_task=4)))
-    return SlurmRanks(run, "9", ["--mpi=none"])
-
-
-def test_srun_is_told_to_end_the_rest_when_a_rank_dies_and_what_else_the_user_says(ranks: SlurmRanks) -> None:
-    command = ranks.command()
-    assert command[:5] == ["srun", "--unbuffered", "--kill-on-bad-exit=1", "--cpus-per-task=4", "--mpi=none"]
-    assert f"--output={ranks.run.logs(0)}/rank_%t.out" in command
+    run.write_config(Config(name="toy", task="m:f", resources=Resources(nodes=3, tasks_per_node=2, cpus_per_task=4)))
+    command = SlurmNodes(run, "9", ["--mpi=none"]).command()
+    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--mpi=none"} <= set(command)
+    assert f"--output={run.logs(0)}/node_%n.out" in command
     guard = command.index('trap "" TERM USR2; exec "$@"')
     assert command[guard - 2 : guard] == ["sh", "-c"]
 

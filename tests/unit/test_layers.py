@@ -26,18 +26,19 @@ BELOW = {
     "log": set(),
     "slurm": set(),
     "run": set(),
+    "addresses": {"run"},
     "display": {"run"},
     "group": {"run"},
     "checkpoint": {"run", "group"},
     "train": {"run", "checkpoint"},
-    "supervisor": {"run", "slurm"},
-    "worker": {"run", "slurm", "display", "group", "checkpoint", "train", "supervisor"},
+    "supervisor": {"run", "slurm", "addresses"},
+    "worker": {"run", "slurm", "addresses", "display", "group", "checkpoint", "train", "supervisor"},
     "submission": {"run", "slurm", "display", "supervisor", "worker.main"},
     "submit": {"run", "slurm", "submission"},
     "cli": {"run", "slurm", "submission", "submit"},
     "__main__": {"cli"},
 }
-OUTSIDE = ("cli", "submission", "supervisor", "run", "slurm", "submit", "errors", "log")
+OUTSIDE = ("cli", "submission", "supervisor", "run", "slurm", "submit", "errors", "log", "addresses")
 """The parts that work on a login node."""
 
 

@@ -27,7 +27,7 @@ def sbatch_lines(made: LaunchPlan) -> dict[str, str]:
 
 def test_the_script_asks_for_the_resources() -> None:
     lines = sbatch_lines(plan(nodes=2, tasks_per_node=3, gpus_per_task=1, cpus_per_task=4, time="1:30:30"))
-    expected = {"nodes": "2", "ntasks-per-node": "3", "gpus-per-task": "1", "cpus-per-task": "4", "time": "91"}
+    expected = {"nodes": "2", "ntasks-per-node": "3", "gpus-per-node": "3", "cpus-per-task": "4", "time": "91"}
     expected |= {"job-name": "toy-12345678", "signal": "USR2@90", "requeue": "", "open-mode": "append"}
     assert {key: lines[key] for key in expected} == expected
     assert "wckey" not in lines

@@ -208,7 +208,7 @@ def test_a_budget_is_what_the_yaml_says(retry: RetryConfig, attempts: Sequence[A
 def test_every_cause_of_a_budget_or_a_blame_is_one_that_is_explained() -> None:
     assert set(BUDGETS) <= set(CAUSES)
     assert set(BLAMES_NODE) <= set(BUDGETS)
-    assert set(BUDGETS.values()) | {"exclude_after"} == set(RetryConfig.__dataclass_fields__)
+    assert set(BUDGETS.values()) | {"exclude_after", "in_place"} == set(RetryConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("attempts", [[PREEMPTED_5], [TIMEOUT_5], [CRASH_5]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,7 @@ from jobkit.supervisor import supervisor as supervising
 from jobkit.supervisor import time_limit as limits
 from jobkit.supervisor.attempt import Begun, begin, request_stop
 from jobkit.supervisor.diagnosis import FirstFailure
-from jobkit.supervisor.fork_client import ForkServerError
-from jobkit.supervisor.ranks import SlurmRanks
+from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.slurm_job import EXIT_START_AGAIN, SlurmJob
 from jobkit.supervisor.supervisor import KILL_AFTER_FAILURE_SECONDS, Supervisor
@@ -61,18 +59,16 @@ class Clock:
 class Ranks:
     """Ranks that run until they are told otherwise: `lives` seconds after TERM, not at all after KILL."""
 
-    poll_seconds = 0.25
-
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.running = False
-        self.prepared: bool | ForkServerError = True
+        self.prepared: bool | ParentError = True
         self.started: list[int] = []
         self.sent: list[tuple[str, float]] = []
         self.first: FirstFailure | None = None
         self.lives = 1.0
         self.refusals = 0
-        self.closed = 0
+        self.closed = self.ends = 0
         self.on_start: Callable[[], object] = lambda: None
 
     def prepare(self, begun: Begun) -> None:
@@ -113,8 +109,14 @@ class Ranks:
     def all_returned(self) -> bool:
         return False
 
+    def wait(self, seconds: float) -> None:
+        self.clock.sleep(seconds)
+
     def close(self) -> None:
         self.closed += 1
+
+    def shut_down(self) -> None:
+        self.ends += 1
 
 
 class Job:
@@ -202,7 +204,7 @@ def test_a_stop_ends_an_attempt_whose_ranks_cannot_be_started_yet(run: RunDir, c
 
 def test_ranks_that_cannot_be_started_are_a_crash_that_says_why(run: RunDir, clock: Clock) -> None:
     ranks, job = Ranks(clock), Job(attempts=2)
-    ranks.prepared = ForkServerError("no torch")
+    ranks.prepared = ParentError("no torch")
     Supervisor(run, ranks, job).supervise()
     assert (ranks.started, causes(run)) == ([], ["crashed"] * 2)
     failure = run.status().attempts[0].failure
@@ -390,26 +392,21 @@ def within(seconds: float, action: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-@pytest.mark.parametrize("ends", ["srun has ended", "Slurm ends the job"])
+@pytest.mark.parametrize("ends", ["the ranks have ended", "Slurm ends the job"])
 def test_a_file_server_that_does_not_answer_keeps_the_supervisor_from_nothing_but_looking(
     run: RunDir, mute: Callable[[Path], Unanswering], monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     begun = begin(run, job_id="7", scheduler="slurm")
-    ended = info(state="COMPLETING", reason="TimeLimit")
+    ended, at = info(state="COMPLETING", reason="TimeLimit"), time.monotonic() + 2
     monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: ended if time.monotonic() > at else info())
-    mute(run.srun_log(begun.number))
-    ranks, job = SlurmRanks(run, "7"), SlurmJob(run, "7")
-    ranks.attempt, at = begun.number, time.monotonic() + 2
-    ranks._srun = subprocess.Popen(["sleep", "2" if ends == "srun has ended" else "60"])
-    if ends == "Slurm ends the job":
-        threading.Timer(3, job._on_signal, (15, None)).start()
-    try:
-        assert within(15, supervising.AttemptWatch(run, begun.number, ranks, job).until_end)
-        if ends == "srun has ended":
-            assert within(5, ranks.close)
-    finally:
-        ranks._srun.kill()
-        ranks._srun.wait()
+    mute(run.stop_request_file(begun.number))
+    ranks, job = Ranks(Clock()), SlurmJob(run, "7")
+    ranks.wait = time.sleep  # type: ignore[method-assign]
+    ranks.running = True
+    act = ranks.end if ends == "the ranks have ended" else lambda: job._on_signal(15, None)
+    timer = threading.Timer(3, act)
+    timer.start()
+    assert within(15, supervising.AttemptWatch(run, begun.number, ranks, job).until_end)
 
 
 # The end that a killed supervisor has left

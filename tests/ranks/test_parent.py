@@ -1,4 +1,4 @@
-"""Processes that the fork server starts are what a program started by itself would be."""
+"""Processes that the parent starts are what a program started by itself would be."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from harness.project import wait_for
 
-from jobkit.supervisor.fork_client import PARENT, TASK_MODULES, WARM_SERVER, ForkClient, ForkServerError
+from jobkit.supervisor.parents import PARENT, TASK_MODULES, WARM_PARENT, Child, Parent, ParentError
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path])}
-ENVIRONMENT.pop(WARM_SERVER, None)
+ENVIRONMENT.pop(WARM_PARENT, None)
 
 
 # What the forked processes run
@@ -38,7 +38,7 @@ def look(file: str) -> None:
         "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
         "main": threading.current_thread() is threading.main_thread(),
         "ignored": [signal.getsignal(one) is signal.SIG_IGN for one in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)],
-        "imported": [name for name in ("torch", "torch._dynamo") if name in sys.modules],
+        "imported": [name for name in ("torch", "torch._dynamo", "threaded") if name in sys.modules],
         "path": sys.path[:2],
     }
     Path(file).write_text(json.dumps(found))
@@ -97,23 +97,21 @@ def become(file: str) -> None:
 class Forks:
     """A client, and forks whose output goes to files of a folder."""
 
-    def __init__(self, client: ForkClient, folder: Path) -> None:
+    def __init__(self, client: Parent, folder: Path) -> None:
         self.client, self.folder = client, folder
 
-    def fork(self, function: str, *arguments: str, files: tuple[int, ...] = (), **variables: str) -> int:
+    def fork(self, function: str, *arguments: str, files: tuple[int, ...] = (), **variables: str) -> Child:
         with (self.folder / "out").open("ab") as out, (self.folder / "err").open("ab") as err:
             return self.client.fork(
-                (f"ranks.test_fork_server:{function}", list(arguments)),
+                (f"ranks.test_parent:{function}", list(arguments)),
+                [out.fileno(), err.fileno(), *files],
                 environment=ENVIRONMENT | variables,
-                cwd=self.folder,
-                stdout=out.fileno(),
-                stderr=err.fileno(),
-                files=files,
+                cwd=str(self.folder),
             )
 
-    def returncode(self, pid: int) -> int:
-        wait_for(f"the end of {pid}", lambda: self.client.poll(pid) is not None)
-        code = self.client.poll(pid)
+    def returncode(self, child: Child) -> int:
+        wait_for(f"the end of {child}", lambda: self.client.poll(child) is not None)
+        code = self.client.poll(child)
         assert code is not None
         return code
 
@@ -122,8 +120,8 @@ class Forks:
 
 
 @contextmanager
-def started(preload: tuple[str, ...] = (), **variables: str) -> Iterator[ForkClient]:
-    client = ForkClient.start(ENVIRONMENT | variables, preload)
+def started(preload: tuple[str, ...] = (), **variables: str) -> Iterator[Parent]:
+    client = Parent.start(ENVIRONMENT | variables, preload)
     try:
         yield client
     finally:
@@ -131,17 +129,17 @@ def started(preload: tuple[str, ...] = (), **variables: str) -> Iterator[ForkCli
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[ForkClient]:
+def client() -> Iterator[Parent]:
     with started() as one:
         yield one
 
 
 @pytest.fixture
-def forks(client: ForkClient, tmp_path: Path) -> Forks:
+def forks(client: Parent, tmp_path: Path) -> Forks:
     return Forks(client, tmp_path)
 
 
-def lives(pid: int) -> bool:
+def lives(pid: int | None) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except OSError:
@@ -169,33 +167,34 @@ def test_what_a_rank_has_written_is_in_files_that_it_did_not_close(forks: Forks)
 
 def test_a_rank_has_an_environment_a_folder_a_session_and_files_of_its_own(forks: Forks) -> None:
     with (forks.folder / "lock").open("w") as lock:
-        pid = forks.fork("look", "seen.json", files=(lock.fileno(),), JOBKIT_PROCID="3")
-    assert forks.returncode(pid) == 0, forks.text("err")
+        rank = forks.fork("look", "seen.json", files=(lock.fileno(),), JOBKIT_PROCID="3")
+    assert forks.returncode(rank) == 0, forks.text("err")
     seen = json.loads(forks.text("seen.json"))
-    assert seen["pid"] == seen["session"] == pid
+    assert seen["pid"] == seen["session"] == rank.pid
     assert seen["cwd"] == seen["path"][0] == str(forks.folder)
-    server = seen["environment"].pop(PARENT)
+    parent = seen["environment"].pop(PARENT)
     assert seen["environment"] == ENVIRONMENT | {"JOBKIT_PROCID": "3"}
     assert seen["main"]
     assert seen["threads"] == 1
     assert seen["ignored"] == [True] * 3
     names = sorted(["/dev/null", *(str(forks.folder / name) for name in ("err", "lock", "out"))])
-    assert seen["files"] == names, f"nothing of the server's, {server}, is open"
+    assert seen["files"] == names, f"nothing of the parent's, {parent}, is open"
 
 
 def test_the_files_of_a_rank_outlive_an_exec(forks: Forks) -> None:
     with (forks.folder / "lock").open("w") as lock:
-        pid = forks.fork("become", "seen", files=(lock.fileno(),))
-    assert forks.returncode(pid) == 4
+        rank = forks.fork("become", "seen", files=(lock.fileno(),))
+    assert forks.returncode(rank) == 4
     assert str(forks.folder / "lock") in forks.text("seen").splitlines()
 
 
 def test_signals_reach_a_rank_and_its_end_is_told(forks: Forks) -> None:
-    pid = forks.fork("wait_for_signal", "ready")
+    rank = forks.fork("wait_for_signal", "ready")
     wait_for("a rank with a handler", (forks.folder / "ready").exists)
-    assert forks.client.poll(pid) is None
-    os.kill(pid, signal.SIGTERM)
-    assert forks.returncode(pid) == 75
+    assert forks.client.poll(rank) is None
+    assert rank.pid is not None
+    os.kill(rank.pid, signal.SIGTERM)
+    assert forks.returncode(rank) == 75
 
 
 def test_an_environment_of_a_megabyte_arrives(forks: Forks) -> None:
@@ -205,42 +204,42 @@ def test_an_environment_of_a_megabyte_arrives(forks: Forks) -> None:
 
 
 def test_many_ranks_end_at_once_and_each_end_is_told(forks: Forks) -> None:
-    pids = [forks.fork("end", str(number)) for number in range(20)]
-    assert [forks.returncode(pid) for pid in pids] == list(range(20))
+    ranks = [forks.fork("end", str(number)) for number in range(20)]
+    assert [forks.returncode(rank) for rank in ranks] == list(range(20))
 
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
-def test_ranks_get_sigterm_when_their_server_ends(tmp_path: Path, how: str) -> None:
-    client = ForkClient.start(ENVIRONMENT)
+def test_ranks_get_sigterm_when_their_parent_ends(tmp_path: Path, how: str) -> None:
+    client = Parent.start(ENVIRONMENT)
     forks = Forks(client, tmp_path)
-    pid = forks.fork("wait_for_signal", "ready")
+    rank = forks.fork("wait_for_signal", "ready")
     wait_for("a rank with a handler", (tmp_path / "ready").exists)
     if how == "closed":
         client.close()
-        wait_for("the rank to be gone", lambda: not lives(pid))
+        wait_for("the rank to be gone", lambda: not lives(rank.pid))
         return
-    assert client._server is not None
-    client._server.kill()
-    assert forks.returncode(pid) == -signal.SIGKILL, "nobody knows how it ended"
-    assert not lives(pid)
-    with pytest.raises(ForkServerError, match="ended with exit code -9"):
+    assert client.process is not None
+    client.process.kill()
+    assert forks.returncode(rank) == -signal.SIGKILL, "nobody knows how it ended"
+    assert not lives(rank.pid)
+    with pytest.raises(ParentError, match="ended with exit code -9"):
         forks.fork("end", "0")
     client.close()
 
 
 def test_a_module_that_cannot_be_imported_is_an_error_of_the_first_fork(tmp_path: Path) -> None:
-    with started(("no_such_module",)) as client, pytest.raises(ForkServerError, match="exit code 1"):
+    with started(("no_such_module",)) as client, pytest.raises(ParentError, match="exit code 1"):
         Forks(client, tmp_path).fork("end", "0")
 
 
-def test_a_server_whose_import_hangs_is_not_ready_and_can_be_ended(tmp_path: Path) -> None:
+def test_a_parent_whose_import_hangs_is_not_ready_and_can_be_ended(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n")
     path = f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
     with started(("hangs",), PYTHONPATH=path) as client, started() as other:
-        wait_for("a server without such a module", other.is_ready)
+        wait_for("a parent without such a module", other.is_ready)
         assert not client.is_ready()
         client.kill()
-    with started(("no_such_module",)) as client, pytest.raises(ForkServerError, match="exit code 1"):
+    with started(("no_such_module",)) as client, pytest.raises(ParentError, match="exit code 1"):
         wait_for("an error", client.is_ready)
 
 
@@ -251,43 +250,49 @@ def test_the_modules_of_a_task_start_no_thread_and_touch_no_device(tmp_path: Pat
         assert forks.returncode(forks.fork("look", "seen.json")) == 0, forks.text("err")
         seen = json.loads(forks.text("seen.json"))
         assert seen["imported"] == ["torch", "torch._dynamo"]
-        assert client._server is not None
-        assert len(list(Path(f"/proc/{client._server.pid}/task").iterdir())) == 1
-        opened = [str(file.readlink()) for file in Path(f"/proc/{client._server.pid}/fd").iterdir()]
+        assert client.process is not None
+        assert len(list(Path(f"/proc/{client.process.pid}/task").iterdir())) == 1
+        opened = [str(file.readlink()) for file in Path(f"/proc/{client.process.pid}/fd").iterdir()]
         assert not [name for name in opened if name.startswith("/dev/") and name != "/dev/null"]
 
 
-def test_a_module_that_starts_a_thread_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_after_a_module_that_starts_a_thread_each_rank_is_a_new_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
     path = f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
-    with started(("json", "threaded"), PYTHONPATH=path) as client:
+    with started(("json", "threaded", "wave"), PYTHONPATH=path) as client:
         forks = Forks(client, tmp_path)
-        assert forks.returncode(forks.fork("end", "0")) == 0
-    assert "importing threaded has started a thread" in capfd.readouterr().err
+        assert forks.returncode(forks.fork("look", "seen.json")) == 0, forks.text("err")
+        assert forks.returncode(forks.fork("end", "3")) == 3
+    seen = json.loads(forks.text("seen.json"))
+    assert (seen["threads"], "threaded" in seen["imported"], seen["ignored"]) == (1, False, [True] * 3)
+    assert caplog.text.count("ranks start as new processes") == 1
+    assert "importing threaded has started a thread" in caplog.text
 
 
-def test_a_warm_server_serves_each_client_by_a_server_of_its_own(tmp_path: Path) -> None:
+def test_a_warm_parent_serves_each_client_by_one_of_its_own(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     with ExitStack() as stack:
         warm = stack.enter_context(started(("wave",)))
         warm.listen(path)
-        clients = [stack.enter_context(started(**{WARM_SERVER: path, "WHOSE": str(number)})) for number in range(2)]
-        assert [client._server for client in clients] == [None, None]
+        clients = [stack.enter_context(started(**{WARM_PARENT: path, "WHOSE": str(number)})) for number in range(2)]
+        assert [client.process for client in clients] == [None, None]
         for number, client in enumerate(clients):
             folder = tmp_path / str(number)
             folder.mkdir()
             forks = Forks(client, folder)
             assert forks.returncode(forks.fork("end", str(number + 3))) == number + 3
-        other = stack.enter_context(started(**{WARM_SERVER: path, "OMP_NUM_THREADS": "2"}))
-        assert other._server is not None, "libraries that were imported for one thread are no good for two"
-        gone = stack.enter_context(started(**{WARM_SERVER: f"{path}.gone"}))
-        assert gone._server is not None
+        other = stack.enter_context(started(**{WARM_PARENT: path, "OMP_NUM_THREADS": "2"}))
+        assert other.process is not None, "libraries that were imported for one thread are no good for two"
+        gone = stack.enter_context(started(**{WARM_PARENT: f"{path}.gone"}))
+        assert gone.process is not None
 
         folder = tmp_path / "left"
         folder.mkdir()
-        pid = Forks(clients[0], folder).fork("wait_for_signal", "ready")
+        rank = Forks(clients[0], folder).fork("wait_for_signal", "ready")
         wait_for("a rank with a handler", (folder / "ready").exists)
         clients[0].close()
-        wait_for("the rank to be gone with its client", lambda: not lives(pid))
+        wait_for("the rank to be gone with its client", lambda: not lives(rank.pid))

@@ -30,7 +30,7 @@ def new_token() -> str:
 
 def announce(file: Path, port: int, token: str, nodes: int) -> str:
     """Say where rank 0 listens; returns the address that the file gives first. `nodes` is 0 where nobody knows."""
-    addresses = _own_addresses(nodes)
+    addresses = own_addresses(nodes)
     write_json(file, {"addresses": addresses, "port": port, "token": token, "host": socket.gethostname()})
     return addresses[0]
 
@@ -68,7 +68,7 @@ def interface_towards(address: str) -> str | None:
     return next((name for name, own in _interfaces().items() if own == source), None)
 
 
-def _own_addresses(nodes: int) -> list[str]:
+def own_addresses(nodes: int) -> list[str]:
     """Numeric addresses of this host, best first. Names are not used: nodes of a cluster need not resolve."""
     if nodes == 1:
         return ["127.0.0.1"]
