@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from jobkit.supervisor.channel import Welcome
 from jobkit.supervisor.device_leases import LEASES, Leases
 from jobkit.supervisor.diagnosis import FirstFailure, first_failure, srun_said
 from jobkit.supervisor.listener import ADDRESS, Listener, make_secret
-from jobkit.supervisor.parents import TASK_MODULES, Parent, ParentError
+from jobkit.supervisor.parents import TASK_MODULES, Parent, ParentError, send
 
 FOREGROUND_PIPE = "JOBKIT_FOREGROUND_PIPE"
 """Environment variable with a pipe's read end: its end of file means that the command in the foreground is gone."""
@@ -189,7 +190,13 @@ class SlurmNodes:
         environment = {**os.environ, **begun.environment, ADDRESS: self._listener.address}
         environment.pop("SLURM_GPUS_PER_TASK", None)  # a parent needs those of all of its ranks
         with self.run.srun_log(begun.number).open("ab") as said:
-            self._srun = subprocess.Popen(self.command(), env=environment, stdin=subprocess.DEVNULL, stderr=said)
+            self._srun = subprocess.Popen(
+                self.command(),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,  # to end it with its helper
+            )
 
     def command(self) -> list[str]:
         """srun with a parent for each node."""
@@ -292,8 +299,8 @@ class SlurmNodes:
             self._srun.wait(SHUT_DOWN_SECONDS)
         if self._srun.poll() != 0:
             end_steps(self.job_id)
-            self._srun.kill()  # it may wait for a lost node until Slurm knows of it
-            self._srun.wait()
+        send(self._srun.pid, signal.SIGKILL)  # it may wait for a lost node until Slurm knows of it
+        self._srun.wait()
         self._srun = None
 
     def shut_down(self) -> None:

@@ -210,42 +210,54 @@ def stop_a_rank(cluster: Cluster, project: Project, run: Path) -> None:
     kill(ranks_of(run)[1], number=signal.SIGSTOP)
 
 
-Deaths = Sequence[tuple[Action, set[str]]]
+Deaths = Sequence[tuple[Action, list[str]]]
+"""What is done, and the causes of the attempts that end of it."""
 
 NODES: Deaths = [
-    (stop_a_rank, {"hang"}),
-    (kill_a_rank, {"killed"}),
-    (kill_srun, {"killed"}),
-    (kill_srun_after_its_shepherd, {"killed"}),
-    (kill_the_batch_script, {"killed"}),
+    (stop_a_rank, ["hang"]),
+    (kill_a_rank, ["killed"]),
+    (kill_srun, ["killed"]),
+    (kill_the_batch_script, ["killed"]),
 ]
 NODE: Deaths = [
-    (kill_a_rank_and_preempt, {"killed", "preempted"}),
-    (rehearse, {"preempted"}),
-    (kill_all_ranks, {"killed"}),
-    (kill_the_supervisor, {"killed"}),
-    (rehearse_without_grace, {"preempted"}),
+    (kill_a_rank_and_preempt, ["killed", "preempted"]),
+    (rehearse, ["preempted"]),
+    (kill_all_ranks, ["killed"]),
+    (kill_the_supervisor, ["killed"]),
+    (rehearse_without_grace, ["preempted"]),
 ]
+KEPT, GIVEN_BACK = "in place", "requeued"
 
 
-@pytest.mark.parametrize(("place", "deaths"), [(ON_TWO_NODES, NODES), (ON_ONE_NODE, NODE)], ids=["nodes", "node"])
+@pytest.mark.parametrize(
+    ("place", "deaths", "began"),
+    [
+        (ON_TWO_NODES, NODES, [KEPT, KEPT, KEPT, GIVEN_BACK]),
+        (ON_ONE_NODE, NODE, [KEPT, GIVEN_BACK, GIVEN_BACK, KEPT, GIVEN_BACK, GIVEN_BACK]),
+    ],
+    ids=["nodes", "node"],
+)
 def test_whatever_is_killed_the_run_goes_on_as_the_same_job(
-    slurm: Cluster, tmp_path: Path, uninterrupted: Weights, place: Sequence[str], deaths: Deaths
+    slurm: Cluster, tmp_path: Path, uninterrupted: Weights, place: Sequence[str], deaths: Deaths, began: Sequence[str]
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    project.slow_down(attempts=len(deaths))  # what is to be killed must not have finished when a slow command comes
+    project.slow_down(attempts=len(began))  # what is to be killed must not have finished when a slow command comes
     run = submit(project, *place, "checkpoint.every=5", "watchdog=8s", "retry.exclude_after=9")
-    for number, (death, expected) in enumerate(deaths, start=1):
+    for death, expected in deaths:
+        number = len(status(run).get("attempts", [])) or 1
         reach(run, number, (status(run)["checkpoint"] or 0) + 5)
         death(slurm, project, run)
-        assert end_of(run, number) in expected, describe(run)
-        if expected == {"hang"}:
+        assert end_of(run, number) == expected[0], describe(run)
+        if expected == ["hang"]:
             for rank in range(2):
                 assert "(most recent call first)" in (run / f"logs/{number}/rank_{rank}.err").read_text(), rank
-            assert "watchdog" in status(run)["attempts"][-1]["failure"]["error"]
+            assert "watchdog" in status(run)["attempts"][number - 1]["failure"]["error"]
+        following = number + len(expected)
+        wait_for(f"attempt {following}", lambda n=following: len(status(run)["attempts"]) == n, run)  # type: ignore[misc]
     wait_until_over(slurm, project, run)
-    assert len(causes(run)) == len(deaths) + 1, describe(run)
+    assert causes(run) == [*(cause for _, causes in deaths for cause in causes), "finished"], describe(run)
     assert {attempt["job_id"] for attempt in status(run)["attempts"]} == {status(run)["job_id"]}
+    assert [attempt["began"] for attempt in status(run)["attempts"]] == ["submitted", *began]
     assert_nothing_lost(run, uninterrupted)
 
 
