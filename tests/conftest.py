@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.quick_slurm import QUICK
 from harness.reference import weights_of
 from slurm_cluster import Cluster, MissingPackages, wait_until
 from xdist.scheduler import LoadScopeScheduling
@@ -77,7 +78,7 @@ def slurm() -> Iterator[Cluster]:
     """A real Slurm cluster of four nodes, one for each test process; jobs are cancelled when it ends."""
     # Not tmp_path: Slurm's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="jobkit-slurm-", dir="/tmp") as directory:
-        cluster = Cluster(directory)
+        cluster = Cluster(directory, **QUICK)
         try:
             cluster.up()
         except MissingPackages as missing:
