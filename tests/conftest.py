@@ -34,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
     path = f"{tempfile.mkdtemp(prefix='jobkit-warm-')}/socket"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    # One thread a rank, as in each test's project: what a library reads at its import cannot be changed afterwards.
+    environment["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+    # As in each test's project and run: what a library reads at its import cannot be changed afterwards.
     config.stash[WARM] = ForkClient.start(environment, WARM_MODULES)
     config.stash[WARM].listen(path)
     os.environ[WARM_SERVER] = path

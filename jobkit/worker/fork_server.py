@@ -29,7 +29,10 @@ from jobkit.supervisor.fork_client import PARENT, Channel
 IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """By the server for ever, and by a rank until the worker takes them: before that nothing is there to save."""
 
-READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHONHASHSEED", "TORCH_LOGS", "TORCHDYNAMO_")
+READ_AT_IMPORT = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHONHASHSEED"),
+    *("TORCH_LOGS", "TORCHDYNAMO_", "TORCHINDUCTOR_CPP_"),
+)
 """Beginnings of variables that libraries read when they are imported: a warm server cannot change them afterwards."""
 
 
