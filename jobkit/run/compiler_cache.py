@@ -36,8 +36,8 @@ KEEP_DAYS = 7.0
 SEED_SECONDS = 120.0
 """How long a rank waits for the one of its node that fills the folder; after it, it compiles for itself."""
 
-_FILLED = ".filled"
-"""A file in the folder that says so: torch makes the folder, too, when it is imported."""
+_USED = ".used"
+"""A file in the folder: it has been filled, for torch's import makes a folder too. Every rank holds it."""
 
 
 def folder_of(run: RunDir, code: str) -> Path | None:
@@ -115,17 +115,17 @@ def use(run: RunDir) -> None:
 
 
 def _fill_once(folder: Path, run: RunDir) -> None:
-    with _lock(folder).acquire(timeout=SEED_SECONDS):
-        hold(folder)
-        if not (folder / _FILLED).exists():
+    with _lock(folder.parent).acquire(timeout=SEED_SECONDS):
+        if not (folder / _USED).exists():
             _fill(folder, run.compiled_archive(version(folder)))
             _remove_old(folder)
         os.utime(folder)
+        hold(folder)
 
 
 def hold(folder: Path) -> None:
     """Let nobody remove the folder while this process, or what it becomes, lives."""
-    file = os.open(_in_use(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(folder / _USED, os.O_RDONLY)
     fcntl.flock(file, fcntl.LOCK_SH)
     os.set_inheritable(file, True)  # a `command:` is exec'd
 
@@ -141,7 +141,7 @@ def _fill(folder: Path, archive: Path) -> None:
                 log.warning("what was compiled before is not used: %s", error)
                 shutil.rmtree(staging)
                 staging.mkdir(mode=0o700)
-        (staging / _FILLED).touch()
+        (staging / _USED).touch()
         shutil.rmtree(folder, ignore_errors=True)  # of empty folders, which torch's import makes
         staging.rename(folder)
     except BaseException:
@@ -158,24 +158,24 @@ def _remove_old(folder: Path) -> None:
                 _remove(other)
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder that nobody will need; not where a process holds it, or the disk does not let us."""
+    with contextlib.suppress(OSError, Timeout), _lock(folder.parent).acquire(timeout=1):  # held while a rank fills one
+        _remove(folder)
+
+
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(Timeout), _lock(folder).acquire(blocking=False):
-        file = os.open(_in_use(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where a rank holds it
-            shutil.rmtree(folder)
-            _in_use(folder).unlink()
-            Path(_lock(folder).lock_file).unlink()
-        finally:
-            os.close(file)
+    """With the lock. Raises BlockingIOError where a process holds the folder."""
+    used = folder / _USED
+    if used.exists():
+        with used.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    shutil.rmtree(folder)
 
 
-def _lock(folder: Path) -> FileLock:
-    return FileLock(f"{folder}.lock")
-
-
-def _in_use(folder: Path) -> Path:
-    return Path(f"{folder}.used")
+def _lock(root: Path) -> FileLock:
+    """Held while a folder is filled or removed: one lock for all of them, for its file can never be removed."""
+    return FileLock(root / "lock", mode=0o600)
 
 
 def files_in(folder: Path) -> dict[str, int]:

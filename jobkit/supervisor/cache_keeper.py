@@ -13,6 +13,7 @@ from jobkit.log import log
 from jobkit.run import archive, compiler_cache
 from jobkit.run.append import Outage
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
 
 LOOK_SECONDS = 5.0
 """How often the folder is looked at; what two looks have found alike is saved: the compilers have paused."""
@@ -75,11 +76,19 @@ class CacheKeeper:
         while not is_last:
             is_last = self._end.wait(LOOK_SECONDS)
             now = compiler_cache.files_in(folder)
-            if (now == before or is_last) and not now.items() <= saved.items() and self._fits(now):
+            is_over = is_last and self._is_over()
+            if (now == before or is_last) and not (is_over or now.items() <= saved.items()) and self._fits(now):
                 with self._outage.survived():
                     self._save(folder, now, target)
                     saved = now
             before = now
+            if is_over or (is_last and not now):
+                compiler_cache.remove(folder)
+
+    def _is_over(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.run.status().state == State.FINISHED
+        return False
 
     def _fits(self, files: dict[str, int]) -> bool:
         size = sum(files.values())

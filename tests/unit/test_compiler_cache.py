@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from jobkit.run import archive, compiler_cache
 from jobkit.run.archive import DamagedArchive
 from jobkit.run.compiler_cache import FOLDER, KEEP_DAYS
+from jobkit.run.events import Event
 from jobkit.run.records import Lease, write
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import cache_keeper
@@ -91,7 +93,7 @@ def test_empty_folders_that_torch_has_made_before_do_not_keep_it_from_being_fill
     folder = use(run, monkeypatch)
     put(folder / "triton/kernel", "code")
     save(run)
-    (folder / ".filled").unlink()
+    (folder / ".used").unlink()
     (folder / "triton/kernel").unlink()
     (folder / "inductor").mkdir(exist_ok=True)
     assert compiler_cache.files_in(use(run, monkeypatch)) == {"triton/kernel": 4}
@@ -202,6 +204,21 @@ def test_an_attempt_that_has_lost_the_run_saves_nothing(run: RunDir, monkeypatch
     assert not run.compiled.exists()
 
 
+def test_a_stop_does_not_wait_for_a_file_server_that_does_not_answer(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(use(run, monkeypatch) / "triton/kernel", "code")
+    run.lease_file.unlink()
+    os.mkfifo(run.lease_file)  # who reads it waits
+    keeper = CacheKeeper(run, 1)
+    keeper.environment("code1")
+    keeper.end(wait=False)
+    (thread,) = (one for one in threading.enumerate() if one.name == "cache keeper")
+    run.lease_file.write_text("")
+    thread.join()
+    assert not run.compiled.exists()
+
+
 def test_a_run_directory_that_is_away_costs_a_line(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,6 +240,7 @@ def test_old_folders_are_removed_unless_somebody_uses_them(run: RunDir, monkeypa
     long_ago = time.time() - KEEP_DAYS * 86400 - 60
     for folder in (old, used, young):
         put(folder / "triton/kernel", "code")
+        (folder / ".used").touch()
         if folder != young:
             os.utime(folder, (long_ago, long_ago))
     holder = subprocess.Popen(
@@ -236,7 +254,22 @@ def test_old_folders_are_removed_unless_somebody_uses_them(run: RunDir, monkeypa
         use(run, monkeypatch)
         assert not old.exists() and used.exists() and young.exists()
         holder.communicate()
-    assert not list(root.glob("old@1*"))
+
+
+def test_the_end_of_a_run_and_an_attempt_that_compiled_nothing_leave_nothing_on_the_node(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_finished in (False, True):
+        folder = folder_of(run)
+        put(folder / "inductor/.empty", "")
+        if is_finished:
+            put(folder / "inductor/kernel", "code")
+            run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+            run.record(Event.STARTED, attempt=1, job_id="1", host="here")
+            run.record(Event.FINISHED, attempt=1)
+        save(run)
+        assert not folder.exists()
+        assert not run.compiled.exists()
 
 
 def test_a_cache_is_of_one_kind_of_processor(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

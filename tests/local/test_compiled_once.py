@@ -11,6 +11,7 @@ from harness.processes import processes_of
 from harness.project import Project, causes, describe, status, step, wait_for
 
 from jobkit.run import archive
+from jobkit.run.compiler_cache import files_in
 from jobkit.supervisor.fork_client import WARM_SERVER
 
 TASK = """
@@ -60,6 +61,14 @@ class NodeOfItsOwn(Project):
         self.calls.unlink(missing_ok=True)
         return count
 
+    def on_node(self) -> dict[str, int]:
+        """What the compilers have left there, with sizes in bytes."""
+        return {name: size for one in self.node.glob("jobkit-*/*@*") for name, size in files_in(one).items()}
+
+    def in_run_directory(self, run: Path) -> dict[str, int]:
+        """The same of what is saved."""
+        return {name: size for one in run.glob("cache/*.tar") for name, size in archive.contents(one).items()}
+
     def replace_node(self) -> None:
         """What an attempt finds on a node on which the run has never been."""
         shutil.rmtree(self.node)
@@ -72,12 +81,12 @@ def test_an_attempt_on_a_new_node_compiles_nothing_again(tmp_path: Path) -> None
     first = project.start("submit", "toy.yaml", *ALONE)
     wait_for("a run directory", lambda: project.runs)
     (run,) = project.runs
-    wait_for("a checkpoint and an archive", lambda: step(run) == 3 and list(run.glob("cache/*.tar")), run)
+    wait_for("all compiled", lambda: step(run) == 3, run)
+    wait_for("all of it saved", lambda: project.on_node() == project.in_run_directory(run) != {}, run)
     for process in processes_of(run):
         process.send(signal.SIGKILL)
     first.communicate(timeout=600)
     assert project.compiled() > 0
-    assert list(project.node.glob("jobkit-*/*/inductor/fxgraph"))
 
     project.replace_node()
     project.submit(*ALONE)
@@ -86,6 +95,18 @@ def test_an_attempt_on_a_new_node_compiles_nothing_again(tmp_path: Path) -> None
     assert (counts.get("fxgraph_cache_miss", 0), counts.get("autograd_cache_miss", 0)) == (0, 0), counts
     assert counts["fxgraph_cache_hit"] > 0, counts
     assert project.compiled() == 0
+    assert project.on_node() == {}, "the run is over"
 
-    (saved,) = run.glob("cache/*.tar")
-    assert all(not name.startswith(("/", "..")) for name in archive.contents(saved))
+
+def test_a_command_is_told_where_the_folder_is_and_the_users_own_stays(tmp_path: Path) -> None:
+    project = NodeOfItsOwn(tmp_path)
+    project.env["CUDA_CACHE_PATH"] = "/of/the/user"
+    (project.path / "show.sh").write_text("ls -d $JOBKIT_CACHE/.used; env | grep -E '^(TRITON|CUDA)_CACHE'\n")
+    (project.path / "toy.yaml").write_text("name: toy\ncommand: [sh, show.sh]\n")
+    project.submit("--local")
+    (run,) = project.runs
+    used, *told = (run / "logs/1/rank_0.out").read_text().splitlines()
+    folder = Path(used).parent
+    assert folder.parent.parent == project.node
+    assert sorted(told) == ["CUDA_CACHE_PATH=/of/the/user", f"TRITON_CACHE_DIR={folder}/triton"]
+    assert not folder.exists(), "nothing was compiled, and the run is over"
