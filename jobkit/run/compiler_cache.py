@@ -74,9 +74,13 @@ def _is_set_by_a_program(name: str, environ: Mapping[str, str]) -> bool:
     """Whether a variable's value is that of a rank which we are started in, or torch's own: its import exports it."""
     value = environ[name]
     ours = environ.get(FOLDER)
-    return (ours is not None and value.startswith(ours)) or (
-        name == "TORCHINDUCTOR_CACHE_DIR" and Path(value).name.startswith("torchinductor_")
-    )
+    if ours is not None and value.startswith(ours):
+        return True
+    default = Path(value).name.startswith("torchinductor_") and Path(value).parent in {
+        Path("/tmp"),
+        Path(tempfile.gettempdir()),
+    }
+    return name == "TORCHINDUCTOR_CACHE_DIR" and default
 
 
 def make_root(folder: Path) -> bool:

@@ -22,7 +22,7 @@ WARM_SERVER = "JOBKIT_FORK_SERVER"
 PARENT = "JOBKIT_PARENT"
 """Environment variable of a rank with the process id of its server: with another parent, its server has died."""
 
-TASK_MODULES = ("torch", "torch._dynamo", "submitit.core.submission", "jobkit.worker.task")
+TASK_MODULES = ("torch", "torch._dynamo", "submitit.core.submission", "jobkit.run.compiler_cache", "jobkit.worker.task")
 """What a rank imports before the user's code. The first step of an optimizer imports torch._dynamo: 3 s of 4."""
 
 MAX_FILES = 250

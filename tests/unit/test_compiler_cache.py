@@ -169,6 +169,8 @@ def test_what_torch_or_the_rank_around_us_has_set_is_not_the_users() -> None:
     around = compiler_cache.variables(Path("/node/other"), {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"})
     assert around["TORCHINDUCTOR_CACHE_DIR"] == "/node/other/inductor"
     assert compiler_cache.variables(Path("/node/x"), around)["TRITON_CACHE_DIR"] == "/node/x/triton"
+    mine = {"TORCHINDUCTOR_CACHE_DIR": "/scratch/torchinductor_me"}
+    assert "TORCHINDUCTOR_CACHE_DIR" not in compiler_cache.variables(Path("/node/x"), mine)
 
 
 def test_another_version_of_the_code_has_a_folder_of_its_own(run: RunDir, tmp_path: Path) -> None:
