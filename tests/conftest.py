@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.quick_slurm import QUICK
 from harness.reference import weights_of
 from slurm_cluster import Cluster, MissingPackages, wait_until
 from xdist.scheduler import LoadScopeScheduling
@@ -33,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
     path = f"{tempfile.mkdtemp(prefix='jobkit-warm-')}/socket"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    # One thread a rank, as in each test's project: what a library reads at its import cannot be changed afterwards.
+    environment["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+    # As in each test's project and run: what a library reads at its import cannot be changed afterwards.
     config.stash[WARM] = Parent.start(environment, WARM_MODULES)
     config.stash[WARM].listen(path)
     os.environ[WARM_PARENT] = path
@@ -77,7 +79,7 @@ def slurm() -> Iterator[Cluster]:
     """A real Slurm cluster of four nodes, one for each test process; jobs are cancelled when it ends."""
     # Not tmp_path: Slurm's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="jobkit-slurm-", dir="/tmp") as directory:
-        cluster = Cluster(directory)
+        cluster = Cluster(directory, **QUICK)
         try:
             cluster.up()
         except MissingPackages as missing:

@@ -6,8 +6,10 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def fsync_dir(path: Path) -> None:
@@ -24,11 +26,18 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
 
     `durable=False` skips the fsync: for files that are only a view of something durable, like a progress report.
     """
+    with replacing(path, durable=durable) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write, which replaces `path` when all of it is there; as `write_atomic`, for what comes in parts."""
     # Two hosts of one cluster may share a pid, and two threads one process: the temporary's name holds all three.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

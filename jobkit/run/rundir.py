@@ -40,6 +40,8 @@ class RunDir:
         self.final = self.path / "final"
         self.code = self.path / "code"
         """Snapshots of the user's code, one folder a version."""
+        self.compiled = self.path / "cache"
+        """What compilers made of the user's code, one archive a version."""
         self.submitit = self.path / "logs" / "submitit"
         """Submitit's own folder: pickles and batch scripts."""
         self.submitted_pickle = self.submitit / "submitted.pkl"
@@ -52,6 +54,9 @@ class RunDir:
         """What the processes of a Slurm job know each other by; only its owner can read it."""
         self.supervisor_log = self.submitit / "supervisor.log"
         """What a local supervisor says: it has no terminal."""
+
+    def compiled_archive(self, version: str) -> Path:
+        return self.compiled / f"{version}.tar"
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)

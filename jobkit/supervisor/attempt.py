@@ -35,6 +35,8 @@ class Begun:
     """An attempt that owns the run directory, and the environment its ranks get."""
 
     number: int
+    code: str
+    """The version of the user's code that it runs: the name of its snapshot, empty where there is none."""
     environment: dict[str, str]
 
 
@@ -67,7 +69,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
         run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node
-    return Begun(number, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
+    return Begun(number, before.code, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
 
 
 def _refuse_second_job(before: status.Status, job_id: str, scheduler: str) -> None:

@@ -37,7 +37,7 @@ WARM_PARENT = "JOBKIT_WARM_PARENT"
 PARENT = "JOBKIT_PARENT"
 """Environment variable of a rank with the process id of its parent: with another one, it has died."""
 
-TASK_MODULES = ("torch", "torch._dynamo", "submitit.core.submission", "jobkit.worker.task")
+TASK_MODULES = ("torch", "torch._dynamo", "submitit.core.submission", "jobkit.run.compiler_cache", "jobkit.worker.task")
 """What a rank imports before the user's code. The first step of an optimizer imports torch._dynamo: 3 s of 4."""
 
 ANSWER_SECONDS = 60.0

@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from jobkit import slurm
@@ -19,6 +20,7 @@ from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import attempt as attempts
+from jobkit.supervisor.cache_keeper import CacheKeeper
 from jobkit.supervisor.diagnosis import has_reported
 from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.ranks import Ranks
@@ -100,7 +102,8 @@ class Supervisor:
     def _run_attempt(self) -> int | None:
         job = self.job
         begun = job.until_mounted(lambda: attempts.begin(self.run, job_id=job.id, scheduler=job.scheduler))
-        with contextlib.closing(self.ranks):
+        with contextlib.closing(self.ranks), CacheKeeper(self.run, begun.number) as keeper:
+            begun = replace(begun, environment=begun.environment | keeper.environment(begun.code))
             # Before the ranks start: the imports of the process that forks them are part of the attempt's time.
             watch = AttemptWatch(self.run, begun.number, self.ranks, job)
             try:
@@ -112,6 +115,7 @@ class Supervisor:
                     self.run, begun.number, StopRequest(cause="crashed", error=f"{error} ({self.run.supervisor_log})")
                 )
             watch.until_end()
+            keeper.end(wait=not watch.was_told and watch.noticed is None)
             if self.ranks.are_running():
                 code = job.leave(self._decide(watch), now=True)
                 while self.ranks.are_running():  # they may save, in the KillWait that Slurm leaves them
@@ -157,7 +161,7 @@ class AttemptWatch:
         self.job = job
         self.limit = job.time_limit()
         self.watchdog: Watch | None = None
-        self._told = False
+        self.was_told = False
         """Whether the ranks have been signalled to stop."""
         self._killed = False
         self.noticed: float | None = None
@@ -169,7 +173,7 @@ class AttemptWatch:
         """Wait until the ranks can be started; False where the attempt has to end before that, as by a signal."""
         while not self.ranks.are_prepared():
             self._look_once()
-            if self._told or self._killed:
+            if self.was_told or self._killed:
                 return False
             self.ranks.wait(WAIT_SECONDS)
         return True
@@ -218,14 +222,14 @@ class AttemptWatch:
 
     def _stop_ranks(self, request: StopRequest) -> None:
         """Tell the ranks to stop, once, or kill them where the request leaves them no grace."""
-        if request.grace != 0 and self._told:
+        if request.grace != 0 and self.was_told:
             return
         attempts.request_stop(self.run, self.attempt, request)
         if request.grace == 0:
             self._kill()
         else:
             self.ranks.signal("TERM")
-        self._told = True
+        self.was_told = True
 
     def _kill(self) -> None:
         self.ranks.signal("KILL")

@@ -16,9 +16,11 @@ class Worker:
     def __call__(self) -> None:
         # Imported in the job only: the submitting side pickles this class and must not pay for torch.
         from jobkit.log import configure
+        from jobkit.run import compiler_cache
         from jobkit.run.rundir import RunDir
 
         configure("stdout")
+        compiler_cache.use(RunDir(self.run))  # before torch, which reads the variables when it is imported
         if RunDir(self.run).config().command:
             from jobkit.worker.command import become_command
 

@@ -53,7 +53,10 @@ IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR2)
 """What Slurm sends to a step's tasks, which its parents are: with cgroups the ranks do not get it themselves."""
 
-READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHONHASHSEED", "TORCH_LOGS", "TORCHDYNAMO_")
+READ_AT_IMPORT = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHONHASHSEED"),
+    *("TORCH_LOGS", "TORCHDYNAMO_", "TORCHINDUCTOR_CPP_"),
+)
 """Beginnings of variables that libraries read when they are imported: a warm parent cannot change them afterwards."""
 
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci")

@@ -26,6 +26,7 @@ from harness.project import (
     wait_for,
     weights,
 )
+from harness.quick_slurm import QUICK
 from slurm_cluster import Cluster, process_table
 
 from jobkit import slurm as scheduler
@@ -372,7 +373,7 @@ def test_a_requeue_does_not_undo_a_scancel(slurm: Cluster, tmp_path: Path, monke
 
 
 def test_preemption_that_gives_no_time_or_no_requeue(tmp_path: Path, uninterrupted: Weights, short_dir: Path) -> None:
-    with Cluster(short_dir, grace=0) as cluster:
+    with Cluster(short_dir, **QUICK, grace=0) as cluster:
         project = Project(tmp_path, cluster.env)
         run = submit(project, *ALONE)
         for number, setting in enumerate([("REQUEUE", 0), ("CANCEL", 0), ("CANCEL", 10)], start=1):
@@ -389,7 +390,7 @@ def test_preemption_that_gives_no_time_or_no_requeue(tmp_path: Path, uninterrupt
 def test_lost_nodes_are_named_and_the_run_goes_on_elsewhere(
     tmp_path: Path, uninterrupted: Weights, short_dir: Path
 ) -> None:
-    with Cluster(short_dir, node_timeout=10) as cluster:
+    with Cluster(short_dir, **QUICK | {"slurmd_timeout": 10}) as cluster:
         project = Project(tmp_path, cluster.env)
         run = submit(project, *ON_TWO_NODES)
         reach(run, 1, EVERY)
@@ -414,7 +415,7 @@ def jobs_ever(cluster: Cluster, run: Path) -> list[str]:
 def test_a_controller_that_is_away_loses_no_run_and_starts_none_twice(
     tmp_path: Path, uninterrupted: Weights, short_dir: Path
 ) -> None:
-    with Cluster(short_dir) as cluster:
+    with Cluster(short_dir, **QUICK) as cluster:
         project = Project(tmp_path, cluster.env)
         cluster.stop_controller()
         submission = project.start("submit", "toy.yaml", *command(*ALONE))

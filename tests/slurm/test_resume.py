@@ -19,6 +19,7 @@ from harness.project import (
     wait_for,
     weights,
 )
+from harness.quick_slurm import QUICK
 from harness.reference import STEPS
 from slurm_cluster import Cluster
 
@@ -85,7 +86,7 @@ def test_two_runs_that_meet_their_time_limit_are_requeued(
 def test_preemption_with_a_user_signal_instead_of_sigterm(
     tmp_path: Path, uninterrupted: Callable[[int], bytes], short_dir: Path
 ) -> None:
-    with Cluster(short_dir, nodes=1, user_signal=True) as cluster:
+    with Cluster(short_dir, **QUICK, nodes=1, user_signal=True) as cluster:
         project = Project(tmp_path, cluster.env)
         project.slow_down(attempts=1)
         project.submit(*ALONE)

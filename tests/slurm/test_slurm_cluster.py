@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,9 @@ def test_a_cluster_beside_another_ends_without_a_trace(slurm: Cluster, directory
     assert export in run("status").stdout
 
     beside = Cluster(directory)
+    config = beside.command("scontrol", "show", "config")
+    assert re.search(r"^AuthInfo .*,cred_expire=120$", config, re.MULTILINE), "not Slurm's own"
+    assert re.search(r"^SlurmdTimeout += 300 sec$", config, re.MULTILINE), "not Slurm's own"
     job_id = submit(beside, "srun sh -c 'trap \"\" TERM; setsid sleep 300 & sleep 300'")
     wait_for_state(beside, job_id, "RUNNING")
     wait_until(lambda: len(processes_with(str(directory))) > 3, "the job's processes")

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from harness.project import logged_steps, status, step, wait_for
+from harness.quick_slurm import QUICK
 from slurm_cluster import Cluster, MissingPackages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,13 +168,15 @@ def main(arguments: list[str] | None = None) -> int:
     memory = Memory(options.least_memory)
     # Patient daemons: so many processes on few cores keep everybody waiting.
     settings = {"nodes": options.nodes, "cpus": options.tasks, "gpus": 0}
-    patient = {"grace": 120, "kill_wait": 60, "node_timeout": 300}
+    patient = {"grace": 120, "kill_wait": 60}
+    # What is asked is whether 64 ranks go on, not when: two minutes in BeginTime would tell nothing.
+    quick = {"cred_expire": QUICK["cred_expire"]}
     with (
         tempfile.TemporaryDirectory(prefix="jobkit-64-", dir="/tmp") as directory,  # short: for Slurm's sockets
         tempfile.TemporaryDirectory(prefix="jobkit-64-runs-") as runs,
     ):
         try:
-            with Cluster(directory, **settings, **patient) as cluster:
+            with Cluster(directory, **settings, **patient, **quick) as cluster:
                 trial = Trial(cluster, options, memory, Path(runs))
                 trial.say(f"{options.nodes} nodes are up")
                 problems = trial.go()

@@ -80,7 +80,7 @@ RUN_BY = {
     "python -m jobkit.submit toy.yaml --cluster h100 --dry-run": "test_a_cluster_of_the_users_own",
     "python -m jobkit preempt RUN": "test_a_preemption_can_be_rehearsed_with_and_without_grace",
     "python -m jobkit preempt RUN --no-grace": "test_a_preemption_can_be_rehearsed_with_and_without_grace",
-    'eval "$(tools/slurm_cluster.py up)"': "test_a_preemption_on_the_private_cluster",
+    'eval "$(tools/slurm_cluster.py up --cred-expire 5)"': "test_a_preemption_on_the_private_cluster",
     "tools/run experiments/imagenet64.yaml --cluster slurm name=boxed": "test_a_preemption_on_the_private_cluster",
     'sbatch --partition=high --nodes=4 --exclusive -o /dev/null --wrap "sleep 1"': (
         "test_a_preemption_on_the_private_cluster"

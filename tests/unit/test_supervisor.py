@@ -18,7 +18,7 @@ from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.run import records
 from jobkit.run.config import Config
 from jobkit.run.events import Event
-from jobkit.run.records import Progress, StopRequest
+from jobkit.run.records import FailureReport, Progress, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.supervisor import supervisor as supervising
@@ -42,6 +42,9 @@ class Clock:
         self.at: list[tuple[float, Callable[[], object]]] = []
 
     def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -154,6 +157,9 @@ class Job:
         self.left.append((str(error), False))
         return EXIT_RESUMABLE
 
+    def keeps_nodes(self, record: object) -> bool:
+        return False
+
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         self.left.append((decision.reason, now))
         return EXIT_FINISHED if len(self.left) >= self.attempts else None
@@ -211,13 +217,31 @@ def test_ranks_that_cannot_be_started_are_a_crash_that_says_why(run: RunDir, clo
     assert failure is not None and failure.error == f"no torch ({run.supervisor_log})"
 
 
-def test_the_ranks_beside_a_dead_one_are_killed_when_they_had_time_to_report_it(run: RunDir, clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("first", "reports", "at_once"),
+    [
+        (FirstFailure(rank=1, signal=9), [], True),
+        (FirstFailure(node="node2", node_lost=True), [], True),
+        (FirstFailure(rank=1, code=1), [(1, "ValueError: a bad sample")], True),
+        (FirstFailure(rank=1, code=1), [(1, "RuntimeError: Connection closed by peer")], False),
+        (FirstFailure(rank=1, code=7), [], False),
+    ],
+)
+def test_the_ranks_beside_a_dead_one_are_killed_when_it_is_known_what_it_died_of(
+    run: RunDir, clock: Clock, first: FirstFailure, reports: list[tuple[int, str]], at_once: bool
+) -> None:
     ranks = Ranks(clock)
-    ranks.on_start = lambda: setattr(ranks, "first", FirstFailure(rank=1, signal=9))
+
+    def die() -> None:
+        for rank, error in reports:
+            records.write(run.error_file(1, rank), FailureReport(time=0.0, rank=rank, error=error))
+        ranks.first = first
+
+    ranks.on_start = die
     Supervisor(run, ranks, Job()).supervise()
     ((name, when),) = ranks.sent
-    assert name == "KILL" and KILL_AFTER_FAILURE_SECONDS < when < KILL_AFTER_FAILURE_SECONDS + 1
-    assert causes(run) == ["killed"]
+    assert name == "KILL"
+    assert when == 0 if at_once else KILL_AFTER_FAILURE_SECONDS < when < KILL_AFTER_FAILURE_SECONDS + 1
 
 
 def test_the_next_attempt_is_the_next_turn_of_the_loop(run: RunDir, clock: Clock) -> None:
