@@ -116,6 +116,18 @@ class Resources:
     """Time limit of one attempt, not of the run: a job that reaches it is requeued and continues. `auto` is one hour on
     Slurm, and no limit on this machine."""
 
+    spares: int = _field(_at_least(0), 0)
+    """On Slurm: nodes that the job gets beyond `nodes` and that stand by. One takes the place of a node that is lost.
+    """
+    min_nodes: str | int = _field(_count_or(ALL, 1, f"1 or more nodes, or {ALL}"), ALL)
+    """On Slurm: with how many nodes an attempt may go on where nodes are lost and no spare is left; `all` is `nodes`.
+    Samples and their order stay the same, sums are taken in another order."""
+
+    @property
+    def fewest_nodes(self) -> int:
+        """`min_nodes` in numbers."""
+        return self.nodes if self.min_nodes == ALL else min(int(self.min_nodes), self.nodes)
+
     @property
     def world_size(self) -> int:
         return self.nodes * self.tasks_per_node

@@ -14,6 +14,8 @@ class Event(str, Enum):
     SUBMIT_FAILED = "submit_failed"
     STARTED = "started"
     """An attempt began: it holds the lease."""
+    PLACED = "placed"
+    """Its ranks are on these nodes; not recorded again where they stay."""
     RESUMED = "resumed"
     """Its loop began, from a checkpoint or from step 0."""
     STEPPED = "stepped"

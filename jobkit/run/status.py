@@ -82,6 +82,10 @@ class Attempt:
     """Where its time went."""
     began: str = "submitted"
     """How it came to be: `submitted`, `requeued`, `resubmitted`, or `in place`, on the nodes of the one before."""
+    nodes: list[str] = field(default_factory=list)
+    """Slurm's names of the nodes that its ranks are on, in the order of the ranks."""
+    wanted_nodes: int = 0
+    """How many nodes it would have had; 0 where nobody counts them."""
     noticed: float | None = None
     """When its supervisor knew that its ranks had to be ended."""
     joined: float | None = None
@@ -237,6 +241,9 @@ def _apply(status: Status, event: Entry) -> None:
         case Event.INTERRUPTED:
             cause = str(event.get("cause"))
             _end(status, event, State.CANCELLED if cause == "cancelled" else State.INTERRUPTED, cause)
+        case Event.PLACED:
+            if attempt:
+                attempt.nodes, attempt.wanted_nodes = list(event["nodes"]), int(event["wanted"])
         case Event.STEPPED:
             if attempt:
                 attempt.stepped = float(event["time"])
@@ -281,6 +288,7 @@ def _started(status: Status, event: Entry) -> None:
     status.submitting = False
     status.stragglers = []
     status.state, status.job_id = State.RUNNING, event.get("job_id")
+    before = status.attempt if status.next_began == "in place" else None
     status.attempts.append(
         Attempt(
             id=int(event["attempt"]),
@@ -293,6 +301,8 @@ def _started(status: Status, event: Entry) -> None:
             durable_step=status.checkpoint or 0,
             queued=status.queued,
             began=status.next_began,
+            nodes=before.nodes if before else [],
+            wanted_nodes=before.wanted_nodes if before else 0,
         )
     )
 

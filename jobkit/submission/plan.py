@@ -12,7 +12,7 @@ from typing import Any
 
 from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run import device_kinds, layout
-from jobkit.run.config import Config, Resources
+from jobkit.run.config import ALL, Config, Resources
 from jobkit.run.duration import format_seconds
 from jobkit.run.strict import build
 from jobkit.slurm import stop_margin
@@ -41,13 +41,14 @@ class LaunchPlan:
 
     def describe(self) -> str:
         resources = self.config.resources
+        spares = f", {resources.spares} spare node(s)" if resources.spares and self.scheduler == "slurm" else ""
         ranks = f"{resources.nodes} node(s) x {resources.tasks_per_node} task(s) = {resources.world_size} rank(s)"
         devices = f"{resources.gpus_per_task} GPU(s)" if resources.gpus_per_task else "CPU"
         endless = self.scheduler == "local" and resources.time == "auto"
         limit = "none" if endless else f"{format_seconds(resources.seconds)} an attempt"
         return (
             f"run directory: {self.run}\ncluster:       {self.cluster} ({self.scheduler})\n"
-            f"ranks:         {ranks}, {devices} and {resources.cpus_per_task} core(s) each\n"
+            f"ranks:         {ranks}, {devices} and {resources.cpus_per_task} core(s) each{spares}\n"
             f"time limit:    {limit}"
         )
 
@@ -72,6 +73,9 @@ def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
         _check_local_devices(config.device, resources)
         parameters = {}  # they are sbatch's
     else:
+        if resources.min_nodes != ALL and int(resources.min_nodes) > resources.nodes:
+            allowed = f"at most resources.nodes, {resources.nodes}"
+            raise InvalidValue("resources.min_nodes", f"found {resources.min_nodes}, allowed: {allowed}, or {ALL}")
         parameters = _sbatch_parameters(resources, parameters)
     return LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler, parameters=parameters).at(run)
 
@@ -99,7 +103,7 @@ def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> d
     minutes = math.ceil(resources.seconds / 60)  # Slurm's own resolution
     ours: dict[str, Any] = {
         "time": minutes,
-        "nodes": resources.nodes,
+        "nodes": resources.nodes + resources.spares,
         "ntasks_per_node": resources.tasks_per_node,
         "cpus_per_task": resources.cpus_per_task,
         "signal_delay_s": round(stop_margin(minutes * 60)),
@@ -109,7 +113,8 @@ def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> d
         # Of the node, not of the task: its ranks see all of them, as NCCL needs to send from one to another directly.
         ours["gpus_per_node"] = resources.gpus_per_task * resources.tasks_per_node
     # sbatch's default may be not to requeue (JobRequeue=0): a preempted or node-lost job would be gone.
-    additional = {"requeue": True, **parameters.get("additional_parameters", {})}
+    # A node that is lost is replaced, or left out, within the job: without --no-kill Slurm would end all of it.
+    additional = {"requeue": True, "no_kill": True, **parameters.get("additional_parameters", {})}
     return {**ours, **parameters, "additional_parameters": additional}
 
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jobkit import slurm
@@ -128,7 +129,7 @@ def end(
     first: FirstFailure | None = None,
     job: slurm.JobInfo | None = None,
     all_returned: bool = False,
-    keeps_nodes: bool = False,
+    keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
     noticed: float | None = None,
 ) -> Decision:
     """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.

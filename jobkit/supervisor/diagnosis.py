@@ -154,16 +154,30 @@ def first_failure(text: str) -> FirstFailure | None:
         return FirstFailure(node=lost[1], node_lost=True)
     for line in text.splitlines():
         if match := _TASK.search(line):
-            how = match[3].removesuffix(" (core dumped)").strip()
-            code = re.fullmatch(r"Exited with exit code (\d+)", how)
-            return FirstFailure(
-                rank=int(match[2]),
-                node=match[1],
-                signal=_SIGNALS.get(how),
-                code=int(code[1]) if code else None,
-                out_of_memory=oom,
-            )
+            return _task_end(match, oom)
     return FirstFailure(signal=9, out_of_memory=True) if oom else None
+
+
+def end_on_node(text: str, node: str) -> FirstFailure | None:
+    """How the newest task on a node ended, by what srun printed; None where it says nothing of it."""
+    found = [match for match in map(_TASK.search, text.splitlines()) if match and node in _names(match[1])]
+    return None if not found else replace(_task_end(found[-1]), rank=None, node=node)
+
+
+def _names(nodes: str) -> list[str]:
+    return slurm.expand(nodes) if "[" in nodes else nodes.split(",")
+
+
+def _task_end(match: re.Match[str], oom: bool = False) -> FirstFailure:
+    how = match[3].removesuffix(" (core dumped)").strip()
+    code = re.fullmatch(r"Exited with exit code (\d+)", how)
+    return FirstFailure(
+        rank=int(match[2]),
+        node=match[1],
+        signal=_SIGNALS.get(how),
+        code=int(code[1]) if code else None,
+        out_of_memory=oom,
+    )
 
 
 def srun_said(run: RunDir, number: int) -> str:

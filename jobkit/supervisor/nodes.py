@@ -9,18 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
+from jobkit.run import layout
 from jobkit.run.config import Resources
+from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
 from jobkit.supervisor.channel import Welcome
 from jobkit.supervisor.device_leases import LEASES, Leases
-from jobkit.supervisor.diagnosis import FirstFailure, first_failure, srun_said
+from jobkit.supervisor.diagnosis import FirstFailure, end_on_node, srun_said
 from jobkit.supervisor.listener import ADDRESS, Listener, make_secret
 from jobkit.supervisor.parents import TASK_MODULES, Parent, ParentError, send
 
@@ -39,7 +42,7 @@ END_STEPS_SECONDS = 30.0
 SHUT_DOWN_SECONDS = 5.0
 """How long srun gets to end when its tasks, the parents, have been told to."""
 
-ASKING_SECONDS = 2.0
+ASKING_SECONDS = 1.0
 """How long srun gets to say that a parent was killed; where it says nothing, nobody is left on the node to tell it."""
 
 
@@ -77,11 +80,19 @@ def places(resources: Resources) -> list[Place]:
 class Nodes(Protocol):
     """The nodes of one run, from attempt to attempt."""
 
-    parents: list[Parent]
     codes_of_a_stop: tuple[int, ...]
     """Exit codes of ranks that somebody else may have told to stop."""
-    is_asking: bool
-    """Whether it is not yet known what has become of a parent that is gone."""
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether it is not known yet what has become of a parent that is gone."""
+
+    @property
+    def parents(self) -> list[Parent]:
+        """All that there are, those of spare nodes included."""
+
+    def can_start_again(self, without: Sequence[str] = ()) -> bool:
+        """Whether enough nodes are left to start the ranks on, beside some that are not to be used."""
 
     def prepare(self, begun: Begun) -> None:
         """Start the parents that are missing."""
@@ -101,8 +112,8 @@ class Nodes(Protocol):
     def environment_of(self, place: Place) -> tuple[dict[str, str], Sequence[int]]:
         """What the rank of a place finds in its environment, and open files that it gets."""
 
-    def failure_of_lost(self) -> FirstFailure | None:
-        """What has become of a node whose parent is gone; None where it is not a failure, or not known yet."""
+    def failure_of_lost(self, parent: Parent) -> FirstFailure | None:
+        """What has become of the node of a parent that is gone; None where it is no failure, or not known yet."""
 
     def shut_down(self) -> None:
         """End all parents."""
@@ -117,36 +128,45 @@ class LocalNodes:
     def __init__(self, run: RunDir, job_id: str) -> None:
         self.run = run
         self.job_id = job_id
-        self.parents: list[Parent] = []
+        self._parent: Parent | None = None
         self.leases = Leases.inherited(os.environ)
         self._outside = {name: value for name, value in os.environ.items() if name not in (FOREGROUND_PIPE, LEASES)}
 
+    @property
+    def parents(self) -> list[Parent]:
+        return [] if self._parent is None else [self._parent]
+
+    def can_start_again(self, without: Sequence[str] = ()) -> bool:
+        return True
+
     def prepare(self, begun: Begun) -> None:
-        for parent in self.parents:
-            parent.update()
-        if not self.parents or self.parents[0].is_gone:
+        if self._parent is not None:
+            self._parent.update()
+        if self._parent is None or self._parent.is_gone:
             # What a library reads when it is imported, as OMP_NUM_THREADS, is to be that of the ranks.
-            self.parents = [Parent.start({**self._outside, **begun.environment}, preload(self.run))]
+            self._parent = Parent.start({**self._outside, **begun.environment}, preload(self.run))
 
     def are_prepared(self) -> bool:
-        return self.parents[0].is_ready()
+        assert self._parent is not None
+        return self._parent.is_ready()
 
     def stop_preparing(self) -> None:
-        if self.parents and not self.parents[0].has_imported:
-            self.parents[0].kill()  # it may never be done with its imports
+        if self._parent is not None and not self._parent.has_imported:
+            self._parent.kill()  # it may never be done with its imports
 
     def places(self) -> list[Place]:
         return places(self.run.config().resources)
 
     def parent_of(self, place: Place) -> Parent:
-        return self.parents[0]
+        assert self._parent is not None
+        return self._parent
 
     def environment_of(self, place: Place) -> tuple[dict[str, str], Sequence[int]]:
         # A rank that outlives the supervisor, for its checkpoint, still uses its device: it gets the lock's file.
         visible, leases = self.leases.of_rank(place.rank, place.resources.gpus_per_task)
         return {**place.environment, **visible, "JOBKIT_JOB_ID": self.job_id}, leases
 
-    def failure_of_lost(self) -> FirstFailure | None:
+    def failure_of_lost(self, parent: Parent) -> FirstFailure | None:
         return None  # its ranks have SIGTERM, and save
 
     def shut_down(self) -> None:
@@ -159,8 +179,20 @@ def preload(run: RunDir) -> Sequence[str]:
     return COMMAND_MODULES if run.config().command else TASK_MODULES
 
 
+@dataclass
+class Step:
+    """An srun that has started parents on some nodes; its messages are in the folder of an attempt."""
+
+    srun: subprocess.Popen[bytes]
+    nodes: Sequence[str]
+    attempt: int
+
+
 class SlurmNodes:
-    """The nodes of a Slurm job, each with a parent that srun has started. `srun_args` are the user's own."""
+    """The nodes of a Slurm job, each with a parent that srun has started. `srun_args` are the user's own.
+
+    The first ones have the ranks, the others are spares. A node that is lost is not used again in this job.
+    """
 
     codes_of_a_stop: tuple[int, ...] = (EXIT_RESUMABLE,)  # Slurm sends its signals to the ranks, too
 
@@ -168,92 +200,150 @@ class SlurmNodes:
         self.run = run
         self.job_id = job_id
         self.srun_args = srun_args
-        self.parents: list[Parent] = []
-        self.is_asking = False
         self._listener: Listener | None = None
-        self._srun: subprocess.Popen[bytes] | None = None
-        self._attempt = 0
-        """In whose folder srun's messages are."""
-        self._lost_at: float | None = None
+        self._steps: list[Step] = []
+        self._connected: dict[str, Parent] = {}
+        """The parent of each node that has one."""
+        self._names: list[str] = []
+        """The job's nodes, in Slurm's order."""
+        self._lost: set[str] = set()
+        self._used: list[str] = []
+        """The nodes that have the ranks, in the order of the ranks."""
+        self._asking: dict[Parent, float] = {}
+        """Since when it is not known what has become of a parent."""
+
+    @property
+    def parents(self) -> list[Parent]:
+        return list(self._connected.values())
+
+    # Which nodes
+
+    def can_start_again(self, without: Sequence[str] = ()) -> bool:
+        """Whether enough nodes are left to start the ranks on, beside some that are not to be used."""
+        return self._count(set(self._names) - self._lost - set(without)) > 0
+
+    def _count(self, usable: set[str]) -> int:
+        """How many of so many usable nodes the ranks can be started on; 0 where they are too few."""
+        config = self.run.config()
+        resources = config.resources
+        for nodes in range(min(len(usable), resources.nodes), resources.fewest_nodes - 1, -1):
+            with contextlib.suppress(ValueError):
+                layout.check(config.parallel, config.comm, replace(resources, nodes=nodes), config.precision)
+                return nodes
+        return 0
+
+    def _choose(self) -> list[str]:
+        """The nodes for an attempt: those of the last one, with spares in the places of those that are lost."""
+        usable = [name for name in self._names if name not in self._lost]
+        count = self._count(set(usable))
+        if count == 0:
+            raise ParentError(f"too few nodes are left: {', '.join(usable) or 'none'}")
+        used = self._used or self._names[: self.run.config().resources.nodes]
+        spares = [name for name in usable if name not in used]
+        spares.sort(key=lambda name: name not in self._connected)  # those that need not start a parent first
+        chosen = [name if name in usable else spares.pop(0) if spares else None for name in used]
+        return [name for name in chosen if name is not None][:count]
+
+    # The parents
 
     def prepare(self, begun: Begun) -> None:
-        for parent in self.parents:
-            parent.update()
-        self._lost_at, self.is_asking = None, False
-        if self._srun is not None and not any(parent.is_gone for parent in self.parents):
-            return
-        self._end_step()
+        self._names = self._names or slurm.expand(os.environ["SLURM_JOB_NODELIST"])
+        self._lost.update(self.run.status().excluded_nodes)
+        self._forget_gone()
         if self._listener is None:
             self._listener = Listener(make_secret(self.run.secret_file), Welcome(preload=list(preload(self.run))))
             skip_step_numbers()  # before srun, whose step gets the next number
-        self._attempt = begun.number
+        used = self._choose()
+        if used != self._used:
+            self._used = used
+            self.run.record(Event.PLACED, attempt=begun.number, nodes=used, wanted=self.run.config().resources.nodes)
+        starting = {name for step in self._steps if step.srun.poll() is None for name in step.nodes}
+        missing = [
+            name
+            for name in self._names
+            if name not in self._lost and name not in self._connected and name not in starting
+        ]
+        if missing:
+            self._start(missing, begun)
+
+    def _forget_gone(self) -> None:
+        """Take parents that are gone out, and their nodes out of the steps that had started them."""
+        for parent in self.parents:
+            parent.update()
+        gone = {name: parent for name, parent in self._connected.items() if parent.is_gone}
+        for name, parent in gone.items():
+            while self.failure_of_lost(parent) is None:  # one that ended when its ranks had ended
+                time.sleep(0.05)
+            del self._connected[name]
+        for step in self._steps:
+            step.nodes = [name for name in step.nodes if name not in gone]
+        self._asking = {}
+
+    def _start(self, names: Sequence[str], begun: Begun) -> None:
+        assert self._listener is not None
         environment = {**os.environ, **begun.environment, ADDRESS: self._listener.address}
         environment.pop("SLURM_GPUS_PER_TASK", None)  # a parent needs those of all of its ranks
         with self.run.srun_log(begun.number).open("ab") as said:
-            self._srun = subprocess.Popen(
-                self.command(),
+            srun = subprocess.Popen(
+                self.command(names, self.run.logs(begun.number)),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stderr=said,
                 start_new_session=True,  # to end it with its helper
             )
+        self._steps.append(Step(srun, names, begun.number))
 
-    def command(self) -> list[str]:
-        """srun with a parent for each node."""
+    def command(self, names: Sequence[str], logs: Path) -> list[str]:
+        """srun with a parent for each of some nodes."""
         resources = self.run.config().resources
-        logs = self.run.logs(self._attempt)
         # Signals are ignored from the first instruction on, and exec keeps it so until Python can take notice of them.
         guard = ["sh", "-c", 'trap "" TERM USR2; exec "$@"', "jobkit"]
         return [
             "srun",
             "--unbuffered",
-            f"--nodes={resources.nodes}",
-            f"--ntasks={resources.nodes}",
+            f"--nodes={len(names)}",
+            f"--ntasks={len(names)}",
             "--ntasks-per-node=1",
+            f"--nodelist={','.join(names)}",
             f"--cpus-per-task={resources.tasks_per_node * resources.cpus_per_task}",
-            # A parent that is gone leaves the others as they are, ready for the next attempt.
-            "--kill-on-bad-exit=0",
-            "--wait=0",
+            # A parent, or a node, that is gone leaves the others as they are, ready for the next attempt.
+            *("--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
+            *(["--overlap"] if self._steps else []),  # beside a step that has parents on other nodes
             *self.srun_args,
-            f"--output={logs}/node_%n.out",
-            f"--error={logs}/node_%n.err",
+            f"--output={logs}/node_%N.out",
+            f"--error={logs}/node_%N.err",
             *guard,
             *(sys.executable, "-u", "-m", "jobkit.worker.parent", str(self.run.path)),
         ]
 
     def are_prepared(self) -> bool:
-        assert self._listener is not None and self._srun is not None
-        self.parents += [Parent(channel, node=hello.node) for hello, channel in self._listener.arrived()]
-        self.parents.sort(key=lambda parent: self._order(parent.node))
-        ready = [parent.is_ready() for parent in self.parents]
-        if len(ready) < self.run.config().resources.nodes and self._srun.poll() is not None:
-            said = srun_said(self.run, self._attempt).strip().splitlines()
-            raise ParentError(f"srun ended with exit code {self._srun.returncode}: {' / '.join(said[-3:])}")
-        return len(ready) == self.run.config().resources.nodes and all(ready)
-
-    def _order(self, node: str | None) -> int:
-        """The position of a node among those of the job, which is that of its ranks."""
-        if not hasattr(self, "_names"):
-            self._names = slurm.expand(os.environ["SLURM_JOB_NODELIST"])
-        return self._names.index(str(node)) if node in self._names else len(self._names)
+        assert self._listener is not None
+        for hello, channel in self._listener.arrived():
+            self._connected[hello.node] = Parent(channel, node=hello.node)
+        ready = [name in self._connected and self._connected[name].is_ready() for name in self._used]
+        if not all(ready):
+            for step in self._steps:
+                waited_for = [name for name in step.nodes if name not in self._connected and name in self._used]
+                if waited_for and step.srun.poll() is not None:
+                    said = srun_said(self.run, step.attempt).strip().splitlines()
+                    raise ParentError(f"srun ended with exit code {step.srun.returncode}: {' / '.join(said[-3:])}")
+        return all(ready)
 
     def stop_preparing(self) -> None:
-        if self._srun is not None and not self.are_complete():
-            self._end_step()
-
-    def are_complete(self) -> bool:
-        return len(self.parents) == self.run.config().resources.nodes and all(one.has_imported for one in self.parents)
+        if not all(name in self._connected and self._connected[name].has_imported for name in self._used):
+            self._end_steps()
 
     def places(self) -> list[Place]:
-        return places(self.run.config().resources)
+        return places(replace(self.run.config().resources, nodes=len(self._used)))
 
     def parent_of(self, place: Place) -> Parent:
-        return self.parents[place.node]
+        return self._connected[self._used[place.node]]
 
     def environment_of(self, place: Place) -> tuple[dict[str, str], Sequence[int]]:
         """As srun would have told it to a task for each rank."""
         resources = place.resources
         world, per_node, nodes = str(resources.world_size), resources.tasks_per_node, resources.nodes
+        each = f"{per_node}(x{nodes})" if nodes > 1 else str(per_node)
         first = place.node * per_node
         return {
             **place.environment,
@@ -263,48 +353,52 @@ class SlurmNodes:
             "SLURM_NODEID": str(place.node),
             "SLURM_NTASKS": world,
             "SLURM_NPROCS": world,
+            "SLURM_NNODES": str(nodes),
             "SLURM_STEP_NUM_TASKS": world,
+            "SLURM_STEP_NUM_NODES": str(nodes),
+            "SLURM_STEP_NODELIST": ",".join(self._used),
             "SLURM_NTASKS_PER_NODE": str(per_node),
-            "SLURM_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node),
-            "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node),
+            "SLURM_TASKS_PER_NODE": each,
+            "SLURM_STEP_TASKS_PER_NODE": each,
             "SLURM_CPUS_PER_TASK": str(resources.cpus_per_task),
             "SLURM_GTIDS": ",".join(map(str, range(first, first + per_node))),
         }, ()
 
-    def failure_of_lost(self) -> FirstFailure | None:
-        lost = next(parent for parent in self.parents if parent.is_gone)
-        assert self._srun is not None
-        if self._lost_at is None:
-            self._lost_at = time.monotonic()
-        code = self._srun.poll()
-        self.is_asking = False
-        if code is not None and code < 0:
+    @property
+    def is_asking(self) -> bool:
+        return bool(self._asking)
+
+    def failure_of_lost(self, parent: Parent) -> FirstFailure | None:
+        lost = str(parent.node)
+        since = self._asking.pop(parent, time.monotonic())
+        step = next(one for one in reversed(self._steps) if lost in one.nodes)
+        if (code := step.srun.poll()) is not None and code < 0:
             return FirstFailure(signal=-code)  # srun was killed, and Slurm has ended its step
-        said = first_failure(srun_said(self.run, self._attempt))
-        if said is not None and said.node == lost.node:
-            return FirstFailure(node=lost.node, signal=said.signal, code=said.code, node_lost=said.node_lost)
-        if time.monotonic() - self._lost_at > ASKING_SECONDS:
-            return FirstFailure(node=lost.node, node_lost=True)
-        self.is_asking = True
+        if (said := end_on_node(srun_said(self.run, step.attempt), lost)) is not None:
+            return said
+        if lost in self._lost or time.monotonic() - since > ASKING_SECONDS:
+            self._lost.add(lost)
+            return FirstFailure(node=lost, node_lost=True)
+        self._asking[parent] = since
         return None
 
-    def _end_step(self) -> None:
-        """End the parents and their srun, as when one of them is lost."""
+    def _end_steps(self) -> None:
+        """End all parents and what has started them."""
         for parent in self.parents:
             parent.close()
-        self.parents = []
-        if self._srun is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._srun.wait(SHUT_DOWN_SECONDS)
-        if self._srun.poll() != 0:
+        until = time.monotonic() + SHUT_DOWN_SECONDS
+        for step in self._steps:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.srun.wait(max(0.0, until - time.monotonic()))
+        if any(step.srun.poll() != 0 for step in self._steps):
             end_steps(self.job_id)
-        send(self._srun.pid, signal.SIGKILL)  # it may wait for a lost node until Slurm knows of it
-        self._srun.wait()
-        self._srun = None
+        for step in self._steps:
+            send(step.srun.pid, signal.SIGKILL)  # it may wait for a lost node until Slurm knows of it
+            step.srun.wait()
+        self._connected, self._steps = {}, []
 
     def shut_down(self) -> None:
-        self._end_step()
+        self._end_steps()
 
 
 def skip_step_numbers() -> None:

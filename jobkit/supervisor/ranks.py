@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from jobkit import slurm
@@ -50,6 +51,9 @@ class Ranks(Protocol):
 
     def close(self) -> None:
         """End what is left of the attempt's ranks; their parents stay for the next attempt."""
+
+    def can_start_again(self, without: Sequence[str]) -> bool:
+        """Whether enough nodes are left for another attempt, beside some that are not to be used."""
 
     def shut_down(self) -> None:
         """End the parents, too."""
@@ -111,13 +115,14 @@ class ForkedRanks:
         missed it."""
         if self._first is None:
             codes = self._codes()
-            if any(parent.is_gone for parent, _ in self._ranks):
-                self._first = self.nodes.failure_of_lost()
+            gone = next((parent for parent, _ in self._ranks if parent.is_gone), None)
+            if gone is not None:
+                self._first = self.nodes.failure_of_lost(gone)
                 if self._first is not None or self.nodes.is_asking:
                     return self._first
             # Without their parent they have SIGTERM and save, and nobody knows their exit codes.
             # Exit code 75 and SIGKILL are what was asked for once they have been told to stop.
-            told = self._told or any(parent.is_gone for parent, _ in self._ranks)
+            told = self._told or gone is not None
             asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if told else self.nodes.codes_of_a_stop
             dead = [(code, rank) for rank, code in enumerate(codes) if code and code not in asked_for]
             if dead:
@@ -149,6 +154,9 @@ class ForkedRanks:
         for parent, child in self._ranks:
             if child.returncode is None:
                 parent.give_up()
+
+    def can_start_again(self, without: Sequence[str]) -> bool:
+        return self.nodes.can_start_again(without)
 
     def shut_down(self) -> None:
         self.nodes.shut_down()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,12 +64,13 @@ def decide(
     *,
     excluded: Sequence[str] = (),
     can_requeue: bool = True,
-    keeps_nodes: bool = False,
+    keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
 ) -> Decision:
     """The decision after the last of `attempts` has ended, by budgets that a newer checkpoint fills up again.
 
     `excluded` are the nodes excluded before; `can_requeue` is whether the scheduler would take the job back, else a
-    new job has to follow it. `keeps_nodes` is whether the job goes on running, on nodes that can be used.
+    new job has to follow it. `keeps_nodes` is whether the job goes on running and has enough nodes, without those that
+    it is given.
     """
     retry = retry or RetryConfig()
     last = attempts[-1]
@@ -80,9 +81,9 @@ def decide(
     if words := _reason_to_stop(own, retry):
         return Decision("stop", words, failed=True)
     bad = _bad_nodes(own, retry.exclude_after, excluded)
-    if keeps_nodes and retry.in_place and cause in LEAVES_NODES and not bad:
+    if retry.in_place and cause in LEAVES_NODES and keeps_nodes(bad):
         fruitless = len(_since_progress(own))
-        return Decision("in_place", cause, pause=PAUSES[min(max(fruitless - 1, 0), len(PAUSES) - 1)])
+        return Decision("in_place", cause, exclude=bad, pause=PAUSES[min(max(fruitless - 1, 0), len(PAUSES) - 1)])
     again: Action = "requeue" if can_requeue else "resubmit"
     return Decision(again, cause, exclude=bad)
 

@@ -144,7 +144,7 @@ class Supervisor:
                 first=self.ranks.cause_of_death(job),
                 job=job,
                 all_returned=self.ranks.all_returned(),
-                keeps_nodes=self.job.keeps_nodes(job),
+                keeps_nodes=lambda without: self.job.keeps_nodes(job) and self.ranks.can_start_again(without),
                 noticed=watch.noticed,
             )
 

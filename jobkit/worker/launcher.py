@@ -25,11 +25,12 @@ class Topology:
     node: int = 0
     nodes: int = 1
 
-    def check(self, expected: int) -> None:
-        if self.world_size != expected:
+    def check(self, per_node: int, least: int, most: int) -> None:
+        """Raise DistributedError where there are other ranks than `per_node` on each of `least` to `most` nodes."""
+        if self.world_size != self.nodes * per_node or not least <= self.nodes <= most:
             raise DistributedError(
                 f"this task was started as rank {self.rank} of {self.world_size}, but the run has resources for "
-                f"{expected} rank(s): the tasks would train apart from each other. Check resources.nodes, "
+                f"{most * per_node} rank(s): the tasks would train apart from each other. Check resources.nodes, "
                 "resources.tasks_per_node and the cluster's own options."
             )
 

@@ -260,9 +260,9 @@ def test_srun_starts_one_parent_a_node_and_what_else_the_user_says(tmp_path: Pat
     run = RunDir(tmp_path / "toy-12345678")
     run.path.mkdir()
     run.write_config(Config(name="toy", task="m:f", resources=Resources(nodes=3, tasks_per_node=2, cpus_per_task=4)))
-    command = SlurmNodes(run, "9", ["--mpi=none"]).command()
-    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--mpi=none"} <= set(command)
-    assert f"--output={run.logs(0)}/node_%n.out" in command
+    command = SlurmNodes(run, "9", ["--mpi=none"]).command(["a", "b", "c"], run.logs(1))
+    expected = {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--nodelist=a,b,c", "--cpus-per-task=8", "--mpi=none"}
+    assert expected | {f"--output={run.logs(1)}/node_%N.out"} <= set(command)
     guard = command.index('trap "" TERM USR2; exec "$@"')
     assert command[guard - 2 : guard] == ["sh", "-c"]
 

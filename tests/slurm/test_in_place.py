@@ -1,0 +1,122 @@
+"""What dies starts again in the same job: the nodes are kept, and a lost one is replaced or left out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness.processes import command_line, ranks_of
+from harness.project import Project, begun, causes, describe, events, logged_steps, status, step, wait_for, weights
+from slurm_cluster import Cluster, process_table
+
+STEPS = 60
+
+Weights = Callable[[int], bytes]
+
+
+@pytest.fixture
+def cluster(short_dir: Path) -> Iterator[Cluster]:
+    """With Slurm's own times: a requeued job would wait for two minutes, and a lost node be noticed after five."""
+    with Cluster(short_dir) as cluster:
+        yield cluster
+
+
+class Started(Project):
+    """A run that has begun to train."""
+
+    def __init__(self, path: Path, cluster: Cluster, *overrides: str) -> None:
+        super().__init__(path, cluster.env)
+        self.cluster = cluster
+        self.slow_down(attempts=1)
+        every = ["checkpoint.every=5", "params.sleep=0.02"]
+        self.submit("--cluster", "slurm", *every, *overrides)
+        (self.run,) = self.runs
+        self.reach(1, 6)
+
+    def reach(self, attempt: int, at_step: int) -> None:
+        def reached() -> bool:
+            now = status(self.run)
+            return (
+                len(now.get("attempts", [])) >= attempt and (now["checkpoint"] or 0) > 0 and step(self.run) >= at_step
+            )
+
+        wait_for(f"step {at_step} in attempt {attempt}", reached, self.run)
+
+    def wait_until_over(self) -> None:
+        wait_for("the end", lambda: status(self.run)["state"] in ("finished", "failed", "cancelled"), self.run)
+
+    def assert_in_place(self, expected: list[str]) -> None:
+        """It has ended well, with these causes, as one start of one job."""
+        assert causes(self.run) == [*expected, "finished"], describe(self.run)
+        assert [one["began"] for one in status(self.run)["attempts"]] == ["submitted"] + ["in place"] * len(expected)
+        assert self.cluster.job(status(self.run)["job_id"])["Restarts"] == "0"
+        assert logged_steps(self.run) == list(range(STEPS)), describe(self.run)
+
+    def parents(self) -> dict[str, int]:
+        """The process ids of the parents by node."""
+        found = {}
+        for process in process_table().values():
+            variables = dict(line.partition("=")[::2] for line in process.environment())
+            # Its ranks look like it, but for the session.
+            is_parent = os.getsid(process.pid) != process.pid or process.parent not in found.values()
+            if "jobkit.worker.parent" in command_line(process) and variables.get("JOBKIT_RUN") == str(self.run):
+                if is_parent and not Path(f"/proc/{process.pid}/fd/1").readlink().name.startswith("rank_"):
+                    found[variables["SLURMD_NODENAME"]] = process.pid
+        return found
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(cluster: Cluster, tmp_path: Path, uninterrupted: Weights) -> None:
+    started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "resources.spares=1")
+    run = started.run
+    assert sorted(started.parents()) == ["node1", "node2", "node3"]
+    cluster.kill_node("node2")
+    started.wait_until_over()
+    started.assert_in_place(["node_failure"])
+    first, second = status(run)["attempts"]
+    assert (first["nodes"], second["nodes"]) == (["node1", "node2"], ["node1", "node3"])
+    assert first["failure"]["node"] == "node2"
+    assert weights(run) == uninterrupted(2)
+
+
+def test_without_a_spare_fewer_nodes_go_on_with_the_same_samples(cluster: Cluster, tmp_path: Path) -> None:
+    started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "resources.min_nodes=1")
+    run = started.run
+    before = begun(run, 0)[:4], begun(run, 1)[:4]
+    cluster.kill_node("node2")
+    started.wait_until_over()
+    started.assert_in_place(["node_failure"])
+    last = status(run)["attempts"][-1]
+    assert (last["nodes"], last["wanted_nodes"]) == (["node1"], 2)
+    ids = {one["step"]: one["ids"] for one in begun(run, 0) if one["attempt"] == last["id"]}
+    assert all(len(one) == 12 for one in ids.values())
+    for one, other in zip(*before, strict=True):
+        assert set(one["ids"]).isdisjoint(other["ids"])
+    assert "1 of 2 nodes" in started.jobkit("status", run.name).stdout
+
+
+def test_a_killed_parent_is_started_again_where_it_was(
+    cluster: Cluster, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1")
+    os.kill(started.parents()["node2"], signal.SIGKILL)
+    started.wait_until_over()
+    started.assert_in_place(["killed"])
+    assert [one["nodes"] for one in events(started.run) if one["event"] == "placed"] == [["node1", "node2"]]
+    assert weights(started.run) == uninterrupted(2)
+
+
+def test_a_late_signal_of_an_attempt_does_not_reach_the_next(
+    cluster: Cluster, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "retry.exclude_after=9")
+    for number in (1, 2, 3):
+        started.slow_down(attempts=number)
+        started.reach(number, 6 * number)
+        os.kill(ranks_of(started.run, number)[1].pid, signal.SIGKILL)
+        wait_for("the next attempt", lambda n=number: len(status(started.run)["attempts"]) > n, started.run)  # type: ignore[misc]
+    started.wait_until_over()
+    started.assert_in_place(["killed"] * 3)
+    assert weights(started.run) == uninterrupted(2)
