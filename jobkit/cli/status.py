@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ import time
 from jobkit import slurm
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.run.accounting import Account
+from jobkit.run.accounting import Account, Restart
 from jobkit.run.duration import format_seconds
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
@@ -83,9 +84,20 @@ def _attempt_lines(attempt: Attempt) -> list[str]:
     line = f"  attempt {attempt.id}: {cause}, steps {first} to {last}, {format_seconds(seconds)}, job {attempt.job_id}"
     lost = _lost(attempt.account) if attempt.account else ""
     lines = [f"{line}; {lost}" if lost else line]
+    if attempt.began == "in place" and attempt.restart is not None:
+        lines.append(f"    restarted in place{_parts(attempt.restart)}")
+    if attempt.wanted_nodes > len(attempt.nodes) > 0:
+        counted = f"{len(attempt.nodes)} of {attempt.wanted_nodes} nodes"
+        lines.append(f"    on {counted}: the same samples in the same order, sums in another (not bit for bit)")
     if attempt.failure and attempt.failure.error:
         lines.append(f"    {attempt.failure.error.splitlines()[0]}")
     return lines
+
+
+def _parts(restart: Restart) -> str:
+    """`: notice 0.1 s, kill 0.1 s, ...`, as far as it is known."""
+    known = [(name, seconds) for name, seconds in dataclasses.asdict(restart).items() if seconds is not None]
+    return ": " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in known) if known else ""
 
 
 def _lost(account: Account) -> str:

@@ -70,6 +70,47 @@ def account(
     )
 
 
+@dataclass(frozen=True)
+class Restart:
+    """What an attempt took to go on from the one before, in seconds; None for what is not known."""
+
+    notice: float | None
+    """From the last that the one before is known to have done until its supervisor knew that it had failed."""
+    kill: float | None
+    """Until its ranks had ended, and why was known."""
+    start: float | None
+    """Until the new ranks had formed their group; without the queue."""
+    load: float | None
+    """Until the model was built and the checkpoint read."""
+    step: float | None
+    """Until the first step was done."""
+
+
+def restart(
+    *,
+    last_seen: float | None,
+    noticed: float | None,
+    ended: float | None,
+    queue: float,
+    joined: float | None,
+    resumed: float | None,
+    stepped: float | None,
+) -> Restart:
+    """The parts between two attempts, from times in seconds since the epoch and the seconds in the queue."""
+    start = _between(ended, joined)
+    return Restart(
+        notice=_between(last_seen, noticed),
+        kill=_between(noticed, ended),
+        start=None if start is None else max(0.0, start - queue),
+        load=_between(joined, resumed),
+        step=_between(resumed, stepped),
+    )
+
+
+def _between(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else round(max(0.0, second - first), 3)
+
+
 def goodput(accounts: Sequence[Account], first_start: float) -> float | None:
     """Useful step time over the wall time since the first start; None before there is any."""
     wall = max((account.until for account in accounts), default=first_start) - first_start

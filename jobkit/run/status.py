@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from jobkit.run import records
-from jobkit.run.accounting import Account, account, goodput
+from jobkit.run.accounting import Account, Restart, account, goodput, restart
 from jobkit.run.events import Event
 from jobkit.run.journal import Entry
 from jobkit.run.records import Failure, Progress, Straggler
@@ -80,6 +80,8 @@ class Attempt:
     """Seconds for which checkpoints held up the loop."""
     account: Account | None = None
     """Where its time went."""
+    restart: Restart | None = None
+    """What it took to go on from the attempt before; None for the first."""
     began: str = "submitted"
     """How it came to be: `submitted`, `requeued`, `resubmitted`, or `in place`, on the nodes of the one before."""
     nodes: list[str] = field(default_factory=list)
@@ -191,7 +193,19 @@ def derive(events: Sequence[Entry], progress: Progress | None = None) -> Status:
 def _account(status: Status) -> None:
     """Where the time of each attempt went, and how much of all of it was useful."""
     best = 0
+    before: Attempt | None = None
     for attempt in status.attempts:
+        if before is not None:
+            attempt.restart = restart(
+                last_seen=before.last_seen,
+                noticed=before.noticed,
+                ended=before.ended,
+                queue=max(0.0, attempt.started - attempt.queued) if attempt.queued is not None else 0.0,
+                joined=attempt.joined,
+                resumed=attempt.resumed,
+                stepped=attempt.stepped,
+            )
+        before = attempt
         first_step = attempt.first_step or 0
         last = attempt.last_step if attempt.ended or attempt.last_step else status.step
         last_step = max(last or 0, first_step)

@@ -134,6 +134,7 @@ class Supervisor:
 
     def _decide(self, watch: AttemptWatch) -> Decision:
         """Record the end of an attempt and decide what comes next."""
+        ended = time.time()
         job = self.job.record()
 
         def end() -> Decision:
@@ -145,7 +146,7 @@ class Supervisor:
                 job=job,
                 all_returned=self.ranks.all_returned(),
                 keeps_nodes=lambda without: self.job.keeps_nodes(job) and self.ranks.can_start_again(without),
-                noticed=watch.noticed,
+                noticed=watch.noticed or ended,
             )
 
         return self.job.until_mounted(end)

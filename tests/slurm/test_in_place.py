@@ -56,14 +56,13 @@ class Started(Project):
         assert logged_steps(self.run) == list(range(STEPS)), describe(self.run)
 
     def parents(self) -> dict[str, int]:
-        """The process ids of the parents by node."""
+        """The process ids of the parents by node: what has forked a rank, or stands by to do so."""
         found = {}
         for process in process_table().values():
             variables = dict(line.partition("=")[::2] for line in process.environment())
-            # Its ranks look like it, but for the session.
-            is_parent = os.getsid(process.pid) != process.pid or process.parent not in found.values()
             if "jobkit.worker.parent" in command_line(process) and variables.get("JOBKIT_RUN") == str(self.run):
-                if is_parent and not Path(f"/proc/{process.pid}/fd/1").readlink().name.startswith("rank_"):
+                output = Path(f"/proc/{process.pid}/fd/1").readlink()
+                if output.name.startswith("node_"):
                     found[variables["SLURMD_NODENAME"]] = process.pid
         return found
 
