@@ -405,6 +405,8 @@ class Cluster:
         """Lose a node: its slurmd and all that ran on it are gone at once; the controller finds out by itself."""
         if daemon := self.daemons().get(name):
             daemon.send(signal.SIGKILL)
+        for process in self.job_processes(name):
+            process.send(signal.SIGSTOP)  # first: srun's helper would end the step when it sees srun die
         self._kill_all(lambda: self.job_processes(name))
 
     def restart_node(self, name: str) -> None:

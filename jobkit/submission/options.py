@@ -46,6 +46,15 @@ OWNED = {
 }
 
 
+SRUN_OWNED = {
+    **dict.fromkeys(("-n", "-N", "--ntasks", "--nodes", "--ntasks-per-node"), "set nodes and tasks_per_node"),
+    **dict.fromkeys(("-w", "--nodelist"), "set it for the job, or exclude nodes"),
+    **dict.fromkeys(("-c", "--cpus-per-task"), "set cpus_per_task"),
+    **dict.fromkeys(("-o", "-e", "--output", "--error"), "logs are in the run directory: `python -m jobkit logs RUN`"),
+}
+"""Options of srun, which starts one process a node, that jobkit needs for itself."""
+
+
 def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A cluster entry as (resources it overrides, Submitit's parameters); raises InvalidValue, with the nearest key."""
     submitit = set(submitit_slurm._get_default_parameters())
@@ -68,6 +77,10 @@ def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dic
         elif key in submitit:
             texts = key in ("setup", "teardown", "srun_args")
             parameters[key] = _texts(key, value, full_key) if texts else _scalar(value, full_key)
+            for word in parameters[key] if key == "srun_args" else ():
+                name = word.partition("=")[0] if word.startswith("--") else word[:2]
+                if name in SRUN_OWNED:
+                    raise InvalidValue(full_key, f"{name}: jobkit sets this itself: {SRUN_OWNED[name]}")
         else:
             additional[key] = _scalar(value, full_key)
     if additional:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -41,6 +42,9 @@ END_STEPS_SECONDS = 30.0
 
 SHUT_DOWN_SECONDS = 5.0
 """How long srun gets to end when its tasks, the parents, have been told to."""
+
+PARENTS_SECONDS = 300.0
+"""How long the parents of all nodes may take to be ready: imports from a cold shared disk take minutes."""
 
 ASKING_SECONDS = 1.0
 """How long srun gets to say that a parent was killed; where it says nothing, nobody is left on the node to tell it."""
@@ -209,6 +213,7 @@ class SlurmNodes:
         self._lost: set[str] = set()
         self._used: list[str] = []
         """The nodes that have the ranks, in the order of the ranks."""
+        self._prepared_by = math.inf
         self._asking: dict[Parent, float] = {}
         """Since when it is not known what has become of a parent."""
 
@@ -258,6 +263,7 @@ class SlurmNodes:
             self._used = used
             self.run.record(Event.PLACED, attempt=begun.number, nodes=used, wanted=self.run.config().resources.nodes)
         starting = {name for step in self._steps if step.srun.poll() is None for name in step.nodes}
+        self._prepared_by = time.monotonic() + PARENTS_SECONDS
         missing = [
             name
             for name in self._names
@@ -327,6 +333,9 @@ class SlurmNodes:
                 if waited_for and step.srun.poll() is not None:
                     said = srun_said(self.run, step.attempt).strip().splitlines()
                     raise ParentError(f"srun ended with exit code {step.srun.returncode}: {' / '.join(said[-3:])}")
+            if time.monotonic() > self._prepared_by:
+                late = ", ".join(name for name, is_ready in zip(self._used, ready, strict=True) if not is_ready)
+                raise ParentError(f"no ranks could be started on {late} within {PARENTS_SECONDS:g} s")
         return all(ready)
 
     def stop_preparing(self) -> None:

@@ -47,6 +47,9 @@ MOUNT_SECONDS = 300.0
 ANSWER_SECONDS = 1.0
 """How long to wait for a file server before looking again whether srun has ended, or Slurm is ending the job."""
 
+SAVE_SECONDS = 10.0
+"""How long ranks whose supervisor was killed may take to save before they are killed, as they may hang."""
+
 REQUEUE_PAUSES = (0, 2, 10, 30, 60, 60)
 """Seconds before each try to start the job again: a controller that restarts is away for a minute or two."""
 
@@ -165,8 +168,17 @@ class SlurmJob:
             with contextlib.suppress(SchedulerError):  # starting again waits for a Slurm that is away
                 if attempt.ended is None and not said and slurm.steps(self.id):
                     request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
+                    self._wait_for_save(number)
             end_steps(self.id)
         return end(self.run, number, self.id, first=first_failure_of_job(said, job), job=job)
+
+    def _wait_for_save(self, number: int) -> None:
+        """Give ranks that have lost their supervisor, and are told so by their parents, the time to save."""
+        until = time.monotonic() + SAVE_SECONDS
+        while time.monotonic() < until and slurm.steps(self.id):
+            if any(one.id == number and one.ended for one in self.run.status().attempts):
+                return
+            time.sleep(0.5)
 
     # Starting again
 

@@ -45,6 +45,7 @@ from jobkit.supervisor.channel import (
 )
 from jobkit.supervisor.listener import ADDRESS, connect, read_secret
 from jobkit.supervisor.parents import PARENT, send
+from jobkit.worker import rescue
 from jobkit.worker.out_of_memory import kernel_oom_kills
 
 IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
@@ -87,6 +88,8 @@ class Parent:
         """The key of each by its process id."""
         self._oom_kills: dict[int, int] = {}
         self._kills_strays = False
+        self.attempt: int | None = None
+        """That of the processes started last, where they belong to one."""
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *passes_on):
             signal.signal(number, lambda number, frame: None)  # the byte in the socket is what wakes the loop
@@ -147,6 +150,7 @@ class Parent:
             self._ranks[pid] = request.key
             self._oom_kills[request.key] = kernel_oom_kills()
             self._kills_strays = False
+            self.attempt = int(request.environment.get("JOBKIT_ATTEMPT", 0)) or None
             self._tell(Forked(key=request.key, pid=pid))
         return None
 
@@ -406,11 +410,23 @@ def _serve_job(run: RunDir) -> Call | None:
     outcome = parent.serve()
     assert not isinstance(outcome, Channel)
     if outcome is None:
-        parent.signal_ranks(signal.SIGTERM)  # they save, and nobody is left who could start them again
-        while parent.reap():
-            time.sleep(0.1)
-        parent.leave()
+        _outlive_supervisor(run, parent)
     return outcome
+
+
+def _outlive_supervisor(run: RunDir, parent: Parent) -> None:
+    """Let the ranks save, and see to it that the job goes on."""
+    until = time.monotonic() + rescue.SAVE_SECONDS
+    if parent.attempt is not None:
+        with contextlib.suppress(OSError):
+            rescue.tell_ranks(run, parent.attempt)
+        parent.signal_ranks(signal.SIGTERM)
+        rescue.start_job_again(run, parent.attempt)  # while they save
+    while parent.reap():
+        if time.monotonic() > until or run.owner() not in (parent.attempt, None):
+            parent.signal_ranks(signal.SIGKILL)
+        time.sleep(0.1)
+    parent.leave()
 
 
 def _returncode(call: Callable[[], object]) -> int:

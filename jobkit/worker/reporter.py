@@ -43,7 +43,6 @@ class RunReporter:
     Args:
         on_lost_lease: what the thread of the metrics, or of a checkpoint, calls where the lease is lost: it cannot
             raise into the training's thread, which may wait for ranks that are gone.
-        on_tick: called a few times a second, on rank 0, in the metrics' thread.
         display: of a script that draws its own progress.
     """
 
@@ -54,12 +53,11 @@ class RunReporter:
         is_main: bool,
         *,
         on_lost_lease: Callable[[LostLease], None],
-        on_tick: Callable[[], None] = lambda: None,
         display: Display | None = None,
     ) -> None:
         self.heartbeat = Heartbeat()
         self._run, self._attempt, self._is_main = run, attempt, is_main
-        self._on_lost_lease, self._on_tick = on_lost_lease, on_tick
+        self._on_lost_lease = on_lost_lease
         self._display = display
         self._progress: dict[str, Any] = {}
         self._metrics: MetricLog | None = None
@@ -176,7 +174,6 @@ class RunReporter:
             with self._outage.survived():
                 self.write_journal()
             self._report(latest)
-            self._on_tick()
 
     def _report(self, latest: dict[str, float]) -> None:
         own = ("perf/", "final/", "train/lr")

@@ -8,8 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 
 from jobkit import slurm
@@ -21,10 +19,6 @@ from jobkit.supervisor.parents import PARENT, lives
 ASK_SECONDS = 2.0
 """How long to wait for Slurm's record to name a reason: the signal can arrive before the record says why. Not longer:
 of a preemption's grace, KillWait + 2 s (32 s by default), the checkpoint needs the rest."""
-
-SCRIPT_ASKS = 4
-"""How often, after a signal, Slurm is asked whether the batch script was killed: slurmctld serves all jobs, and is not
-to be asked twice a second for ever."""
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
@@ -91,7 +85,6 @@ class CauseFinder:
         """That of a stop of which neither jobkit nor the scheduler knows; None makes it a false alarm."""
         self.job_id = slurm.current_job() if os.environ.get("JOBKIT_SCHEDULER") == "slurm" else None
         self.margin = 0.0
-        self._script_asked = 0
 
     def look_around(self) -> None:
         """Learn when Slurm will end this attempt, and whether it is being stopped already.
@@ -143,23 +136,6 @@ class CauseFinder:
             if time.monotonic() >= until:
                 return "signal"  # someone's own `scancel --signal`: save, and go on in a new attempt
             time.sleep(0.3)  # all jobs of a cluster share its slurmctld
-
-    def replace_dead_script(self) -> None:
-        """Do the batch script's last work where it was killed: nothing else would start the job again.
-
-        For rank 0 to call twice a second. Slurm lets the ranks live for KillWait then, time enough for it, and with
-        luck for a checkpoint. Asked a few times: Slurm's second SIGTERM may hit the scontrol of the first.
-        """
-        if self.signals.signal is None:
-            self._script_asked = 0
-        if self.signals.signal is None or self.job_id is None or self._script_asked >= SCRIPT_ASKS:
-            return
-        self._script_asked += 1
-        job = self._ask()
-        if job is not None and job.script_died:
-            self._script_asked = SCRIPT_ASKS
-            end = [sys.executable, "-m", "jobkit.supervisor", "end", str(self.run.path), str(self.attempt)]
-            subprocess.Popen(end, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _ask(self) -> slurm.JobInfo | None:
         assert self.job_id is not None

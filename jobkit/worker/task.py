@@ -85,7 +85,6 @@ def open_context(rank: Rank, *, display: Display | None = None, unknown_cause: s
         rank.attempt,
         rank.is_main,
         on_lost_lease=end_after_lost_lease,
-        on_tick=finder.replace_dead_script,
         display=display,
     )
     return Context(rank, reporter, finder)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from harness.processes import command_line, ranks_of
 from harness.project import Project, begun, causes, describe, events, logged_steps, status, step, wait_for, weights
+from harness.quick_slurm import QUICK
 from slurm_cluster import Cluster, process_table
 
 STEPS = 60
@@ -119,3 +120,37 @@ def test_a_late_signal_of_an_attempt_does_not_reach_the_next(
     started.wait_until_over()
     started.assert_in_place(["killed"] * 3)
     assert weights(started.run) == uninterrupted(2)
+
+
+def test_when_the_node_of_the_batch_script_loses_all_processes_another_one_requeues_the_job(
+    short_dir: Path, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    with Cluster(short_dir, **QUICK) as cluster:
+        started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "resources.spares=1")
+        run = started.run
+        job = cluster.job(status(run)["job_id"])
+        own = {f"SLURMD_NODENAME={job['BatchHost']}", f"SLURM_CONF={cluster.env['SLURM_CONF']}", "SLURM_JOB_ID=1"}
+        victims = [one.pid for one in process_table().values() if own <= set(one.environment())]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # at once, as the OOM killer of the cgroup, or an epilog
+            for pid in victims:
+                os.kill(pid, number)
+        started.wait_until_over()
+        assert causes(run) == ["killed", "finished"], describe(run)
+        assert status(run)["attempts"][1]["began"] == "requeued"
+        assert cluster.job(status(run)["job_id"])["Restarts"] == "1"
+        assert logged_steps(run) == list(range(STEPS)), describe(run)
+        assert weights(run) == uninterrupted(2)
+
+
+def test_when_the_node_of_the_batch_script_dies_another_one_requeues_the_job(
+    short_dir: Path, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    with Cluster(short_dir, **QUICK) as cluster:
+        started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1")
+        run = started.run
+        cluster.kill_node(cluster.job(status(run)["job_id"])["BatchHost"])
+        started.wait_until_over()
+        assert causes(run)[-1] == "finished" and len(causes(run)) == 2, describe(run)
+        assert cluster.job(status(run)["job_id"])["Restarts"] == "1"
+        assert logged_steps(run) == list(range(STEPS)), describe(run)
+        assert weights(run) == uninterrupted(2)

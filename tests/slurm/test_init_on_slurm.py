@@ -5,17 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from harness.project import Project, names, status, wait_for
+from harness.project import Project, status, wait_for
 from slurm_cluster import Cluster
-
-
-def test_a_job_with_another_number_of_tasks_than_the_run_has_is_an_error(tmp_path: Path, slurm: Cluster) -> None:
-    project = Project(tmp_path, slurm.env)
-    project.submit("--cluster", "slurm", "clusters.slurm.srun_args=[--ntasks=1,--nodes=1]")
-    (run,) = project.runs
-    wait_for("the end", lambda: status(run)["state"] == "failed", run)
-    assert "rank 0 of 1" in status(run)["error"] and "4 rank(s)" in status(run)["error"]
-    assert "resumed" not in names(run)
 
 
 def test_the_rank_family_of_variables_reaches_every_task(tmp_path: Path, slurm: Cluster) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobkit.errors import InputError
+from jobkit.errors import InputError, InvalidValue
 from jobkit.run.config import Config, Resources
 from jobkit.submission import options
 from jobkit.submission.plan import LaunchPlan, make_plan, visible_gpus
@@ -31,6 +31,20 @@ def test_the_script_asks_for_the_resources() -> None:
     expected |= {"job-name": "toy-12345678", "signal": "USR2@90", "requeue": "", "open-mode": "append"}
     assert {key: lines[key] for key in expected} == expected
     assert "wckey" not in lines
+
+
+@pytest.mark.parametrize("word", ["--ntasks=1", "-n1", "-N 2", "--nodelist=a"])
+def test_srun_is_not_told_otherwise_how_many_tasks_there_are(word: str) -> None:
+    with pytest.raises(InvalidValue, match=r"clusters.slurm.srun_args") as refused:
+        plan({"slurm": {"srun_args": [word]}})
+    assert "jobkit sets this itself" in str(refused.value)
+
+
+def test_spares_are_nodes_beyond_those_that_have_ranks() -> None:
+    lines = sbatch_lines(plan(nodes=4, tasks_per_node=8, spares=2, min_nodes=3))
+    assert (lines["nodes"], lines["no-kill"]) == ("6", "")
+    with pytest.raises(InvalidValue, match=r"resources.min_nodes.*found 5, allowed: at most resources.nodes, 4"):
+        plan(nodes=4, min_nodes=5)
 
 
 @pytest.mark.parametrize("written", ["30s", "1", "0:05:00", "9min", "2d"])
