@@ -15,7 +15,7 @@ class Event(str, Enum):
     STARTED = "started"
     """An attempt began: it holds the lease."""
     RESUMED = "resumed"
-    """Its loop began, from a checkpoint or from step 0."""
+    """Its loop began, from a checkpoint, from a snapshot in memory (`memory`) or from step 0."""
     CHECKPOINT = "checkpoint"
     """One is durable."""
     CHECKPOINT_FAILED = "checkpoint_failed"
