@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 SLOTS = "JOBKIT_MEMORY_SLOTS"
 """Environment variable of a rank: its two open files, `3,4`; absent where nobody keeps snapshots for it."""
 
+_NAME = "jobkit-slot"
+
 
 def make_slots() -> tuple[int, int] | None:
-    """Two empty slots for one rank, not inherited by programs that are started; None where the system has none.
+    """Two empty slots for one rank; None where the system has none. A program that is started does not inherit them.
 
     Raises OSError where no more files can be open.
     """
     if not hasattr(os, "memfd_create"):  # not Linux
         return None
-    first = os.memfd_create("jobkit-slot-0", os.MFD_CLOEXEC)
+    first = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     try:
-        return first, os.memfd_create("jobkit-slot-1", os.MFD_CLOEXEC)
+        return first, os.memfd_create(_NAME, os.MFD_CLOEXEC)
     except OSError:
         os.close(first)
         raise
@@ -33,11 +36,11 @@ def environment_of(slots: Sequence[int]) -> dict[str, str]:
 
 
 def find_slots(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """The slots of this process; None where it was given none, or what it was given is not open."""
+    """The slots of this process; None where it was given none, or has the variable but not the files."""
     try:
         first, second = map(int, environ.get(SLOTS, "").split(","))
-        for file in (first, second):
-            os.fstat(file)
+        links = [str(Path(f"/proc/self/fd/{file}").readlink()) for file in (first, second)]
     except (ValueError, OSError):
         return None
-    return first, second
+    # Not every process inherits what its parent has open: then the numbers are those of files of the user's.
+    return (first, second) if all(link.startswith(f"/memfd:{_NAME}") for link in links) else None

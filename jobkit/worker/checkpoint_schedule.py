@@ -79,17 +79,18 @@ class MemorySchedule:
 
     def __init__(self, every: str | int | bool) -> None:
         self._steps = every if isinstance(every, int) and not isinstance(every, bool) else None
-        self._seconds: float | None = None
+        self.seconds: float | None = None
+        """Between two snapshots; None where the clock does not decide."""
         self._auto = every == "auto"
         if isinstance(every, str) and every not in ("auto", "off"):
-            self._seconds = parse_seconds(every)
+            self.seconds = parse_seconds(every)
         elif self._auto:
-            self._seconds = 0.0  # the first one at once: its cost is then known
+            self.seconds = 0.0  # the first one at once: its cost is then known
         self._since = time.monotonic()
 
     @property
     def is_off(self) -> bool:
-        return self._steps is None and self._seconds is None
+        return self._steps is None and self.seconds is None
 
     def restart(self) -> None:
         """Time counts from here: a snapshot has been taken, alone or with a checkpoint."""
@@ -101,12 +102,12 @@ class MemorySchedule:
 
     def is_due_by_time(self) -> bool:
         """Whether the clock calls for a snapshot: this process's clock, which no other rank shares."""
-        return self._seconds is not None and time.monotonic() - self._since >= self._seconds
+        return self.seconds is not None and time.monotonic() - self._since >= self.seconds
 
     def observe(self, stall: float) -> None:
         """One held up the training for `stall` seconds."""
         if self._auto:
-            self._seconds = max(stall / MAX_OVERHEAD, MIN_MEMORY_SECONDS)
+            self.seconds = max(stall / MAX_OVERHEAD, MIN_MEMORY_SECONDS)
 
 
 def mean_time_between_failures(attempts: Sequence[Attempt]) -> float:

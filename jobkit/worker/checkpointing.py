@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -62,7 +63,7 @@ class Checkpoints:
         """
         if self._pending is None or self._pending.step != step or extra is not None:
             # What is waited for is the last of this attempt: its way to the disk is not to be made longer.
-            self._pending = self._begin(step, extra or {}, self._saved, in_memory=not wait)
+            self._pending = self._begin(step, extra or {}, on_done=self._saved, in_memory=not wait)
         self.schedule.restart()
         if wait:
             outcome = self._pending.outcome()
@@ -75,13 +76,21 @@ class Checkpoints:
         Then it would hold up the training until that is on the disk.
         """
         if self._checkpointer.takes_snapshots and not self._rank.group.anywhere(self._checkpointer.is_busy):
-            self._begin(step, {}, self._kept, to_disk=False)
+            started = time.perf_counter()
+            self._begin(step, {}, to_disk=False)
+            self.memory_schedule.observe(time.perf_counter() - started)
 
     def _begin(
-        self, step: int, extra: Mapping[str, Any], on_done: Callable[[Saved], None], **where: bool
+        self,
+        step: int,
+        extra: Mapping[str, Any],
+        on_done: Callable[[Saved], None] | None = None,
+        *,
+        to_disk: bool = True,
+        in_memory: bool = True,
     ) -> PendingSave:
         # Before the state is copied: the curves of the steps in this checkpoint, and of none after it.
-        position = self._reporter.mark_metrics(on_disk=not where.get("to_disk", True))
+        position = self._reporter.mark_metrics(on_disk=not to_disk)
         shared, held_by = self._tracked.trees()
         self.memory_schedule.restart()
         return self._checkpointer.save(
@@ -91,17 +100,14 @@ class Checkpoints:
             held_by=held_by,
             extra=lambda: {"tensorboard": position(), **extra},
             on_done=on_done,
-            **where,
+            to_disk=to_disk,
+            in_memory=in_memory,
         )
 
     def wait(self, seconds: float | None = None) -> None:
         if self._pending is not None:
             with suppress(TimeoutError):
                 self._pending.outcome(seconds)
-
-    def _kept(self, saved: Saved) -> None:
-        """In the writer's thread, on every rank."""
-        self.memory_schedule.observe(saved.stall)
 
     def _saved(self, saved: Saved) -> None:
         """In the writer's thread, on every rank."""

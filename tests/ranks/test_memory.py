@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -52,6 +53,11 @@ def sharded_state(team: Team, step: int) -> dict[str, Any]:
     mesh = DeviceMesh.from_group(team.group, "cpu")
     rows = torch.arange(10 * 4, dtype=torch.float32).view(10, 4) + step
     return {"sharded": {"rows": distribute_tensor(rows, mesh, [Shard(0)])}}
+
+
+def stage_state(rank: int, step: int) -> dict[str, Any]:
+    """What one rank alone has, as of a pipeline."""
+    return {f"stage#{rank}": {"weight": torch.full((5, rank + 1), 10.0 * step + rank)}}
 
 
 def local_state(rank: int, step: int) -> dict[str, Any]:
@@ -106,6 +112,9 @@ def begin(team: Team, attempt: Attempt) -> tuple[Checkpointer, Began]:
     assert same(shared, shared_state(loaded.step)), "what was found is not what was saved"
     again = checkpointer.read(loaded, {"model": {}})
     assert same(again, shared_state(loaded.step)), "what was read again is not what was saved"
+    for rank in range(loaded.manifest.world_size):
+        name, tree = next(iter(stage_state(rank, loaded.step).items()))
+        assert same(loaded.shared[name], tree)
     if attempt.sharded:
         rows = loaded.shared["sharded"]["rows"]
         assert isinstance(rows, DTensor)
@@ -124,9 +133,10 @@ def begin(team: Team, attempt: Attempt) -> tuple[Checkpointer, Began]:
 
 
 def save(checkpointer: Checkpointer, team: Team, step: int, sharded: bool = False, **where: bool) -> str | None:
-    state = {**shared_state(step), **(sharded_state(team, step) if sharded else {})}
+    state = {**shared_state(step), **(sharded_state(team, step) if sharded else {}), **stage_state(team.rank, step)}
+    held_by = {f"stage#{team.rank}": [team.rank]}
     extra = {"tensorboard": {"file": step}}
-    saved = checkpointer.save(step, state, local_state(team.rank, step), extra=lambda: extra, **where)
+    saved = checkpointer.save(step, state, local_state(team.rank, step), lambda: extra, held_by=held_by, **where)
     error = saved.outcome().error
     return None if error is None else str(error)
 
@@ -339,8 +349,11 @@ def test_snapshots_of_another_run_are_not_touched(root: Path, slots: Slots) -> N
 # Killed at any instant
 
 
-KILL_AT = {"copy_", "pwrite", "ftruncate", "crc32", "dumps", "mmap", "fstat", "isend", "irecv", "gather", "allgather"}
-"""What a snapshot consists of: a rank is killed before each of these calls, in the loop's thread and in the other."""
+KILL_AT = {
+    *("copy_", "pwrite", "ftruncate", "crc32", "dumps", "mmap", "fstat", "isend", "irecv", "gather", "allgather"),
+    *("pread", "preadv", "readinto", "loads"),
+}
+"""What a snapshot is made and read by: a rank is killed before such a call, in the loop's thread or in the other."""
 
 
 def kill_at(number: int) -> None:
@@ -384,6 +397,30 @@ def test_a_rank_killed_at_any_instant_of_a_snapshot_costs_no_more_than_that_one(
             break
     assert number > 20
     assert found.step == 4
+
+
+def die_while_beginning(team: Team, attempt: Attempt, dying: int, number: int) -> bool:
+    """The death of a rank while all of them look for what to begin with."""
+    if team.rank == dying:
+        kill_at(number)
+    with contextlib.suppress(Exception):  # the other rank's, which has lost its peer
+        begin(team, attempt)
+    return True
+
+
+@pytest.mark.parametrize(("per_node", "dying"), [(1, 0), (2, 1)])
+def test_a_rank_killed_while_it_begins_from_memory_leaves_the_snapshot_to_the_next(
+    root: Path, slots: Slots, per_node: int, dying: int
+) -> None:
+    run(Attempt(slots, root, (1, 2), ranks_per_node=per_node))
+    for number in itertools.count(1, 2):
+        attempt = Attempt(slots, root, ranks_per_node=per_node, number=2 * number)
+        ended = on_ranks(2, die_while_beginning, attempt, dying, number)
+        found = run(Attempt(slots, root, ranks_per_node=per_node, number=2 * number + 1))
+        assert (found.step, found.from_memory) == (2, True), f"a death at call {number}"
+        if ended[dying]:
+            break
+    assert number > 4
 
 
 def die_at_once(team: Team, attempt: Attempt) -> None:
