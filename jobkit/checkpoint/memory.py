@@ -92,10 +92,10 @@ class SnapshotMemory:
         self._slots[self._next].invalidate()
         return self._buffers[self._next]
 
-    def _block(self, slot: Slot) -> Callable[[int, bool], torch.Tensor]:
-        def block(size: int, pin: bool) -> torch.Tensor:
+    def _block(self, slot: Slot) -> Callable[[int, torch.device | None], torch.Tensor]:
+        def block(size: int, device: torch.device | None) -> torch.Tensor:
             self._check_room(size)
-            return slot.map_data(size, pin)
+            return slot.map_data(size, device)
 
         return block
 
@@ -171,7 +171,7 @@ class SnapshotMemory:
     def _prepare(self, staged: Staged) -> None:
         """Have the memory of the other slot before the loop needs it."""
         with suppress(NoRoom):  # the next snapshot will say so
-            self._buffers[1 - self._next].lay_out(staged.layout, staged.pinned)
+            self._buffers[1 - self._next].lay_out(staged.layout, staged.device)
 
     def release(self) -> None:
         """Give the memory back: when no more are taken, and nobody reads what was staged there."""

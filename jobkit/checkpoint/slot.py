@@ -119,24 +119,24 @@ class Slot:
         self.data = self._guest = _NOTHING
         os.ftruncate(self.file, DATA_AT)
 
-    def map_data(self, size: int, pin: bool) -> torch.Tensor:
+    def map_data(self, size: int, device: torch.device | None) -> torch.Tensor:
         """Memory of the file for this rank's own tensors: uint8 [size]. What it was before is no longer used."""
         if self.data.numel():
             self.release()  # of another layout
-        self.data = self._map(DATA_AT, size, pin)
+        self.data = self._map(DATA_AT, size, device)
         return self.data
 
     def map_guest(self, size: int) -> torch.Tensor:
         """Memory of the file for the tensors of another rank: uint8 [size], at `guest_at`."""
         if self._guest.numel() != size:
-            self._guest = self._map(self.guest_at, size, pin=False)
+            self._guest = self._map(self.guest_at, size, None)
         return self._guest
 
     @property
     def guest_at(self) -> int:
         return DATA_AT + _pages(self.data.numel())
 
-    def _map(self, start: int, size: int, pin: bool) -> torch.Tensor:
+    def _map(self, start: int, size: int, device: torch.device | None) -> torch.Tensor:
         if not size:
             return _NOTHING
         if os.fstat(self.file).st_size < start + size:
@@ -146,8 +146,8 @@ class Slot:
             with contextlib.suppress(OSError):
                 block.madvise(advice)
         tensor = torch.frombuffer(block, dtype=torch.uint8)
-        if pin:
-            _pin(tensor)
+        if device is not None:
+            _pin(tensor, device)
         return tensor
 
     def publish(self, contents: Contents) -> None:
@@ -200,11 +200,12 @@ def _pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _pin(tensor: torch.Tensor) -> None:
+def _pin(tensor: torch.Tensor, device: torch.device) -> None:
     """Page-lock mapped memory for copies from a GPU; where that fails the copy is slower, and nothing else."""
-    if torch.version.cuda is None:
+    if device.type != "cuda":
         return
-    with contextlib.suppress(Exception):
+    portable = 1  # cudaHostRegisterPortable: for every GPU of this process
+    with contextlib.suppress(Exception), torch.cuda.device(device):  # a thread's own device is the first
         runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostRegister(address, tensor.numel(), 0)) == 0:
-            weakref.finalize(tensor, runtime.cudaHostUnregister, address)
+        if int(runtime.cudaHostRegister(address, tensor.numel(), portable)) == 0:
+            weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False

@@ -43,11 +43,11 @@ class NoRoom(Exception):
 class HostBuffers:
     """Host memory laid out for one set of tensors; laid out again only when names, shapes or dtypes change.
 
-    `block` gives memory, as uint8 [size], for all tensors in one piece, page-locked where it is asked to; without it
-    they lie in as much private memory as they need.
+    `block` gives memory, as uint8 [size], for all tensors in one piece, page-locked for a device where there is one;
+    without it they lie in as much private memory as they need.
     """
 
-    def __init__(self, block: Callable[[int, bool], torch.Tensor] | None = None) -> None:
+    def __init__(self, block: Callable[[int, torch.device | None], torch.Tensor] | None = None) -> None:
         self._block = block
         self._layout: Layout = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -55,7 +55,7 @@ class HostBuffers:
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of the tensors, complete on return, valid until the next call."""
         devices = {tensor.device for tensor in tensors.values() if has_streams(tensor.device.type)}
-        self.lay_out({key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}, pin=bool(devices))
+        self.lay_out({key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}, next(iter(devices), None))
         with torch.no_grad():
             for key, tensor in tensors.items():
                 self._views[key].copy_(tensor, non_blocking=True)
@@ -63,22 +63,24 @@ class HostBuffers:
             torch.get_device_module(device).current_stream(device).synchronize()
         return self._views
 
-    def lay_out(self, layout: Layout, pin: bool) -> None:
-        """Take memory for tensors of these shapes and dtypes, unless there is just that."""
+    def lay_out(self, layout: Layout, device: torch.device | None) -> None:
+        """Take memory for tensors of these shapes and dtypes, which come from a device, unless there is just that."""
         if layout != self._layout:
             self._layout, self._views = {}, {}  # the old memory goes before the new comes
-            self._views = _allocate(layout, pin, self._block)
+            self._views = _allocate(layout, device, self._block)
             self._layout = dict(layout)
 
 
-def _allocate(layout: Layout, pin: bool, block: Callable[[int, bool], torch.Tensor] | None) -> dict[str, torch.Tensor]:
+def _allocate(
+    layout: Layout, device: torch.device | None, block: Callable[[int, torch.device | None], torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
     sizes = {key: shape.numel() * dtype.itemsize for key, (shape, dtype) in layout.items()}
     left = sum(_aligned(size) for size in sizes.values())
-    slab, used = block(left, pin) if block is not None else torch.empty(0, dtype=torch.uint8), 0
+    slab, used = block(left, device) if block is not None else torch.empty(0, dtype=torch.uint8), 0
     views = {}
     for key, (shape, dtype) in layout.items():
         if used + sizes[key] > slab.numel():
-            slab, used = _memory(max(min(left, _SLAB), sizes[key]), pin), 0
+            slab, used = _memory(max(min(left, _SLAB), sizes[key]), pin=device is not None), 0
         views[key] = slab[used : used + sizes[key]].view(dtype).view(shape)
         used += _aligned(sizes[key])
         left -= _aligned(sizes[key])
@@ -114,7 +116,8 @@ class Staged:
     own: list[str] = field(default_factory=list)
     """The keys of the tensors that are not on every node, which are staged last."""
     layout: Layout = field(default_factory=dict)
-    pinned: bool = False
+    device: torch.device | None = None
+    """Where tensors were copied from, unless it is the CPU."""
     no_room: str | None = None
     """Why there is no memory in which it could outlive the rank."""
     problem: str | None = None
@@ -199,7 +202,7 @@ class Stager:
         copies = buffers.copy(parts)
         staged.nbytes = sum(copy.nbytes for copy in copies.values())
         staged.layout = {key: (part.shape, part.dtype) for key, part in parts.items()}
-        staged.pinned = any(has_streams(part.device.type) for part in parts.values())
+        staged.device = next((part.device for part in parts.values() if has_streams(part.device.type)), None)
         for key, tensor in tensors.items():
             staged.items.extend((item, copies[key]) for item in self._items_of(key, tensor))
 

@@ -79,6 +79,21 @@ def test_a_run_whose_ranks_die_goes_on_from_memory_bit_for_bit(
     assert len([event for event in events(run) if event["event"] == "checkpoint"]) < 5, "the journal does not grow"
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "zero2"])
+def test_a_lost_node_costs_no_more_than_a_lost_rank(tmp_path: Path, slots: Slots, parallel: str) -> None:
+    overrides = ("--local", *TWO_RANKS, f"parallel={parallel}", "params.steps=25")
+    undisturbed = Project(tmp_path / "undisturbed")
+    undisturbed.submit(*overrides)
+    project = project_with(tmp_path / "disturbed", slots, {1: (1, 18)})
+    new = "os.environ['JOBKIT_ATTEMPT'] == '2' and JobEnvironment().global_rank == 1"
+    (project.path / "orders.py").write_text(f"{ORDERS}\n\nif {new}:\n    [os.ftruncate(file, 0) for file in mine]\n")
+    project.submit(*overrides, "checkpoint.memory=1")
+    (run,) = project.runs
+    assert resumed(run) == [(0, False, None), (18, True, None)], describe(run)
+    assert weights(run) == weights(undisturbed.runs[0])
+    assert logged_steps(run) == list(range(25))
+
+
 def test_no_more_than_an_interval_is_repeated(tmp_path: Path, slots: Slots) -> None:
     project = project_with(tmp_path, slots, {1: (1, 18)})
     project.submit("--local", *TWO_RANKS, "checkpoint.memory=5", "params.steps=25")
