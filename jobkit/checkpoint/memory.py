@@ -39,7 +39,7 @@ class Snapshot:
 
 
 class SnapshotMemory:
-    """The two slots of this rank. What is collective is said to be; `ranks` are the checkpointer's.
+    """The two slots of this rank; `ranks` are the checkpointer's. To make it is collective; what else is says so.
 
     Of the two one always holds a snapshot that all ranks have, once there is one: a slot is taken for the next only
     when every rank has said that the other is complete.
@@ -95,7 +95,10 @@ class SnapshotMemory:
     def _block(self, slot: Slot) -> Callable[[int, torch.device | None], torch.Tensor]:
         def block(size: int, device: torch.device | None) -> torch.Tensor:
             self._check_room(size)
-            return slot.map_data(size, device)
+            try:
+                return slot.map_data(size, device)
+            except OSError as error:  # as with a limit for the size of files, which these are
+                raise NoRoom(f"{size >> 20} MiB of them: {error.strerror}") from error
 
         return block
 
@@ -149,7 +152,7 @@ class SnapshotMemory:
         return (self._ranks.rank - self._ranks_per_node) % self._ranks.world_size
 
     def _parts(self, own: Part, sent: Part, slot: Slot) -> list[Part]:
-        """The rank's own part, and what only the node before has of its neighbour's there: with checksums."""
+        """The rank's own part and, of a rank on the node before, what no other node has: with checksums."""
         parts = [replace(own, crc32=zlib.crc32(raw(slot.data)))]
         if self._has_neighbour:
             parts.append(self._exchange(sent, slot))
@@ -183,7 +186,7 @@ class SnapshotMemory:
     # Finding one
 
     def newest(self, at_least: int) -> Snapshot | None:
-        """The newest snapshot of `at_least` so many steps that is whole and verified, or None. Collective."""
+        """The newest snapshot of at least so many steps that is whole and verified, or None. Collective."""
         if self._candidates is None:
             self._candidates = self._find_candidates()
         while self._candidates and self._candidates[0].step >= at_least:
@@ -209,11 +212,11 @@ class SnapshotMemory:
             except DamagedSlot as error:
                 damaged.append((error.step, f"what rank {self._ranks.rank} says of it does not match its checksum"))
         found = self._ranks.gather((max(owners, default=-1), mine, damaged))
-        newest = max(owner for owner, *_ in found)
-        if newest < self._trained:
-            return []
-        self.refused += [one for *_, more in found for one in more]
+        newest = max(self._trained, *(owner for owner, *_ in found))
         ids = {id for owner, ids, _ in found if owner == newest for id in ids}
+        left = {id.step for _, ids, _ in found for id in ids} - {id.step for id in ids}
+        self.refused += [one for *_, more in found for one in more]
+        self.refused += [(step, "the run has gone on without it") for step in sorted(left, reverse=True)]
         return sorted(ids, key=lambda id: (id.step, id.number, id.timeline), reverse=True)
 
     def _slot_of(self, id: SnapshotId) -> Slot | None:

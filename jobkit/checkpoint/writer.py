@@ -194,7 +194,7 @@ class Checkpointer:
         memory = self._memory
         if memory is not None and in_memory:
             try:
-                with as_checkpoint_error("no snapshot in memory"):
+                with as_checkpoint_error("one was not taken"):
                     memory.complete(staged, step, extra)
             except CheckpointError as raised:
                 error = raised
@@ -211,10 +211,11 @@ class Checkpointer:
         return error
 
     def _complain(self, error: CheckpointError) -> None:
-        """Say once why there is no snapshot: they are frequent."""
-        if self._ranks.is_main and str(error) != self._complaint:
+        """Say once why there is no snapshot: they are frequent. A rank that has died is for others to tell of."""
+        is_lost = isinstance(error.__cause__, RuntimeError)  # gloo's
+        if self._ranks.is_main and not is_lost and str(error) != self._complaint:
             self._complaint = str(error)
-            log.info("%s", error)
+            log.info("no snapshots in memory: %s", error)
 
     def wait(self) -> None:
         """Return when no save is under way; how they ended is for their PendingSave to say."""

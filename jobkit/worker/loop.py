@@ -103,6 +103,7 @@ class TrainingLoop:
         self._timer.start(self.step)
         self._reporter.heartbeat.begin()
         self._schedule.restart()
+        self._memory_schedule.restart()
 
     def _record_resumed(self, total: int) -> None:
         began: dict[str, Any] = {"checkpoint": None}

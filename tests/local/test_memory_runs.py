@@ -100,6 +100,21 @@ def test_no_more_than_an_interval_is_repeated(tmp_path: Path, slots: Slots) -> N
     assert resumed(project.runs[0]) == [(0, False, None), (15, True, None)]
 
 
+def test_a_death_while_a_snapshot_may_be_under_way_leaves_the_run_exact(
+    tmp_path: Path, slots: Slots, uninterrupted: Callable[[int], bytes]
+) -> None:
+    project = project_with(tmp_path, slots, {1: (1, 20), 2: (0, 33), 3: (1, 50)})
+    hasty = ORDERS.replace("ctx._checkpointer.wait()", "pass")
+    (project.path / "orders.py").write_text(hasty)
+    project.submit("--local", *TWO_RANKS, "checkpoint.memory=1")
+    (run,) = project.runs
+    first, *others = resumed(run)
+    assert first == (0, False, None)
+    assert all(memory for _, memory, _ in others), describe(run)
+    assert weights(run) == uninterrupted(2)
+    assert logged_steps(run) == list(range(STEPS))
+
+
 def test_memory_that_is_off_leaves_the_disk(tmp_path: Path, slots: Slots) -> None:
     project = project_with(tmp_path, slots, {1: (1, 18)})
     project.submit("--local", *TWO_RANKS, "checkpoint.memory=off", "checkpoint.every=10", "params.steps=25")

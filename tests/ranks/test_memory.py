@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import sys
 import threading
@@ -327,6 +328,7 @@ def test_a_node_that_was_away_does_not_bring_its_own_past_back(root: Path, slots
     assert run(Attempt(away, root, in_memory=(2,), ranks_per_node=1, number=2), 1).step == 1
     found = run(Attempt(slots, root, ranks_per_node=1, number=3, trained=2), 1)
     assert (found.step, found.from_memory) == (1, False)
+    assert found.refused == [(step, "the run has gone on without it") for step in (9, 1)]
 
 
 def test_a_node_that_was_away_meets_those_that_went_on(root: Path, slots: Slots) -> None:
@@ -453,6 +455,20 @@ def test_a_checkpoint_is_written_where_there_is_no_room_for_a_snapshot(root: Pat
     found = run(Attempt(slots, root, on_disk=(1, 2), free=0))
     assert found.errors == []
     assert Store(root).verify(2) == []
+
+
+def save_with_a_limit(team: Team, slots: Slots, root: Path) -> tuple[Any, bool]:
+    state = {"x": {"x": torch.ones(1 << 18)}}
+    checkpointer = checkpointer_with(team, slots, root, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 2048, limits[1]))  # a page more is too much
+    error = checkpointer.save(1, state).outcome().error
+    return error and str(error), checkpointer.takes_snapshots
+
+
+def test_a_checkpoint_is_written_where_the_system_has_no_memory_for_a_snapshot(root: Path, slots: Slots) -> None:
+    assert on_ranks(1, save_with_a_limit, slots, root) == [(None, False)]
+    assert Store(root).verify(1) == []
 
 
 def test_a_state_that_grows_and_shrinks_is_kept_whole(root: Path, slots: Slots) -> None:
