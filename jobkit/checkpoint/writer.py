@@ -114,8 +114,13 @@ class Checkpointer:
         return [] if self._memory is None else self._memory.refused
 
     @property
+    def has_memory(self) -> bool:
+        """Whether there was memory for snapshots at the start: the same on all ranks."""
+        return self._memory is not None
+
+    @property
     def takes_snapshots(self) -> bool:
-        """Whether there is memory for snapshots: the same on all ranks once no save is under way."""
+        """Whether there is room for them still: the same on all ranks once no save is under way."""
         return self._memory is not None and self._memory.is_on
 
     @property
@@ -132,6 +137,7 @@ class Checkpointer:
         on_done: Callable[[Saved], None] | None = None,
         held_by: Mapping[str, Sequence[int]] | None = None,
         *,
+        memory_extra: Callable[[], dict[str, Any]] | None = None,
         to_disk: bool = True,
         in_memory: bool = True,
     ) -> PendingSave:
@@ -144,7 +150,7 @@ class Checkpointer:
         `error` of the outcome on all. Waits for the save before it.
 
         Where there is memory for snapshots it is one as well, unless `in_memory` is off: then no rank is ever started
-        from there. Without `to_disk` it is nothing else.
+        from there. Without `to_disk` it is nothing else. `memory_extra` is its `extra`, where that is another.
         """
         started = time.perf_counter()
         self.wait()
@@ -154,7 +160,11 @@ class Checkpointer:
         in_memory = in_memory and self.takes_snapshots
 
         def finish() -> None:
-            error = self._finish(step, staged, extra, to_disk, in_memory)
+            error = self._keep_in_memory(step, staged, memory_extra or extra) if in_memory else None
+            if to_disk:
+                error = self._write_to_disk(step, staged, extra)
+            if self._memory is not None and not self._memory.is_on:
+                self._memory.release()
             saved = Saved(step, stall, time.perf_counter() - started, staged.nbytes, error)
             try:
                 if on_done is not None:
@@ -181,34 +191,27 @@ class Checkpointer:
             staged.no_room = reason
         return staged
 
-    def _finish(
-        self,
-        step: int,
-        staged: Staged,
-        extra: Callable[[], dict[str, Any]] | None,
-        to_disk: bool,
-        in_memory: bool,
+    def _keep_in_memory(
+        self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None
     ) -> CheckpointError | None:
-        """What follows the copy, in the thread; what went wrong with it, a snapshot beside a checkpoint apart."""
-        error = None
-        memory = self._memory
-        if memory is not None and in_memory:
-            try:
-                with as_checkpoint_error("one was not taken"):
-                    memory.complete(staged, step, extra)
-            except CheckpointError as raised:
-                error = raised
-                self._complain(raised)
-        if to_disk:
-            error = None
-            try:
-                with as_checkpoint_error(f"the checkpoint of step {step} was not written"):
-                    self._write(step, staged, extra)
-            except CheckpointError as raised:
-                error = raised
-        if memory is not None and not memory.is_on:
-            memory.release()
-        return error
+        assert self._memory is not None
+        try:
+            with as_checkpoint_error("one was not taken"):
+                self._memory.complete(staged, step, extra)
+        except CheckpointError as error:
+            self._complain(error)
+            return error
+        return None
+
+    def _write_to_disk(
+        self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None
+    ) -> CheckpointError | None:
+        try:
+            with as_checkpoint_error(f"the checkpoint of step {step} was not written"):
+                self._write(step, staged, extra)
+        except CheckpointError as error:
+            return error
+        return None
 
     def _complain(self, error: CheckpointError) -> None:
         """Say once why there is no snapshot: they are frequent. A rank that has died is for others to tell of."""

@@ -75,7 +75,11 @@ class Checkpoints:
 
         Then it would hold up the training until that is on the disk.
         """
-        if self._checkpointer.takes_snapshots and not self._rank.group.anywhere(self._checkpointer.is_busy):
+        checkpointer = self._checkpointer
+        if not checkpointer.has_memory:
+            return
+        # All ranks ask: that there is no room, or that something is written, one may learn before the others.
+        if not self._rank.group.anywhere(checkpointer.is_busy or not checkpointer.takes_snapshots):
             started = time.perf_counter()
             self._begin(step, {}, to_disk=False)
             self.memory_schedule.observe(time.perf_counter() - started)
@@ -90,7 +94,7 @@ class Checkpoints:
         in_memory: bool = True,
     ) -> PendingSave:
         # Before the state is copied: the curves of the steps in this checkpoint, and of none after it.
-        position = self._reporter.mark_metrics(on_disk=not to_disk)
+        position = self._reporter.mark_metrics()
         shared, held_by = self._tracked.trees()
         self.memory_schedule.restart()
         return self._checkpointer.save(
@@ -99,6 +103,8 @@ class Checkpoints:
             {"rng": rng_state(self._rank.device), **self._tracked.local_state()},
             held_by=held_by,
             extra=lambda: {"tensorboard": position(), **extra},
+            # The next attempt may begin there without another checkpoint: no point may be lost that is not yet written.
+            memory_extra=lambda: {"tensorboard": self._reporter.on_disk(position())},
             on_done=on_done,
             to_disk=to_disk,
             in_memory=in_memory,

@@ -71,9 +71,8 @@ class Context:
         store = Store(run.checkpoints, attempt=str(rank.attempt))
         if rank.is_main:
             store.clean()  # the lease is ours, and nobody writes yet
-        ranks = (
-            RankGroup.of_world()
-        )  # of its own: collectives of the writing thread must not be matched with training's
+        # Of their own: collectives of the writing thread must not be matched with the training's.
+        ranks = RankGroup.of_world()
         earlier = run.status().attempts[:-1] if rank.is_main else []
         memory_schedule = MemorySchedule(config.checkpoint.memory)
         self._checkpointer = Checkpointer(

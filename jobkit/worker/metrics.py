@@ -183,9 +183,8 @@ class MetricLog:
         self._wake.set()
         return future
 
-    def on_disk(self, mark: Callable[[], Position]) -> Position:
+    def on_disk(self, position: Position) -> Position:
         """The position of a mark; OSError where the disk has not taken all that was logged before it."""
-        position = mark()
         for name, size in position.items():
             if (self.folder / name).stat().st_size < size:
                 raise OSError(errno.ENOSPC, "TensorBoard's points are not all on the disk", name)

@@ -148,15 +148,13 @@ class RunReporter:
         if self._metrics is not None:
             self._metrics.hparams(parameters, metrics)
 
-    def mark_metrics(self, on_disk: bool = False) -> Callable[[], Position]:
-        """What waits until all that was logged so far is on the disk, and returns the position after it.
+    def mark_metrics(self) -> Callable[[], Position]:
+        """What waits until all that was logged so far is on the disk, and returns the position after it."""
+        return dict if self._metrics is None else partial(self._metrics.mark().result, timeout=MARK_SECONDS)
 
-        Of a full disk it is the position to be, unless `on_disk` asks for more: then OSError is raised.
-        """
-        if self._metrics is None:
-            return dict
-        position = partial(self._metrics.mark().result, timeout=MARK_SECONDS)
-        return partial(self._metrics.on_disk, position) if on_disk else position
+    def on_disk(self, position: Position) -> Position:
+        """A position; OSError where a full disk has not taken all that was logged before it."""
+        return position if self._metrics is None else self._metrics.on_disk(position)
 
     # Progress
 

@@ -68,11 +68,11 @@ def test_a_position_is_the_size_of_the_files_after_all_that_was_logged_before(tm
 def test_a_position_counts_for_memory_only_once_the_disk_has_all_before_it(tmp_path: Path) -> None:
     metrics = log(tmp_path)
     metrics.scalars(1, {"loss": 1.0})
-    position = metrics.on_disk(lambda: metrics.mark().result(timeout=60))
+    position = metrics.on_disk(metrics.mark().result(timeout=60))
     assert position == {file.name: file.stat().st_size for file in tmp_path.iterdir()}
     (name,) = position
     with pytest.raises(OSError, match="not all on the disk"):
-        metrics.on_disk(lambda: {name: position[name] + 1})
+        metrics.on_disk({name: position[name] + 1})
     metrics.close()
 
 
