@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import resource
@@ -209,6 +210,44 @@ def test_a_snapshot_is_kept_until_two_newer_ones_are_complete(root: Path, slots:
     run(Attempt(slots, root, in_memory=(7,)))
     for number in (2, 3):
         assert run(Attempt(slots, root, number=number)).step == 7, "attempts that die before their first snapshot"
+
+
+def save_with_curves_in_memory(team: Team, attempt: Attempt) -> list[str | None]:
+    """A snapshot, then a checkpoint whose curves the disk has not taken."""
+
+    def fail() -> dict[str, Any]:
+        raise OSError(errno.ENOSPC, "not all on the disk")
+
+    checkpointer, _ = begin(team, attempt)
+    held_by = {f"stage#{team.rank}": [team.rank]}
+    state = {**shared_state(2), **stage_state(team.rank, 2)}
+    first = save(checkpointer, team, 1, to_disk=False)
+    second = checkpointer.save(2, state, local_state(team.rank, 2), dict, held_by=held_by, memory_extra=fail)
+    third = checkpointer.save(3, state, held_by=held_by, memory_extra=fail, to_disk=False).outcome().error
+    assert second.outcome().error is None
+    return [first, str(third)]
+
+
+def test_a_snapshot_whose_curves_are_not_on_the_disk_is_none(root: Path, slots: Slots) -> None:
+    for first, third in on_ranks(2, save_with_curves_in_memory, Attempt(slots, root)):
+        assert first is None
+        assert third is not None
+        assert "not all on the disk" in third
+    found = run(Attempt(slots, root, number=2))
+    assert (found.step, found.from_memory) == (2, False), "the checkpoint is newer than the snapshot"
+
+
+def save_the_end(team: Team, attempt: Attempt) -> str | None:
+    checkpointer, _ = begin(team, attempt)
+    assert save(checkpointer, team, 1, to_disk=False) is None
+    checkpointer.store.root = attempt.root.with_name("elsewhere")
+    return save(checkpointer, team, 2, in_memory=False)
+
+
+def test_the_last_checkpoint_is_no_snapshot(root: Path, slots: Slots) -> None:
+    assert on_ranks(2, save_the_end, Attempt(slots, root)) == [None, None]
+    found = run(Attempt(slots, root, number=2))
+    assert (found.step, found.from_memory) == (1, True), "the result that a run ends with is on the disk, or nowhere"
 
 
 def test_other_launchers_have_no_snapshots(root: Path) -> None:
