@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -131,6 +131,37 @@ class RankGroup:
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def shift(self, tensor: torch.Tensor, by: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Send a CPU tensor of bytes to the rank `by` ranks on, and return that of the rank as many before.
+
+        `into` is as long as what comes; without it that is asked for.
+        """
+        target, source = (self.rank + by) % self.world_size, (self.rank - by) % self.world_size
+        if into is None:
+            size = torch.tensor([tensor.numel()])
+            into = torch.empty(int(self._swap(size, target, torch.empty_like(size), source)), dtype=tensor.dtype)
+        return self._swap(tensor, target, into, source)
+
+    def _swap(self, tensor: torch.Tensor, target: int, into: torch.Tensor, source: int) -> torch.Tensor:
+        work = []
+        if tensor.numel():
+            work.append(dist.isend(tensor, group=self.group, group_dst=target))
+        if into.numel():
+            work.append(dist.irecv(into, group=self.group, group_src=source))
+        for one in work:
+            if one is not None:
+                one.wait()
+        return into
+
+    def give(self, tensor: torch.Tensor, source: int, to: Collection[int]) -> None:
+        """Overwrite the CPU tensor of the ranks in `to`, and maybe of others, with that of `source`, another one."""
+        if len(to) > 1:
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        elif self.rank == source:
+            dist.send(tensor, group=self.group, group_dst=next(iter(to)))
+        elif self.rank in to:
+            dist.recv(tensor, group=self.group, group_src=source)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import socket
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
+from jobkit.checkpoint.memory import Snapshot, SnapshotMemory
+from jobkit.checkpoint.memory_reader import MemoryReader
 from jobkit.checkpoint.staging import SHARED, local_key, tree_key
 from jobkit.checkpoint.state import named_tensors, unescape, unflatten
 from jobkit.checkpoint.storage import RawReader
@@ -41,14 +44,23 @@ class RestoredCheckpoint:
     manifest: Manifest
     contents: dict[str, Contents]
     """What the checkpoint has, be it read yet or not: shape and dtype of each tensor by its path, by shared tree."""
+    durable_step: int | None = None
+    """Step of the newest checkpoint on the disk: not this one where it is a snapshot in memory."""
+    snapshot: Snapshot | None = None
+    """Where it is one."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name if self.snapshot is None else f"the snapshot of step {self.step} in memory"
 
 
 class Reader:
     """Chooses and loads on all ranks together."""
 
-    def __init__(self, store: Store, ranks: RankGroup) -> None:
+    def __init__(self, store: Store, ranks: RankGroup, memory: SnapshotMemory | None = None) -> None:
         self._store = store
         self._ranks = ranks
+        self._memory = memory
         self.set_aside: list[tuple[int, str]] = []
 
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
@@ -57,18 +69,34 @@ class Reader:
             # First: a crash in the middle of replacing a checkpoint has left the good one under a hidden name.
             self._ranks.on_main(self._store.recover)
             for step in self._ranks.on_main(self._store.steps):
+                if (snapshot := self._newest_in_memory(step)) is not None:
+                    return self._load_snapshot(snapshot, step, templates, names)
                 manifest, problems = self._check(step)
                 if manifest is not None and not problems:
-                    return self._load(step, manifest, templates, names)
+                    return self._load(manifest, RawReader(self._store.path(step)), templates, names)
                 reason = "; ".join(problems)
                 self._ranks.on_main(partial(self._store.set_aside, step, reason))
                 self.set_aside.append((step, reason))
-        return None
+            snapshot = self._newest_in_memory(0)
+        return None if snapshot is None else self._load_snapshot(snapshot, None, templates, names)
+
+    def _newest_in_memory(self, at_least: int) -> Snapshot | None:
+        return None if self._memory is None else self._memory.newest(at_least)
+
+    def _load_snapshot(
+        self, snapshot: Snapshot, durable_step: int | None, templates: Mapping[str, Any], names: Collection[str] | None
+    ) -> RestoredCheckpoint:
+        contents = snapshot.contents
+        manifest = Manifest(contents.id.step, contents.world_size, {}, contents.extra)
+        loaded = self._load(manifest, MemoryReader(snapshot, self._ranks), templates, names)
+        return replace(loaded, durable_step=durable_step, snapshot=snapshot)
 
     def read(
         self, loaded: RestoredCheckpoint, templates: Mapping[str, Any], wants: Callable[[str, str], bool]
     ) -> dict[str, Any]:
-        return self._load(loaded.step, loaded.manifest, templates, set(templates), wants).shared
+        snapshot = loaded.snapshot
+        storage = RawReader(loaded.path) if snapshot is None else MemoryReader(snapshot, self._ranks)
+        return self._load(loaded.manifest, storage, templates, set(templates), wants).shared
 
     def _check(self, step: int) -> tuple[Manifest | None, list[str]]:
         """The manifest as rank 0 reads it, and what rank 0 too finds wrong with the files."""
@@ -104,13 +132,13 @@ class Reader:
 
     def _load(
         self,
-        step: int,
         manifest: Manifest,
+        reader: StorageReader,
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool] = lambda name, path: True,
     ) -> RestoredCheckpoint:
-        reader = RawReader(self._store.path(step))
+        step = manifest.step
         with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded"):
             wanted, left_out = self._ranks.all_or_none(lambda: self._targets(reader, templates, names, wants))
             group = self._ranks.group
@@ -119,12 +147,12 @@ class Reader:
         mine = local_key(self._ranks.rank)
         shared = {_name(key): tree for key, tree in trees.items() if key != mine}
         return RestoredCheckpoint(
-            step, self._store.path(step), shared, trees.get(mine), manifest, _contents(reader.read_metadata())
+            step, self._store.path(step), shared, trees.get(mine), manifest, _contents(reader.read_metadata()), step
         )
 
     def _targets(
         self,
-        reader: RawReader,
+        reader: StorageReader,
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool],

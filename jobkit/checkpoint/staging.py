@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,21 +33,29 @@ def local_key(rank: int) -> str:
     return tree_key(LOCAL, f"{rank:05d}")
 
 
-class HostBuffers:
-    """Host memory laid out for one set of tensors; laid out again only when names, shapes or dtypes change."""
+Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
-    def __init__(self) -> None:
-        self._layout: dict[str, tuple[torch.Size, torch.dtype]] = {}
+
+class NoRoom(Exception):
+    """A snapshot in memory would take more of the host's memory than it may."""
+
+
+class HostBuffers:
+    """Host memory laid out for one set of tensors; laid out again only when names, shapes or dtypes change.
+
+    `block` gives memory, as uint8 [size], for all tensors in one piece, page-locked for a device where there is one;
+    without it they lie in as much private memory as they need.
+    """
+
+    def __init__(self, block: Callable[[int, torch.device | None], torch.Tensor] | None = None) -> None:
+        self._block = block
+        self._layout: Layout = {}
         self._views: dict[str, torch.Tensor] = {}
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of the tensors, complete on return, valid until the next call."""
-        layout = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
         devices = {tensor.device for tensor in tensors.values() if has_streams(tensor.device.type)}
-        if layout != self._layout:
-            self._layout, self._views = {}, {}  # the old memory goes before the new comes
-            self._views = _allocate(layout, pin=bool(devices))
-            self._layout = layout
+        self.lay_out({key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}, next(iter(devices), None))
         with torch.no_grad():
             for key, tensor in tensors.items():
                 self._views[key].copy_(tensor, non_blocking=True)
@@ -55,15 +63,24 @@ class HostBuffers:
             torch.get_device_module(device).current_stream(device).synchronize()
         return self._views
 
+    def lay_out(self, layout: Layout, device: torch.device | None) -> None:
+        """Take memory for tensors of these shapes and dtypes, which come from a device, unless there is just that."""
+        if layout != self._layout:
+            self._layout, self._views = {}, {}  # the old memory goes before the new comes
+            self._views = _allocate(layout, device, self._block)
+            self._layout = dict(layout)
 
-def _allocate(layout: Mapping[str, tuple[torch.Size, torch.dtype]], pin: bool) -> dict[str, torch.Tensor]:
+
+def _allocate(
+    layout: Layout, device: torch.device | None, block: Callable[[int, torch.device | None], torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
     sizes = {key: shape.numel() * dtype.itemsize for key, (shape, dtype) in layout.items()}
     left = sum(_aligned(size) for size in sizes.values())
-    slab, used = torch.empty(0, dtype=torch.uint8), 0
+    slab, used = block(left, device) if block is not None else torch.empty(0, dtype=torch.uint8), 0
     views = {}
     for key, (shape, dtype) in layout.items():
         if used + sizes[key] > slab.numel():
-            slab, used = _memory(max(min(left, _SLAB), sizes[key]), pin), 0
+            slab, used = _memory(max(min(left, _SLAB), sizes[key]), pin=device is not None), 0
         views[key] = slab[used : used + sizes[key]].view(dtype).view(shape)
         used += _aligned(sizes[key])
         left -= _aligned(sizes[key])
@@ -94,52 +111,103 @@ class Staged:
     shared: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     """Of each shared tree, the ranks that hold it and a digest of its names, shapes and dtypes."""
     nbytes: int = 0
+    keys: frozenset[str] = frozenset()
+    """What the trees that this rank has consist of, be it staged here or on another rank."""
+    own: list[str] = field(default_factory=list)
+    """The keys of the tensors that are not on every node, which are staged last."""
+    layout: Layout = field(default_factory=dict)
+    device: torch.device | None = None
+    """Where tensors were copied from, unless it is the CPU."""
+    no_room: str | None = None
+    """Why there is no memory in which it could outlive the rank."""
     problem: str | None = None
     """Why the state could not be copied: makes the save fail on all ranks."""
 
 
 class Stager:
-    """Decides which tensors this rank writes and copies those. It talks to no other rank."""
+    """Decides which tensors this rank stages and copies those. It talks to no other rank.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    `ranks_per_node`: how many ranks share a node, numbered node by node.
+    """
+
+    def __init__(self, rank: int, world_size: int, ranks_per_node: int = 1) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._buffers = HostBuffers()
+        self._ranks_per_node = ranks_per_node
         self._owners: dict[str, tuple[tuple[list[int], Sequence[int]], list[int]]] = {}
         self._chunks: dict[str, tuple[Any, list[WriteItem]]] = {}
 
-    def stage(self, shared: Mapping[str, Any], local: Any, held_by: Mapping[str, Sequence[int]]) -> Staged:
-        """Copy this rank's part of the trees; a failure is a `problem`, for the other ranks to learn of."""
+    def stage(
+        self,
+        shared: Mapping[str, Any],
+        local: Any,
+        held_by: Mapping[str, Sequence[int]],
+        buffers: HostBuffers,
+        *,
+        on_each_node: bool = False,
+    ) -> Staged:
+        """Copy this rank's part of the trees; a failure is a `problem`, for the other ranks to learn of.
+
+        Replicated tensors are divided among the ranks of the world; with `on_each_node` among those of each node, so
+        that every node has them all.
+        """
         staged = Staged()
         try:
-            self._stage(staged, shared, local, held_by)
+            self._stage(staged, shared, local, held_by, buffers, on_each_node)
+        except NoRoom as error:
+            staged.no_room = str(error)
         except Exception as error:
             staged.problem = f"the state cannot be copied: {type(error).__name__}: {error}"
         return staged
 
     def _stage(
-        self, staged: Staged, shared: Mapping[str, Any], local: Any, held_by: Mapping[str, Sequence[int]]
+        self,
+        staged: Staged,
+        shared: Mapping[str, Any],
+        local: Any,
+        held_by: Mapping[str, Sequence[int]],
+        buffers: HostBuffers,
+        on_each_node: bool,
     ) -> None:
-        mine: dict[str, torch.Tensor] = {}
+        replicated: dict[str, torch.Tensor] = {}
+        own: dict[str, torch.Tensor] = {}
         skeletons: dict[str, bytes] = {}
+        keys: set[str] = set()
         for name, tree in shared.items():
             prefix = tree_key(SHARED, name)
             holders = held_by.get(name, range(self._world_size))
             skeleton, tensors = flatten(tree)
             staged.shared[prefix] = (tuple(holders), _digest_of_shapes(tensors) if self._world_size > 1 else "")
+            everywhere = len({self._node(holder) for holder in holders}) * self._ranks_per_node == self._world_size
+            if on_each_node:
+                holders = [holder for holder in holders if self._node(holder) == self._node(self._rank)]
             if self._rank == holders[0]:
                 skeletons[prefix] = skeleton
-            mine.update((f"{prefix}/{key}", tensor) for key, tensor in self._owned(prefix, tensors, holders).items())
+            keys |= {prefix, *(f"{prefix}/{key}" for key in tensors)}
+            for key, tensor in self._owned(prefix, tensors, holders).items():
+                kind = replicated if everywhere and not isinstance(tensor, DTensor) else own
+                kind[f"{prefix}/{key}"] = tensor
         prefix = local_key(self._rank)
         skeletons[prefix], tensors = flatten(local)
-        mine.update((f"{prefix}/{key}", tensor) for key, tensor in tensors.items())
-        with torch.no_grad():
-            parts = {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in mine.items()}
-        copies = self._buffers.copy(parts)
-        staged.nbytes = sum(copy.nbytes for copy in copies.values())
-        for key, tensor in mine.items():
-            staged.items.extend((item, copies[key]) for item in self._items_of(key, tensor))
+        own.update((f"{prefix}/{key}", tensor) for key, tensor in tensors.items())
+        staged.keys, staged.own = frozenset(keys | {prefix, *(f"{prefix}/{key}" for key in tensors)}), list(own)
+        self._copy(staged, replicated | own, buffers)
         staged.items.extend((WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), skeletons[key]) for key in skeletons)
+
+    def _copy(self, staged: Staged, tensors: Mapping[str, torch.Tensor], buffers: HostBuffers) -> None:
+        with torch.no_grad():
+            parts = {
+                key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()
+            }
+        copies = buffers.copy(parts)
+        staged.nbytes = sum(copy.nbytes for copy in copies.values())
+        staged.layout = {key: (part.shape, part.dtype) for key, part in parts.items()}
+        staged.device = next((part.device for part in parts.values() if has_streams(part.device.type)), None)
+        for key, tensor in tensors.items():
+            staged.items.extend((item, copies[key]) for item in self._items_of(key, tensor))
+
+    def _node(self, rank: int) -> int:
+        return rank // self._ranks_per_node
 
     def _owned(self, prefix: str, tensors: dict[str, torch.Tensor], holders: Sequence[int]) -> dict[str, torch.Tensor]:
         """The tensors this rank copies: its shard of every DTensor, and its share of the replicated ones."""

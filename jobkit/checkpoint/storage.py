@@ -235,16 +235,17 @@ class RawReader(FileSystemReader):
         for name, wanted in by_file.items():
             with (self.directory / name).open("rb", buffering=0) as file:
                 for extent, item in sorted(wanted, key=lambda pair: pair[0].offset):
-                    _read_item(file, extent, item, planner)
+                    read_item(file, extent, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def _read_item(file: io.FileIO, extent: Extent, item: ReadItem, planner: LoadPlanner) -> None:
+def read_item(file: io.RawIOBase | io.BytesIO, extent: Extent, item: ReadItem, planner: LoadPlanner) -> None:
+    """Read what DCP wants of a saved object from the file in which it lies."""
     if item.type == LoadItemType.BYTE_IO:
         data = bytearray(extent.length)
-        _read_exactly(file, extent.offset, memoryview(data))
+        read_exactly(file, extent.offset, memoryview(data))
         planner.load_bytes(item, io.BytesIO(data))
         return
     target = planner.resolve_tensor(item).detach()
@@ -254,7 +255,11 @@ def _read_item(file: io.FileIO, extent: Extent, item: ReadItem, planner: LoadPla
 
 
 def _read_slice(
-    file: io.FileIO, extent: Extent, starts: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor
+    file: io.RawIOBase | io.BytesIO,
+    extent: Extent,
+    starts: tuple[int, ...],
+    lengths: tuple[int, ...],
+    target: torch.Tensor,
 ) -> None:
     """Read the box (starts, lengths) of a saved tensor into a tensor of the shape `lengths`."""
     if extent.shape is None or extent.dtype is None:
@@ -267,29 +272,30 @@ def _read_slice(
         target.device.type == "cpu" and target.is_contiguous() and target.dtype == extent.dtype and shape == lengths
     )
     source = target if in_place else torch.empty(shape, dtype=extent.dtype)
-    _read_exactly(file, offset, _raw(source))
+    read_exactly(file, offset, raw(source))
     if not in_place:
         for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             source = source.narrow(dim, start, length)
         target.copy_(source)
 
 
-def _read_exactly(file: io.FileIO, offset: int, target: memoryview) -> None:
+def read_exactly(file: io.RawIOBase | io.BytesIO, offset: int, target: memoryview) -> None:
+    """Fill `target` from the byte at `offset` on; EOFError where the file ends before."""
     file.seek(offset)
     while target:
         count = file.readinto(target)
         if not count:
-            raise EOFError(f"{file.name}: ends before byte {offset + len(target)}")
+            raise EOFError(f"{getattr(file, 'name', 'what was sent')}: ends before byte {offset + len(target)}")
         target = target[count:]
 
 
 def _bytes_of(value: torch.Tensor | io.BytesIO) -> memoryview:
     if isinstance(value, io.BytesIO):
         return value.getbuffer()
-    return _raw(value.detach().cpu().resolve_conj().resolve_neg().contiguous())
+    return raw(value.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
-def _raw(tensor: torch.Tensor) -> memoryview:
+def raw(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype."""
     if not tensor.numel():
         return memoryview(b"")

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
+from jobkit.checkpoint.memory import SnapshotMemory
 from jobkit.checkpoint.reader import Reader, RestoredCheckpoint
-from jobkit.checkpoint.staging import Staged, Stager
+from jobkit.checkpoint.staging import HostBuffers, Staged, Stager
 from jobkit.checkpoint.storage import RawWriter
 from jobkit.checkpoint.store import Manifest, Store
 from jobkit.errors import CheckpointError, JobkitError
@@ -39,7 +40,7 @@ class Saved:
     seconds: float
     """Seconds from the call of `save` until the checkpoint was durable, or had failed."""
     nbytes: int
-    """Bytes of tensors that this rank wrote."""
+    """Bytes of tensors that this rank copied."""
     error: CheckpointError | None = None
 
 
@@ -75,7 +76,8 @@ class Checkpointer:
 
     `ranks` are in a group that nothing else uses: the writing thread's collectives must not mix with the training's.
     None for a process that is alone, which needs no process group. `may_publish` is asked on rank 0 at the last
-    moment: an attempt that has lost its lease must not publish.
+    moment: an attempt that has lost its lease must not publish. With `memory`, of the same ranks, every checkpoint is
+    staged where it outlives the rank, and there can be snapshots between them that go to no disk.
     """
 
     def __init__(
@@ -85,13 +87,18 @@ class Checkpointer:
         *,
         keep: int = 3,
         may_publish: Callable[[], bool] | None = None,
+        memory: SnapshotMemory | None = None,
+        ranks_per_node: int = 1,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, found {keep}")
         self.store = store
         self._ranks = ranks or RankGroup.alone()
-        self._reader = Reader(store, self._ranks)
-        self._stager = Stager(self._ranks.rank, self._ranks.world_size)
+        self._memory = memory
+        self._reader = Reader(store, self._ranks, memory)
+        self._stager = Stager(self._ranks.rank, self._ranks.world_size, ranks_per_node)
+        self._buffers = HostBuffers()
+        self._complaint = ""
         self._keep = keep
         self._may_publish = may_publish
         self._thread: threading.Thread | None = None
@@ -101,6 +108,26 @@ class Checkpointer:
         """The checkpoints that `load_newest` found bad, as (step, reason)."""
         return self._reader.set_aside
 
+    @property
+    def refused(self) -> list[tuple[int, str]]:
+        """The snapshots in memory that `load_newest` could not use, as (step, reason)."""
+        return [] if self._memory is None else self._memory.refused
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether there was memory for snapshots at the start: the same on all ranks."""
+        return self._memory is not None
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether there is room for them still: the same on all ranks once no save is under way."""
+        return self._memory is not None and self._memory.is_on
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way, for which the next one would wait."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(
         self,
         step: int,
@@ -109,6 +136,10 @@ class Checkpointer:
         extra: Callable[[], dict[str, Any]] | None = None,
         on_done: Callable[[Saved], None] | None = None,
         held_by: Mapping[str, Sequence[int]] | None = None,
+        *,
+        memory_extra: Callable[[], dict[str, Any]] | None = None,
+        to_disk: bool = True,
+        in_memory: bool = True,
     ) -> PendingSave:
         """Copy the state and return; the checkpoint of `step` steps done appears later, or does not.
 
@@ -117,20 +148,23 @@ class Checkpointer:
         own tree. `extra`: JSON for the manifest, asked for on rank 0 at the end. `on_done` is called on every rank, in
         the background thread, also for a save that failed. Nothing is raised here: a failure on any rank is the
         `error` of the outcome on all. Waits for the save before it.
+
+        Where there is memory for snapshots it is one as well, unless `in_memory` is off: then no rank is ever started
+        from there. Without `to_disk` it is nothing else. `memory_extra` is its `extra`, where that is another.
         """
         started = time.perf_counter()
         self.wait()
         pending = PendingSave(step)
-        staged = self._stager.stage(shared, local, held_by or {})
+        staged = self._stage(shared, local, held_by or {}, to_disk)
         stall = time.perf_counter() - started
+        in_memory = in_memory and self.takes_snapshots
 
         def finish() -> None:
-            error = None
-            try:
-                with as_checkpoint_error(f"the checkpoint of step {step} was not written"):
-                    self._write(step, staged, extra)
-            except CheckpointError as raised:
-                error = raised
+            error = self._keep_in_memory(step, staged, memory_extra or extra) if in_memory else None
+            if to_disk:
+                error = self._write_to_disk(step, staged, extra)
+            if self._memory is not None and not self._memory.is_on:
+                self._memory.release()
             saved = Saved(step, stall, time.perf_counter() - started, staged.nbytes, error)
             try:
                 if on_done is not None:
@@ -138,12 +172,53 @@ class Checkpointer:
             except Exception:
                 log.exception("on_done failed for the checkpoint of step %d", step)
             pending._end(saved)
-            if error is None:
+            if error is None and to_disk:
                 self._retain()  # only now: without the new one the oldest may be the only good one
 
         self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
         return pending
+
+    def _stage(
+        self, shared: Mapping[str, Any], local: Any, held_by: Mapping[str, Sequence[int]], to_disk: bool
+    ) -> Staged:
+        if self._memory is None or not self._memory.is_on:
+            return self._stager.stage(shared, local, held_by, self._buffers)
+        staged = self._stager.stage(shared, local, held_by, self._memory.begin(), on_each_node=True)
+        if staged.no_room is not None and to_disk:
+            reason = staged.no_room
+            staged = self._stager.stage(shared, local, held_by, self._buffers, on_each_node=True)
+            staged.no_room = reason
+        return staged
+
+    def _keep_in_memory(
+        self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None
+    ) -> CheckpointError | None:
+        assert self._memory is not None
+        try:
+            with as_checkpoint_error("one was not taken"):
+                self._memory.complete(staged, step, extra)
+        except CheckpointError as error:
+            self._complain(error)
+            return error
+        return None
+
+    def _write_to_disk(
+        self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None
+    ) -> CheckpointError | None:
+        try:
+            with as_checkpoint_error(f"the checkpoint of step {step} was not written"):
+                self._write(step, staged, extra)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _complain(self, error: CheckpointError) -> None:
+        """Say once why there is no snapshot: they are frequent. A rank that has died is for others to tell of."""
+        is_lost = isinstance(error.__cause__, RuntimeError)  # gloo's
+        if self._ranks.is_main and not is_lost and str(error) != self._complaint:
+            self._complaint = str(error)
+            log.info("no snapshots in memory: %s", error)
 
     def wait(self) -> None:
         """Return when no save is under way; how they ended is for their PendingSave to say."""
@@ -154,21 +229,26 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, and give the host memory back."""
         self.wait()
-        self._stager = Stager(self._ranks.rank, self._ranks.world_size)
+        self._buffers = HostBuffers()
 
     def load_newest(
         self, templates: Mapping[str, Any] | None = None, names: Collection[str] | None = None
     ) -> RestoredCheckpoint | None:
         """The newest checkpoint that verifies on all ranks, or None where there is none. Collective.
 
-        One that does not verify is set aside by rank 0, appears in `set_aside`, and the one before is taken.
+        One that does not verify is set aside by rank 0, appears in `set_aside`, and the one before is taken. A snapshot
+        in memory is taken where it is whole on all ranks together and no older than the checkpoint. Those that are not
+        taken are gone.
         `templates`: live trees by name; their DTensors are filled in place and returned where the saved tree has a
         tensor at the same path. All other tensors come whole, on the CPU. `names`: which shared trees to read, all
         where None. Raises CheckpointError where a good checkpoint cannot be read into the templates, or where a rank
         sees files damaged or missing that rank 0 sees whole: that is the node's fault, not the checkpoint's.
         """
         self.wait()
-        return self._reader.load_newest(templates or {}, names)
+        loaded = self._reader.load_newest(templates or {}, names)
+        if self._memory is not None:
+            self._memory.keep(loaded.snapshot if loaded is not None else None)
+        return loaded
 
     def read(
         self,

@@ -81,7 +81,8 @@ def _attempt_lines(attempt: Attempt) -> list[str]:
     first = "?" if attempt.first_step is None else attempt.first_step
     last = "..." if attempt.last_step is None else attempt.last_step
     cause = attempt.cause or "running"
-    line = f"  attempt {attempt.id}: {cause}, steps {first} to {last}, {format_seconds(seconds)}, job {attempt.job_id}"
+    begun = f"{first} (from memory)" if attempt.from_memory else first
+    line = f"  attempt {attempt.id}: {cause}, steps {begun} to {last}, {format_seconds(seconds)}, job {attempt.job_id}"
     lost = _lost(attempt.account) if attempt.account else ""
     lines = [f"{line}; {lost}" if lost else line]
     if attempt.began == "in place" and attempt.restart is not None:

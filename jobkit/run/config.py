@@ -72,6 +72,17 @@ def _check_every(value: str | int) -> None:
         _check_seconds(value, allowed)
 
 
+def _check_memory(value: str | int | bool) -> None:
+    if value is False or value == "off":  # YAML reads a bare `off` as false
+        return
+    try:
+        if value is True:
+            raise ValueError
+        _check_every(value)
+    except ValueError:
+        raise ValueError("auto, off, a number of steps above 0, or a time like 30s") from None
+
+
 def _check_watchdog(value: str | int | bool) -> None:
     if value is not False:  # YAML reads a bare `off` as false
         _check_seconds(value, "auto, off, or a time like 10min", ("auto", "off"))
@@ -145,6 +156,10 @@ class CheckpointConfig:
     every: str | int = _field(_check_every, "auto")
     """A number of steps, a time, or `auto`: Young's interval, from the measured cost of a checkpoint and the time
     between failures; at most half an hour, unless checkpoints would then take more than 1 % of the time."""
+    memory: str | int | bool = _field(_check_memory, "auto")
+    """How often a snapshot is taken in host memory, which goes to no disk and outlives a rank that dies: a number of
+    steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time. Two of them
+    take at most a quarter of the memory that is free on a node, else there are none."""
     keep: int = _field(_at_least(1), 3)
     """How many of the newest checkpoints are kept. An older one is deleted only after a newer one is on the disk."""
     mtbf: str | int = _field(_check_mtbf, "auto")

@@ -17,7 +17,7 @@ class Event(str, Enum):
     PLACED = "placed"
     """Its ranks are on these nodes; not recorded again where they stay."""
     RESUMED = "resumed"
-    """Its loop began, from a checkpoint or from step 0."""
+    """Its loop began, from a checkpoint, from a snapshot in memory (`memory`) or from step 0."""
     STEPPED = "stepped"
     """It has done its first step."""
     CHECKPOINT = "checkpoint"

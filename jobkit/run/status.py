@@ -74,6 +74,8 @@ class Attempt:
     """When it was put into the queue, in seconds since the epoch, as all times here."""
     resumed: float | None = None
     """When its loop began: what came before is start-up."""
+    from_memory: bool = False
+    """Whether from a snapshot in memory, newer than every checkpoint."""
     last_seen: float | None = None
     """When it was last known to have done a step."""
     stalled: float = 0.0
@@ -324,9 +326,11 @@ def _started(status: Status, event: Entry) -> None:
 def _resumed(status: Status, event: Entry) -> None:
     status.step = int(event["step"])
     status.total_steps = event.get("total_steps", status.total_steps)
-    status.checkpoint = status.step if event.get("checkpoint") else None
+    status.checkpoint = status.step if event.get("checkpoint") else event.get("durable_step")
     if attempt := status.attempt:
-        attempt.first_step = attempt.durable_step = status.step
+        attempt.first_step = status.step
+        attempt.durable_step = status.step if not event.get("memory") else status.checkpoint or 0
+        attempt.from_memory = bool(event.get("memory"))
         attempt.resumed = float(event["time"])
         attempt.joined = event.get("joined")
 

@@ -62,6 +62,9 @@ class Fork:
     """None for the parent's."""
     logs: list[str] = field(default_factory=list)
     """Files that its output and its errors are appended to; without them two open files come with the message."""
+    slots: str = ""
+    """Names the memory (run/slots.py) that the process is to have: what had that name before has left something in it.
+    """
     place: list[int] = field(default_factory=list)
     """[local rank, local world size], where the parent is to divide its CPUs."""
 

@@ -116,6 +116,9 @@ class Nodes(Protocol):
     def environment_of(self, place: Place) -> tuple[dict[str, str], Sequence[int]]:
         """What the rank of a place finds in its environment, and open files that it gets."""
 
+    def slots_of(self, place: Place) -> str:
+        """The name of the rank's memory, among all that its parent keeps."""
+
     def failure_of_lost(self, parent: Parent) -> FirstFailure | None:
         """What has become of the node of a parent that is gone; None where it is no failure, or not known yet."""
 
@@ -169,6 +172,9 @@ class LocalNodes:
         # A rank that outlives the supervisor, for its checkpoint, still uses its device: it gets the lock's file.
         visible, leases = self.leases.of_rank(place.rank, place.resources.gpus_per_task)
         return {**place.environment, **visible, "JOBKIT_JOB_ID": self.job_id}, leases
+
+    def slots_of(self, place: Place) -> str:
+        return str(place.rank)  # of all nodes, which one parent has
 
     def failure_of_lost(self, parent: Parent) -> FirstFailure | None:
         return None  # its ranks have SIGTERM, and save
@@ -372,6 +378,9 @@ class SlurmNodes:
             "SLURM_CPUS_PER_TASK": str(resources.cpus_per_task),
             "SLURM_GTIDS": ",".join(map(str, range(first, first + per_node))),
         }, ()
+
+    def slots_of(self, place: Place) -> str:
+        return str(place.local_rank)
 
     @property
     def is_asking(self) -> bool:

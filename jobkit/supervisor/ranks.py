@@ -87,6 +87,7 @@ class ForkedRanks:
                 environment={**begun.environment, "SUBMITIT_EXECUTOR": "jobkit", **environment},
                 inherits=True,
                 logs=[str(self.run.rank_log(begun.number, place.rank, stream)) for stream in ("out", "err")],
+                slots=self.nodes.slots_of(place),
                 place=[place.local_rank, place.local_world_size],
             )
             self._ranks.append((parent, child))

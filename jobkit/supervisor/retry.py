@@ -118,9 +118,11 @@ def _has_trained(attempt: Attempt) -> bool:
 
 
 def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
-    """The last attempts, none of which left a checkpoint newer than there was before it."""
+    """The last attempts, none of which left a checkpoint, or a snapshot to begin from, newer than those before."""
     best, first = 0, 0
     for number, attempt in enumerate(attempts):
+        if attempt.from_memory and (attempt.first_step or 0) > best:  # left by the one before
+            first, best = number, attempt.first_step or 0
         # One that never resumed found the checkpoints that are there, and made none.
         if attempt.first_step is not None and attempt.durable_step > max(best, attempt.first_step):
             first = number + 1

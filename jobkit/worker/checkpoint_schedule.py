@@ -1,4 +1,4 @@
-"""When a checkpoint is due, as `checkpoint.every` says: after so many steps, so much time, or `auto`."""
+"""When a checkpoint or a snapshot in memory is due: after so many steps, so much time, or as `auto` finds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ MAX_SECONDS = 1800.0
 """However rarely it dies: more than this nobody wants to compute again."""
 
 MAX_OVERHEAD = 0.01
-"""Of the training's time, what checkpoints may cost at most."""
+"""Of the training's time, what checkpoints may cost at most, and what snapshots in memory may."""
+
+MIN_MEMORY_SECONDS = 1.0
+"""Between two snapshots of `auto`: for each TensorBoard's file is made durable, and a second is soon repeated."""
 
 PRIOR_SECONDS = 8 * 3600.0
 """Time between failures to begin with, until a run has seen some of its own."""
@@ -69,6 +72,42 @@ class CheckpointSchedule:
         if changed:
             self._explained = self.auto.seconds
         return changed
+
+
+class MemorySchedule:
+    """When a snapshot in memory is due, as `checkpoint.memory` says; by steps and by time as CheckpointSchedule."""
+
+    def __init__(self, every: str | int | bool) -> None:
+        self._steps = every if isinstance(every, int) and not isinstance(every, bool) else None
+        self.seconds: float | None = None
+        """Between two snapshots; None where the clock does not decide."""
+        self._auto = every == "auto"
+        if isinstance(every, str) and every not in ("auto", "off"):
+            self.seconds = parse_seconds(every)
+        elif self._auto:
+            self.seconds = 0.0  # the first one at once: its cost is then known
+        self._since = time.monotonic()
+
+    @property
+    def is_off(self) -> bool:
+        return self._steps is None and self.seconds is None
+
+    def restart(self) -> None:
+        """Time counts from here: a snapshot has been taken, alone or with a checkpoint."""
+        self._since = time.monotonic()
+
+    def is_due_after(self, step: int) -> bool:
+        """Whether the number of steps done calls for a snapshot: the same on every rank."""
+        return self._steps is not None and step % self._steps == 0
+
+    def is_due_by_time(self) -> bool:
+        """Whether the clock calls for a snapshot: this process's clock, which no other rank shares."""
+        return self.seconds is not None and time.monotonic() - self._since >= self.seconds
+
+    def observe(self, stall: float) -> None:
+        """One held up the training for `stall` seconds."""
+        if self._auto:
+            self.seconds = max(stall / MAX_OVERHEAD, MIN_MEMORY_SECONDS)
 
 
 def mean_time_between_failures(attempts: Sequence[Attempt]) -> float:

@@ -24,8 +24,8 @@ from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, means
 from jobkit.train.parallel import unwrapped
-from jobkit.worker.checkpoint_schedule import CheckpointSchedule
-from jobkit.worker.checkpointing import Checkpoints
+from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
+from jobkit.worker.checkpointing import Checkpoints, find_memory
 from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.finish import export, retry_on_full_disk
 from jobkit.worker.lease import holds_lease
@@ -71,11 +71,17 @@ class Context:
         store = Store(run.checkpoints, attempt=str(rank.attempt))
         if rank.is_main:
             store.clean()  # the lease is ours, and nobody writes yet
+        # Of their own: collectives of the writing thread must not be matched with the training's.
+        ranks = RankGroup.of_world()
+        earlier = run.status().attempts[:-1] if rank.is_main else []
+        memory_schedule = MemorySchedule(config.checkpoint.memory)
         self._checkpointer = Checkpointer(
             store,
-            RankGroup.of_world(),  # of its own: collectives of the writing thread must not be matched with training's
+            ranks,
             keep=config.checkpoint.keep,
             may_publish=partial(holds_lease, run, rank.attempt),
+            memory=None if memory_schedule.is_off else find_memory(rank, ranks, earlier),
+            ranks_per_node=topology.local_world_size,
         )
         self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
         restored = self._checkpointer.load_newest(names=())
@@ -84,14 +90,19 @@ class Context:
         """Whether the checkpoint this attempt starts from was written after the training function had returned."""
         self._earlier_result = extra.get("result")
         self._tracked = TrackedState(self._engine.parallel, self._checkpointer, restored)
-        schedule = CheckpointSchedule(config.checkpoint, run.status().attempts[:-1] if rank.is_main else ())
-        self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, schedule, reporter, step)
+        schedule = CheckpointSchedule(config.checkpoint, earlier)
+        durable = restored.durable_step if restored is not None else None
+        self._checkpoints = Checkpoints(
+            rank, self._checkpointer, self._tracked, schedule, memory_schedule, reporter, durable
+        )
         self._evaluator = Evaluator(rank, reporter, self._engine.parallel, finder.signals, step)
         self._loop = TrainingLoop(rank, self._engine, self._tracked, restored, self._checkpoints, reporter, finder)
         for damaged, reason in self._checkpointer.set_aside:
             reporter.record(Event.SET_ASIDE, step=damaged, reason=reason)
             if rank.is_main:
                 log.info("the checkpoint of step %d is damaged and was set aside: %s", damaged, reason)
+        for step_in_memory, reason in self._checkpointer.refused if rank.is_main else ():
+            log.info("the snapshot of step %d in memory cannot be used: %s", step_in_memory, reason)
         seed_generators(derive_seed(self.seed, "init"))  # equal on all ranks: equal initial weights
         reporter.start_metrics(extra.get("tensorboard", {}), self.step)
 

@@ -42,7 +42,8 @@ class TrainingLoop:
         """None before the loop."""
         self.stopped: Stopped | None = None
         self._rank, self._engine, self._tracked, self._restored = rank, engine, tracked, restored
-        self._checkpoints, self._schedule, self._reporter = checkpoints, checkpoints.schedule, reporter
+        self._checkpoints, self._reporter = checkpoints, reporter
+        self._schedule, self._memory_schedule = checkpoints.schedule, checkpoints.memory_schedule
         self._signals, self._finder = finder.signals, finder
         self.stragglers = StragglerMonitor(rank, reporter)
         self._timer = StepTimer()
@@ -92,21 +93,29 @@ class TrainingLoop:
         self.total = total
         if self._engine.scaler is not None:
             self._tracked.add("loss_scale", self._engine.scaler)
-        checkpoint = self._restored.path.name if self._restored is not None else None
+        restored = self._restored
         if missing := self._tracked.forget_checkpoint():
             raise CheckpointError(
-                f"{checkpoint} has {', '.join(missing)}, which the code no longer tracks; "
+                f"{restored and restored.name} has {', '.join(missing)}, which the code no longer tracks; "
                 "call ctx.track with it before ctx.steps, or submit with --fresh"
             )
-        self._reporter.record(
-            Event.RESUMED, step=self.step, total_steps=total, checkpoint=checkpoint, joined=round(self._rank.joined, 3)
-        )
+        self._record_resumed(total)
         self._continue_local_state()
         self._restored = None  # its tensors are in the model by now
         self.report_progress()
         self._timer.start(self.step)
         self._reporter.heartbeat.begin()
         self._schedule.restart()
+        self._memory_schedule.restart()
+
+    def _record_resumed(self, total: int) -> None:
+        began: dict[str, Any] = {"checkpoint": None}
+        joined = round(self._rank.joined, 3)
+        if (restored := self._restored) is not None and restored.snapshot is None:
+            began = {"checkpoint": restored.name}
+        elif restored is not None:
+            began = {"memory": True, "durable_step": restored.durable_step}
+        self._reporter.record(Event.RESUMED, step=self.step, total_steps=total, joined=joined, **began)
 
     def _continue_local_state(self) -> None:
         """Random numbers, and what else differs from rank to rank: as they were, or as on a new rank."""
@@ -130,18 +139,26 @@ class TrainingLoop:
         # What the function does after the loop may need the last step's values, and may be killed: then that one step
         # is repeated. The final checkpoint comes with the function's result.
         due = due or self.step + 1 == self.total
+        in_memory = self._memory_schedule.is_due_after(self.step)
         if self._rank.topology.world_size == 1 or self._timer.agree_at <= self.step:
-            due = self._agree() or due
+            by_time, in_memory_by_time = self._agree()
+            due, in_memory = due or by_time, in_memory or in_memory_by_time
         if due:
             self._checkpoints.save(self.step)
+        elif in_memory:
+            self._checkpoints.snapshot(self.step)
         self.report_progress()
 
-    def _agree(self) -> bool:
-        """Exchange what only some ranks know, and stop where one was told to; whether the clock asks for a save."""
+    def _agree(self) -> tuple[bool, bool]:
+        """Exchange what only some ranks know, and stop where one was told to.
+
+        Whether the clock asks for a checkpoint, and whether for a snapshot in memory.
+        """
         main, seconds = self._rank.is_main, self._timer.measure(self.step)
-        told, by_time, slowest, peak, compare = self._rank.group.maximum(
+        told, by_time, in_memory, slowest, peak, compare = self._rank.group.maximum(
             self._signals.pending,
             main and self._schedule.is_due_by_time(),
+            main and self._memory_schedule.is_due_by_time(),
             seconds,
             peak_bytes(),
             self.stragglers.is_due(),
@@ -153,7 +170,7 @@ class TrainingLoop:
         if compare:
             self.stragglers.compare(self.step)
         self._log_performance()
-        return bool(by_time)
+        return bool(by_time), bool(in_memory)
 
     def stop_if_told(self) -> None:
         """On all ranks, after a signal on one: ask why, and unless it was a false alarm save and raise Stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import socket
@@ -181,6 +182,13 @@ class MetricLog:
         self._waiting.append(resolve)
         self._wake.set()
         return future
+
+    def on_disk(self, position: Position) -> Position:
+        """The position of a mark; OSError where the disk has not taken all that was logged before it."""
+        for name, size in position.items():
+            if (self.folder / name).stat().st_size < size:
+                raise OSError(errno.ENOSPC, "TensorBoard's points are not all on the disk", name)
+        return position
 
     def close(self) -> None:
         self._closing = True

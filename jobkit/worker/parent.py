@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from jobkit.log import configure
 from jobkit.run.rundir import RunDir
+from jobkit.run.slots import SLOTS, environment_of, make_slots
 from jobkit.supervisor.channel import (
     Adopt,
     Adopted,
@@ -88,6 +89,8 @@ class Parent:
         """The key of each by its process id."""
         self._oom_kills: dict[int, int] = {}
         self._kills_strays = False
+        self._slots: dict[str, tuple[int, int] | None] = {}
+        """The memory that outlives the process which has it, by the name that the supervisor gives it."""
         self.attempt: int | None = None
         """That of the processes started last, where they belong to one."""
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
@@ -134,13 +137,18 @@ class Parent:
         """Start one process: None here, the call in the process."""
         parent = os.getpid()
         try:
+            slots = self._slots_of(request)
             pid = os.fork()
         except OSError as error:
             self._tell(NotForked(key=request.key, error=str(error)))
             pid = -1
         if pid == 0:
             self.leave()  # first: the sockets' other ends must see the parent's death, and not wait for this rank's
+            for name, kept in self._slots.items():
+                for file in kept or () if name != request.slots else ():
+                    os.close(file)  # of other ranks: it is to go when they and the parent are gone
             _become_rank(request, files, parent)
+            _take_slots(slots)
             if self._problem is not None:
                 _start_anew(request)
             return lambda: run_call(request.target, request.arguments)
@@ -153,6 +161,11 @@ class Parent:
             self.attempt = int(request.environment.get("JOBKIT_ATTEMPT", 0)) or None
             self._tell(Forked(key=request.key, pid=pid))
         return None
+
+    def _slots_of(self, request: Fork) -> tuple[int, int] | None:
+        if request.slots and request.slots not in self._slots:
+            self._slots[request.slots] = make_slots()
+        return self._slots.get(request.slots)
 
     def _fork_parent(self) -> Channel | None:
         """Fork a parent for a new client: None in this one, the connection in the new one."""
@@ -221,6 +234,15 @@ def _become_rank(request: Fork, files: list[int], parent: int) -> None:
         Path("/proc/self/oom_score_adj").write_text(str(DIES_FIRST))
     own = dict(os.environ) if request.inherits else {}
     _take_place({**own, **request.environment, PARENT: str(parent)}, request.cwd or str(Path.cwd()))
+
+
+def _take_slots(slots: tuple[int, int] | None) -> None:
+    """Tell this process of its memory; without any it must not take a number that it finds for its own."""
+    os.environ.pop(SLOTS, None)
+    if slots is not None:
+        for file in slots:
+            os.set_inheritable(file, True)  # for a `command:` with jobkit.init
+        os.environ.update(environment_of(slots))
 
 
 def _open_log(file: Path) -> int:

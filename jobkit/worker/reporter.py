@@ -155,6 +155,10 @@ class RunReporter:
         """What waits until all that was logged so far is on the disk, and returns the position after it."""
         return dict if self._metrics is None else partial(self._metrics.mark().result, timeout=MARK_SECONDS)
 
+    def on_disk(self, position: Position) -> Position:
+        """A position; OSError where a full disk has not taken all that was logged before it."""
+        return position if self._metrics is None else self._metrics.on_disk(position)
+
     # Progress
 
     def update(self, **fields: Any) -> None:

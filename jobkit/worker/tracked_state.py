@@ -125,7 +125,7 @@ class TrackedState:
         if not saved:
             there = ", ".join(dict.fromkeys(key.split(PART)[0] for key in loaded.contents))
             raise CheckpointError(
-                f"{loaded.path.name} has no {name!r} (it has: {there}); "
+                f"{loaded.name} has no {name!r} (it has: {there}); "
                 "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
             )
         whole = saved == [name]
@@ -138,7 +138,7 @@ class TrackedState:
             self._load(value, read[name] if whole else self._joined(value, list(read.values())))
         except Exception as error:
             raise CheckpointError(
-                f"{name} does not take its state from {loaded.path.name}: {error}; "
+                f"{name} does not take its state from {loaded.name}: {error}; "
                 "the code or the params that build it changed: undo that, or submit with --fresh"
             ) from error
 

@@ -63,7 +63,7 @@ def test_what_is_not_written_has_its_default(tmp_path: Path) -> None:
     assert config == Config(name="toy", task="mytask:train")
     assert (config.seed, config.precision, config.params, config.inputs, config.clusters) == (0, "fp32", {}, [], {})
     assert config.resources == Resources(nodes=1, tasks_per_node=1, gpus_per_task=0, cpus_per_task=1, time="auto")
-    assert config.checkpoint == CheckpointConfig(every="auto", keep=3, mtbf="auto")
+    assert config.checkpoint == CheckpointConfig(every="auto", memory="auto", keep=3, mtbf="auto")
     assert config.watchdog == "auto"
     assert config.retry == RetryConfig(preemption=UNLIMITED, time_limit=3, node_failure=10, crash=3, exclude_after=2)
 
@@ -74,6 +74,10 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("checkpoint.mtbf=auto", "auto"),
     ("checkpoint.mtbf=8h", "8h"),
     ("checkpoint.mtbf=90", 90),
+    ("checkpoint.memory=auto", "auto"),
+    ('checkpoint.memory="off"', "off"),
+    ("checkpoint.memory=200", 200),
+    ("checkpoint.memory=30s", "30s"),
     ("watchdog=auto", "auto"),
     ('watchdog="off"', "off"),
     ("watchdog=10min", "10min"),
@@ -238,10 +242,13 @@ REFUSED = [
     ("resources: {time: 5 parsecs}", ["resources.time: found '5 parsecs'"]),
     ("checkpoint: {every: 0}", ["checkpoint.every: found 0", "auto"]),
     ("checkpoint: {every: often}", ["checkpoint.every: found 'often'", "10min"]),
+    ("checkpoint: {memory: 0}", ["checkpoint.memory: found 0", "auto, off, a number of steps above 0, or a time"]),
+    ("checkpoint: {memory: on}", ["checkpoint.memory: found True", "auto, off"]),
+    ("checkpoint: {memory: often}", ["checkpoint.memory: found 'often'", "30s"]),
     ("checkpoint: {mtbf: 0}", ["toy.yaml:3: checkpoint.mtbf: found 0", "auto, or a time like 8h"]),
     ("checkpoint: {mtbf: rarely}", ["checkpoint.mtbf: found 'rarely'", "auto, or a time like 8h"]),
     ("checkpoint: {mtbf: 1.5}", ["checkpoint.mtbf: found 1.5", "a text or a whole number"]),
-    ("checkpoint: {mtfb: 8h}", ["toy.yaml:3: checkpoint.mtfb", "did you mean 'mtbf'?", "every, keep, mtbf"]),
+    ("checkpoint: {mtfb: 8h}", ["toy.yaml:3: checkpoint.mtfb", "did you mean 'mtbf'?", "every, memory, keep, mtbf"]),
     ("resources: {time: yes}", ["toy.yaml:3: resources.time: found True", "a text or a whole number"]),
     ("resources: {time: Auto}", ["resources.time: found 'Auto'", "30min"]),
     ("resources: {time: unlimited}", ["resources.time: found 'unlimited'", "30min"]),
@@ -419,7 +426,7 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         device="cuda",
         backend="gloo",
         resources=Resources(nodes=2, tasks_per_node=3, gpus_per_task=1, cpus_per_task=4, time="1:00:00"),
-        checkpoint=CheckpointConfig(every="10min", keep=2, mtbf="8h"),
+        checkpoint=CheckpointConfig(every="10min", memory="30s", keep=2, mtbf="8h"),
         retry=RetryConfig(preemption=9, time_limit=UNLIMITED, node_failure=0, crash=1, exclude_after=5),
         watchdog="off",
         clusters={"h100": {"partition": "h100", "setup": ["module load cuda"]}},
@@ -528,7 +535,7 @@ def test_what_decides_the_result_makes_another_run(changed: dict[str, Any]) -> N
     [
         {"resources": Resources(nodes=4, tasks_per_node=8, gpus_per_task=1, cpus_per_task=2, time="2d")},
         {"clusters": {"slurm": {"partition": "high"}}},
-        {"checkpoint": CheckpointConfig(every=5, keep=1)},
+        {"checkpoint": CheckpointConfig(every=5, memory=False, keep=1)},
         {"inputs": ["/data"]},
         {"params": {"net": {"depth": 2, "width": 8}, "lr": 0.001}},
     ],

@@ -12,8 +12,10 @@ from jobkit.worker.checkpoint_schedule import (
     FIRST_SECONDS,
     MAX_OVERHEAD,
     MAX_SECONDS,
+    MIN_MEMORY_SECONDS,
     PRIOR_SECONDS,
     AutoInterval,
+    MemorySchedule,
     mean_time_between_failures,
 )
 
@@ -71,6 +73,45 @@ def test_the_interval_and_its_reasons_are_told() -> None:
     assert "every 200 s" in text
     assert "2 s" in text
     assert "2:00:00" in text
+
+
+# Snapshots in memory
+
+
+def memory_schedule(every: str | int | bool, *stalls: float) -> tuple[bool, list[int], bool]:
+    """After snapshots that held up the training so long: whether it is off, after which of 12 steps one is due, and
+    whether one is due by the clock at once.
+    """
+    schedule = MemorySchedule(every)
+    for stall in stalls:
+        schedule.observe(stall)
+    return schedule.is_off, [step for step in range(1, 13) if schedule.is_due_after(step)], schedule.is_due_by_time()
+
+
+MEMORY: list[tuple[str, str | int | bool, list[float], tuple[bool, list[int], bool]]] = [
+    ("off", "off", [], (True, [], False)),
+    ("off without quotes", False, [], (True, [], False)),
+    ("every five steps", 5, [], (False, [5, 10], False)),
+    ("every step", 1, [0.5], (False, list(range(1, 13)), False)),
+    ("a time", "30s", [], (False, [], False)),
+    ("auto, whose first comes at once, for then its cost is known", "auto", [], (False, [], True)),
+    ("auto, after one", "auto", [0.5], (False, [], False)),
+]
+
+
+@pytest.mark.parametrize(("every", "stalls", "due"), [row[1:] for row in MEMORY], ids=[row[0] for row in MEMORY])
+def test_a_snapshot_is_due_as_the_yaml_says(
+    every: str | int | bool, stalls: list[float], due: tuple[bool, list[int], bool]
+) -> None:
+    assert memory_schedule(every, *stalls) == due
+
+
+@pytest.mark.parametrize(("stall", "seconds"), [(0.5, 50.0), (0.02, 2.0), (0.0001, MIN_MEMORY_SECONDS)])
+def test_snapshots_of_auto_hold_up_the_training_a_hundredth_of_the_time(stall: float, seconds: float) -> None:
+    schedule = MemorySchedule("auto")
+    schedule.observe(3.0)
+    schedule.observe(stall)
+    assert schedule.seconds == pytest.approx(seconds)
 
 
 # How often it dies

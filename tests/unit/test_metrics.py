@@ -65,6 +65,17 @@ def test_a_position_is_the_size_of_the_files_after_all_that_was_logged_before(tm
     assert curves(tmp_path) == {"loss": [(0, 1.0)]}
 
 
+def test_a_position_counts_for_memory_only_once_the_disk_has_all_before_it(tmp_path: Path) -> None:
+    metrics = log(tmp_path)
+    metrics.scalars(1, {"loss": 1.0})
+    position = metrics.on_disk(metrics.mark().result(timeout=60))
+    assert position == {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+    (name,) = position
+    with pytest.raises(OSError, match="not all on the disk"):
+        metrics.on_disk({name: position[name] + 1})
+    metrics.close()
+
+
 def test_after_a_rewind_every_step_is_there_exactly_once(tmp_path: Path) -> None:
     # Saved after 4 steps and lost at 7; saved after 10 and lost at 10; lost before its first checkpoint; to the end.
     position = attempt(tmp_path, 0, 7, {}, save_at=4)

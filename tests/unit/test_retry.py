@@ -24,6 +24,7 @@ def ended(
     last: int | None = None,
     durable: int | None = None,
     submission: int = 1,
+    from_memory: bool = False,
     **failure: Any,
 ) -> Attempt:
     """An attempt from step `first` (None: it never came to its loop) to step `last`.
@@ -43,6 +44,7 @@ def ended(
         last_step=last,
         durable_step=durable,
         submission=submission,
+        from_memory=from_memory,
         failure=Failure(**failure) if failure else None,
     )
 
@@ -52,7 +54,18 @@ PREEMPTED_5 = ended("preempted", 5)
 CRASH_5 = ended("crashed", 5, 7)
 SPENT = [CRASH_5] * 3
 
+
+def from_memory(first: int, durable: int = 0) -> Attempt:
+    return ended("killed", first, first + 3, durable, from_memory=True)
+
+
 DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
+    # Snapshots in memory
+    ("deaths, each with a newer snapshot", [ended("killed", 0, 20), *map(from_memory, range(20, 90, 10))], True),
+    ("three deaths, after which the snapshot is the same", [ended("killed", 0, 20), *[from_memory(20)] * 3], False),
+    ("two deaths, after which it is the same", [ended("killed", 0, 20), *[from_memory(20)] * 2], True),
+    ("one that was newer once and is no more", [from_memory(20), ended("killed", 0), from_memory(20)], False),
+    ("a checkpoint newer than the snapshot", [*[from_memory(20)] * 2, from_memory(20, 30), from_memory(30)], True),
     # What ends an attempt, once
     ("preempted", [ended("preempted", 0, 5)], True),
     ("a signal of somebody's own", [ended("signal", 0, 5)], True),

@@ -147,6 +147,19 @@ def test_a_checkpoint_that_was_set_aside_is_not_called_the_newest() -> None:
     assert (status.step, status.checkpoint) == (50, 50)
 
 
+def test_an_attempt_that_began_from_memory_has_not_made_its_first_step_durable() -> None:
+    back = ("resumed", {"attempt": 2, "step": 58, "total_steps": 100, "memory": True, "durable_step": 50})
+    status = of([*RUNNING, checkpoint(50), interrupted("killed"), started(2), back])
+    assert (status.step, status.checkpoint) == (58, 50)
+    assert [(one.from_memory, one.first_step, one.durable_step) for one in status.attempts] == [
+        (False, 0, 50),
+        (True, 58, 50),
+    ]
+    nothing = ("resumed", {"attempt": 2, "step": 8, "total_steps": 100, "memory": True, "durable_step": None})
+    status = of([*RUNNING, interrupted("killed"), started(2), nothing])
+    assert (status.step, status.checkpoint, status.attempts[1].durable_step) == (8, None, 0)
+
+
 def test_each_attempt_remembers_where_it_ran_how_far_it_came_and_why_it_ended() -> None:
     status = of(
         [*RUNNING, interrupted("preempted", 40), requeued(), started(2), resumed(40, 2), ("finished", {"step": 100})]

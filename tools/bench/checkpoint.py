@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long the training loop stands still, and how long until the checkpoint is durable.
+"""What a checkpoint costs, and a snapshot in memory: how long the training loop stands still, and how long it takes.
 
 Everything is measured in one process, the candidates in turn, so that a busy machine slows all of them:
     python tools/bench/checkpoint.py --megabytes 512 --repeats 7 --dir DIRECTORY
@@ -21,9 +21,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from jobkit.checkpoint.memory import SnapshotMemory
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
+from jobkit.group import RankGroup
 from jobkit.run.files import fsync_dir
+from jobkit.run.slots import environment_of, make_slots
 
 Times = dict[str, list[float]]
 
@@ -64,7 +67,15 @@ class Plain:
             os.fsync(file.fileno())
 
 
-def one_round(times: Times, round_: int, plain: Plain, ours: Checkpointer, root: Path) -> None:
+def with_memory(root: Path) -> Checkpointer:
+    """A checkpointer whose host copies lie where they outlive the process."""
+    slots = make_slots()
+    assert slots is not None, "memory that outlives a process needs Linux"
+    memory = SnapshotMemory.find(environment_of(slots), RankGroup.alone(), 1)
+    return Checkpointer(Store(root / "kept"), memory=memory)
+
+
+def one_round(times: Times, round_: int, plain: Plain, ours: Checkpointer, kept: Checkpointer, root: Path) -> None:
     """Every candidate once; what one wrote is removed before the next is timed."""
     state = plain.state
     timed(times, "copy", plain.copy)
@@ -78,6 +89,11 @@ def one_round(times: Times, round_: int, plain: Plain, ours: Checkpointer, root:
     ours.wait()
     shutil.rmtree(ours.store.path(round_))
     fsync_dir(root)
+
+    snapshot = kept.save(round_, {"state": state}, to_disk=False).wait()
+    times.setdefault("snapshot: stall", []).append(snapshot.stall)
+    times.setdefault("snapshot: complete", []).append(snapshot.seconds)
+    kept.wait()
 
     target = root / "async"
     futures: list[Any] = []
@@ -95,6 +111,7 @@ def report(times: Times) -> None:
     for name, base, target in (
         ("save: stall", "copy", 1.5),
         ("save: durable", "write+fsync", 1.3),
+        ("snapshot: stall", "copy", 1.5),
         ("async_save: stall", "save: stall", None),
     ):
         pairs = [over / under for over, under in zip(times[name], times[base], strict=True)]
@@ -115,10 +132,12 @@ def main() -> None:
     try:
         plain = Plain(make_state(args.megabytes), root)
         ours = Checkpointer(Store(root / "checkpoints"))
-        one_round({}, 0, plain, ours, root)  # the first allocates
+        kept = with_memory(root)
+        for first in (0, 0):  # they allocate, a slot each
+            one_round({}, first, plain, ours, kept, root)
         times: Times = {}
         for round_ in range(1, args.repeats + 1):
-            one_round(times, round_, plain, ours, root)
+            one_round(times, round_, plain, ours, kept, root)
         report(times)
     finally:
         shutil.rmtree(root)
