@@ -32,9 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # scikit-learn sets these when it is imported, in the processes of some tests: a warm server with others refuses.
     os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")
     os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
+    os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # as in each run
     path = f"{tempfile.mkdtemp(prefix='jobkit-warm-')}/socket"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     # As in each test's project and run: what a library reads at its import cannot be changed afterwards.
     config.stash[WARM] = Parent.start(environment, WARM_MODULES)
     config.stash[WARM].listen(path)
