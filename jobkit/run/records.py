@@ -123,6 +123,13 @@ class StopRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Imported:
+    """Installed modules that ranks have imported until their first step: their parent can import them before."""
+
+    modules: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lease:
     """The attempt that owns a run directory: no other one may write."""
 

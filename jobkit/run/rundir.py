@@ -50,6 +50,8 @@ class RunDir:
         """The newest submission's, for sbatch."""
         self.failed_starts = self.submitit / "failed_starts"
         """A line for each node in a row on which a batch script has not begun an attempt."""
+        self.imported_file = self.submitit / "imported.json"
+        """What ranks have imported, for their parents."""
         self.secret_file = self.submitit / "secret"
         """What the processes of a Slurm job know each other by; only its owner can read it."""
         self.supervisor_log = self.submitit / "supervisor.log"

@@ -76,7 +76,7 @@ def follow_local(run: RunDir, supervisor: subprocess.Popen[bytes], asked: list[i
         follower.refresh(status)
         for attempt in status.attempts[told:-1]:  # those that another one follows
             why = (attempt.failure and attempt.failure.error) or attempt.cause
-            follower.display.say(f"attempt {attempt.id} ended: {why}; it goes on from step {attempt.durable_step}")
+            follower.display.say(f"attempt {attempt.id} ended: {why}; attempt {attempt.id + 1} goes on")
             told = attempt.id
         time.sleep(POLL_SECONDS)
     follower.refresh(run.status())

@@ -105,6 +105,20 @@ class Signal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Preload:
+    """To a parent: import these modules, too, as far as that does not keep it from forking."""
+
+    modules: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preloaded:
+    """Of a parent: it has; `left_out` says of each module that it has not imported why."""
+
+    left_out: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Listen:
     """To a parent: serve the clients of the socket that comes with the message, each by a parent of its own."""
 
@@ -126,7 +140,9 @@ class Adopted:
     accepted: bool
 
 
-Message = Hello | Welcome | Ready | Fork | Forked | NotForked | Ended | Signal | Listen | Adopt | Adopted
+FromParent = Hello | Ready | Forked | NotForked | Ended | Preloaded | Adopted
+ToParent = Welcome | Fork | Signal | Preload | Listen | Adopt
+Message = FromParent | ToParent
 
 KINDS = {one.__name__: one for one in get_args(Message)}
 

@@ -27,6 +27,8 @@ from jobkit.supervisor.channel import (
     Listen,
     Message,
     NotForked,
+    Preload,
+    Preloaded,
     Ready,
     Signal,
 )
@@ -77,6 +79,7 @@ class Parent:
         self.is_gone = False
         """Whether it has been found dead: its processes have been sent SIGTERM then."""
         self._children: dict[int, Child] = {}
+        self._preloaded: set[str] = set()
 
     @classmethod
     def start(cls, environment: Mapping[str, str], preload: Sequence[str] = ()) -> Parent:
@@ -169,6 +172,9 @@ class Parent:
                 self.has_imported = True
                 if message.cannot_fork:
                     log.warning("ranks start as new processes, which takes longer: %s", message.cannot_fork)
+            case Preloaded():
+                for module, reason in message.left_out.items():
+                    log.info("%s imports %s only in each rank: %s", self._name, module, reason)
             case Forked():
                 self._children[message.key].pid = message.pid
             case NotForked():
@@ -196,6 +202,13 @@ class Parent:
                     send(child.pid, signal.Signals[f"SIG{name}"])
 
     # The parent itself
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Make it import more modules, beside the ranks that run, as far as that does not keep it from forking."""
+        if new := [name for name in modules if name not in self._preloaded]:
+            self._preloaded.update(new)
+            with contextlib.suppress(OSError):  # it is gone
+                self._channel.send(Preload(modules=new))
 
     def is_ready(self) -> bool:
         """Whether its imports are done, and `fork` is answered at once. Raises ParentError where it has ended."""

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run import records
+from jobkit.run.records import Imported
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
 from jobkit.supervisor.diagnosis import FirstFailure
@@ -51,6 +53,9 @@ class Ranks(Protocol):
 
     def close(self) -> None:
         """End what is left of the attempt's ranks; their parents stay for the next attempt."""
+
+    def learn(self) -> None:
+        """Let the parents import what ranks have imported: the next attempt's need not."""
 
     def can_start_again(self, without: Sequence[str]) -> bool:
         """Whether enough nodes are left for another attempt, beside some that are not to be used."""
@@ -155,6 +160,12 @@ class ForkedRanks:
         for parent, child in self._ranks:
             if child.returncode is None:
                 parent.give_up()
+
+    def learn(self) -> None:
+        if (known := records.read(Imported, self.run.imported_file)) is not None:
+            for parent in self.nodes.parents:
+                if parent.has_imported:
+                    parent.preload(known.modules)
 
     def can_start_again(self, without: Sequence[str]) -> bool:
         return self.nodes.can_start_again(without)

@@ -39,6 +39,9 @@ WAIT_SECONDS = 0.25
 KILL_AFTER_FAILURE_SECONDS = 3.0
 """What the ranks beside one that has ended without a word get to write down an error that may have been the first."""
 
+LEARNING_SECONDS = 10.0
+"""For how long after the first step the ranks may write down what they have imported."""
+
 PAUSE_SECONDS = 1.0
 """How long to wait after Slurm, or the disk, has not answered: a busy slurmctld is not helped by more questions."""
 
@@ -168,6 +171,7 @@ class AttemptWatch:
         self.noticed: float | None = None
         """When it was known that the ranks have to be ended, in seconds since the epoch."""
         self._failed_at: float | None = None
+        self._learning_until: float | None = None
         self._looked = -math.inf
 
     def until_prepared(self) -> bool:
@@ -214,12 +218,21 @@ class AttemptWatch:
             self._stop_ranks(StopRequest(cause="timeout", grace=0))
         elif self.limit.is_near():
             self._stop_ranks(StopRequest(cause="timeout"))
+        self._learn()
         self.watchdog = self.watchdog or Watch.of(self.run, self.attempt)
         if error := self.watchdog.look():
             log.warning("%s: %s", self.run.name, error)
             self.noticed = time.time()
             end_hung(self.run, self.attempt, error, self.ranks.signal)
             self._killed = True
+
+    def _learn(self) -> None:
+        """When the ranks have begun to train: their parents have the time to prepare for the next attempt."""
+        progress = self.run.progress() if self._learning_until is None else None
+        if progress is not None and progress.attempt == self.attempt and progress.training:
+            self._learning_until = time.monotonic() + LEARNING_SECONDS
+        if self._learning_until is not None and time.monotonic() < self._learning_until:
+            self.ranks.learn()
 
     def _stop_ranks(self, request: StopRequest) -> None:
         """Tell the ranks to stop, once, or kill them where the request leaves them no grace."""

@@ -46,7 +46,13 @@ class Context:
     Made by jobkit, on all ranks together: by `jobkit.init` in a script, by the worker for a task.
     """
 
-    def __init__(self, rank: Rank, reporter: RunReporter, finder: CauseFinder) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        reporter: RunReporter,
+        finder: CauseFinder,
+        on_first_step: Callable[[], None] = lambda: None,
+    ) -> None:
         run, config, topology = rank.run, rank.config, rank.topology
         self.params: DictConfig = OmegaConf.create(literal(config.params))
         """The YAML's `params`, read-only."""
@@ -96,7 +102,9 @@ class Context:
             rank, self._checkpointer, self._tracked, schedule, memory_schedule, reporter, durable
         )
         self._evaluator = Evaluator(rank, reporter, self._engine.parallel, finder.signals, step)
-        self._loop = TrainingLoop(rank, self._engine, self._tracked, restored, self._checkpoints, reporter, finder)
+        self._loop = TrainingLoop(
+            rank, self._engine, self._tracked, restored, self._checkpoints, reporter, finder, on_first_step
+        )
         for damaged, reason in self._checkpointer.set_aside:
             reporter.record(Event.SET_ASIDE, step=damaged, reason=reason)
             if rank.is_main:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class TrainingLoop:
         checkpoints: Checkpoints,
         reporter: RunReporter,
         finder: CauseFinder,
+        on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.step = restored.step if restored is not None else 0
         """The step the loop is in, from 0; after the loop, the number of steps done."""
@@ -47,6 +48,7 @@ class TrainingLoop:
         self._signals, self._finder = finder.signals, finder
         self.stragglers = StragglerMonitor(rank, reporter)
         self._timer = StepTimer()
+        self._on_first_step = on_first_step
         self._optimizer_steps = 0
         self._step_start: object = None
         """What the current step had touched when it began: nothing; None outside the loop."""
@@ -76,6 +78,7 @@ class TrainingLoop:
             self._reporter.heartbeat.beat()
             if self.step == first + 1:
                 self._reporter.record_soon(Event.STEPPED)
+                self._on_first_step()
             self._reporter.end_step(self.step - 1)  # before the boundary: a checkpoint there marks where curves end
             self._boundary()
         self._step_start = None

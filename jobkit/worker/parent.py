@@ -41,6 +41,8 @@ from jobkit.supervisor.channel import (
     Listen,
     Message,
     NotForked,
+    Preload,
+    Preloaded,
     Ready,
     Signal,
 )
@@ -91,6 +93,8 @@ class Parent:
         self._kills_strays = False
         self._slots: dict[str, tuple[int, int] | None] = {}
         """The memory that outlives the process which has it, by the name that the supervisor gives it."""
+        self._trial: tuple[int, list[str]] | None = None
+        """A pipe from a process that tries some imports, and their modules."""
         self.attempt: int | None = None
         """That of the processes started last, where they belong to one."""
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
@@ -107,9 +111,12 @@ class Parent:
         self._tell(Ready(cannot_fork=self._problem))
         while True:
             sources: list[Any] = [self._channel, self._wakeup, *([self._listener] if self._listener else [])]
+            sources += [self._trial[0]] if self._trial else []
             readable = sources if self._channel.has_line else select.select(sources, [], [])[0]
             if self._wakeup in readable:
                 self._take_signals()
+            if self._trial and self._trial[0] in readable:
+                self._preload_tried()
             if self._listener in readable and (client := self._fork_parent()) is not None:
                 return client
             if self._channel in readable:
@@ -126,6 +133,8 @@ class Parent:
                 self._listener = socket.socket(fileno=files[0])
             case Fork():
                 return self._fork(message, files)
+            case Preload():
+                self._try_imports(message.modules)
             case Signal():
                 self._kills_strays = message.name == "KILL"
                 for pid, key in self._ranks.items():
@@ -161,6 +170,41 @@ class Parent:
             self.attempt = int(request.environment.get("JOBKIT_ATTEMPT", 0)) or None
             self._tell(Forked(key=request.key, pid=pid))
         return None
+
+    def _try_imports(self, modules: list[str]) -> None:
+        """Import modules in a process of their own: one that starts a thread here could not be undone."""
+        if self._problem is not None or self._trial is not None:
+            return
+        ours, theirs = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(ours)
+            os.close(theirs)
+            return
+        if pid == 0:
+            self.leave()
+            os.write(theirs, json.dumps(find_harmful(modules)).encode())
+            os._exit(0)
+        os.close(theirs)
+        self._trial = ours, modules
+
+    def _preload_tried(self) -> None:
+        """Import what has done no harm in the trial; ranks that end meanwhile are reported between two imports."""
+        assert self._trial is not None
+        (pipe, modules), self._trial = self._trial, None
+        with os.fdopen(pipe, "rb") as told:
+            data = told.read()
+        left_out: dict[str, str] = json.loads(data) if data else dict.fromkeys(modules, "its import ended the process")
+        gc.disable()
+        for name in modules:
+            if name not in left_out and name not in sys.modules:
+                with contextlib.suppress(Exception):  # it is imported again where it is needed, and told there
+                    importlib.import_module(name)
+                self._take_signals()
+        gc.freeze()
+        gc.enable()
+        self._tell(Preloaded(left_out=left_out))
 
     def _slots_of(self, request: Fork) -> tuple[int, int] | None:
         if request.slots and request.slots not in self._slots:
@@ -360,16 +404,44 @@ def preload(modules: Sequence[str]) -> str | None:
     return problem
 
 
+def find_harmful(modules: Sequence[str]) -> dict[str, str]:
+    """Import modules; those that start a thread or touch a device, and those that cannot be imported, with a reason."""
+    harmful: dict[str, str] = {}
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for name in modules:
+            threads, devices = _threads(), _devices()
+            try:
+                importlib.import_module(name)
+            except BaseException as error:
+                harmful[name] = f"{type(error).__name__}: {error}"
+            if _threads() > threads:
+                harmful[name] = "it starts a thread"
+            elif opened := _devices() - devices:
+                harmful[name] = f"it opens {min(opened)}"
+    return harmful
+
+
 def _against_forking() -> str | None:
     """What a fork of this process would break."""
+    if _threads() > 1:
+        return "started a thread"
+    return f"opened {min(opened)}" if (opened := _devices()) else None
+
+
+def _threads() -> int:
     with contextlib.suppress(OSError):
-        if len(list(Path("/proc/self/task").iterdir())) > 1:
-            return "started a thread"
+        return len(list(Path("/proc/self/task").iterdir()))
+    return 1
+
+
+def _devices() -> set[str]:
+    """The files of devices that this process has open."""
+    found = set()
+    with contextlib.suppress(OSError):
         for file in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
-                if str(file.readlink()).startswith(DEVICE_FILES):
-                    return f"opened {file.readlink()}"
-    return None
+                found.add(str(file.readlink()))
+    return {name for name in found if name.startswith(DEVICE_FILES)}
 
 
 def adopt(client: Channel, settings: Mapping[str, str], problem: str | None) -> tuple[bool, str | None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jobkit.run.disk_errors import is_full
 from jobkit.run.rundir import RunDir
 from jobkit.worker.context import Context
 from jobkit.worker.failure import show_stacks_when_asked, write_report
+from jobkit.worker.imported import write_imported
 from jobkit.worker.launcher import Launch, topology_of
 from jobkit.worker.lease import LostLease, end_after_lost_lease
 from jobkit.worker.output import survive_full_disks
@@ -34,6 +36,7 @@ the ranks beside a failed one that soon, and then no checkpoint becomes complete
 
 def run_rank(path: str) -> None:
     """Run the task of the run directory `path` as the rank that Submitit's environment says this process is."""
+    before = frozenset(sys.modules)
     survive_full_disks()  # before anything may print
     show_stacks_when_asked()
     run = RunDir(path)
@@ -46,7 +49,8 @@ def run_rank(path: str) -> None:
         _use_snapshot(Path(os.environ["JOBKIT_CODE"]))
         function = load_task(config.task)  # before the group forms: an import that fails should not keep others waiting
         found = rendezvous(Launch("jobkit", topology, "file"), run.rendezvous_file(attempt))
-        context = open_context(join(found, run, config, attempt))
+        rank = join(found, run, config, attempt)
+        context = open_context(rank, on_first_step=_tell_imports(rank, before))
         if context.has_returned:
             context.finish_again()
         else:
@@ -72,10 +76,17 @@ def run_rank(path: str) -> None:
         kill_children()
 
 
-def open_context(rank: Rank, *, display: Display | None = None, unknown_cause: str | None = None) -> Context:
+def open_context(
+    rank: Rank,
+    *,
+    display: Display | None = None,
+    unknown_cause: str | None = None,
+    on_first_step: Callable[[], None] = lambda: None,
+) -> Context:
     """The context of a rank, on all ranks together; `display` is drawn by rank 0 itself.
 
-    `unknown_cause` is that of a stop of which neither jobkit nor the scheduler knows; None makes it a false alarm.
+    `on_first_step` is called when this attempt's first step is done. `unknown_cause` is that of a stop of which neither
+    jobkit nor the scheduler knows; None makes it a false alarm.
     """
     finder = CauseFinder(rank.run, rank.attempt, STOP_SIGNALS, unknown_cause)
     if rank.is_main:
@@ -87,7 +98,14 @@ def open_context(rank: Rank, *, display: Display | None = None, unknown_cause: s
         on_lost_lease=end_after_lost_lease,
         display=display,
     )
-    return Context(rank, reporter, finder)
+    return Context(rank, reporter, finder, on_first_step)
+
+
+def _tell_imports(rank: Rank, before: Collection[str]) -> Callable[[], None]:
+    """What lets rank 0 tell the parents what it has imported since, beside the training."""
+    if not rank.is_main:
+        return lambda: None
+    return threading.Thread(target=write_imported, args=(rank.run, before), daemon=True).start
 
 
 def _use_snapshot(code: Path) -> None:

@@ -24,6 +24,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.jo
 ENVIRONMENT.pop(WARM_PARENT, None)
 
 
+WATCHED = ("torch", "torch._dynamo", "threaded", "wave", "sqlite3")
+"""Modules that a process says it has imported."""
+
+
 # What the forked processes run
 
 
@@ -38,7 +42,7 @@ def look(file: str) -> None:
         "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
         "main": threading.current_thread() is threading.main_thread(),
         "ignored": [signal.getsignal(one) is signal.SIG_IGN for one in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)],
-        "imported": [name for name in ("torch", "torch._dynamo", "threaded") if name in sys.modules],
+        "imported": [name for name in WATCHED if name in sys.modules],
         "path": sys.path[:2],
     }
     Path(file).write_text(json.dumps(found))
@@ -296,3 +300,25 @@ def test_a_warm_parent_serves_each_client_by_one_of_its_own(tmp_path: Path) -> N
         wait_for("a rank with a handler", (folder / "ready").exists)
         clients[0].close()
         wait_for("the rank to be gone with its client", lambda: not lives(rank.pid))
+
+
+def test_what_ranks_have_imported_is_imported_before_the_next_fork_but_for_what_starts_a_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (tmp_path / "threaded.py").write_text(thread)
+    (tmp_path / "deadly.py").write_text("raise SystemExit('no')\n")
+    path = f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
+    with started(PYTHONPATH=path) as client:
+        forks = Forks(client, tmp_path)
+        client.preload(["wave", "threaded", "deadly", "no_such_module", "sqlite3"])
+        client.preload(["wave"])  # again, as after each look
+        wait_for("the trial", lambda: client.update() or "no_such_module" in caplog.text)
+        assert forks.returncode(forks.fork("look", "seen.json")) == 0, forks.text("err")
+        assert client.process is not None
+        assert len(list(Path(f"/proc/{client.process.pid}/task").iterdir())) == 1
+    seen = json.loads(forks.text("seen.json"))
+    assert seen["imported"] == ["wave", "sqlite3"]
+    assert "imports threaded only in each rank: it starts a thread" in caplog.text
+    assert "deadly only in each rank: SystemExit: no" in caplog.text

@@ -266,7 +266,7 @@ def test_a_job_that_slurm_will_not_requeue_is_followed_by_another(
     slurm: Cluster, tmp_path: Path, uninterrupted: Weights
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, *ALONE)
+    run = submit(project, *ALONE, "retry.in_place=false")
     job = status(run)["job_id"]
     reach(run, 1, EVERY)
     slurm.command("scontrol", "update", f"JobId={job}", "Requeue=0")
@@ -324,8 +324,8 @@ def jobkit_cancel(cluster: Cluster, project: Project, run: Path) -> None:
     project.jobkit("cancel", run.name)
 
 
-def is_dying(cluster: Cluster, run: Path) -> bool:
-    return bool((run / "logs/1/srun.err").read_text())
+def is_over_for_now(cluster: Cluster, run: Path) -> bool:
+    return "interrupted" in names(run)
 
 
 def is_decided(cluster: Cluster, run: Path) -> bool:
@@ -338,14 +338,14 @@ def is_queued(cluster: Cluster, run: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("moment", "cancel"),
-    [(is_dying, scancel), (is_decided, scancel), (is_queued, scancel), (is_queued, jobkit_cancel)],
+    [(is_over_for_now, scancel), (is_decided, scancel), (is_queued, scancel), (is_queued, jobkit_cancel)],
     ids=lambda function: function.__name__,
 )
 def test_a_cancel_during_the_recovery_is_final(
     slurm: Cluster, tmp_path: Path, moment: Callable[[Cluster, Path], bool], cancel: Action
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, *ALONE)
+    run = submit(project, *ALONE, "retry.in_place=false")
     reach(run, 1, EVERY)
     kill(ranks_of(run)[0])
     wait_for("the recovery", lambda: moment(slurm, run), run)

@@ -118,6 +118,9 @@ class Ranks:
     def close(self) -> None:
         self.closed += 1
 
+    def learn(self) -> None:
+        pass
+
     def can_start_again(self, without: Sequence[str]) -> bool:
         return True
 
