@@ -119,6 +119,11 @@ class Preloaded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leave:
+    """To a parent: it is not needed any more. Without this word its supervisor has died."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Listen:
     """To a parent: serve the clients of the socket that comes with the message, each by a parent of its own."""
 
@@ -141,7 +146,7 @@ class Adopted:
 
 
 FromParent = Hello | Ready | Forked | NotForked | Ended | Preloaded | Adopted
-ToParent = Welcome | Fork | Signal | Preload | Listen | Adopt
+ToParent = Welcome | Fork | Signal | Preload | Leave | Listen | Adopt
 Message = FromParent | ToParent
 
 KINDS = {one.__name__: one for one in get_args(Message)}

@@ -24,6 +24,7 @@ from jobkit.supervisor.channel import (
     Ended,
     Fork,
     Forked,
+    Leave,
     Listen,
     Message,
     NotForked,
@@ -229,6 +230,9 @@ class Parent:
 
     def close(self) -> None:
         """End it; a process of its own that is still there gets SIGTERM."""
+        if not self.is_gone:
+            with contextlib.suppress(OSError):
+                self._channel.send(Leave())
         self._channel.close()
         self.is_gone = True
         if self.process is not None:

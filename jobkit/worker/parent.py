@@ -38,6 +38,7 @@ from jobkit.supervisor.channel import (
     Fork,
     Forked,
     Hello,
+    Leave,
     Listen,
     Message,
     NotForked,
@@ -91,6 +92,8 @@ class Parent:
         """The key of each by its process id."""
         self._oom_kills: dict[int, int] = {}
         self._kills_strays = False
+        self.is_dismissed = False
+        """Whether its supervisor has ended in order."""
         self._slots: dict[str, tuple[int, int] | None] = {}
         """The memory that outlives the process which has it, by the name that the supervisor gives it."""
         self._trial: tuple[int, list[str]] | None = None
@@ -124,6 +127,9 @@ class Parent:
                     received = self._channel.arrived()
                 except (EOFError, OSError):
                     return None  # there is nobody left to tell
+                if received is not None and isinstance(received[0], Leave):
+                    self.is_dismissed = True
+                    return None
                 if received is not None and (call := self._obey(*received)) is not None:
                     return call
 
@@ -503,8 +509,10 @@ def _serve_job(run: RunDir) -> Call | None:
     parent = Parent(channel, passes_on=PASSED_ON, problem=problem)
     outcome = parent.serve()
     assert not isinstance(outcome, Channel)
-    if outcome is None:
+    if outcome is None and not parent.is_dismissed:
         _outlive_supervisor(run, parent)
+    if outcome is None:
+        parent.leave()
     return outcome
 
 
@@ -520,7 +528,6 @@ def _outlive_supervisor(run: RunDir, parent: Parent) -> None:
         if time.monotonic() > until or run.owner() not in (parent.attempt, None):
             parent.signal_ranks(signal.SIGKILL)
         time.sleep(0.1)
-    parent.leave()
 
 
 def _returncode(call: Callable[[], object]) -> int:
