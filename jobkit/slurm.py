@@ -252,6 +252,14 @@ def nodes_left(partition: str, without: Collection[str]) -> int:
     return len(names - set(without))
 
 
+def nodes_of(partition: str | None) -> int:
+    """How many nodes a partition has, in whatever state; None is the default partition."""
+    option = [f"--partition={partition}"] if partition else []
+    rows = command("sinfo", "--noheader", "--summarize", "--format=%P %D", *option).splitlines()
+    found = dict(row.split() for row in rows)
+    return int(next((count for name, count in found.items() if partition or name.endswith("*")), 0))
+
+
 def submit(script: str, *options: str, environment: Mapping[str, str] | None = None) -> str:
     """Queue a batch script; returns the new job's id."""
     answer = command("sbatch", "--parsable", *options, script, environment=environment)

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from jobkit import slurm
-from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerTimeout
+from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError, SchedulerTimeout
 from jobkit.run import snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
@@ -96,6 +96,7 @@ def submit(
     task_file = check(config, source)
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
     _check_writable(runs_dir)
+    _check_spares(plan)
     with RunDir(runs_dir / run_name(config)).submission_lock():
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
         plan = plan.at(run.path)
@@ -156,6 +157,22 @@ def _start(run: RunDir, plan: LaunchPlan, foreground: bool) -> job.Started:
         raise
     run.record(Event.SUBMITTED, job_id=started.job_id)
     return started
+
+
+def _check_spares(plan: LaunchPlan) -> None:
+    """Refuse more nodes than the partition has: the job would wait for them for ever."""
+    resources, partition = plan.config.resources, plan.parameters.get("partition")
+    if plan.scheduler == "slurm" and resources.spares and slurm.available():
+        there, wanted = 0, resources.nodes + resources.spares
+        with contextlib.suppress(SchedulerError):  # sbatch is tried again where the controller is away
+            there = slurm.nodes_of(partition)
+        if there and wanted > there:
+            where = f"partition {partition}" if partition else "the default partition"
+            raise InvalidValue(
+                "resources.spares",
+                f"found {resources.spares}, but {where} has {there} node(s): with nodes: {resources.nodes} at most "
+                f"{max(0, there - resources.nodes)}",
+            )
 
 
 def _check_writable(runs_dir: Path) -> None:

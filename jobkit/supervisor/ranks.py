@@ -101,6 +101,8 @@ class ForkedRanks:
 
     def wait(self, seconds: float) -> None:
         wait_for_any(self.nodes.parents, seconds)
+        for parent in self.nodes.parents:
+            parent.update()  # one that is gone would end each wait at once
 
     def _codes(self) -> list[int | None]:
         """The exit code of each rank, or the negative of the signal that killed it; None where it runs."""

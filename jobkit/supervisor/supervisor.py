@@ -113,10 +113,8 @@ class Supervisor:
                 self.ranks.prepare(begun)
                 if watch.until_prepared():
                     self.ranks.start(begun)
-            except ParentError as error:  # as a crash: another attempt may do, and only a few are tried
-                attempts.request_stop(
-                    self.run, begun.number, StopRequest(cause="crashed", error=f"{error} ({self.run.supervisor_log})")
-                )
+            except ParentError as error:
+                self._note_failed_start(begun.number, error)
             watch.until_end()
             keeper.end(wait=not watch.was_told and watch.noticed is None)
             if self.ranks.are_running():
@@ -129,6 +127,14 @@ class Supervisor:
         if code is None:
             self._pause(decision.pause)
         return code
+
+    def _note_failed_start(self, number: int, error: ParentError) -> None:
+        """As a crash: another attempt may do, and only a few are tried. Not where the job is ending anyway."""
+        log.warning("%s: %s", self.run.name, error)
+        record = self.job.record()
+        if record is None or slurm.stop_cause(record) is None:
+            where = self.run.supervisor_log if self.job.scheduler == "local" else self.run.logs(number)
+            attempts.request_stop(self.run, number, StopRequest(cause="crashed", error=f"{error} ({where})"))
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds

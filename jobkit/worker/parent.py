@@ -50,6 +50,7 @@ from jobkit.supervisor.channel import (
 from jobkit.supervisor.listener import ADDRESS, connect, read_secret
 from jobkit.supervisor.parents import PARENT, send
 from jobkit.worker import rescue
+from jobkit.worker.cpus import take_share
 from jobkit.worker.out_of_memory import kernel_oom_kills
 
 IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
@@ -279,7 +280,7 @@ def _become_rank(request: Fork, files: list[int], parent: int) -> None:
     for file in files[0 if logs else 2 :]:
         os.set_inheritable(file, True)  # a device's lock must outlive the exec of a command
     if request.place:
-        _take_cpus(*request.place)
+        take_share(*request.place)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(DIES_FIRST))
     own = dict(os.environ) if request.inherits else {}
@@ -307,27 +308,6 @@ def _open_log(file: Path) -> int:
             with contextlib.suppress(OSError):
                 list(file.parent.parent.iterdir())  # makes NFS look again
             time.sleep(0.1)
-
-
-def _take_cpus(local_rank: int, local_world_size: int) -> None:
-    """Run on this rank's share of the CPUs, where the parent has been given some of the machine's."""
-    allowed = os.sched_getaffinity(0)
-    if len(allowed) >= (os.cpu_count() or 1) or len(allowed) < local_world_size:
-        return  # nobody has bound it: then ranks are not bound either
-    ordered = sorted(allowed, key=_core)
-    each = len(ordered) // local_world_size
-    os.sched_setaffinity(0, ordered[local_rank * each : (local_rank + 1) * each])
-
-
-def _core(cpu: int) -> tuple[int, int, int]:
-    """Where a CPU is: (socket, core, number), so that neighbours share a cache and the threads of a core one rank."""
-    place = []
-    for name in ("physical_package_id", "core_id"):
-        try:
-            place.append(int(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/{name}").read_text()))
-        except (OSError, ValueError):
-            place.append(0)
-    return place[0], place[1], cpu
 
 
 def _start_anew(request: Fork) -> NoReturn:

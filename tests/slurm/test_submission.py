@@ -209,6 +209,7 @@ REFUSED = {
     "a constraint": (["clusters.slurm.constraint=nosuch"], ["feature"]),
     "a node": (["clusters.slurm.nodelist=nosuch"], ["node name"]),
     "a resource": (["clusters.slurm.gres=nosuch:1"], ["gres"]),
+    "more spares than nodes": (["resources.spares=9"], ["resources.spares: found 9", "low has 4 node(s)", "at most 2"]),
     "more GPUs than a node has": (["resources.gpus_per_task=99"], ["not available"]),
 }
 

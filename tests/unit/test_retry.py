@@ -322,3 +322,42 @@ def test_the_yaml_says_how_often_a_node_may_fail(after: int, exclude: tuple[str,
 def test_a_run_that_is_not_started_again_excludes_nothing() -> None:
     attempts = [ended("killed", 5, node="node2")] * 3
     assert (decide(attempts).action, decide(attempts).exclude) == ("stop", ())
+
+
+# On the nodes that the job has
+
+
+def kept(*attempts: Attempt, enough: bool = True, **retry: Any) -> tuple[str, float, tuple[str, ...]]:
+    """(action, pause, nodes to exclude) where the job goes on running, and has enough nodes or not."""
+    decision = decide(attempts, RetryConfig(**retry), keeps_nodes=lambda without: enough)
+    return decision.action, decision.pause, decision.exclude
+
+
+@pytest.mark.parametrize("cause", ["killed", "crashed", "out_of_memory", "hang", "node_failure", "lost", "signal"])
+def test_what_fails_by_itself_starts_again_in_place(cause: str) -> None:
+    assert kept(ended(cause, 0, 5)) == ("in_place", 0.0, ())
+    assert kept(ended(cause, 0, 5), enough=False)[0] == "requeue"
+    assert kept(ended(cause, 0, 5), in_place=False)[0] == "requeue"
+
+
+@pytest.mark.parametrize("cause", ["preempted", "timeout"])
+def test_a_job_that_is_to_make_room_gives_its_nodes_back(cause: str) -> None:
+    assert kept(ended(cause, 0, 5))[0] == "requeue"
+
+
+def test_budgets_hold_in_place_too() -> None:
+    assert kept(*SPENT)[0] == "stop"
+
+
+def test_restarts_without_progress_wait_longer_and_longer_and_progress_begins_anew() -> None:
+    pauses = [kept(*[ended("lost", 5)] * count)[1] for count in range(1, 10)]
+    assert pauses == [0, 2, 5, 15, 30, 60, 60, 60, 60]
+    assert kept(ended("lost", 5), ended("lost", 5), ended("lost", 5, 9, durable=8), ended("lost", 8))[1] == 0
+
+
+def test_a_bad_node_is_left_out_where_there_is_another_one() -> None:
+    failures = [ended("killed", 0, 5, node="node2", rank=1)] * 2
+    assert kept(*failures) == ("in_place", 2.0, ("node2",))
+    asked: list[Sequence[str]] = []
+    decision = decide(failures, keeps_nodes=lambda without: bool(asked.append(without)))
+    assert (decision.action, decision.exclude, asked) == ("requeue", ("node2",), [("node2",)])

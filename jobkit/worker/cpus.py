@@ -1,0 +1,42 @@
+"""Which CPUs of its parent's a rank runs on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+
+def take_share(local_rank: int, local_world_size: int) -> None:
+    """Run on this rank's share of the CPUs that the process may use, where somebody has given it some of them."""
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        share = share_of(os.sched_getaffinity(0), os.cpu_count() or 1, local_rank, local_world_size, place_of)
+        if share:
+            os.sched_setaffinity(0, share)
+
+
+def share_of(
+    allowed: Collection[int], machine: int, local_rank: int, local_world_size: int, place: Callable[[int], object]
+) -> list[int]:
+    """The CPUs of one of the ranks that divide those `allowed`; none where nobody has bound the process, or too few.
+
+    `machine` is how many CPUs there are, `place` sorts them.
+    """
+    if len(allowed) >= machine or len(allowed) < local_world_size:
+        return []
+    ordered = sorted(allowed, key=place)  # type: ignore[arg-type]
+    each = len(ordered) // local_world_size
+    return ordered[local_rank * each : (local_rank + 1) * each]
+
+
+def place_of(cpu: int) -> tuple[int, int, int]:
+    """(socket, core, number): neighbours share a cache, and a rank gets both threads of a core."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    return _number(topology / "physical_package_id"), _number(topology / "core_id"), cpu
+
+
+def _number(file: Path) -> int:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 0
