@@ -43,6 +43,9 @@ END_STEPS_SECONDS = 30.0
 SHUT_DOWN_SECONDS = 5.0
 """How long srun gets to end when its tasks, the parents, have been told to."""
 
+PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")
+"""Variables of a job that srun takes for options: a parent needs what all of its ranks need."""
+
 PARENTS_SECONDS = 300.0
 """How long the parents of all nodes may take to be ready: imports from a cold shared disk take minutes."""
 
@@ -294,7 +297,8 @@ class SlurmNodes:
     def _start(self, names: Sequence[str], begun: Begun) -> None:
         assert self._listener is not None
         environment = {**os.environ, **begun.environment, ADDRESS: self._listener.address}
-        environment.pop("SLURM_GPUS_PER_TASK", None)  # a parent needs those of all of its ranks
+        for name in PER_TASK:
+            environment.pop(name, None)
         with self.run.srun_log(begun.number).open("ab") as said:
             srun = subprocess.Popen(
                 self.command(names, self.run.logs(begun.number)),
@@ -405,13 +409,15 @@ class SlurmNodes:
         for parent in self.parents:
             parent.close()
         until = time.monotonic() + SHUT_DOWN_SECONDS
-        for step in self._steps:
+        # One with a lost node does not end until Slurm knows of that.
+        whole = [step for step in self._steps if not self._lost.intersection(step.nodes)]
+        for step in whole:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.srun.wait(max(0.0, until - time.monotonic()))
-        if any(step.srun.poll() != 0 for step in self._steps):
+        if any(step.srun.poll() != 0 for step in whole):
             end_steps(self.job_id)
         for step in self._steps:
-            send(step.srun.pid, signal.SIGKILL)  # it may wait for a lost node until Slurm knows of it
+            send(step.srun.pid, signal.SIGKILL)
             step.srun.wait()
         self._connected, self._steps = {}, []
 
