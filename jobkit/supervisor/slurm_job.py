@@ -63,6 +63,8 @@ class SlurmJob:
         self.id = job_id
         self.run = run
         self._reading: Future[None] | None = None
+        self._script = os.getppid()
+        """The batch script's process, as long as it lives."""
         self._signalled = True  # a signal may have come before there was anyone to take it
 
     def listen(self) -> None:
@@ -134,6 +136,7 @@ class SlurmJob:
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         """The exit code for the batch script, None for a restart in place; `now`: the job is requeued before that."""
+        now = now or os.getppid() != self._script  # nobody is left to take an exit code from
         if decision.action == "in_place" and not now:
             self._try_record(Event.RESTARTED, job_id=self.id, cause=decision.reason)
             return None
