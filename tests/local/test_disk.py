@@ -238,7 +238,7 @@ def test_a_stop_while_the_disk_is_full_leaves_the_last_good_checkpoint(
     process.communicate(timeout=600)
     if status(run.path)["state"] != "finished":  # nobody but the rank was told to stop: it may have been started again
         run.end(run.start())
-    assert status(run.path)["attempts"][1]["first_step"] == safe
+    assert status(run.path)["attempts"][1]["first_step"] >= safe  # from memory, where it was started again in place
     assert weights(run.path) == undisturbed[1]
     assert sorted(set(run.steps)) == list(range(STEPS))
     assert logged_steps(run.path) == list(range(STEPS))
