@@ -209,7 +209,6 @@ REFUSED = {
     "a constraint": (["clusters.slurm.constraint=nosuch"], ["feature"]),
     "a node": (["clusters.slurm.nodelist=nosuch"], ["node name"]),
     "a resource": (["clusters.slurm.gres=nosuch:1"], ["gres"]),
-    "more spares than nodes": (["resources.spares=9"], ["resources.spares: found 9", "low has 4 node(s)", "at most 2"]),
     "more GPUs than a node has": (["resources.gpus_per_task=99"], ["not available"]),
 }
 
@@ -225,6 +224,13 @@ def test_what_slurm_refuses_is_told_in_one_line_not_queued_and_leaves_no_run(
     for part in said:
         assert part in done.stderr
     assert [path.name for path in project.path.glob("runs/*")] in ([], [".locks"])
+    assert queued_here(slurm, project) == []
+
+
+def test_spares_that_the_partition_does_not_have_are_told(project: Project, slurm: Cluster) -> None:
+    done = project.submit("--cluster", "slurm", "resources.spares=9", expect=2)
+    assert "command line: resources.spares: found 9, but partition low has 4 node(s)" in done.stderr
+    assert "with nodes: 2 at most 2" in done.stderr
     assert queued_here(slurm, project) == []
 
 
