@@ -144,12 +144,12 @@ class Parent:
         """Wait until a process runs. Raises ParentError."""
         until = time.monotonic() + ANSWER_SECONDS
         while child.pid is None and child.problem is None:
-            self.update()
             if self.is_gone:
                 raise self.lost()
             if time.monotonic() > until:
                 raise ParentError(f"{self._name} has not started a rank in {ANSWER_SECONDS:g} s")
             wait_for_any([self], 1.0)
+            self.update()  # last: what it has read is not waited for
         if child.problem is not None:
             raise ParentError(f"no process could be started: {child.problem}")
 
