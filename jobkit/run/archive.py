@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import tarfile
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from jobkit.run.files import replacing
@@ -30,7 +31,7 @@ def pack(folder: Path, names: Iterable[str], archive: Path) -> None:
     """
     with replacing(archive) as file:
         summing = _Summing(file)
-        with tarfile.open(fileobj=summing, mode="w|") as tar:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=summing, mode="w|", dereference=True) as tar:  # type: ignore[call-overload]
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     tar.add(folder / name, name, recursive=False)
@@ -40,17 +41,29 @@ def pack(folder: Path, names: Iterable[str], archive: Path) -> None:
 def unpack(archive: Path, folder: Path) -> None:
     """Put the files of an archive into `folder`; none of them comes to be outside of it.
 
-    Raises DamagedArchive, also in a Python before 3.10.12, and OSError for a file that cannot be read or written.
+    Raises DamagedArchive, and OSError for a file that cannot be read or written.
     """
-    if not hasattr(tarfile, "data_filter"):
-        raise DamagedArchive(f"{archive}: this Python is too old to unpack it safely")
     with archive.open("rb") as file:
         _verify(file, archive)
         try:
             with tarfile.open(fileobj=file) as tar:
-                tar.extractall(folder, filter="data")
-        except tarfile.TarError as error:
+                for member in tar:
+                    _unpack(tar, member, folder)
+        except (tarfile.TarError, DamagedArchive) as error:
             raise DamagedArchive(f"{archive}: {error}") from error
+
+
+def _unpack(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    # Not tarfile's extraction filters: Debian 12's Python 3.11.2 does not have them.
+    name = PurePosixPath(member.name)
+    data = tar.extractfile(member) if member.isreg() else None
+    if data is None or name.is_absolute() or ".." in name.parts:
+        raise DamagedArchive(f"{member.name} is not a file in its folder")
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with data, target.open("wb") as file:
+        shutil.copyfileobj(data, file)
+    target.chmod(member.mode & 0o777)
 
 
 def contents(archive: Path) -> dict[str, int]:
