@@ -4,32 +4,26 @@ WHERE is one end of a Unix socket, or the run directory of the Slurm job in whic
 node. jobkit/supervisor/parents.py has the other end and says which processes to start; this one serves until that end
 is closed. Four ranks reach their first step 0.13 s after such a fork, against 9 s with an import each. A fork copies
 one thread and no state of a device: so a parent has one thread and touches no device. Where an import has broken that,
-each rank is started as a new process (`... call MODULE:FUNCTION ARGUMENTS`).
+each rank is started as a new process.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import gc
-import importlib
-import io
-import json
 import os
 import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jobkit.log import configure
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import SLOTS, environment_of, make_slots
+from jobkit.run.slots import make_slots
 from jobkit.supervisor.channel import (
     Adopt,
     Adopted,
@@ -48,10 +42,21 @@ from jobkit.supervisor.channel import (
     Signal,
 )
 from jobkit.supervisor.listener import ADDRESS, connect, read_secret
-from jobkit.supervisor.parents import PARENT, send
+from jobkit.supervisor.parents import send
 from jobkit.worker import rescue
-from jobkit.worker.cpus import take_share
+from jobkit.worker.forked import (
+    become_rank,
+    end,
+    get_when_parent_ends,
+    run_and_end,
+    run_call,
+    start_anew,
+    take_output,
+    take_place,
+    take_slots,
+)
 from jobkit.worker.out_of_memory import kernel_oom_kills
+from jobkit.worker.preload import Trial, preload
 
 IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """By a parent for ever, and by a rank until the worker takes them: before that nothing is there to save."""
@@ -64,15 +69,6 @@ READ_AT_IMPORT = (
     *("TORCH_LOGS", "TORCHDYNAMO_", "TORCHINDUCTOR_CPP_"),
 )
 """Beginnings of variables that libraries read when they are imported: a warm parent cannot change them afterwards."""
-
-DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci")
-"""What a process has open that has touched a device."""
-
-DIES_FIRST = 300
-"""A rank's oom_score_adj: where memory is short the kernel is to kill it, and not the parent that starts it again."""
-
-VISIBLE_SECONDS = 60.0
-"""How long a folder that another host has made may be invisible on NFS."""
 
 Call = Callable[[], None]
 """What a forked process is to run."""
@@ -87,8 +83,8 @@ class Parent:
         """Why a fork would be no good: then each process is a new one."""
         self._listener: socket.socket | None = None
         self._wakeup, self._woken = socket.socketpair()
-        for end in (self._wakeup, self._woken):
-            end.setblocking(False)
+        self._wakeup.setblocking(False)
+        self._woken.setblocking(False)
         self._ranks: dict[int, int] = {}
         """The key of each by its process id."""
         self._oom_kills: dict[int, int] = {}
@@ -97,8 +93,7 @@ class Parent:
         """Whether its supervisor has ended in order."""
         self._slots: dict[str, tuple[int, int] | None] = {}
         """The memory that outlives the process which has it, by the name that the supervisor gives it."""
-        self._trial: tuple[int, list[str]] | None = None
-        """A pipe from a process that tries some imports, and their modules."""
+        self._trial: Trial | None = None
         self.attempt: int | None = None
         """That of the processes started last, where they belong to one."""
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
@@ -115,15 +110,14 @@ class Parent:
         self._tell(Ready(cannot_fork=self._problem))
         while True:
             sources: list[Any] = [self._channel, self._wakeup, *([self._listener] if self._listener else [])]
-            sources += [self._trial[0]] if self._trial else []
-            readable = sources if self._channel.has_line else select.select(sources, [], [])[0]
+            readable = select.select(sources, [], [], 0 if self._channel.has_line else None)[0]
             if self._wakeup in readable:
                 self._take_signals()
-            if self._trial and self._trial[0] in readable:
-                self._preload_tried()
+                if self._trial is not None and self._trial.has_ended:
+                    self._import_tried()
             if self._listener in readable and (client := self._fork_parent()) is not None:
                 return client
-            if self._channel in readable:
+            if self._channel in readable or self._channel.has_line:
                 try:
                     received = self._channel.arrived()
                 except (EOFError, OSError):
@@ -163,10 +157,10 @@ class Parent:
             for name, kept in self._slots.items():
                 for file in kept or () if name != request.slots else ():
                     os.close(file)  # of other ranks: it is to go when they and the parent are gone
-            _become_rank(request, files, parent)
-            _take_slots(slots)
+            become_rank(request, files, parent)
+            take_slots(slots)
             if self._problem is not None:
-                _start_anew(request)
+                start_anew(request)
             return lambda: run_call(request.target, request.arguments)
         for file in files:
             os.close(file)
@@ -179,39 +173,15 @@ class Parent:
         return None
 
     def _try_imports(self, modules: list[str]) -> None:
-        """Import modules in a process of their own: one that starts a thread here could not be undone."""
-        if self._problem is not None or self._trial is not None:
-            return
-        ours, theirs = os.pipe()
-        try:
-            pid = os.fork()
-        except OSError:
-            os.close(ours)
-            os.close(theirs)
-            return
-        if pid == 0:
-            self.leave()
-            os.write(theirs, json.dumps(find_harmful(modules)).encode())
-            os._exit(0)
-        os.close(theirs)
-        self._trial = ours, modules
+        if self._problem is None and self._trial is None:
+            with contextlib.suppress(OSError):  # it only saves time
+                self._trial = Trial(modules, self.leave)
 
-    def _preload_tried(self) -> None:
-        """Import what has done no harm in the trial; ranks that end meanwhile are reported between two imports."""
-        assert self._trial is not None
-        (pipe, modules), self._trial = self._trial, None
-        with os.fdopen(pipe, "rb") as told:
-            data = told.read()
-        left_out: dict[str, str] = json.loads(data) if data else dict.fromkeys(modules, "its import ended the process")
-        gc.disable()
-        for name in modules:
-            if name not in left_out and name not in sys.modules:
-                with contextlib.suppress(Exception):  # it is imported again where it is needed, and told there
-                    importlib.import_module(name)
-                self._take_signals()
-        gc.freeze()
-        gc.enable()
-        self._tell(Preloaded(left_out=left_out))
+    def _import_tried(self) -> None:
+        """Import what a trial has shown to do no harm; ranks that end meanwhile are reported between two imports."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            self._tell(Preloaded(left_out=trial.import_harmless(self._take_signals)))
 
     def _slots_of(self, request: Fork) -> tuple[int, int] | None:
         if request.slots and request.slots not in self._slots:
@@ -244,13 +214,22 @@ class Parent:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
+                if self._trial is not None and pid == self._trial.pid:
+                    self._trial.has_ended = True
                 key = self._ranks.pop(pid, None)
                 if key is not None:
                     oom = kernel_oom_kills() > self._oom_kills.pop(key)
                     self._tell(Ended(key=key, returncode=os.waitstatus_to_exitcode(status), out_of_memory=oom))
             if self._kills_strays and not self._ranks:
-                _kill_strays()  # they would use the devices that the next attempt's ranks need
+                self._kill_others()
         return bool(self._ranks)
+
+    def _kill_others(self) -> None:
+        """Kill what ranks have left behind in sessions of its own: it would use the devices that the next ones need."""
+        with contextlib.suppress(OSError):
+            for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+                if self._trial is None or pid != self._trial.pid:
+                    send(pid, signal.SIGKILL)
 
     def signal_ranks(self, number: int) -> None:
         for pid in self._ranks:
@@ -271,163 +250,11 @@ class Parent:
                 one.close()
 
 
-def _become_rank(request: Fork, files: list[int], parent: int) -> None:
-    """Make the forked process what it would be if the supervisor had started it as a program."""
-    os.setsid()  # a group of its own: what it starts can be ended with it
-    _follow_parent(parent)
-    logs = [_open_log(Path(name)) for name in request.logs]
-    _take_output(logs or files[:2])
-    for file in files[0 if logs else 2 :]:
-        os.set_inheritable(file, True)  # a device's lock must outlive the exec of a command
-    if request.place:
-        take_share(*request.place)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(DIES_FIRST))
-    own = dict(os.environ) if request.inherits else {}
-    _take_place({**own, **request.environment, PARENT: str(parent)}, request.cwd or str(Path.cwd()))
-
-
-def _take_slots(slots: tuple[int, int] | None) -> None:
-    """Tell this process of its memory; without any it must not take a number that it finds for its own."""
-    os.environ.pop(SLOTS, None)
-    if slots is not None:
-        for file in slots:
-            os.set_inheritable(file, True)  # for a `command:` with jobkit.init
-        os.environ.update(environment_of(slots))
-
-
-def _open_log(file: Path) -> int:
-    """A log file to append to, once its folder can be seen here."""
-    until = time.monotonic() + VISIBLE_SECONDS
-    while True:
-        try:
-            return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:
-            if time.monotonic() > until:
-                raise
-            with contextlib.suppress(OSError):
-                list(file.parent.parent.iterdir())  # makes NFS look again
-            time.sleep(0.1)
-
-
-def _start_anew(request: Fork) -> NoReturn:
-    """Run the call in a new Python."""
-    words = [sys.executable, "-u", "-m", "jobkit.worker.parent", "call", request.target, json.dumps(request.arguments)]
-    os.execv(sys.executable, words)
-
-
-def run_call(target: str, arguments: Sequence[Any]) -> None:
-    """Call what `module:function` names."""
-    module, _, name = target.partition(":")
-    getattr(importlib.import_module(module), name)(*arguments)
-
-
 def _adopt_orphans() -> None:
     """Become the parent of what ranks leave behind (Linux), so that it can be ended."""
     PR_SET_CHILD_SUBREAPER = 36
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _kill_strays() -> None:
-    """Kill what killed ranks have left behind in sessions of its own."""
-    with contextlib.suppress(OSError):
-        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            send(int(pid), signal.SIGKILL)
-
-
-def _follow_parent(parent: int) -> None:
-    """Get SIGTERM when the parent dies (Linux): a rank is not left behind when the supervisor, and so the parent, ends.
-
-    The signal is lost while it is still ignored; the worker, which installs handlers, compares its parent with
-    JOBKIT_PARENT after that.
-    """
-    if _get_when_parent_ends(signal.SIGTERM) and os.getppid() != parent:  # it died before we could say so
-        sys.exit(128 + signal.SIGTERM)
-
-
-def _get_when_parent_ends(number: signal.Signals) -> bool:
-    """Whether this system can send us a signal when the process that started us ends: then it will."""
-    PR_SET_PDEATHSIG = 1
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    except (OSError, AttributeError):
-        return False  # not Linux
-    return True
-
-
-def _take_output(files: Sequence[int]) -> None:
-    for number, file in enumerate(files, start=1):
-        os.dup2(file, number)
-        os.close(file)
-
-
-def _take_place(environment: Mapping[str, str], cwd: str) -> None:
-    """Replace the environment and the current folder, and with them where modules come from."""
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    own = [cwd, *(str(Path(cwd, path)) for path in paths if path)]
-    sys.path[:] = [*own, *(entry for entry in sys.path[1:] if entry not in own)]  # the first is the folder until now
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-
-
-def preload(modules: Sequence[str]) -> str | None:
-    """Import modules; why a fork afterwards would be no good, where one of them starts a thread or touches a device.
-
-    A fork has none of the threads, and may find locked what they held.
-    """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's OpenBLAS starts its threads at the import
-    problem = None
-    gc.disable()  # what an import makes stays: to look through it while it grows takes 0.8 s of torch's 7
-    for name in modules:
-        importlib.import_module(name)
-        if problem is None and (found := _against_forking()):
-            problem = f"importing {name} has {found}"
-    gc.collect()  # before the freeze, which would keep the garbage for ever
-    gc.freeze()  # the ranks share this memory until somebody writes to it, as each garbage collection would
-    gc.enable()
-    return problem
-
-
-def find_harmful(modules: Sequence[str]) -> dict[str, str]:
-    """Import modules; those that start a thread or touch a device, and those that cannot be imported, with a reason."""
-    harmful: dict[str, str] = {}
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        for name in modules:
-            threads, devices = _threads(), _devices()
-            try:
-                importlib.import_module(name)
-            except BaseException as error:
-                harmful[name] = f"{type(error).__name__}: {error}"
-            if _threads() > threads:
-                harmful[name] = "it starts a thread"
-            elif opened := _devices() - devices:
-                harmful[name] = f"it opens {min(opened)}"
-    return harmful
-
-
-def _against_forking() -> str | None:
-    """What a fork of this process would break."""
-    if _threads() > 1:
-        return "started a thread"
-    return f"opened {min(opened)}" if (opened := _devices()) else None
-
-
-def _threads() -> int:
-    with contextlib.suppress(OSError):
-        return len(list(Path("/proc/self/task").iterdir()))
-    return 1
-
-
-def _devices() -> set[str]:
-    """The files of devices that this process has open."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for file in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                found.add(str(file.readlink()))
-    return {name for name in found if name.startswith(DEVICE_FILES)}
 
 
 def adopt(client: Channel, settings: Mapping[str, str], problem: str | None) -> tuple[bool, str | None]:
@@ -438,12 +265,12 @@ def adopt(client: Channel, settings: Mapping[str, str], problem: str | None) -> 
     received = client.receive()
     if received is None or not isinstance(wish := received[0], Adopt):
         return False, None
-    _take_output(received[1])
+    take_output(received[1])
     fits = wish.executable == sys.executable and settings == _read_at_import(wish.environment)
     with contextlib.suppress(OSError):
         client.send(Adopted(accepted=fits))
     if fits:
-        _take_place(wish.environment, wish.cwd)
+        take_place(wish.environment, wish.cwd)
         problem = preload(wish.preload) or problem
     return fits, problem
 
@@ -458,15 +285,15 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     configure("stderr")
     where, *modules = arguments
-    if where == "call":
-        _end(_returncode(lambda: run_call(modules[0], json.loads(modules[1]))))
     outcome = _serve_socket(int(where), modules) if where.isdigit() else _serve_job(RunDir(where))
-    _end(0 if outcome is None else _returncode(outcome))
+    if outcome is None:
+        end(0)
+    run_and_end(outcome)
 
 
 def _serve_socket(descriptor: int, modules: Sequence[str]) -> Call | None:
     """Serve a supervisor of this machine, and the clients it may want served."""
-    _get_when_parent_ends(signal.SIGKILL)  # an import that hangs never comes to see that the supervisor is gone
+    get_when_parent_ends(signal.SIGKILL)  # an import that hangs never comes to see that the supervisor is gone
     settings = _read_at_import(os.environ)
     problem = preload(modules)
     parent = Parent(Channel(socket.socket(fileno=descriptor)), problem=problem)
@@ -508,38 +335,6 @@ def _outlive_supervisor(run: RunDir, parent: Parent) -> None:
         if time.monotonic() > until or run.owner() not in (parent.attempt, None):
             parent.signal_ranks(signal.SIGKILL)
         time.sleep(0.1)
-
-
-def _returncode(call: Callable[[], object]) -> int:
-    """Run a call as the interpreter runs a program."""
-    try:
-        call()
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        return 1
-    return 0
-
-
-def _end(returncode: int) -> NoReturn:
-    """End a forked process as multiprocessing does: after its threads and exit functions, without the teardown.
-
-    The interpreter would write to every object that it shares with the server, to free it: 0.6 s a rank. What the
-    teardown does for the user's files is done here: one that nobody has closed is to have all that was written to it.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    opened = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]  # since the fork: not the frozen
-    for stream in (*opened, sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or closed by the program itself
-            stream.flush()
-    del opened
-    gc.collect()  # closes what only a circle holds, as the frames that a stop has ended; a zip file gets its end
-    os._exit(returncode & 0xFF)
 
 
 if __name__ == "__main__":
