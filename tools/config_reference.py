@@ -16,7 +16,7 @@ import sys
 import typing
 from typing import Any
 
-from jobkit.run import config
+from jobkit.run import config, strict
 from jobkit.submission import options
 
 HEAD = """\
@@ -101,6 +101,8 @@ def default(field: dataclasses.Field[Any]) -> str:
         return f"`{json.dumps(field.default_factory())}`"
     if field.default is dataclasses.MISSING:
         return "required"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
     return f"`{field.default}`" if field.default != "" else ""
 
 
@@ -114,8 +116,7 @@ def allowed(field: dataclasses.Field[Any], kind: Any) -> str:
                 check(wrong)
             except ValueError as error:
                 return str(error)
-    names = {int: "a whole number", str: "a text", list[str]: "a list of texts"}
-    return names.get(kind, "a mapping")
+    return strict.describe(kind)
 
 
 def table(cls: type[Any], prefix: str = "") -> str:

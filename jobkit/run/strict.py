@@ -81,7 +81,7 @@ def describe(kind: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, arguments))
     if origin is list:
-        return f"a list of {describe(arguments[0])}"
+        return "a list of texts" if arguments == (str,) else f"a list, each {describe(arguments[0])}"
     if kind is dict or origin is dict:
         return "a mapping"
     words = {int: "a whole number", str: "a text", bool: "true or false", float: "a number", type(None): "nothing"}
