@@ -68,6 +68,8 @@ model(torch.randn(32, 64)).square().mean().backward()
 optimizer.step()
 if rank == 0:
     Path(sys.argv[2]).write_text(str(time.time()))
+dist.barrier()
+dist.destroy_process_group()
 """
 
 YAML = """\
