@@ -18,9 +18,8 @@ from jobkit.train.data import Loader
 from jobkit.train.data_parallel import reshard
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.local_sgd import average_replicas
-from jobkit.train.optimizer_state import parameters_of
+from jobkit.train.optimizer_state import Sharded, parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
-from jobkit.train.zero1 import Zero1
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -87,8 +86,13 @@ class Engine:
                 )
         sharing = self._config.parallel.data == "zero1" and self.parallel.layout.data > 1
         optimizers = [value for value in own if isinstance(value, torch.optim.Optimizer)]
-        if sharing and optimizers and not any(isinstance(one, Zero1) for one in optimizers):
+        if sharing and optimizers and not any(isinstance(one, Sharded) for one in optimizers):
             raise JobkitError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
+        if any(_is_torchs_sharded(one) and not isinstance(one, Sharded) for one in optimizers):
+            raise JobkitError(
+                "a ZeroRedundancyOptimizer of your own would be saved in part: set parallel: zero1 and make it by "
+                "ctx.optimizer(model, ...)"
+            )
 
     @property
     def made_something(self) -> bool:
@@ -186,3 +190,7 @@ class Engine:
         """Put the parameters themselves back: a stop within `averaged` is about to save them."""
         for swapped in reversed(self._swapped):
             swapped.close()
+
+
+def _is_torchs_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from jobkit.train.optimizer_state import Sharded
 
-class Zero1(ZeroRedundancyOptimizer):
+
+class Zero1(ZeroRedundancyOptimizer, Sharded):
     """torch's ZeroRedundancyOptimizer, with moving averages that are looked at on all ranks.
 
     `make(part, **options)` is the local optimizer, of this rank's part of the parameter groups; `group` are the ranks

@@ -17,6 +17,7 @@ from jobkit.train.gradients import LossScaler
 from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.optimizer_state import (
     Names,
+    Sharded,
     load_optimizer_state,
     optimizer_state,
     parameter_names,
@@ -25,7 +26,6 @@ from jobkit.train.optimizer_state import (
 )
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.pipeline import Pipeline
-from jobkit.train.zero1 import Zero1
 
 PART = "#"
 """Between a tracked object's name and the number of a part: of a pipeline's stage, or of zero1's rank."""
@@ -111,7 +111,7 @@ class TrackedState:
     def _part(self, value: Any) -> tuple[int | None, Sequence[int]]:
         """Which part of an object this rank has, and the ranks that have it too; None for the whole."""
         layout, rank = self._parallel.layout, self._parallel.rank
-        if isinstance(value, Zero1):
+        if isinstance(value, Sharded):
             return rank, [rank]
         if isinstance(value, Pipeline) or (layout.pipeline > 1 and self._is_named(value)):
             stage = layout.stage(rank)

@@ -193,3 +193,12 @@ def test_a_loop_that_would_not_do_what_the_yaml_asks_for_is_refused(tmp_path: Pa
     (project.path / "mytask.py").write_text(OWN_LOOP)
     done = project.jobkit("submit", "toy.yaml", "--local", "resources.nodes=1", "retry.crash=1", override, expect=1)
     assert said in done.stderr
+
+
+def test_an_optimizer_that_would_be_saved_in_part_is_refused(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    own = "torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)"
+    text = OWN_LOOP.replace("torch.optim.AdamW(model.parameters())", own)
+    (project.path / "mytask.py").write_text("import torch.distributed.optim\n" + text)
+    done = project.jobkit("submit", "toy.yaml", "--local", "resources.nodes=1", "retry.crash=1", expect=1)
+    assert "of your own would be saved in part" in done.stderr
