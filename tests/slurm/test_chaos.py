@@ -73,8 +73,8 @@ def test_the_table_says_what_each_interruption_cost() -> None:
     good = Trial(1, "slurm", [row("oom", 1), row("oom", 4), row("preempt", 0)])
     bad = Trial(2, "slurm", [row("oom", 9, "it had to be submitted again")], ["event 1 (oom): ..."])
     lines = table([good, bad]).splitlines()
-    assert "| oom | 3 | 1.0 | 1 / 4 / 9 | 7 | 2 of 3 | 2 of 3 |" in lines
-    assert "| preempt | 1 | 1.0 | 0 / 0 / 0 | 7 | always | always |" in lines
+    assert "| oom | 3 | 0 | 1.0 | 1 / 4 / 9 | 7 | 2 of 3 | 2 of 3 |" in lines
+    assert "| preempt | 1 | 0 | 1.0 | 0 / 0 / 0 | 7 | always | always |" in lines
 
 
 def test_every_kind_of_interruption_can_be_carried_out() -> None:

@@ -112,9 +112,9 @@ class Chaos:
 def table(trials: Sequence[Trial]) -> str:
     """Markdown: what each kind of interruption cost, over all trials."""
     lines = [
-        "| interruption | how many | attempts until it trained again | steps repeated (min / median / max)"
+        "| interruption | how many | in place | attempts until it trained again | steps repeated (min / median / max)"
         " | seconds until it trained again (median) | went on by itself | finished, weights equal |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     pairs = [(trial, row) for trial in trials for row in trial.rows]
     groups = [(name, [pair for pair in pairs if pair[1].event.kind == name]) for name in KINDS]
@@ -131,7 +131,7 @@ def table(trials: Sequence[Trial]) -> str:
         good = sum(not trial.problems for trial, _ in group)
         attempts = statistics.mean([row.attempts for row in rows] or [0])
         lines.append(
-            f"| {name} | {len(group)} | {attempts:.1f}"
+            f"| {name} | {len(group)} | {sum(row.began == 'in place' for _, row in group)} | {attempts:.1f}"
             f" | {min(repeated)} / {statistics.median(repeated):g} / {max(repeated)}"
             f" | {statistics.median(seconds):.0f} | {share(well, len(group))} | {share(good, len(group))} |"
         )

@@ -63,6 +63,8 @@ class Kind:
     """Disturbs all jobs of a cluster."""
     damages: bool = False
     """The newest checkpoint is no good afterwards."""
+    in_place: bool = False
+    """The ranks start again on the nodes that the job has."""
 
 
 KINDS = {
@@ -95,23 +97,27 @@ KINDS = {
     "controller_away": Kind(
         2, "a rank is killed while slurmctld is away for 20 s", place="slurm", anytime=False, own_cluster=True
     ),
-    "kill_rank": Kind(6, "SIGKILL to one rank"),
-    "kill_all_ranks": Kind(3, "SIGKILL to all ranks"),
+    "kill_rank": Kind(6, "SIGKILL to one rank", in_place=True),
+    "kill_all_ranks": Kind(3, "SIGKILL to all ranks", in_place=True),
     "kill_batch": Kind(2, "SIGKILL to the batch script", place="slurm"),
-    "kill_srun": Kind(2, "SIGKILL to srun", place="slurm"),
-    "stop_rank": Kind(3, "SIGSTOP to one rank: it hangs and does not say so"),
-    "kill_worker": Kind(2, "SIGKILL to a data loader's worker (in a run that has them)", anytime=False),
-    "exception": Kind(4, "one rank raises"),
-    "hang": Kind(3, "one rank loops for ever"),
-    "collective_hang": Kind(3, "one rank sleeps for ever, the others wait for it in a collective"),
-    "oom": Kind(3, "one rank asks for more memory than there is"),
+    "kill_srun": Kind(2, "SIGKILL to srun", place="slurm", in_place=True),
+    "stop_rank": Kind(3, "SIGSTOP to one rank: it hangs and does not say so", in_place=True),
+    "kill_worker": Kind(2, "SIGKILL to a data loader's worker (in a run that has them)", anytime=False, in_place=True),
+    "exception": Kind(4, "one rank raises", in_place=True),
+    "hang": Kind(3, "one rank loops for ever", in_place=True),
+    "collective_hang": Kind(3, "one rank sleeps for ever, the others wait for it in a collective", in_place=True),
+    "oom": Kind(3, "one rank asks for more memory than there is", in_place=True),
     "corrupt_newest": Kind(
-        2, "a byte of the newest checkpoint flips, then a rank is killed", anytime=False, damages=True
+        2, "a byte of the newest checkpoint flips, then a rank is killed", anytime=False, damages=True, in_place=True
     ),
     "truncate_newest": Kind(
-        2, "the newest checkpoint loses the end of a file, then a rank is killed", anytime=False, damages=True
+        2,
+        "the newest checkpoint loses the end of a file, then a rank is killed",
+        anytime=False,
+        damages=True,
+        in_place=True,
     ),
-    "delete_latest": Kind(1, "the link checkpoints/latest goes, then a rank is killed", anytime=False),
+    "delete_latest": Kind(1, "the link checkpoints/latest goes, then a rank is killed", anytime=False, in_place=True),
     "ctrl_c": Kind(4, "Ctrl-C, and the same command again", place="local", graceful=True, by_hand=True),
     "terminate": Kind(
         2, "SIGTERM to the command, and the same command again", place="local", graceful=True, by_hand=True

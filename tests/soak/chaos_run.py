@@ -55,6 +55,7 @@ params: {{steps: {steps}, workers: {workers}}}
 resources: {{nodes: 2, tasks_per_node: 2, time: "{time}"}}
 checkpoint: {{every: {every}}}
 watchdog: 15s
+retry: {{exclude_after: 1000}}  # it is not the nodes' fault here
 clusters: {{slurm: {{partition: low}}}}
 """
 
@@ -85,6 +86,8 @@ class Row:
     repeated: int = 0
     attempts: int = 0
     """How many it took until the run trained again."""
+    began: str = ""
+    """How the first of them began, as `in place`."""
     seconds: float | None = None
     """Until it trained again."""
     problems: list[str] = field(default_factory=list)
@@ -93,7 +96,8 @@ class Row:
         seconds = "" if self.seconds is None else f"{self.seconds:.1f} s"
         resumed = "never" if self.resumed is None else str(self.resumed)
         words = f"{self.event.number:3} {self.event.kind:16} {self.event!s:26} attempt {self.attempt:2}"
-        words += f"  {self.cause or '-':13} {self.reached:5} -> {resumed:5} {self.repeated:3} repeated {seconds:>8}"
+        words += f"  {self.cause or '-':13} {self.began:10}"
+        words += f" {self.reached:5} -> {resumed:5} {self.repeated:3} repeated {seconds:>8}"
         return words + "".join(f"  !! {problem}" for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
@@ -344,6 +348,7 @@ class Live:
         steps = [step + 1 for rank in range(RANKS) for attempt, step, _ in self.trained(rank) if attempt == row.attempt]
         newest = max(row.intact, default=0)
         row.reached = max(steps, default=own.get("first_step") or newest)
+        row.began = str(attempts.get(row.attempt + 1, {}).get("began") or "")
         after = [one for one in self.trained() if one[0] > row.attempt]
         if after:
             attempt, row.resumed, when = after[0]
@@ -362,6 +367,8 @@ class Live:
         kinds = [KINDS[other.event.kind] for other in self.rows if other.attempt == row.attempt]
         if all(kind.graceful for kind in kinds) and row.repeated:
             row.problems.append("it had the time for a checkpoint")
+        if all(kind.in_place for kind in kinds) and row.began != "in place":
+            row.problems.append(f"its nodes were given back: the next attempt was {row.began}")
         damaged = any(kind.damages for kind in kinds)
         # A checkpoint that was being written counts for nothing; the one before it, or before the damaged one, does.
         safe = ((row.reached - 1) // EVERY - 1 - damaged) * EVERY
