@@ -99,8 +99,6 @@ class JobInfo:
     restarts: int
     nodes: str
     partition: str = ""
-    node_count: int = 1
-    """Nodes it needs."""
     requeueable: bool = True
     """Whether it was submitted, or the cluster is set up, so that `scontrol requeue` takes it."""
     excluded: str = ""
@@ -164,7 +162,6 @@ def parse_job(text: str) -> JobInfo:
         restarts=int(fields.get("Restarts", 0)),
         nodes=_value(fields.get("NodeList")),
         partition=fields.get("Partition", ""),
-        node_count=int(re.match(r"\d*", fields.get("NumNodes", ""))[0] or 1),  # type: ignore[index]
         requeueable=fields.get("Requeue", "1") != "0",
         excluded=_value(fields.get("ExcNodeList")),
     )

@@ -6,6 +6,8 @@ A rank that dies leaves them as they are; the kernel frees them when the last pr
 from __future__ import annotations
 
 import os
+import struct
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +15,9 @@ SLOTS = "JOBKIT_MEMORY_SLOTS"
 """Environment variable of a rank: its two open files, `3,4`; absent where nobody keeps snapshots for it."""
 
 _NAME = "jobkit-slot"
+
+_MARK = struct.Struct("<QQd")  # attempt, steps done, time
+_MARK_AT = 128  # in the first slot, beside what checkpoint/slot.py has in its first page
 
 
 def make_slots() -> tuple[int, int] | None:
@@ -44,3 +49,25 @@ def find_slots(environ: Mapping[str, str]) -> tuple[int, int] | None:
         return None
     # Not every process inherits what its parent has open: then the numbers are those of files of the user's.
     return (first, second) if all(link.startswith(f"/memfd:{_NAME}") for link in links) else None
+
+
+class StepMark:
+    """Where a rank leaves how far it is, so that it is known however it dies; in its first slot."""
+
+    def __init__(self, environ: Mapping[str, str], attempt: int) -> None:
+        slots = find_slots(environ)
+        self._file, self._attempt = None if slots is None else slots[0], attempt
+
+    def set(self, steps: int) -> None:
+        """So many steps are done."""
+        if self._file is not None:
+            os.pwrite(self._file, _MARK.pack(self._attempt, steps, time.time()), _MARK_AT)
+
+
+def last_step(slots: Sequence[int] | None, attempt: int | None) -> tuple[int, float] | None:
+    """How many steps a rank of an attempt had done, and when, by its StepMark; None where it had done none."""
+    data = os.pread(slots[0], _MARK.size, _MARK_AT) if slots else b""
+    if len(data) != _MARK.size:
+        return None
+    marked, steps, when = _MARK.unpack(data)
+    return (steps, when) if marked == attempt else None

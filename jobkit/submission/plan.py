@@ -103,7 +103,7 @@ def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> d
     minutes = math.ceil(resources.seconds / 60)  # Slurm's own resolution
     ours: dict[str, Any] = {
         "time": minutes,
-        "nodes": resources.nodes + resources.spares,
+        "nodes": f"{resources.nodes}-{resources.nodes + resources.spares}" if resources.spares else resources.nodes,
         "ntasks_per_node": resources.tasks_per_node,
         "cpus_per_task": resources.cpus_per_task,
         "signal_delay_s": round(stop_margin(minutes * 60)),

@@ -130,13 +130,16 @@ def end(
     job: slurm.JobInfo | None = None,
     all_returned: bool = False,
     keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
+    can_replace: Callable[[Sequence[str]], bool] = lambda nodes: True,
     noticed: float | None = None,
+    last_step: tuple[int, float] | None = None,
 ) -> Decision:
     """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
 
     `first` is the first rank to fail, where one did; `job` is Slurm's record of the job, None for a local one;
-    `all_returned` is whether every rank ended with exit code 0; `keeps_nodes` is decide's; `noticed` is when the
-    supervisor learned of the end, in seconds since the epoch. Harmless to call twice.
+    `all_returned` is whether every rank ended with exit code 0; `keeps_nodes` and `can_replace` are decide's; `noticed`
+    is when the supervisor learned of the end, in seconds since the epoch; `last_step` is how many steps the ranks had
+    done, and when. Harmless to call twice.
     """
     now = run.status()
     attempt = next((one for one in now.attempts if one.id == number), None)
@@ -150,7 +153,7 @@ def end(
         else:
             cause = diagnosis.diagnose(run, number, run.config().resources.nodes, first, job)
             cause = _cause_of_signal(cause, first, job) if run.config().command else cause
-            _record_end(run, number, cause, noticed)
+            _record_end(run, number, cause, noticed, last_step)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
     now = run.status()
@@ -167,6 +170,7 @@ def end(
         excluded=now.excluded_nodes,
         can_requeue=job is None or job.requeueable,
         keeps_nodes=keeps_nodes,
+        can_replace=can_replace,
     )
     if decision.failed:
         run.record(Event.FAILED, attempt=number, cause=now.attempts[-1].cause, error=decision.reason)
@@ -190,19 +194,27 @@ def _cause_of_signal(cause: EndCause, first: FirstFailure | None, job: slurm.Job
     return EndCause("timeout" if first.signal == signal.SIGUSR2 and near_limit else "signal")
 
 
-def _record_end(run: RunDir, attempt: int, cause: EndCause, noticed: float | None = None) -> None:
+def _record_end(
+    run: RunDir,
+    attempt: int,
+    cause: EndCause,
+    noticed: float | None = None,
+    last_step: tuple[int, float] | None = None,
+) -> None:
     """The ranks ended without writing to the journal: record what is known, and how far they had come."""
     progress = run.progress()
     seen = progress if progress is not None and progress.attempt == attempt else None
     # The progress report may be older than the failure.
-    steps = [step for step in (seen.step if seen else None, cause.failure.step) if step is not None]
+    reached, at = last_step or (None, None)
+    steps = [step for step in (seen.step if seen else None, cause.failure.step, reached) if step is not None]
+    last_seen = max((when for when in (seen.last_beat if seen else None, at) if when is not None), default=None)
     run.record(
         Event.INTERRUPTED,
         attempt=attempt,
         cause=cause.cause,
         failure=records.known(cause.failure),
         reached=max(steps, default=None),
-        last_seen=seen.last_beat if seen else None,
+        last_seen=last_seen,
         **({} if noticed is None else {"noticed": noticed}),
     )
 

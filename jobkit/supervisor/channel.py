@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import json
+import math
 import select
 import socket
 from collections.abc import Sequence
@@ -37,6 +38,13 @@ class Welcome:
 
     preload: list[str]
     """Modules to import."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begins:
+    """To a parent: an attempt begins, with ranks here or not. It says for which one to act if the supervisor dies."""
+
+    attempt: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +102,8 @@ class Ended:
     """Its exit code, or the negative of the signal that killed it."""
     out_of_memory: bool = False
     """Whether the kernel has killed for lack of memory meanwhile."""
+    last_step: tuple[int, float] | None = None
+    """Steps done, and when the last one was, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +156,7 @@ class Adopted:
 
 
 FromParent = Hello | Ready | Forked | NotForked | Ended | Preloaded | Adopted
-ToParent = Welcome | Fork | Signal | Preload | Leave | Listen | Adopt
+ToParent = Welcome | Begins | Fork | Signal | Preload | Leave | Listen | Adopt
 Message = FromParent | ToParent
 
 KINDS = {one.__name__: one for one in get_args(Message)}
@@ -183,11 +193,13 @@ class Channel:
         sent = socket.send_fds(self._socket, [data], files) if files else 0
         self._socket.sendall(data[sent:])  # a large environment does not fit into the socket's buffer at once
 
-    def receive(self) -> tuple[Message, list[int]] | None:
-        """Wait for one message and its files; None when the other side is gone."""
+    def receive(self, longest: float = math.inf) -> tuple[Message, list[int]] | None:
+        """Wait for one message, of at most so many bytes, and its files; None when the other side is gone."""
         while not self.has_line:
             if not self._fill():
                 return None
+            if len(self._data) > longest:
+                raise Forged("a message that is longer than any of this kind")
         return self._next()
 
     def arrived(self) -> tuple[Message, list[int]] | None:

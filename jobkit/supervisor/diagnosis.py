@@ -43,6 +43,8 @@ def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, 
     progress = run.progress()
     known = Failure(peak_bytes=progress.peak_bytes) if progress and progress.attempt == attempt else Failure()
     request = run.stop_request(attempt)
+    if request is not None and request.cause == "hang" and (own := own_failure(run, attempt)) is not None:
+        return own  # it had failed, and did not end
     if request is not None:  # our own doing: the signals that Slurm and the ranks report follow from it
         return EndCause(request.cause, replace(known, error=request.error))
     # Slurm ended the job: the ranks died of its signals.

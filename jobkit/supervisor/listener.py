@@ -9,6 +9,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from pathlib import Path
 
 from jobkit.addresses import own_addresses
@@ -19,6 +20,12 @@ ADDRESS = "JOBKIT_SUPERVISOR"
 
 GREETING_SECONDS = 10.0
 """How long whoever connects has to show that it knows the secret."""
+
+GREETINGS = 64
+"""How many may be under way at a time: each takes a thread and an open file."""
+
+GREETING_BYTES = 4096
+"""What nobody who does not know it can make the supervisor hold for longer than that."""
 
 SILENCE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 """A node without power says nothing: the system asks after 5 s, and gives the connection up 9 s later. A process that
@@ -31,6 +38,7 @@ class Listener:
     def __init__(self, secret: bytes, welcome: Welcome) -> None:
         self._secret, self._welcome = secret, welcome
         self._server = socket.create_server(("", 0), backlog=256)
+        self._greetings = threading.BoundedSemaphore(GREETINGS)
         self._arrived: queue.SimpleQueue[tuple[Hello, Channel]] = queue.SimpleQueue()
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
@@ -49,27 +57,47 @@ class Listener:
 
     def _accept(self) -> None:
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 connection, _ = self._server.accept()
-                # In a thread of its own: one that says nothing must not keep the others waiting.
-                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            except OSError:  # it is gone already, or too many files are open
+                time.sleep(0.1)
+                continue
+            self._greetings.acquire()
+            # In a thread of its own: one that says nothing must not keep the others waiting.
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(GREETING_SECONDS)
+            self._take(connection)
+        finally:
+            self._greetings.release()
+
+    def _take(self, connection: socket.socket) -> None:
+        connection.settimeout(GREETING_SECONDS)  # of one byte after the other
+        late = threading.Timer(GREETING_SECONDS, _end, [connection])
+        late.daemon = True
+        late.start()
+        try:
             ours = secrets.token_hex(16).encode()
             connection.sendall(ours + b"\n")
             theirs = _read_line(connection)
             channel = Channel(connection, _session_key(self._secret, ours, theirs), is_listener=True)
-            received = channel.receive()
+            received = channel.receive(GREETING_BYTES)
             if received is None or not isinstance(hello := received[0], Hello):
                 raise Forged("no greeting")
             channel.send(self._welcome)
         except (OSError, ValueError, KeyError, TypeError):  # a port scan, or somebody else's job
             connection.close()
             return
+        finally:
+            late.cancel()
         _watch(connection)
         self._arrived.put((hello, channel))
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def connect(address: str, secret: bytes, hello: Hello) -> tuple[Channel, Welcome]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from jobkit import slurm
@@ -72,6 +72,9 @@ class LocalJob:
 
     def keeps_nodes(self, record: slurm.JobInfo | None) -> bool:
         return not self.signals
+
+    def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool:
+        return False
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         """Go on in this process, unless the run has ended or a signal came meanwhile."""

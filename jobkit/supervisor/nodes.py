@@ -155,6 +155,7 @@ class LocalNodes:
         if self._parent is None or self._parent.is_gone:
             # What a library reads when it is imported, as OMP_NUM_THREADS, is to be that of the ranks.
             self._parent = Parent.start({**self._outside, **begun.environment}, preload(self.run))
+        self._parent.begin_attempt(begun.number)
 
     def are_prepared(self) -> bool:
         assert self._parent is not None
@@ -219,7 +220,10 @@ class SlurmNodes:
         """The parent of each node that has one."""
         self._names: list[str] = []
         """The job's nodes, in Slurm's order."""
+        self._attempt = 0
         self._lost: set[str] = set()
+        self._excluded: set[str] = set()
+        """Nodes that the run is not to use as long as others are left."""
         self._used: list[str] = []
         """The nodes that have the ranks, in the order of the ranks."""
         self._prepared_by = math.inf
@@ -234,7 +238,9 @@ class SlurmNodes:
 
     def can_start_again(self, without: Sequence[str] = ()) -> bool:
         """Whether enough nodes are left to start the ranks on, beside some that are not to be used."""
-        return self._count(set(self._names) - self._lost - set(without)) > 0
+        usable = set(self._names) - self._lost
+        good = usable - self._excluded - set(without)
+        return self._count(good) > 0 or (not without and self._count(usable) > 0)
 
     def _count(self, usable: set[str]) -> int:
         """How many of so many usable nodes the ranks can be started on; 0 where they are too few."""
@@ -249,10 +255,14 @@ class SlurmNodes:
     def _choose(self) -> list[str]:
         """The nodes for an attempt: those of the last one, with spares in the places of those that are lost."""
         usable = [name for name in self._names if name not in self._lost]
-        count = self._count(set(usable))
+        good = [name for name in usable if name not in self._excluded]
+        if not self._count(set(good)) and len(good) < len(usable) and self._count(set(usable)):
+            log.warning("%s: too few other nodes: an excluded one is used", self.run.name)
+            good = usable
+        usable, count = good, self._count(set(good))
         if count == 0:
             raise ParentError(f"too few nodes are left: {', '.join(usable) or 'none'}")
-        used = self._used or self._names[: self.run.config().resources.nodes]
+        used = self._used or usable[: self.run.config().resources.nodes]
         spares = [name for name in usable if name not in used]
         spares.sort(key=lambda name: name not in self._connected)  # those that need not start a parent first
         chosen = [name if name in usable else spares.pop(0) if spares else None for name in used]
@@ -261,8 +271,11 @@ class SlurmNodes:
     # The parents
 
     def prepare(self, begun: Begun) -> None:
+        self._attempt = begun.number
+        for parent in self.parents:
+            parent.begin_attempt(begun.number)
         self._names = self._names or slurm.expand(os.environ["SLURM_JOB_NODELIST"])
-        self._lost.update(self.run.status().excluded_nodes)
+        self._excluded = set(self.run.status().excluded_nodes)
         self._forget_gone()
         if self._listener is None:
             self._listener = Listener(make_secret(self.run.secret_file), Welcome(preload=list(preload(self.run))))
@@ -276,7 +289,9 @@ class SlurmNodes:
         missing = [
             name
             for name in self._names
-            if name not in self._lost and name not in self._connected and name not in starting
+            if (name in used or name not in self._lost | self._excluded)
+            and name not in self._connected
+            and name not in starting
         ]
         if missing:
             self._start(missing, begun)
@@ -336,6 +351,7 @@ class SlurmNodes:
         assert self._listener is not None
         for hello, channel in self._listener.arrived():
             self._connected[hello.node] = Parent(channel, node=hello.node)
+            self._connected[hello.node].begin_attempt(self._attempt)
         ready = [name in self._connected and self._connected[name].is_ready() for name in self._used]
         if not all(ready):
             for step in self._steps:

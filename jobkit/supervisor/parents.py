@@ -20,6 +20,7 @@ from jobkit.log import log
 from jobkit.supervisor.channel import (
     Adopt,
     Adopted,
+    Begins,
     Channel,
     Ended,
     Fork,
@@ -47,6 +48,10 @@ ANSWER_SECONDS = 60.0
 """How long a parent may take to fork: on a busy machine that copies the page tables of torch."""
 
 
+CLOSE_SECONDS = 10.0
+"""How long a parent that is not needed any more may take to end."""
+
+
 class ParentError(JobkitError):
     """A parent of ranks is gone, could not be started or could not fork; its standard error says why."""
 
@@ -63,6 +68,8 @@ class Child:
     """Whether the kernel has killed for lack of memory when it ended."""
     problem: str | None = None
     """Why it was not started."""
+    last_step: tuple[int, float] | None = None
+    """When it has ended: how many steps it had done, and when the last one was, in seconds since the epoch."""
 
 
 class Parent:
@@ -183,6 +190,7 @@ class Parent:
             case Ended():
                 child = self._children[message.key]
                 child.returncode, child.out_of_memory = message.returncode, message.out_of_memory
+                child.last_step = message.last_step and (message.last_step[0], message.last_step[1])
 
     def poll(self, child: Child) -> int | None:
         """As subprocess's `poll`."""
@@ -190,9 +198,12 @@ class Parent:
         return child.returncode
 
     def signal(self, name: str, children: Sequence[Child]) -> None:
-        """Send a signal to processes that have not ended; all but TERM reach what they have started, too."""
+        """Send a signal to processes that have not ended; all but TERM reach what they have started, too.
+
+        After KILL nothing is left of those that have ended, either, once all have.
+        """
         keys = [child.key for child in children if child.returncode is None]
-        if not keys:
+        if not keys and name != "KILL":
             return
         with contextlib.suppress(OSError):  # it is gone: its processes have SIGTERM
             self._channel.send(Signal(keys=keys, name=name))
@@ -203,6 +214,11 @@ class Parent:
                     send(child.pid, signal.Signals[f"SIG{name}"])
 
     # The parent itself
+
+    def begin_attempt(self, number: int) -> None:
+        """Tell it of the attempt that begins."""
+        with contextlib.suppress(OSError):  # it is gone
+            self._channel.send(Begins(attempt=number))
 
     def preload(self, modules: Sequence[str]) -> None:
         """Make it import more modules, beside the ranks that run, as far as that does not keep it from forking."""
@@ -236,13 +252,21 @@ class Parent:
         self._channel.close()
         self.is_gone = True
         if self.process is not None:
-            self.process.wait()
+            try:
+                self.process.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:  # it is stopped
+                self.process.kill()
+                self.process.wait()
 
     def give_up(self) -> None:
         """Leave it, and processes that do not end, to themselves."""
         log.warning("%s: its ranks do not end", self._name)
+        with contextlib.suppress(OSError):
+            self._channel.send(Leave())  # else it would take its supervisor for dead
         self._channel.close()
         self.is_gone = True
+        if self.process is not None:
+            self.process.kill()  # it may be stopped
         for child in self._children.values():
             child.returncode = -signal.SIGKILL if child.returncode is None else child.returncode
 

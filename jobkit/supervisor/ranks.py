@@ -51,6 +51,12 @@ class Ranks(Protocol):
     def all_returned(self) -> bool:
         """Whether every rank has ended with exit code 0."""
 
+    def last_step(self) -> tuple[int, float] | None:
+        """How many steps the ranks that have ended had done, and when that was; None where it is not known."""
+
+    def give_up(self) -> None:
+        """Leave ranks that do not end to themselves, with their parents."""
+
     def close(self) -> None:
         """End what is left of the attempt's ranks; their parents stay for the next attempt."""
 
@@ -152,13 +158,21 @@ class ForkedRanks:
         codes = self._codes()  # none where no rank was started
         return bool(codes) and all(code == 0 for code in codes)
 
+    def last_step(self) -> tuple[int, float] | None:
+        return max((child.last_step for _, child in self._ranks if child.last_step is not None), default=None)
+
     def close(self) -> None:
         self.nodes.stop_preparing()
+        if self.all_returned():
+            return  # what they have left running is theirs
         self.first_failure()  # before they are killed: SIGKILL would look like the cause
         self.signal("KILL")
         until = time.monotonic() + KILLED_SECONDS
         while self.are_running() and time.monotonic() < until:
             self.wait(0.05)
+        self.give_up()
+
+    def give_up(self) -> None:
         for parent, child in self._ranks:
             if child.returncode is None:
                 parent.give_up()

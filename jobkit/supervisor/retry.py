@@ -65,12 +65,13 @@ def decide(
     excluded: Sequence[str] = (),
     can_requeue: bool = True,
     keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
+    can_replace: Callable[[Sequence[str]], bool] = lambda nodes: True,
 ) -> Decision:
     """The decision after the last of `attempts` has ended, by budgets that a newer checkpoint fills up again.
 
     `excluded` are the nodes excluded before; `can_requeue` is whether the scheduler would take the job back, else a
     new job has to follow it. `keeps_nodes` is whether the job goes on running and has enough nodes, without those that
-    it is given.
+    it is given; `can_replace` is whether another start of the job could have other nodes than those.
     """
     retry = retry or RetryConfig()
     last = attempts[-1]
@@ -81,7 +82,12 @@ def decide(
     if words := _reason_to_stop(own, retry):
         return Decision("stop", words, failed=True)
     bad = _bad_nodes(own, retry.exclude_after, excluded)
-    if retry.in_place and cause in LEAVES_NODES and keeps_nodes(bad):
+    in_place = retry.in_place and cause in LEAVES_NODES
+    goes_on = in_place and keeps_nodes(bad)
+    if bad and not goes_on and not can_replace([*excluded, *bad]):
+        bad = ()  # a run that no node is left for would wait for ever
+        goes_on = in_place and keeps_nodes(bad)
+    if goes_on:
         fruitless = len(_since_progress(own))
         return Decision("in_place", cause, exclude=bad, pause=PAUSES[min(max(fruitless - 1, 0), len(PAUSES) - 1)])
     again: Action = "requeue" if can_requeue else "resubmit"
@@ -118,11 +124,17 @@ def _has_trained(attempt: Attempt) -> bool:
 
 
 def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
-    """The last attempts, none of which left a checkpoint, or a snapshot to begin from, newer than those before."""
-    best, first = 0, 0
+    """The last attempts, none of which left a checkpoint newer than those before.
+
+    A snapshot in memory counts as one where the attempt that left it came further than all before it: one step after
+    the other, up to the one that fails, is no progress.
+    """
+    best, first, furthest = 0, 0, 0
     for number, attempt in enumerate(attempts):
-        if attempt.from_memory and (attempt.first_step or 0) > best:  # left by the one before
+        came_to = attempts[number - 1].last_step or 0 if number else 0  # the one that left the snapshot
+        if attempt.from_memory and came_to > furthest and (attempt.first_step or 0) > best:
             first, best = number, attempt.first_step or 0
+        furthest = max(furthest, came_to)
         # One that never resumed found the checkpoints that are there, and made none.
         if attempt.first_step is not None and attempt.durable_step > max(best, attempt.first_step):
             first = number + 1

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -91,7 +91,9 @@ class SlurmJob:
         except SchedulerError:
             self._signalled = True
             raise
-        return job is not None and job.state == "COMPLETING" and slurm.stop_cause(job) != "cancelled"
+        ends = job is not None and job.state == "COMPLETING" and slurm.stop_cause(job) != "cancelled"
+        self._signalled = self._signalled or ends
+        return ends
 
     def time_limit(self) -> TimeLimit:
         return SlurmTimeLimit(self.id)
@@ -134,6 +136,13 @@ class SlurmJob:
         needed = slurm.stop_margin(record.limit) + self.run.status().seconds_to_progress
         return slurm.stop_cause(record, needed) is None
 
+    def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool:
+        try:
+            return record is not None and self._are_enough_without(record, nodes)
+        except SchedulerError as error:
+            log.warning("%s", error)
+            return False
+
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         """The exit code for the batch script, None for a restart in place; `now`: the job is requeued before that."""
         now = now or os.getppid() != self._script  # nobody is left to take an exit code from
@@ -167,9 +176,9 @@ class SlurmJob:
             raise LookupError(f"{self.run.name} has no attempt of job {self.id}")
         said = srun_said(self.run, number)  # before what is still running is killed
         slurm_ends_them = job is not None and job.state != "RUNNING"  # and leaves them KillWait to save
-        if not is_rank and not slurm_ends_them:
+        if attempt.ended is None and not is_rank and not slurm_ends_them:  # a supervisor that ends it ends the steps
             with contextlib.suppress(SchedulerError):  # starting again waits for a Slurm that is away
-                if attempt.ended is None and not said and slurm.steps(self.id):
+                if not said and slurm.steps(self.id):
                     request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
                     self._wait_for_save(number)
             end_steps(self.id)
@@ -231,12 +240,16 @@ class SlurmJob:
             return
         listed = slurm.expand(",".join([*([job.excluded] if job and job.excluded else []), *nodes]))
         names = ", ".join(nodes)
-        if job and job.partition and slurm.nodes_left(job.partition, listed) < job.node_count:
+        if job and not self._are_enough_without(job, listed):
             # A job that no node is left for would stay in the queue for ever.
             log.warning("%s: not excluded, too few nodes of %s would be left: %s", self.run.name, job.partition, names)
             return
         slurm.exclude(self.id, ",".join(listed))
         log.info("%s: excluded from here on: %s", self.run.name, names)
+
+    def _are_enough_without(self, job: slurm.JobInfo, nodes: Sequence[str]) -> bool:
+        """Whether the job's partition has enough nodes besides some. Raises SchedulerError."""
+        return not job.partition or slurm.nodes_left(job.partition, nodes) >= self.run.config().resources.nodes
 
     def _resubmit(self) -> None:
         """Submit the run's batch script again, to start when this job has ended."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor.cache_keeper import CacheKeeper
 from jobkit.supervisor.diagnosis import has_reported
 from jobkit.supervisor.parents import ParentError
-from jobkit.supervisor.ranks import Ranks
+from jobkit.supervisor.ranks import KILLED_SECONDS, Ranks
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import TimeLimit
 from jobkit.supervisor.watchdog import Watch, end_hung
@@ -56,7 +56,8 @@ class Job(Protocol):
         """What a user asked for by a signal to this process."""
 
     def leaves_no_time(self) -> bool:
-        """Whether the scheduler is ending the job for good, so that what comes next must be decided at once."""
+        """Whether the scheduler is ending the job for good, so that what comes next must be decided at once. Once it is
+        so it stays so."""
 
     def time_limit(self) -> TimeLimit:
         """The time limit of an attempt that begins now."""
@@ -75,6 +76,9 @@ class Job(Protocol):
 
     def keeps_nodes(self, record: slurm.JobInfo | None) -> bool:
         """Whether the job goes on running, for long enough to start the ranks again; `record` is Slurm's of it."""
+
+    def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool:
+        """Whether another start of the job could have other nodes than these; `record` is Slurm's of it."""
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         """Carry it out, `now` where nobody else will be able to; the exit code, or None for a next attempt here."""
@@ -116,8 +120,8 @@ class Supervisor:
             except ParentError as error:
                 self._note_failed_start(begun.number, error)
             watch.until_end()
-            keeper.end(wait=not watch.was_told and watch.noticed is None)
-            if self.ranks.are_running():
+            keeper.end(wait=not watch.was_told and watch.noticed is None and not watch.no_time_is_left)
+            if watch.no_time_is_left:
                 code = job.leave(self._decide(watch), now=True)
                 while self.ranks.are_running():  # they may save, in the KillWait that Slurm leaves them
                     self.ranks.wait(WAIT_SECONDS)
@@ -139,6 +143,9 @@ class Supervisor:
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until and self.job.stop_request() is None:
+            with contextlib.suppress(JobkitError):
+                if self.job.leaves_no_time():
+                    return  # the next attempt's first look sees to it
             self.ranks.wait(WAIT_SECONDS)
 
     def _decide(self, watch: AttemptWatch) -> Decision:
@@ -155,7 +162,9 @@ class Supervisor:
                 job=job,
                 all_returned=self.ranks.all_returned(),
                 keeps_nodes=lambda without: self.job.keeps_nodes(job) and self.ranks.can_start_again(without),
+                can_replace=lambda nodes: self.job.can_replace(job, nodes),
                 noticed=watch.noticed or ended,
+                last_step=self.ranks.last_step(),
             )
 
         return self.job.until_mounted(end)
@@ -173,7 +182,9 @@ class AttemptWatch:
         self.watchdog: Watch | None = None
         self.was_told = False
         """Whether the ranks have been signalled to stop."""
-        self._killed = False
+        self.no_time_is_left = False
+        """Whether the scheduler is ending the job for good: what comes next has to be decided at once."""
+        self._killed_at: float | None = None
         self.noticed: float | None = None
         """When it was known that the ranks have to be ended, in seconds since the epoch."""
         self._failed_at: float | None = None
@@ -184,29 +195,28 @@ class AttemptWatch:
         """Wait until the ranks can be started; False where the attempt has to end before that, as by a signal."""
         while not self.ranks.are_prepared():
             self._look_once()
-            if self.was_told or self._killed:
+            if self.was_told or self._killed_at is not None or self.no_time_is_left:
                 return False
             self.ranks.wait(WAIT_SECONDS)
         return True
 
     def until_end(self) -> None:
         """Return when all ranks have ended, or when the job leaves no time to wait for that."""
-        while self.ranks.are_running():
-            if self._look_once():
-                return
+        while self.ranks.are_running() and not self.no_time_is_left:
+            self._look_once()
+            if self._killed_at is not None and time.monotonic() - self._killed_at > KILLED_SECONDS:
+                self.ranks.give_up()
             self.ranks.wait(WAIT_SECONDS)
 
-    def _look_once(self) -> bool:
-        """Look at all that may end the ranks, and end them; whether the job leaves no time to wait for it."""
+    def _look_once(self) -> None:
+        """Look at all that may end the ranks, and end them."""
         try:
-            if self.job.leaves_no_time():
-                return True
-            if not self._killed:  # after it nothing is left to do: srun may go on waiting for a lost node
+            self.no_time_is_left = self.no_time_is_left or self.job.leaves_no_time()
+            if self._killed_at is None and not self.no_time_is_left:  # else nothing is left to do
                 self.job.look(self._look)
         except (JobkitError, OSError) as problem:  # Slurm, or the run directory, may be back in the next round
             log.warning("%s", problem)
             time.sleep(PAUSE_SECONDS)
-        return False
 
     def _look(self) -> None:
         if request := self.job.stop_request():
@@ -230,7 +240,7 @@ class AttemptWatch:
             log.warning("%s: %s", self.run.name, error)
             self.noticed = time.time()
             end_hung(self.run, self.attempt, error, self.ranks.signal)
-            self._killed = True
+            self._killed_at = time.monotonic()
 
     def _learn(self) -> None:
         """When the ranks have begun to train: their parents have the time to prepare for the next attempt."""
@@ -253,7 +263,7 @@ class AttemptWatch:
 
     def _kill(self) -> None:
         self.ranks.signal("KILL")
-        self._killed = True
+        self._killed_at = self._killed_at or time.monotonic()
 
     def _is_a_rank_dead(self) -> bool:
         """Whether a rank has failed, and what it failed of is known or will not be."""

@@ -139,10 +139,13 @@ def run_and_end(call: Callable[[], object]) -> NoReturn:
 def end(returncode: int) -> NoReturn:
     """End a forked process as multiprocessing does: after its threads and exit functions, without the teardown.
 
+    Threads of one that has failed, or has been stopped, are not waited for: other ranks wait for its end.
+
     The interpreter would write to every object that it shares with its parent, to free it: 0.6 s a rank. What the
     teardown does for the user's files is done here: one that nobody has closed is to have all that was written to it.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
+    if returncode == 0:
+        threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     opened = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]  # since the fork: not the frozen
     for stream in (*opened, sys.stdout, sys.stderr):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.state import set_rng_state
 from jobkit.errors import CheckpointError, JobkitError
 from jobkit.run.events import Event
+from jobkit.run.slots import StepMark
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
 from jobkit.worker.checkpointing import Checkpoints
@@ -48,6 +50,7 @@ class TrainingLoop:
         self._signals, self._finder = finder.signals, finder
         self.stragglers = StragglerMonitor(rank, reporter)
         self._timer = StepTimer()
+        self._mark = StepMark(os.environ, rank.attempt)
         self._on_first_step = on_first_step
         self._optimizer_steps = 0
         self._step_start: object = None
@@ -75,6 +78,7 @@ class TrainingLoop:
             if self._optimizer_steps:
                 self._engine.check_updated()
             self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == total)
+            self._mark.set(self.step)
             self._reporter.heartbeat.beat()
             if self.step == first + 1:
                 self._reporter.record_soon(Event.STEPPED)

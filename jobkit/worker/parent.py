@@ -23,10 +23,11 @@ from typing import Any
 
 from jobkit.log import configure
 from jobkit.run.rundir import RunDir
-from jobkit.run.slots import make_slots
+from jobkit.run.slots import last_step, make_slots
 from jobkit.supervisor.channel import (
     Adopt,
     Adopted,
+    Begins,
     Channel,
     Ended,
     Fork,
@@ -55,8 +56,9 @@ from jobkit.worker.forked import (
     take_place,
     take_slots,
 )
+from jobkit.worker.launcher import Topology
 from jobkit.worker.out_of_memory import kernel_oom_kills
-from jobkit.worker.preload import Trial, preload
+from jobkit.worker.preload import Trial, import_more, preload
 
 IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """By a parent for ever, and by a rank until the worker takes them: before that nothing is there to save."""
@@ -94,8 +96,12 @@ class Parent:
         self._slots: dict[str, tuple[int, int] | None] = {}
         """The memory that outlives the process which has it, by the name that the supervisor gives it."""
         self._trial: Trial | None = None
+        self._left_out: dict[str, str] = {}
+        self._differing = set(Topology().environment("", 0))
+        """Environment variables that are others in a rank."""
         self.attempt: int | None = None
-        """That of the processes started last, where they belong to one."""
+        """The newest that the supervisor has begun, where its processes belong to one."""
+        self._slots_of_rank: dict[int, tuple[int, int] | None] = {}
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *passes_on):
             signal.signal(number, lambda number, frame: None)  # the byte in the socket is what wakes the loop
@@ -114,7 +120,7 @@ class Parent:
             if self._wakeup in readable:
                 self._take_signals()
                 if self._trial is not None and self._trial.has_ended:
-                    self._import_tried()
+                    self._import_tried(self._trial)
             if self._listener in readable and (client := self._fork_parent()) is not None:
                 return client
             if self._channel in readable or self._channel.has_line:
@@ -136,11 +142,14 @@ class Parent:
                 return self._fork(message, files)
             case Preload():
                 self._try_imports(message.modules)
+            case Begins():
+                self.attempt = message.attempt
             case Signal():
                 self._kills_strays = message.name == "KILL"
                 for pid, key in self._ranks.items():
                     if key in message.keys:
                         send(pid, signal.Signals[f"SIG{message.name}"])
+                self.reap()  # there may be no rank left whose end would call for it
         return None
 
     def _fork(self, request: Fork, files: list[int]) -> Call | None:
@@ -168,20 +177,27 @@ class Parent:
             self._ranks[pid] = request.key
             self._oom_kills[request.key] = kernel_oom_kills()
             self._kills_strays = False
-            self.attempt = int(request.environment.get("JOBKIT_ATTEMPT", 0)) or None
+            self._slots_of_rank[request.key] = slots
+            self._differing.update(n for n, value in request.environment.items() if os.environ.get(n) != value)
             self._tell(Forked(key=request.key, pid=pid))
         return None
 
-    def _try_imports(self, modules: list[str]) -> None:
+    def _try_imports(self, modules: Sequence[str]) -> None:
         if self._problem is None and self._trial is None:
             with contextlib.suppress(OSError):  # it only saves time
-                self._trial = Trial(modules, self.leave)
+                self._trial = Trial(modules, self._differing, self.leave)
 
-    def _import_tried(self) -> None:
+    def _import_tried(self, trial: Trial) -> None:
         """Import what a trial has shown to do no harm; ranks that end meanwhile are reported between two imports."""
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            self._tell(Preloaded(left_out=trial.import_harmless(self._take_signals)))
+        self._trial = None
+        reasons, harmful = trial.outcome()
+        self._left_out.update(reasons)
+        if harmful:  # what is left may import some of it, which did nothing any more when it was there already
+            self._try_imports([name for name in trial.modules if name not in harmful])
+        else:
+            import_more(trial.modules, self._take_signals)
+            self._tell(Preloaded(left_out=self._left_out))
+            self._left_out = {}
 
     def _slots_of(self, request: Fork) -> tuple[int, int] | None:
         if request.slots and request.slots not in self._slots:
@@ -219,10 +235,14 @@ class Parent:
                 key = self._ranks.pop(pid, None)
                 if key is not None:
                     oom = kernel_oom_kills() > self._oom_kills.pop(key)
-                    self._tell(Ended(key=key, returncode=os.waitstatus_to_exitcode(status), out_of_memory=oom))
+                    code, reached = os.waitstatus_to_exitcode(status), self._last_step_of(key)
+                    self._tell(Ended(key=key, returncode=code, out_of_memory=oom, last_step=reached))
             if self._kills_strays and not self._ranks:
                 self._kill_others()
         return bool(self._ranks)
+
+    def _last_step_of(self, key: int) -> tuple[int, float] | None:
+        return last_step(self._slots_of_rank.pop(key), self.attempt)
 
     def _kill_others(self) -> None:
         """Kill what ranks have left behind in sessions of its own: it would use the devices that the next ones need."""

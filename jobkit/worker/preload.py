@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing import synchronize
 from pathlib import Path
+from typing import Any, ClassVar
 
 from jobkit.worker.forked import get_when_parent_ends
 
@@ -41,12 +43,12 @@ def preload(modules: Sequence[str]) -> str | None:
 class Trial:
     """Imports modules in a forked process first: one that starts a thread in the parent could not be undone.
 
-    That process, `pid`, calls `leave` at its start. When it has ended, `import_harmless` does the rest here.
-    Raises OSError where nothing can be forked.
+    `differing` are environment variables that have other values in each rank: what reads one of them is for a rank to
+    import. The process, `pid`, calls `leave` at its start. Raises OSError where nothing can be forked.
     """
 
-    def __init__(self, modules: Sequence[str], leave: Callable[[], None]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[str], differing: Collection[str], leave: Callable[[], None]) -> None:
+        self.modules = modules
         self.has_ended = False
         # Not a pipe: its other end stays open in what an import has started.
         self._told = tempfile.TemporaryFile()  # noqa: SIM115 - closed where it is read
@@ -55,45 +57,80 @@ class Trial:
             try:
                 get_when_parent_ends(signal.SIGKILL)
                 leave()
-                self._told.write(json.dumps(find_harmful(self._modules)).encode())
+                self._told.write(json.dumps(find_harmful(modules, differing)).encode())
                 self._told.flush()
             finally:
                 os._exit(0)
 
-    def import_harmless(self, between: Callable[[], object]) -> dict[str, str]:
-        """Import what has done no harm, with a call of `between` after each; what is left out, with the reason."""
+    def outcome(self) -> tuple[dict[str, str], set[str]]:
+        """When it has ended: `find_harmful`'s; all modules where an import has ended the process."""
         with self._told as file:
             file.seek(0)
             data = file.read()
-        left_out: dict[str, str] = (
-            json.loads(data) if data else dict.fromkeys(self._modules, "its import ended the process")
-        )
-        gc.disable()
-        for name in self._modules:
-            if name not in left_out and name not in sys.modules:
-                with contextlib.suppress(Exception):  # it is imported again where it is needed, and told there
-                    importlib.import_module(name)
-                between()
-        gc.freeze()
-        gc.enable()
-        return left_out
+        if not data:
+            return dict.fromkeys(self.modules, "its import ended the process"), set(self.modules)
+        reasons, harmful = json.loads(data)
+        return reasons, set(harmful)
 
 
-def find_harmful(modules: Sequence[str]) -> dict[str, str]:
-    """Import modules; those that start a thread or touch a device, and those that cannot be imported, with a reason."""
-    harmful: dict[str, str] = {}
+def import_more(modules: Sequence[str], between: Callable[[], object]) -> None:
+    """Import modules in a process that forks ranks meanwhile, with a call of `between` after each."""
+    gc.disable()
+    for name in modules:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):  # it is imported again where it is needed, and told there
+                importlib.import_module(name)
+            between()
+    gc.freeze()
+    gc.enable()
+
+
+class _WatchedEnviron(os._Environ[str]):
+    """os.environ that notes which variables are read."""
+
+    read: ClassVar[set[str]] = set()
+
+    def __getitem__(self, key: str) -> str:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def find_harmful(modules: Sequence[str], differing: Collection[str] = ()) -> tuple[dict[str, str], list[str]]:
+    """Import modules; those that are not for a parent to import, with a reason, and these with all that they import.
+
+    They leave behind what ranks would share or a fork would break, read one of some environment variables, or cannot be
+    imported.
+    """
+    reasons: dict[str, str] = {}
+    harmful: set[str] = set()
+    os.environ.__class__ = _WatchedEnviron
+    semaphores = _count_semaphores()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for name in modules:
-            threads, devices = _threads(), _devices()
+            if name in harmful:
+                continue
+            threads, opened, handlers, before = _threads(), _open_files(), _signal_handlers(), set(sys.modules)
+            _WatchedEnviron.read.clear()
+            semaphores.clear()
             try:
                 importlib.import_module(name)
             except BaseException as error:
-                harmful[name] = f"{type(error).__name__}: {error}"
+                reasons[name] = f"{type(error).__name__}: {error}"
             if _threads() > threads:
-                harmful[name] = "it starts a thread"
-            elif opened := _devices() - devices:
-                harmful[name] = f"it opens {min(opened)}"
-    return harmful
+                reasons[name] = "it starts a thread"
+            elif _has_children():
+                reasons[name] = "it starts a process"
+            elif new := _open_files() - opened:
+                reasons[name] = f"it keeps {min(new)} open"
+            elif semaphores:
+                reasons[name] = "it makes a lock of multiprocessing, which all ranks would share"
+            elif _signal_handlers() != handlers:
+                reasons[name] = "it installs a signal handler"
+            elif told := _WatchedEnviron.read.intersection(differing):
+                reasons[name] = f"it reads {min(told)}, which differs from rank to rank"
+            if name in reasons:  # any of what it has imported may have done it
+                harmful |= {name, *(set(sys.modules) - before)}
+    return reasons, sorted(harmful)
 
 
 def _against_forking() -> str | None:
@@ -111,9 +148,36 @@ def _threads() -> int:
 
 def _devices() -> set[str]:
     """The files of devices that this process has open."""
+    return {name for name in _open_files() if name.startswith(DEVICE_FILES)}
+
+
+def _open_files() -> set[str]:
     found = set()
     with contextlib.suppress(OSError):
         for file in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 found.add(str(file.readlink()))
-    return {name for name in found if name.startswith(DEVICE_FILES)}
+    return {name for name in found if not name.startswith("/proc/")}  # the folder that is being read
+
+
+def _has_children() -> bool:
+    with contextlib.suppress(OSError):
+        return bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text())
+    return False
+
+
+def _signal_handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in signal.valid_signals()]
+
+
+def _count_semaphores() -> list[object]:
+    """A list that grows with each lock of multiprocessing that is made from here on."""
+    made: list[object] = []
+    make = synchronize.SemLock.__init__
+
+    def counted(self: Any, *args: Any, **options: Any) -> None:
+        made.append(self)
+        make(self, *args, **options)
+
+    synchronize.SemLock.__init__ = counted  # type: ignore[method-assign]
+    return made

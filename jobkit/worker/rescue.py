@@ -38,7 +38,11 @@ def tell_ranks(run: RunDir, attempt: int) -> None:
 
 
 def start_job_again(run: RunDir, attempt: int) -> None:
-    """Return when the job of an attempt whose supervisor is gone goes on, or will not: one parent sees to it."""
+    """Return when the job of an attempt whose supervisor is gone goes on, or will not: one parent sees to it.
+
+    `attempt` is the newest that the supervisor has told its parents of: with a newer one it is there, and only the
+    connection of this parent is lost.
+    """
     job, silent_since = SlurmJob(run, slurm.current_job() or ""), time.monotonic()
     while _is_left_alone(run, attempt):
         if _script_is_dead(job.id) or time.monotonic() - silent_since > SILENCE_SECONDS:

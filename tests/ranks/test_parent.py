@@ -309,10 +309,18 @@ def test_what_ranks_have_imported_is_imported_before_the_next_fork_but_for_what_
     thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     (tmp_path / "threaded.py").write_text(thread)
     (tmp_path / "deadly.py").write_text("raise SystemExit('no')\n")
+    (tmp_path / "placed").mkdir()  # as Lightning's rank_zero_only: wrong in a parent
+    (tmp_path / "placed/__init__.py").write_text("import os\n\nRANK = os.environ.get('LOCAL_RANK', '0')\n")
+    (tmp_path / "placed/more.py").write_text("from . import RANK\n")
+    (tmp_path / "innocent.py").write_text("import placed\n")
+    (tmp_path / "locked.py").write_text("import multiprocessing\n\nLOCK = multiprocessing.Lock()\n")
+    (tmp_path / "deaf.py").write_text("import signal\n\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n")
+    (tmp_path / "writing.py").write_text("LOG = open('writing.log', 'w')\n")
     path = f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
     with started(PYTHONPATH=path) as client:
         forks = Forks(client, tmp_path)
-        client.preload(["wave", "threaded", "deadly", "no_such_module", "sqlite3"])
+        bad = ["deadly", "placed", "placed.more", "innocent", "locked", "deaf", "writing"]
+        client.preload(["wave", "threaded", *bad, "no_such_module", "sqlite3"])
         client.preload(["wave"])  # again, as after each look
         wait_for("the trial", lambda: client.update() or "no_such_module" in caplog.text)
         assert forks.returncode(forks.fork("look", "seen.json")) == 0, forks.text("err")
@@ -322,3 +330,8 @@ def test_what_ranks_have_imported_is_imported_before_the_next_fork_but_for_what_
     assert seen["imported"] == ["wave", "sqlite3"]
     assert "imports threaded only in each rank: it starts a thread" in caplog.text
     assert "deadly only in each rank: SystemExit: no" in caplog.text
+    assert "placed only in each rank: it reads LOCAL_RANK, which differs from rank to rank" in caplog.text
+    assert "innocent only in each rank: it reads LOCAL_RANK" in caplog.text
+    assert "locked only in each rank: it makes a lock" in caplog.text
+    assert "deaf only in each rank: it installs a signal handler" in caplog.text
+    assert "writing only in each rank: it keeps" in caplog.text

@@ -108,6 +108,40 @@ def test_a_killed_parent_is_started_again_where_it_was(
     assert weights(started.run) == uninterrupted(2)
 
 
+def test_a_node_that_nothing_could_replace_is_used_again(
+    short_dir: Path, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    with Cluster(short_dir, nodes=2, **QUICK) as cluster:
+        two = ["resources.nodes=2", "resources.tasks_per_node=1", "retry.exclude_after=1"]
+        started = Started(tmp_path, cluster, *two)
+        for number in (1, 2):
+            started.slow_down(attempts=number)
+            started.reach(number, 6 * number)
+            os.kill(ranks_of(started.run, number)[1].pid, signal.SIGKILL)
+            wait_for("the next attempt", lambda n=number: len(status(started.run)["attempts"]) > n, started.run)  # type: ignore[misc]
+        started.wait_until_over()
+        started.assert_in_place(["killed"] * 2)
+        assert weights(started.run) == uninterrupted(2)
+
+
+def test_a_job_that_has_lost_nodes_asks_for_all_that_it_needs_when_it_is_requeued_and_not_for_spares(
+    short_dir: Path, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    with Cluster(short_dir, **QUICK) as cluster:
+        started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "resources.spares=1")
+        run = started.run
+        for number, node in ((1, "node2"), (2, "node3")):
+            started.slow_down(attempts=number)
+            started.reach(number, 6 * number)
+            cluster.kill_node(node)
+            wait_for("the next attempt", lambda n=number: len(status(run)["attempts"]) > n, run)  # type: ignore[misc]
+        started.wait_until_over()
+        assert causes(run) == ["node_failure", "node_failure", "finished"], describe(run)
+        assert [one["began"] for one in status(run)["attempts"]] == ["submitted", "in place", "requeued"]
+        assert status(run)["attempts"][-1]["nodes"] == ["node1", "node4"]
+        assert weights(run) == uninterrupted(2)
+
+
 def test_a_late_signal_of_an_attempt_does_not_reach_the_next(
     cluster: Cluster, tmp_path: Path, uninterrupted: Weights
 ) -> None:

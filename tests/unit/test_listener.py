@@ -128,3 +128,12 @@ def test_a_supervisors_own_line_sent_back_to_it_is_refused(ends: tuple[socket.so
         ends[0].sendall(theirs.recv(1 << 16))
     with pytest.raises(Forged):
         Channel(ends[1], b"key", is_listener=True).arrived()
+
+
+def test_who_does_not_know_the_secret_makes_the_supervisor_hold_little(listener: Listener) -> None:
+    with socket.create_connection(("127.0.0.1", int(listener.address.split()[0]))) as stranger:
+        stranger.recv(64)
+        stranger.sendall(b"x\n")
+        with pytest.raises(OSError):  # it is hung up on
+            for _ in range(10_000):
+                stranger.sendall(b"a" * 65536)

@@ -64,6 +64,11 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     ("deaths, each with a newer snapshot", [ended("killed", 0, 20), *map(from_memory, range(20, 90, 10))], True),
     ("three deaths, after which the snapshot is the same", [ended("killed", 0, 20), *[from_memory(20)] * 3], False),
     ("two deaths, after which it is the same", [ended("killed", 0, 20), *[from_memory(20)] * 2], True),
+    (
+        "deaths at one step, each with a snapshot one step newer",
+        [ended("killed", 0, 60), *[ended("killed", first, 60, 0, from_memory=True) for first in range(50, 53)]],
+        False,
+    ),
     ("one that was newer once and is no more", [from_memory(20), ended("killed", 0), from_memory(20)], False),
     ("a checkpoint newer than the snapshot", [*[from_memory(20)] * 2, from_memory(20, 30), from_memory(30)], True),
     # What ends an attempt, once
@@ -361,3 +366,12 @@ def test_a_bad_node_is_left_out_where_there_is_another_one() -> None:
     asked: list[Sequence[str]] = []
     decision = decide(failures, keeps_nodes=lambda without: bool(asked.append(without)))
     assert (decision.action, decision.exclude, asked) == ("requeue", ("node2",), [("node2",)])
+
+
+def test_a_bad_node_that_nothing_could_replace_is_kept() -> None:
+    failures = [ended("killed", 0, 5, node="node2", rank=1)] * 2
+    none_beside = {"keeps_nodes": lambda without: not without, "can_replace": lambda nodes: False}
+    decision = decide(failures, **none_beside)  # type: ignore[arg-type]
+    assert (decision.action, decision.exclude) == ("in_place", ())
+    decision = decide(failures, RetryConfig(in_place=False), **none_beside)  # type: ignore[arg-type]
+    assert (decision.action, decision.exclude) == ("requeue", ())

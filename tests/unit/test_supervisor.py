@@ -28,7 +28,7 @@ from jobkit.supervisor.diagnosis import FirstFailure
 from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.slurm_job import EXIT_START_AGAIN, SlurmJob
-from jobkit.supervisor.supervisor import KILL_AFTER_FAILURE_SECONDS, Supervisor
+from jobkit.supervisor.supervisor import KILL_AFTER_FAILURE_SECONDS, KILLED_SECONDS, Supervisor
 from jobkit.supervisor.time_limit import LocalTimeLimit, SlurmTimeLimit
 
 T = TypeVar("T")
@@ -71,7 +71,8 @@ class Ranks:
         self.first: FirstFailure | None = None
         self.lives = 1.0
         self.refusals = 0
-        self.closed = self.ends = 0
+        self.closed = self.ends = self.given_up = 0
+        self.can_be_killed = True
         self.on_start: Callable[[], object] = lambda: None
 
     def prepare(self, begun: Begun) -> None:
@@ -95,7 +96,7 @@ class Ranks:
             self.refusals -= 1
             raise SchedulerError("slurmctld is away")
         self.sent.append((name, round(self.clock.now - 1000.0, 2)))
-        if name == "KILL":
+        if name == "KILL" and self.can_be_killed:
             self.end()
         elif name == "TERM" and math.isfinite(self.lives):
             self.clock.after(self.lives, self.end)
@@ -111,6 +112,13 @@ class Ranks:
 
     def all_returned(self) -> bool:
         return False
+
+    def last_step(self) -> tuple[int, float] | None:
+        return None
+
+    def give_up(self) -> None:
+        self.given_up += 1
+        self.end()
 
     def wait(self, seconds: float) -> None:
         self.clock.sleep(seconds)
@@ -165,6 +173,9 @@ class Job:
 
     def keeps_nodes(self, record: object) -> bool:
         return False
+
+    def can_replace(self, record: object, nodes: Sequence[str]) -> bool:
+        return True
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         self.left.append((decision.reason, now))
@@ -349,6 +360,32 @@ def test_where_slurm_leaves_no_time_it_is_decided_while_the_ranks_are_still_savi
     Supervisor(run, ranks, job).supervise()
     assert request_stop_at_once == [True]
     assert job.left[0][1] is True and ranks.sent == [] and not ranks.running
+
+
+def test_where_slurm_leaves_no_time_while_the_parents_import_it_is_decided_at_once(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    ranks.prepared = False
+    clock.after(2, lambda: setattr(job, "no_time", True))
+    Supervisor(run, ranks, job).supervise()
+    assert [now for _, now in job.left] == [True] and not ranks.started
+
+
+def test_where_slurm_leaves_no_time_a_pause_ends(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, job = Ranks(clock), Job(attempts=2)
+    supervisor = Supervisor(run, ranks, job)
+    clock.after(2, lambda: setattr(job, "no_time", True))
+    started = clock.now
+    supervisor._pause(60.0)
+    assert clock.now - started < 5
+
+
+def test_killed_ranks_that_do_not_end_are_given_up(run: RunDir, clock: Clock) -> None:
+    ranks = Ranks(clock)
+    ranks.can_be_killed = False
+    ranks.on_start = lambda: setattr(ranks, "first", FirstFailure(rank=1, signal=9))
+    started = clock.now
+    Supervisor(run, ranks, Job()).supervise()
+    assert ranks.given_up == 1 and KILLED_SECONDS <= clock.now - started < KILLED_SECONDS + 5
 
 
 def test_a_slurm_that_is_away_is_asked_again(run: RunDir, clock: Clock) -> None:
