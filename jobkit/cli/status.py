@@ -51,9 +51,12 @@ def describe(run: RunDir, status: Status) -> list[str]:
     if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:
         with contextlib.suppress(SchedulerError):
             waiting = slurm.show_job(status.job_id)
-            lines += [f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)"] if waiting else []
+            if waiting is not None and waiting.reason not in ("", "None"):
+                lines.append(f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)")
+    nodes: list[str] = []
     for attempt in status.attempts:
-        lines += _attempt_lines(attempt)
+        lines += _attempt_lines(attempt, has_moved=attempt.nodes != nodes)
+        nodes = attempt.nodes
     for slow in status.stragglers:
         times = f"{slow.seconds:.3g} s a step by itself, the median rank {slow.median:.3g} s"
         lines.append(f"slow: rank {slow.rank} on {slow.host} is slower than the others: {times}")
@@ -76,7 +79,7 @@ def describe(run: RunDir, status: Status) -> list[str]:
     return lines
 
 
-def _attempt_lines(attempt: Attempt) -> list[str]:
+def _attempt_lines(attempt: Attempt, has_moved: bool) -> list[str]:
     seconds = (attempt.ended or time.time()) - attempt.started
     first = "?" if attempt.first_step is None else attempt.first_step
     last = "..." if attempt.last_step is None else attempt.last_step
@@ -87,6 +90,8 @@ def _attempt_lines(attempt: Attempt) -> list[str]:
     lines = [f"{line}; {lost}" if lost else line]
     if attempt.began == "in place" and attempt.restart is not None:
         lines.append(f"    restarted in place{_parts(attempt.restart)}")
+    if has_moved and attempt.nodes:
+        lines.append(f"    on {', '.join(attempt.nodes)}")
     if attempt.wanted_nodes > len(attempt.nodes) > 0:
         counted = f"{len(attempt.nodes)} of {attempt.wanted_nodes} nodes"
         lines.append(f"    on {counted}: the same samples in the same order, sums in another (not bit for bit)")

@@ -191,12 +191,19 @@ def next_version(runs_dir: Path, name: str) -> RunDir:
 
 
 def find_run(text: str, runs_dir: Path) -> RunDir:
-    """The run a person means: a path, a run's name, the unique beginning of one, or a job id; InputError for others."""
+    """The run a person means: a path, a run's name, the unique beginning of one, or a job id; InputError for others.
+
+    The name in the YAML means the newest version of its only run; others only begin with it.
+    """
     for candidate in (Path(text), runs_dir / text):
         if RunDir(candidate).exists():
             return RunDir(candidate.resolve())
     runs = all_runs(runs_dir)
     matches = [run for run in runs if run.name.startswith(text)]
+    own = {run.name: run for run in matches if re.fullmatch(r"-[0-9a-f]{8}", run.name.removeprefix(text))}
+    if len(own) == 1:
+        (name,) = own
+        return list(versions(runs_dir, name))[-1]
     if re.fullmatch(r"\d+", text):
         matches = matches or [run for run in runs if run.status().job_id == text]
     if len(matches) == 1:

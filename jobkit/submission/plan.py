@@ -41,7 +41,7 @@ class LaunchPlan:
 
     def describe(self) -> str:
         resources = self.config.resources
-        spares = f", {resources.spares} spare node(s)" if resources.spares and self.scheduler == "slurm" else ""
+        spares = f", up to {resources.spares} spare node(s)" if resources.spares and self.scheduler == "slurm" else ""
         ranks = f"{resources.nodes} node(s) x {resources.tasks_per_node} task(s) = {resources.world_size} rank(s)"
         devices = f"{resources.gpus_per_task} GPU(s)" if resources.gpus_per_task else "CPU"
         endless = self.scheduler == "local" and resources.time == "auto"

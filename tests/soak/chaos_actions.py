@@ -83,8 +83,11 @@ def kill_batch(live: Live, event: Event) -> None:
 
 def kill_srun(live: Live, event: Event) -> None:
     """SIGKILL to srun"""
-    for process in live.of_job(lambda process: process.name == "srun"):
-        process.send(signal.SIGKILL)
+    found = live.of_job(lambda process: process.name == "srun")
+    own = {process.pid for process in found}
+    for process in found:
+        if process.parent not in own:  # the other one of each pair then ends the step; without both it goes on
+            process.send(signal.SIGKILL)
 
 
 def stop_rank(live: Live, event: Event) -> None:
