@@ -281,6 +281,15 @@ def test_a_verb_finds_a_run_by_a_beginning_that_is_its_own(project: Project) -> 
     assert_said(jobkit(project, "status", "toy-11111112", expect=2), ["did you mean 'toy-11111111'?"])
 
 
+def test_a_name_is_that_of_its_newest_run_although_others_begin_with_it(project: Project) -> None:
+    for name in ("toy-11111111", "toy-11111111-2", "toys-22222222"):
+        run = project.path / "runs" / name
+        run.mkdir(parents=True)
+        shutil.copyfile(project.path / "toy.yaml", run / "config.yaml")
+    assert jobkit(project, "status", "toy").stdout.startswith("toy-11111111-2: ")
+    assert jobkit(project, "status", "toy-11111111").stdout.startswith("toy-11111111: ")
+
+
 @pytest.mark.parametrize("arguments", [[], ["--bogus"], ["status"], ["submit"], ["submit", "toy.yaml", "--bogus"]])
 def test_a_command_line_that_is_none_is_refused(project: Project, arguments: list[str]) -> None:
     done = jobkit(project, *arguments, expect=2)
