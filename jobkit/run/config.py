@@ -128,8 +128,8 @@ class Resources:
     Slurm, and no limit on this machine."""
 
     spares: int = _field(_at_least(0), 0)
-    """On Slurm: nodes that the job asks for beyond `nodes`, as far as they are free when it starts. They stand by: one
-    takes the place of a node that is lost."""
+    """On Slurm: nodes that the job gets beyond `nodes` and that stand by. One takes the place of a node that is lost.
+    """
     min_nodes: str | int = _field(_count_or(ALL, 1, f"1 or more nodes, or {ALL}"), ALL)
     """On Slurm: with how many nodes an attempt may go on where nodes are lost and no spare is left; `all` is `nodes`.
     Samples and their order stay the same, sums are taken in another order."""

@@ -41,7 +41,7 @@ class LaunchPlan:
 
     def describe(self) -> str:
         resources = self.config.resources
-        spares = f", up to {resources.spares} spare node(s)" if resources.spares and self.scheduler == "slurm" else ""
+        spares = f", {resources.spares} spare node(s)" if resources.spares and self.scheduler == "slurm" else ""
         ranks = f"{resources.nodes} node(s) x {resources.tasks_per_node} task(s) = {resources.world_size} rank(s)"
         devices = f"{resources.gpus_per_task} GPU(s)" if resources.gpus_per_task else "CPU"
         endless = self.scheduler == "local" and resources.time == "auto"
@@ -103,7 +103,7 @@ def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> d
     minutes = math.ceil(resources.seconds / 60)  # Slurm's own resolution
     ours: dict[str, Any] = {
         "time": minutes,
-        "nodes": f"{resources.nodes}-{resources.nodes + resources.spares}" if resources.spares else resources.nodes,
+        "nodes": resources.nodes + resources.spares,
         "ntasks_per_node": resources.tasks_per_node,
         "cpus_per_task": resources.cpus_per_task,
         "signal_delay_s": round(stop_margin(minutes * 60)),

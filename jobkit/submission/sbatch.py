@@ -56,11 +56,7 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         delayed.dump(self.run.submitted_pickle)
         write_atomic(self.run.batch_script, self._make_submission_file_text("", ""))
         job_id = _sbatch(self.run)
-        return [
-            submitit_slurm.SlurmJob(
-                folder=self.folder, job_id=job_id, tasks=list(range(self.plan.config.resources.world_size))
-            )
-        ]
+        return [submitit_slurm.SlurmJob(folder=self.folder, job_id=job_id, tasks=list(range(self._num_tasks())))]
 
 
 def _definitions(plan: LaunchPlan) -> list[str]:

@@ -196,7 +196,8 @@ class SlurmJob:
 
     def _start_again(self, decision: Decision) -> int:
         """Requeue the job, or where Slurm refuses let a new one follow it."""
-        refused = decision.action == "resubmit"
+        without_spares = self._must_go_without_spares()
+        refused = decision.action == "resubmit" or without_spares
         # Journalled first: from the moment Slurm agrees, this process may be killed at any line.
         self._try_record(Event.REQUEUED, job_id=self.id, cause=decision.reason)
         problem = None
@@ -208,7 +209,7 @@ class SlurmJob:
                 if job is None or not job.requeued_by_slurm:
                     cancelled = job is not None and slurm.stop_cause(job) == "cancelled"  # since the decision
                     if refused and not cancelled:
-                        self._resubmit()
+                        self._resubmit(without_spares=without_spares)
                         return EXIT_FINISHED
                     if cancelled or not slurm.requeue(self.id):
                         self._try_record(Event.CANCELLED)  # a requeue would undo the scancel
@@ -251,7 +252,22 @@ class SlurmJob:
         """Whether the job's partition has enough nodes besides some. Raises SchedulerError."""
         return not job.partition or slurm.nodes_left(job.partition, nodes) >= self.run.config().resources.nodes
 
-    def _resubmit(self) -> None:
+    def _must_go_without_spares(self) -> bool:
+        """Whether the job has asked for spares, and so few nodes are left that it would wait for them for ever."""
+        resources, status = self.run.config().resources, self.run.status()
+        # Slurm may not know for minutes that a node is lost.
+        lost = [one.failure.node for one in status.attempts if one.failure and one.cause == "node_failure"]
+        without = [*status.excluded_nodes, *(node for node in lost if node)]
+        if int(os.environ.get("SLURM_JOB_NUM_NODES") or 0) <= resources.nodes:
+            return False
+        with contextlib.suppress(SchedulerError):
+            partition = os.environ.get("SLURM_JOB_PARTITION", "")
+            if slurm.nodes_left(partition, without) < resources.nodes + resources.spares:
+                log.warning("%s: too few nodes are left for its spares; a new job goes on without them", self.run.name)
+                return True
+        return False
+
+    def _resubmit(self, *, without_spares: bool) -> None:
         """Submit the run's batch script again, to start when this job has ended."""
         # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
         successor = next((one for one in slurm.jobs_named(self.run.name) if one != self.id), None)
@@ -259,6 +275,8 @@ class SlurmJob:
             options = [f"--dependency=afterany:{self.id}"]
             if exclude := self.run.status().excluded_nodes:
                 options += [f"--exclude={','.join(exclude)}"]
+            if without_spares:
+                options += [f"--nodes={self.run.config().resources.nodes}"]
             # sbatch reads a job's own variables as its options.
             foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
             kept = {key: os.environ[key] for key in os.environ if not key.startswith(foreign) or key == "SLURM_CONF"}

@@ -124,7 +124,7 @@ def test_a_node_that_nothing_could_replace_is_used_again(
         assert weights(started.run) == uninterrupted(2)
 
 
-def test_a_job_that_has_lost_nodes_asks_for_all_that_it_needs_when_it_is_requeued_and_not_for_spares(
+def test_a_run_for_whose_spares_too_few_nodes_are_left_goes_on_without_them(
     short_dir: Path, tmp_path: Path, uninterrupted: Weights
 ) -> None:
     with Cluster(short_dir, **QUICK) as cluster:
@@ -137,7 +137,7 @@ def test_a_job_that_has_lost_nodes_asks_for_all_that_it_needs_when_it_is_requeue
             wait_for("the next attempt", lambda n=number: len(status(run)["attempts"]) > n, run)  # type: ignore[misc]
         started.wait_until_over()
         assert causes(run) == ["node_failure", "node_failure", "finished"], describe(run)
-        assert [one["began"] for one in status(run)["attempts"]] == ["submitted", "in place", "requeued"]
+        assert [one["began"] for one in status(run)["attempts"]] == ["submitted", "in place", "resubmitted"]
         assert status(run)["attempts"][-1]["nodes"] == ["node1", "node4"]
         assert weights(run) == uninterrupted(2)
 

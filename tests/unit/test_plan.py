@@ -42,7 +42,7 @@ def test_srun_is_not_told_otherwise_how_many_tasks_there_are(word: str) -> None:
 
 def test_spares_are_nodes_beyond_those_that_have_ranks() -> None:
     lines = sbatch_lines(plan(nodes=4, tasks_per_node=8, spares=2, min_nodes=3))
-    assert (lines["nodes"], lines["no-kill"]) == ("4-6", "")  # it does not wait for spares
+    assert (lines["nodes"], lines["no-kill"]) == ("6", "")
     with pytest.raises(InvalidValue, match=r"resources.min_nodes.*found 5, allowed: at most resources.nodes, 4"):
         plan(nodes=4, min_nodes=5)
 
