@@ -181,8 +181,9 @@ class Parent:
                 if message.cannot_fork:
                     log.warning("ranks start as new processes, which takes longer: %s", message.cannot_fork)
             case Preloaded():
-                for module, reason in message.left_out.items():
-                    log.info("%s imports %s only in each rank: %s", self._name, module, reason)
+                for reason in dict.fromkeys(message.left_out.values()):
+                    modules = [name for name, why in message.left_out.items() if why == reason]
+                    log.info("%s imports only in each rank, because %s: %s", self._name, reason, shortened(modules))
             case Forked():
                 self._children[message.key].pid = message.pid
             case NotForked():
@@ -293,6 +294,12 @@ def wait_for_any(parents: Sequence[Parent], seconds: float) -> None:
     if any(one.has_news for one in connected):
         return
     select.select(connected, [], [], seconds)
+
+
+def shortened(names: Sequence[str], shown: int = 5) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def _ask_warm_parent(path: str, environment: Mapping[str, str], preload: Sequence[str]) -> Channel | None:

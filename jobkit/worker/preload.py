@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import importlib
@@ -11,7 +12,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing import synchronize
 from pathlib import Path
 from typing import Any, ClassVar
@@ -86,12 +88,22 @@ def import_more(modules: Sequence[str], between: Callable[[], object]) -> None:
 
 
 class _WatchedEnviron(os._Environ[str]):
-    """os.environ that notes which variables are read."""
+    """os.environ that notes which variables are read by their names, and not as a part of all."""
 
     read: ClassVar[set[str]] = set()
+    copied: ClassVar[deque[str]] = deque()
+
+    def __iter__(self) -> Iterator[str]:
+        self.copied.clear()
+        self.copied.extend(super().__iter__())
+        return iter(list(self.copied))
 
     def __getitem__(self, key: str) -> str:
-        self.read.add(key)
+        if self.copied and self.copied[0] == key:
+            self.copied.popleft()
+        else:
+            self.copied.clear()
+            self.read.add(key)
         return super().__getitem__(key)
 
 
@@ -102,20 +114,21 @@ def find_harmful(modules: Sequence[str], differing: Collection[str] = ()) -> tup
     imported.
     """
     reasons: dict[str, str] = {}
-    harmful: set[str] = set()
+    harmful: dict[str, str] = {}
     os.environ.__class__ = _WatchedEnviron
-    semaphores = _count_semaphores()
+    semaphores, imported = _watch_semaphores(), _watch_imports()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for name in modules:
             if name in harmful:
                 continue
             threads, opened, handlers, before = _threads(), _open_files(), _signal_handlers(), set(sys.modules)
-            _WatchedEnviron.read.clear()
-            semaphores.clear()
+            for watched in (_WatchedEnviron.read, semaphores, imported):
+                watched.clear()
+            imported.update(".".join(name.split(".")[:end]) for end in range(1, name.count(".") + 1))
             try:
                 importlib.import_module(name)
             except BaseException as error:
-                reasons[name] = f"{type(error).__name__}: {error}"
+                reasons[name] = f"it cannot be imported ({type(error).__name__}: {error})"
             if _threads() > threads:
                 reasons[name] = "it starts a thread"
             elif _has_children():
@@ -128,8 +141,10 @@ def find_harmful(modules: Sequence[str], differing: Collection[str] = ()) -> tup
                 reasons[name] = "it installs a signal handler"
             elif told := _WatchedEnviron.read.intersection(differing):
                 reasons[name] = f"it reads {min(told)}, which differs from rank to rank"
+            elif known := imported.intersection(harmful):
+                reasons[name] = harmful[min(known)]
             if name in reasons:  # any of what it has imported may have done it
-                harmful |= {name, *(set(sys.modules) - before)}
+                harmful.update(dict.fromkeys({name, *(set(sys.modules) - before)}, reasons[name]))
     return reasons, sorted(harmful)
 
 
@@ -170,14 +185,31 @@ def _signal_handlers() -> list[Any]:
     return [signal.getsignal(number) for number in signal.valid_signals()]
 
 
-def _count_semaphores() -> list[object]:
-    """A list that grows with each lock of multiprocessing that is made from here on."""
-    made: list[object] = []
+def _watch_semaphores() -> set[int]:
+    """A set that grows with each lock of multiprocessing that is made from here on."""
+    made: set[int] = set()
     make = synchronize.SemLock.__init__
 
     def counted(self: Any, *args: Any, **options: Any) -> None:
-        made.append(self)
+        made.add(id(self))
         make(self, *args, **options)
 
     synchronize.SemLock.__init__ = counted  # type: ignore[method-assign]
     return made
+
+
+def _watch_imports() -> set[str]:
+    """A set that grows with each module that an import statement names from here on, also one that is there already."""
+    named: set[str] = set()
+    do_import = builtins.__import__
+
+    def noted(
+        name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] | None = (), level: int = 0
+    ) -> Any:
+        module = do_import(name, globals, locals, fromlist or (), level)
+        found = name if level == 0 else module.__name__
+        named.update({found, *(f"{found}.{one}" for one in fromlist or ())})
+        return module
+
+    builtins.__import__ = noted
+    return named

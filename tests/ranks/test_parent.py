@@ -313,13 +313,14 @@ def test_what_ranks_have_imported_is_imported_before_the_next_fork_but_for_what_
     (tmp_path / "placed/__init__.py").write_text("import os\n\nRANK = os.environ.get('LOCAL_RANK', '0')\n")
     (tmp_path / "placed/more.py").write_text("from . import RANK\n")
     (tmp_path / "innocent.py").write_text("import placed\n")
+    (tmp_path / "copying.py").write_text("import os\n\nBEFORE = os.environ.copy()\n")
     (tmp_path / "locked.py").write_text("import multiprocessing\n\nLOCK = multiprocessing.Lock()\n")
     (tmp_path / "deaf.py").write_text("import signal\n\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n")
     (tmp_path / "writing.py").write_text("LOG = open('writing.log', 'w')\n")
     path = f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
     with started(PYTHONPATH=path) as client:
         forks = Forks(client, tmp_path)
-        bad = ["deadly", "placed", "placed.more", "innocent", "locked", "deaf", "writing"]
+        bad = ["deadly", "placed", "placed.more", "innocent", "locked", "deaf", "writing", "copying"]
         client.preload(["wave", "threaded", *bad, "no_such_module", "sqlite3"])
         client.preload(["wave"])  # again, as after each look
         wait_for("the trial", lambda: client.update() or "no_such_module" in caplog.text)
@@ -328,10 +329,9 @@ def test_what_ranks_have_imported_is_imported_before_the_next_fork_but_for_what_
         assert len(list(Path(f"/proc/{client.process.pid}/task").iterdir())) == 1
     seen = json.loads(forks.text("seen.json"))
     assert seen["imported"] == ["wave", "sqlite3"]
-    assert "imports threaded only in each rank: it starts a thread" in caplog.text
-    assert "deadly only in each rank: SystemExit: no" in caplog.text
-    assert "placed only in each rank: it reads LOCAL_RANK, which differs from rank to rank" in caplog.text
-    assert "innocent only in each rank: it reads LOCAL_RANK" in caplog.text
-    assert "locked only in each rank: it makes a lock" in caplog.text
-    assert "deaf only in each rank: it installs a signal handler" in caplog.text
-    assert "writing only in each rank: it keeps" in caplog.text
+    assert "only in each rank, because it starts a thread: threaded" in caplog.text
+    assert "because it cannot be imported (SystemExit: no): deadly" in caplog.text
+    assert "because it reads LOCAL_RANK, which differs from rank to rank: placed, placed.more, innocent" in caplog.text
+    assert "because it makes a lock of multiprocessing, which all ranks would share: locked" in caplog.text
+    assert "because it installs a signal handler: deaf" in caplog.text
+    assert "writing.log open: writing" in caplog.text
