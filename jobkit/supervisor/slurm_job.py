@@ -138,10 +138,12 @@ class SlurmJob:
 
     def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool:
         try:
-            return record is not None and self._are_enough_without(record, nodes)
+            if record is not None and self._are_enough_without(record, nodes):
+                return True
+            log.warning("%s: %s used although ranks fail there: too few others", self.run.name, ", ".join(nodes))
         except SchedulerError as error:
             log.warning("%s", error)
-            return False
+        return False
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         """The exit code for the batch script, None for a restart in place; `now`: the job is requeued before that."""
