@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from jobkit.errors import SchedulerError, SchedulerTimeout
+from jobkit.log import log
 
 # States in which Slurm will do nothing more with a job by itself.
 _ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT"
@@ -261,6 +262,18 @@ def submit(script: str, *options: str, environment: Mapping[str, str] | None = N
     """Queue a batch script; returns the new job's id."""
     answer = command("sbatch", "--parsable", *options, script, environment=environment)
     return answer.strip().splitlines()[-1].split(";")[0]  # a site's sbatch may print a banner before `id;cluster`
+
+
+def could_start(script: str, *options: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether Slurm would ever start a job of a batch script with some options. Raises SchedulerTimeout."""
+    try:
+        command("sbatch", "--test-only", *options, script, environment=environment)
+    except SchedulerTimeout:
+        raise
+    except SchedulerError as error:
+        log.info("%s", error)
+        return False
+    return True
 
 
 def jobs_named(name: str) -> list[str]:

@@ -16,6 +16,8 @@ class Event(str, Enum):
     """An attempt began: it holds the lease."""
     PLACED = "placed"
     """Its ranks are on these nodes; not recorded again where they stay."""
+    NODE_LOST = "node_lost"
+    """The job's ranks cannot be reached there any more; Slurm may not know yet."""
     RESUMED = "resumed"
     """Its loop began, from a checkpoint, from a snapshot in memory (`memory`) or from step 0."""
     STEPPED = "stepped"

@@ -22,14 +22,16 @@ GREETING_SECONDS = 10.0
 """How long whoever connects has to show that it knows the secret."""
 
 GREETINGS = 64
-"""How many may be under way at a time: each takes a thread and an open file."""
+"""How many may be under way at a time, as each takes a thread and an open file: then the oldest, which says nothing, is
+hung up on. A parent's takes milliseconds."""
 
 GREETING_BYTES = 4096
 """What nobody who does not know it can make the supervisor hold for longer than that."""
 
-SILENCE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
+SILENCE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
 """A node without power says nothing: the system asks after 5 s, and gives the connection up 9 s later. A process that
-is only stopped, as by `scontrol suspend`, does not have to answer: its system does."""
+is only stopped, as by `scontrol suspend`, does not have to answer: its system does. The last, in milliseconds, is for
+what was sent and is not acknowledged: then the system does not ask."""
 
 
 class Listener:
@@ -38,7 +40,7 @@ class Listener:
     def __init__(self, secret: bytes, welcome: Welcome) -> None:
         self._secret, self._welcome = secret, welcome
         self._server = socket.create_server(("", 0), backlog=256)
-        self._greetings = threading.BoundedSemaphore(GREETINGS)
+        self._greetings: list[socket.socket] = []
         self._arrived: queue.SimpleQueue[tuple[Hello, Channel]] = queue.SimpleQueue()
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
@@ -62,7 +64,9 @@ class Listener:
             except OSError:  # it is gone already, or too many files are open
                 time.sleep(0.1)
                 continue
-            self._greetings.acquire()
+            self._greetings.append(connection)
+            if len(self._greetings) > GREETINGS:
+                _end(self._greetings[0])
             # In a thread of its own: one that says nothing must not keep the others waiting.
             threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
@@ -70,7 +74,7 @@ class Listener:
         try:
             self._take(connection)
         finally:
-            self._greetings.release()
+            self._greetings.remove(connection)
 
     def _take(self, connection: socket.socket) -> None:
         connection.settimeout(GREETING_SECONDS)  # of one byte after the other

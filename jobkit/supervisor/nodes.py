@@ -18,7 +18,7 @@ from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
 from jobkit.run import layout
-from jobkit.run.config import Resources
+from jobkit.run.config import Config, Resources
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
@@ -84,6 +84,16 @@ def places(resources: Resources) -> list[Place]:
     return [Place(rank, rank % per_node, rank // per_node, resources) for rank in range(resources.world_size)]
 
 
+def nodes_to_use(config: Config, usable: int) -> int:
+    """On how many of so many nodes the ranks of a run can be started; 0 where they are too few."""
+    resources = config.resources
+    for nodes in range(min(usable, resources.nodes), resources.fewest_nodes - 1, -1):
+        with contextlib.suppress(ValueError):
+            layout.check(config.parallel, config.comm, replace(resources, nodes=nodes), config.precision)
+            return nodes
+    return 0
+
+
 class Nodes(Protocol):
     """The nodes of one run, from attempt to attempt."""
 
@@ -124,6 +134,9 @@ class Nodes(Protocol):
 
     def failure_of_lost(self, parent: Parent) -> FirstFailure | None:
         """What has become of the node of a parent that is gone; None where it is no failure, or not known yet."""
+
+    def lose(self, parent: Parent) -> None:
+        """Do not use the node of a parent again that was given up."""
 
     def shut_down(self) -> None:
         """End all parents."""
@@ -183,6 +196,9 @@ class LocalNodes:
     def failure_of_lost(self, parent: Parent) -> FirstFailure | None:
         return None  # its ranks have SIGTERM, and save
 
+    def lose(self, parent: Parent) -> None:
+        pass  # the next one is on the same machine
+
     def shut_down(self) -> None:
         for parent in self.parents:
             parent.close()
@@ -199,7 +215,10 @@ class Step:
 
     srun: subprocess.Popen[bytes]
     nodes: Sequence[str]
+    """Those on which its parents have not been found gone."""
     attempt: int
+    has_lost_node: bool = False
+    """Then it does not end until Slurm knows of that."""
 
 
 class SlurmNodes:
@@ -243,14 +262,8 @@ class SlurmNodes:
         return self._count(good) > 0 or (not without and self._count(usable) > 0)
 
     def _count(self, usable: set[str]) -> int:
-        """How many of so many usable nodes the ranks can be started on; 0 where they are too few."""
-        config = self.run.config()
-        resources = config.resources
-        for nodes in range(min(len(usable), resources.nodes), resources.fewest_nodes - 1, -1):
-            with contextlib.suppress(ValueError):
-                layout.check(config.parallel, config.comm, replace(resources, nodes=nodes), config.precision)
-                return nodes
-        return 0
+        """How many of some usable nodes the ranks can be started on; 0 where they are too few."""
+        return nodes_to_use(self.run.config(), len(usable))
 
     def _choose(self) -> list[str]:
         """The nodes for an attempt: those of the last one, with spares in the places of those that are lost."""
@@ -415,18 +428,26 @@ class SlurmNodes:
         if (said := end_on_node(srun_said(self.run, step.attempt), lost)) is not None:
             return said
         if lost in self._lost or time.monotonic() - since > ASKING_SECONDS:
-            self._lost.add(lost)
+            self.lose(parent)
             return FirstFailure(node=lost, node_lost=True)
         self._asking[parent] = since
         return None
+
+    def lose(self, parent: Parent) -> None:
+        lost = str(parent.node)
+        if lost not in self._lost:
+            self._lost.add(lost)
+            with contextlib.suppress(OSError):  # it only tells a requeue which nodes cannot be had
+                self.run.record(Event.NODE_LOST, attempt=self._attempt, node=lost)
+        for step in self._steps:
+            step.has_lost_node = step.has_lost_node or lost in step.nodes
 
     def _end_steps(self) -> None:
         """End all parents and what has started them."""
         for parent in self.parents:
             parent.close()
         until = time.monotonic() + SHUT_DOWN_SECONDS
-        # One with a lost node does not end until Slurm knows of that.
-        whole = [step for step in self._steps if not self._lost.intersection(step.nodes)]
+        whole = [step for step in self._steps if not step.has_lost_node]
         for step in whole:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.srun.wait(max(0.0, until - time.monotonic()))

@@ -86,6 +86,7 @@ class Parent:
         """Whether it has said that its imports are done."""
         self.is_gone = False
         """Whether it has been found dead: its processes have been sent SIGTERM then."""
+        self.is_given_up = False
         self._children: dict[int, Child] = {}
         self._preloaded: set[str] = set()
 
@@ -262,6 +263,7 @@ class Parent:
     def give_up(self) -> None:
         """Leave it, and processes that do not end, to themselves."""
         log.warning("%s: its ranks do not end", self._name)
+        self.is_given_up = True
         with contextlib.suppress(OSError):
             self._channel.send(Leave())  # else it would take its supervisor for dead
         self._channel.close()

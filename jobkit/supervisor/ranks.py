@@ -127,13 +127,16 @@ class ForkedRanks:
     def first_failure(self) -> FirstFailure | None:
         """The first node or rank that was found dead; a rank that was killed before one that exited and may have
         missed it."""
+        codes = self._codes()
+        gone = next((parent for parent, _ in self._ranks if parent.is_gone and not parent.is_given_up), None)
+        if gone is not None and (self._first is None or not self._first.node_lost):
+            # Also where ranks were seen to fail before: their node was dying, or they missed those on it.
+            lost = self.nodes.failure_of_lost(gone)
+            if lost is not None and (self._first is None or lost.node_lost):
+                self._first = lost
+            if self._first is not None or self.nodes.is_asking:
+                return None if self.nodes.is_asking else self._first
         if self._first is None:
-            codes = self._codes()
-            gone = next((parent for parent, _ in self._ranks if parent.is_gone), None)
-            if gone is not None:
-                self._first = self.nodes.failure_of_lost(gone)
-                if self._first is not None or self.nodes.is_asking:
-                    return self._first
             # Without their parent they have SIGTERM and save, and nobody knows their exit codes.
             # Exit code 75 and SIGKILL are what was asked for once they have been told to stop.
             told = self._told or gone is not None
@@ -176,6 +179,7 @@ class ForkedRanks:
         for parent, child in self._ranks:
             if child.returncode is None:
                 parent.give_up()
+                self.nodes.lose(parent)
 
     def learn(self) -> None:
         if (known := records.read(Imported, self.run.imported_file)) is not None:

@@ -23,7 +23,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.supervisor.attempt import ask, end, request_stop
 from jobkit.supervisor.diagnosis import first_failure_of_job, srun_said
-from jobkit.supervisor.nodes import end_steps
+from jobkit.supervisor.nodes import end_steps, nodes_to_use
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit
 
@@ -198,8 +198,8 @@ class SlurmJob:
 
     def _start_again(self, decision: Decision) -> int:
         """Requeue the job, or where Slurm refuses let a new one follow it."""
-        without_spares = self._must_go_without_spares()
-        refused = decision.action == "resubmit" or without_spares
+        fewer_nodes = self._fewer_nodes()
+        refused = decision.action == "resubmit" or fewer_nodes is not None
         # Journalled first: from the moment Slurm agrees, this process may be killed at any line.
         self._try_record(Event.REQUEUED, job_id=self.id, cause=decision.reason)
         problem = None
@@ -211,7 +211,7 @@ class SlurmJob:
                 if job is None or not job.requeued_by_slurm:
                     cancelled = job is not None and slurm.stop_cause(job) == "cancelled"  # since the decision
                     if refused and not cancelled:
-                        self._resubmit(without_spares=without_spares)
+                        self._resubmit(fewer_nodes)
                         return EXIT_FINISHED
                     if cancelled or not slurm.requeue(self.id):
                         self._try_record(Event.CANCELLED)  # a requeue would undo the scancel
@@ -251,40 +251,50 @@ class SlurmJob:
         log.info("%s: excluded from here on: %s", self.run.name, names)
 
     def _are_enough_without(self, job: slurm.JobInfo, nodes: Sequence[str]) -> bool:
-        """Whether the job's partition has enough nodes besides some. Raises SchedulerError."""
-        return not job.partition or slurm.nodes_left(job.partition, nodes) >= self.run.config().resources.nodes
-
-    def _must_go_without_spares(self) -> bool:
-        """Whether the job has asked for spares, and so few nodes are left that it would wait for them for ever."""
-        resources, status = self.run.config().resources, self.run.status()
-        # Slurm may not know for minutes that a node is lost.
-        lost = [one.failure.node for one in status.attempts if one.failure and one.cause == "node_failure"]
-        without = [*status.excluded_nodes, *(node for node in lost if node)]
-        if int(os.environ.get("SLURM_JOB_NUM_NODES") or 0) <= resources.nodes:
+        """Whether there are enough nodes besides some for the job to start on. Raises SchedulerError."""
+        if job.partition and slurm.nodes_left(job.partition, nodes) < self.run.config().resources.nodes:
             return False
+        # Others of the partition may not have what the job wants, as a feature.
+        return slurm.could_start(
+            str(self.run.batch_script), f"--exclude={','.join(nodes)}", environment=_own_variables()
+        )
+
+    def _fewer_nodes(self) -> int | None:
+        """How many nodes to ask for where the job would wait for more for ever, as for spares; None for as many as now.
+
+        Slurm may not know for minutes that a node is lost.
+        """
+        config, status = self.run.config(), self.run.status()
+        resources = config.resources
         with contextlib.suppress(SchedulerError):
             partition = os.environ.get("SLURM_JOB_PARTITION", "")
-            if slurm.nodes_left(partition, without) < resources.nodes + resources.spares:
-                log.warning("%s: too few nodes are left for its spares; a new job goes on without them", self.run.name)
-                return True
-        return False
+            left = slurm.nodes_left(partition, [*status.excluded_nodes, *status.lost_nodes])
+            fewer = nodes_to_use(config, left)
+            asked = int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
+            if status.lost_nodes and fewer and left < resources.nodes + resources.spares and fewer < asked:
+                log.warning("%s: only %d nodes are left: a new job goes on with %d", self.run.name, left, fewer)
+                return fewer
+        return None
 
-    def _resubmit(self, *, without_spares: bool) -> None:
-        """Submit the run's batch script again, to start when this job has ended."""
+    def _resubmit(self, nodes: int | None) -> None:
+        """Submit the run's batch script again, to start when this job has ended; on so many nodes, where given."""
         # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
         successor = next((one for one in slurm.jobs_named(self.run.name) if one != self.id), None)
         if successor is None:
             options = [f"--dependency=afterany:{self.id}"]
             if exclude := self.run.status().excluded_nodes:
                 options += [f"--exclude={','.join(exclude)}"]
-            if without_spares:
-                options += [f"--nodes={self.run.config().resources.nodes}"]
-            # sbatch reads a job's own variables as its options.
-            foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
-            kept = {key: os.environ[key] for key in os.environ if not key.startswith(foreign) or key == "SLURM_CONF"}
-            successor = slurm.submit(str(self.run.batch_script), *options, environment=kept)
+            if nodes is not None:
+                options += [f"--nodes={nodes}"]
+            successor = slurm.submit(str(self.run.batch_script), *options, environment=_own_variables())
         self._try_record(Event.REQUEUED, job_id=successor, cause="resubmitted", predecessor=self.id)
         log.info("%s: job %s continues it", self.run.name, successor)
+
+
+def _own_variables() -> dict[str, str]:
+    """The environment without the job's own variables, which sbatch reads as its options."""
+    foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
+    return {key: os.environ[key] for key in os.environ if not key.startswith(foreign) or key == "SLURM_CONF"}
 
 
 def in_thread(action: Callable[[], T]) -> Future[T]:

@@ -1,7 +1,7 @@
 """The supervisor of a run: the one loop around its ranks, on Slurm and on this machine.
 
 It begins an attempt, starts the ranks, watches them, ends the attempt, and starts the next one or leaves. What differs
-between Slurm and this machine is in the ranks (ranks.py) and in the job (slurm_job.py, local_job.py).
+between Slurm and this machine is in the nodes (nodes.py) and in the job (slurm_job.py, local_job.py).
 """
 
 from __future__ import annotations

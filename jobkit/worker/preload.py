@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing import synchronize
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jobkit.worker.forked import get_when_parent_ends
+
+COPIES_FOR_ITS_OWN = ("fsspec",)
+"""Packages that copy the environment when they are imported, and look for variables of their own only."""
 
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci")
 """What a process has open that has touched a device."""
@@ -88,21 +92,29 @@ def import_more(modules: Sequence[str], between: Callable[[], object]) -> None:
 
 
 class _WatchedEnviron(os._Environ[str]):
-    """os.environ that notes which variables are read by their names, and not as a part of all."""
+    """os.environ that notes what is read of it: a variable by its name, or all by a copy."""
 
     read: ClassVar[set[str]] = set()
-    copied: ClassVar[deque[str]] = deque()
+    copied: ClassVar[set[str]] = set()
+    _copying: ClassVar[deque[str]] = deque()
 
     def __iter__(self) -> Iterator[str]:
-        self.copied.clear()
-        self.copied.extend(super().__iter__())
-        return iter(list(self.copied))
+        names = list(super().__iter__())
+        self._copying.clear()
+        self._copying.extend(names)
+        callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
+        copier = next(
+            (name for name in callers if name not in (__name__, "os", "collections.abc", "_collections_abc")), ""
+        )
+        if copier.partition(".")[0] not in COPIES_FOR_ITS_OWN:
+            self.copied.add(copier)
+        return iter(names)
 
     def __getitem__(self, key: str) -> str:
-        if self.copied and self.copied[0] == key:
-            self.copied.popleft()
+        if self._copying and self._copying[0] == key:
+            self._copying.popleft()
         else:
-            self.copied.clear()
+            self._copying.clear()
             self.read.add(key)
         return super().__getitem__(key)
 
@@ -122,7 +134,7 @@ def find_harmful(modules: Sequence[str], differing: Collection[str] = ()) -> tup
             if name in harmful:
                 continue
             threads, opened, handlers, before = _threads(), _open_files(), _signal_handlers(), set(sys.modules)
-            for watched in (_WatchedEnviron.read, semaphores, imported):
+            for watched in (_WatchedEnviron.read, _WatchedEnviron.copied, semaphores, imported):
                 watched.clear()
             imported.update(".".join(name.split(".")[:end]) for end in range(1, name.count(".") + 1))
             try:
@@ -141,6 +153,8 @@ def find_harmful(modules: Sequence[str], differing: Collection[str] = ()) -> tup
                 reasons[name] = "it installs a signal handler"
             elif told := _WatchedEnviron.read.intersection(differing):
                 reasons[name] = f"it reads {min(told)}, which differs from rank to rank"
+            elif _WatchedEnviron.copied:
+                reasons[name] = "it copies the environment, which differs from rank to rank"
             elif known := imported.intersection(harmful):
                 reasons[name] = harmful[min(known)]
             if name in reasons:  # any of what it has imported may have done it

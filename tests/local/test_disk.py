@@ -25,7 +25,7 @@ from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
 from jobkit.checkpoint.store import Store
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
-from jobkit.log import configure
+from jobkit.log import configure, log
 from jobkit.run.disk_errors import disk_errno
 from jobkit.run.journal import Journal
 from jobkit.worker.metrics import EventFile, rewind
@@ -303,8 +303,10 @@ def test_a_ghost_leaves_without_writing(tmp_path: Path) -> None:
 
 
 def test_a_ghosts_event_file_stays_as_the_next_attempt_left_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(log, "handlers", [])  # to have them back as they were
+    monkeypatch.setattr(log, "propagate", log.propagate)
     configure()
     for size in (None, 30, 0):  # deleted, cut back, cut back to nothing
         ghost = EventFile(tmp_path, 0)

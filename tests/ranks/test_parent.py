@@ -313,10 +313,10 @@ def test_what_ranks_have_imported_is_imported_before_the_next_fork_but_for_what_
     (tmp_path / "placed/__init__.py").write_text("import os\n\nRANK = os.environ.get('LOCAL_RANK', '0')\n")
     (tmp_path / "placed/more.py").write_text("from . import RANK\n")
     (tmp_path / "innocent.py").write_text("import placed\n")
-    (tmp_path / "copying.py").write_text("import os\n\nBEFORE = os.environ.copy()\n")
+    (tmp_path / "copying.py").write_text("import os\n\nRANK = os.environ.copy().get('LOCAL_RANK', '0')\n")
     (tmp_path / "locked.py").write_text("import multiprocessing\n\nLOCK = multiprocessing.Lock()\n")
     (tmp_path / "deaf.py").write_text("import signal\n\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n")
-    (tmp_path / "writing.py").write_text("LOG = open('writing.log', 'w')\n")
+    (tmp_path / "writing.py").write_text(f"LOG = open({str(tmp_path / 'writing.log')!r}, 'w')\n")
     path = f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
     with started(PYTHONPATH=path) as client:
         forks = Forks(client, tmp_path)
@@ -332,6 +332,7 @@ def test_what_ranks_have_imported_is_imported_before_the_next_fork_but_for_what_
     assert "only in each rank, because it starts a thread: threaded" in caplog.text
     assert "because it cannot be imported (SystemExit: no): deadly" in caplog.text
     assert "because it reads LOCAL_RANK, which differs from rank to rank: placed, placed.more, innocent" in caplog.text
+    assert "because it copies the environment, which differs from rank to rank: copying" in caplog.text
     assert "because it makes a lock of multiprocessing, which all ranks would share: locked" in caplog.text
     assert "because it installs a signal handler: deaf" in caplog.text
     assert "writing.log open: writing" in caplog.text

@@ -97,6 +97,8 @@ RUN_BY = {
     ".venv/bin/python tools/bench/checkpoint.py --megabytes 512 --repeats 7": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/evaluate.py --ranks 4": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/restart.py --cred-expire 120": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/start.py": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/start.py --slurm": "test_chaos_and_benches",
     "tests/soak/sixty_four.py": "test_sixty_four_ranks",
     "python myscript.py": "test_the_example_of_a_script_runs",
     "torchrun --nproc_per_node=2 myscript.py": "test_the_example_of_a_script_runs_under_torchrun",
