@@ -135,7 +135,9 @@ class SnapshotMemory:
         if reason is None:
             try:
                 self._check_room(slot.data.numel() + (lengths[self._before] if self._has_neighbour else 0))
-            except NoRoom as error:
+                if self._has_neighbour:  # here, where all can agree: one that fails later leaves the others waiting
+                    slot.map_guest(lengths[self._before])
+            except (NoRoom, OSError) as error:
                 reason = str(error)
         reasons = [reason for reason in self._ranks.gather(reason) if reason is not None]
         if reasons:

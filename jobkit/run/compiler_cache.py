@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import stat
+import struct
 import sys
 import tempfile
 import time
@@ -36,6 +37,7 @@ KEEP_DAYS = 7.0
 SEED_SECONDS = 120.0
 """How long a rank waits for the one of its node that fills the folder; after it, it compiles for itself."""
 
+_ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
 _USED = ".used"
 """A file in the folder: it has been filled, for torch's import makes a folder too. Every rank holds it."""
 
@@ -123,6 +125,8 @@ def _fill_once(folder: Path, run: RunDir) -> None:
         if not (folder / _USED).exists():
             _fill(folder, run.compiled_archive(version(folder)))
             _remove_old(folder)
+        else:
+            _remove_torn(folder)
         os.utime(folder)
         hold(folder)
 
@@ -151,6 +155,35 @@ def _fill(folder: Path, archive: Path) -> None:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def _remove_torn(folder: Path) -> None:
+    """Remove shared objects that a killed linker has left in part; inductor would load them for ever after."""
+    with contextlib.suppress(BlockingIOError), (folder / _USED).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else a living process may be writing one
+        for path, size in _files(folder, torn=True):
+            if path.suffix == ".so" and _is_torn(path, size):
+                path.unlink(missing_ok=True)
+
+
+def _is_torn(path: Path, size: int) -> bool:
+    """Whether a shared object of Linux is shorter than its header says, which a linker completes at the end."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(64)
+    except OSError:
+        return False
+    if sys.platform != "linux":
+        return False
+    if not header.strip(b"\0"):
+        return True
+    if not header.startswith(_ELF64_LITTLE_ENDIAN):
+        return False
+    if len(header) < 64:
+        return True
+    start: int = struct.unpack_from("<Q", header, 0x28)[0]  # of the table of sections, which is last
+    entry, count = struct.unpack_from("<HH", header, 0x3A)
+    return bool(start == 0 or size < start + entry * count)
 
 
 def _remove_old(folder: Path) -> None:
@@ -187,7 +220,7 @@ def files_in(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): size for file, size in _files(folder)}
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, int]]:
+def _files(folder: Path, torn: bool = False) -> Iterator[tuple[Path, int]]:
     for where, subfolders, names in os.walk(folder):
         subfolders[:] = [one for one in subfolders if not one.startswith((".", "tmp.")) and one != "locks"]
         for name in names:
@@ -195,7 +228,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, int]]:
                 file = Path(where, name)
                 with contextlib.suppress(OSError):  # it was a temporary one
                     found = file.lstat()
-                    if stat.S_ISREG(found.st_mode):
+                    is_whole = torn or file.suffix != ".so" or not _is_torn(file, found.st_size)
+                    if stat.S_ISREG(found.st_mode) and is_whole:
                         yield file, found.st_size
 
 

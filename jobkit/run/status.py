@@ -136,8 +136,8 @@ class Status:
     """How often a person has submitted it."""
     excluded_nodes: list[str] = field(default_factory=list)
     """Nodes excluded for this submission: they failed under it too often."""
-    lost_nodes: list[str] = field(default_factory=list)
-    """Nodes that this start of the job has lost."""
+    lost_nodes: dict[str, float] = field(default_factory=dict)
+    """Nodes that this start of the job has lost, and when, in seconds since the epoch."""
     stragglers: list[Straggler] = field(default_factory=list)
     """Ranks that hold the others up right now."""
     goodput: float | None = None
@@ -263,7 +263,7 @@ def _apply(status: Status, event: Entry) -> None:
             if attempt:
                 attempt.nodes, attempt.wanted_nodes = list(event["nodes"]), int(event["wanted"])
         case Event.NODE_LOST:
-            status.lost_nodes = sorted({*status.lost_nodes, str(event["node"])})
+            status.lost_nodes[str(event["node"])] = float(event["time"])
         case Event.STEPPED:
             if attempt:
                 attempt.stepped = float(event["time"])
@@ -271,7 +271,7 @@ def _apply(status: Status, event: Entry) -> None:
             status.state, status.queued, status.next_began = State.RUNNING, None, "in place"
         case Event.REQUEUED:
             status.state, status.queued = State.QUEUED, float(event["time"])
-            status.lost_nodes = []
+            status.lost_nodes = {}
             status.next_began = "resubmitted" if event.get("predecessor") else "requeued"
             status.job_id = event.get("job_id", status.job_id)
         case Event.REQUEUE_FAILED:
@@ -298,7 +298,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.submitting = True
     status.state, status.error, status.cancel_requested = State.QUEUED, None, False
     status.next_began = "submitted"
-    status.submissions, status.excluded_nodes, status.lost_nodes = status.submissions + 1, [], []
+    status.submissions, status.excluded_nodes, status.lost_nodes = status.submissions + 1, [], {}
     status.queued = float(event["time"])
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
     status.code = str(event.get("code", ""))

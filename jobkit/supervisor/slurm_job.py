@@ -50,6 +50,9 @@ ANSWER_SECONDS = 1.0
 SAVE_SECONDS = 10.0
 """How long ranks whose supervisor was killed may take to save before they are killed, as they may hang."""
 
+LOST_SECONDS = 600.0
+"""How long what we know of a lost node counts: Slurm knows better after SlurmdTimeout, 300 s by default."""
+
 REQUEUE_PAUSES = (0, 2, 10, 30, 60, 60)
 """Seconds before each try to start the job again: a controller that restarts is away for a minute or two."""
 
@@ -260,18 +263,16 @@ class SlurmJob:
         )
 
     def _fewer_nodes(self) -> int | None:
-        """How many nodes to ask for where the job would wait for more for ever, as for spares; None for as many as now.
-
-        Slurm may not know for minutes that a node is lost.
-        """
+        """How many nodes to ask for where the job would wait for more for ever, as for spares; None for all."""
         config, status = self.run.config(), self.run.status()
         resources = config.resources
         with contextlib.suppress(SchedulerError):
             partition = os.environ.get("SLURM_JOB_PARTITION", "")
-            left = slurm.nodes_left(partition, [*status.excluded_nodes, *status.lost_nodes])
+            lost = [node for node, when in status.lost_nodes.items() if time.time() - when < LOST_SECONDS]
+            left = slurm.nodes_left(partition, [*status.excluded_nodes, *lost])
             fewer = nodes_to_use(config, left)
             asked = int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
-            if status.lost_nodes and fewer and left < resources.nodes + resources.spares and fewer < asked:
+            if lost and fewer and left < resources.nodes + resources.spares and fewer < asked:
                 log.warning("%s: only %d nodes are left: a new job goes on with %d", self.run.name, left, fewer)
                 return fewer
         return None

@@ -124,6 +124,19 @@ def test_a_node_that_nothing_could_replace_is_used_again(
         assert weights(started.run) == uninterrupted(2)
 
 
+def test_a_node_that_only_nodes_without_its_features_could_replace_is_used_again(
+    short_dir: Path, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    with Cluster(short_dir, **QUICK) as cluster:
+        cluster.command("scontrol", "update", "NodeName=node1,node2", "AvailableFeatures=big")
+        own = ["clusters.slurm.constraint=big", "retry.exclude_after=1"]
+        started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", *own)
+        os.kill(ranks_of(started.run, 1)[1].pid, signal.SIGKILL)
+        started.wait_until_over()
+        started.assert_in_place(["killed"])
+        assert weights(started.run) == uninterrupted(2)
+
+
 def test_a_run_for_whose_spares_too_few_nodes_are_left_goes_on_without_them(
     short_dir: Path, tmp_path: Path, uninterrupted: Weights
 ) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from jobkit.run import archive, compiler_cache
 from jobkit.run.archive import DamagedArchive
@@ -97,6 +98,23 @@ def test_empty_folders_that_torch_has_made_before_do_not_keep_it_from_being_fill
     (folder / "triton/kernel").unlink()
     (folder / "inductor").mkdir(exist_ok=True)
     assert compiler_cache.files_in(use(run, monkeypatch)) == {"triton/kernel": 4}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only its shared objects are looked at")
+def test_a_shared_object_that_a_killed_linker_has_left_in_part_is_neither_saved_nor_kept(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(run)
+    whole = next(Path(torch.__file__).parent.glob("_C.*.so"))
+    for name, data in (("whole", whole.read_bytes()), ("torn", whole.read_bytes()[:4000]), ("empty", b"")):
+        put(folder / f"inductor/{name}.so", "")
+        (folder / f"inductor/{name}.so").write_bytes(data)
+    assert list(compiler_cache.files_in(folder)) == ["inductor/whole.so"]
+    (folder / ".used").touch()  # an attempt before has filled it
+    use(run, monkeypatch)
+    (folder / "inductor/torn.so").write_bytes(b"")  # a rank that lives may be writing it
+    use(run, monkeypatch)
+    assert sorted(file.name for file in folder.glob("inductor/*.so")) == ["torn.so", "whole.so"]
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-7], lambda data: data.replace(b"code", b"cope"), lambda _: b""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import stat
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from harness.project import wait_for
 
 from jobkit.supervisor.channel import Channel, Ended, Forged, Hello, Ready, Signal, Welcome
-from jobkit.supervisor.listener import Listener, connect, make_secret, read_secret
+from jobkit.supervisor.listener import GREETINGS, Listener, connect, make_secret, read_secret
 
 HELLO = Hello(node="node1", step="0")
 WELCOME = Welcome(preload=["json"])
@@ -137,3 +138,13 @@ def test_who_does_not_know_the_secret_makes_the_supervisor_hold_little(listener:
         with pytest.raises(OSError):  # it is hung up on
             for _ in range(10_000):
                 stranger.sendall(b"a" * 65536)
+
+
+def test_many_who_say_nothing_do_not_keep_a_parent_out(listener: Listener, secret: bytes) -> None:
+    port = int(listener.address.split()[0])
+    with contextlib.ExitStack() as idle:
+        for _ in range(2 * GREETINGS):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+        channel, _ = connect(f"{port} 127.0.0.1", secret, Hello(node="node1", step="0"))
+        assert [hello.node for hello, _ in arrived(listener)] == ["node1"]
+        channel.close()
