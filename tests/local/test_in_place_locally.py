@@ -101,3 +101,28 @@ def at_step(ctx, step):
     (run,) = project.runs
     assert status(run)["state"] == "failed"
     assert causes(run) == ["crashed"] * 4, "three without progress, after the first, which left a snapshot"
+
+
+def test_a_command_that_dies_starts_again_in_place_as_a_new_program(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.path / "script.py").write_text(
+        """\
+import os
+import sys
+from pathlib import Path
+
+assert "torch" not in sys.modules  # a program of its own, not a fork of what has imported it
+with Path(os.environ["SEEN"]).open("a") as seen:
+    seen.write(f"{os.environ['JOBKIT_ATTEMPT']} {os.environ['RANK']} {os.environ['WORLD_SIZE']}\\n")
+if os.environ["JOBKIT_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
+    os._exit(9)
+"""
+    )
+    yaml = (project.path / "toy.yaml").read_text().replace("task: mytask:train", "command: [python, script.py]")
+    (project.path / "toy.yaml").write_text(yaml)
+    project.env["SEEN"] = str(tmp_path / "seen")
+    project.submit("--local", "resources.nodes=1", "resources.tasks_per_node=2")
+    (run,) = project.runs
+    assert [one["began"] for one in status(run)["attempts"]] == ["submitted", "in place"], describe(run)
+    second = sorted(line for line in (tmp_path / "seen").read_text().splitlines() if line[0] == "2")
+    assert second == ["2 0 2", "2 1 2"]

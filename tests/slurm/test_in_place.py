@@ -100,10 +100,12 @@ def test_without_a_spare_fewer_nodes_go_on_with_the_same_samples(cluster: Cluste
 def test_a_killed_parent_is_started_again_where_it_was(
     cluster: Cluster, tmp_path: Path, uninterrupted: Weights
 ) -> None:
-    started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1")
+    setup = f"clusters.slurm.setup=['echo once >> {tmp_path}/setup']"
+    started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", setup)
     os.kill(started.parents()["node2"], signal.SIGKILL)
     started.wait_until_over()
     started.assert_in_place(["killed"])
+    assert (tmp_path / "setup").read_text().split() == ["once"], "the user's setup is the job's, not the attempt's"
     assert [one["nodes"] for one in events(started.run) if one["event"] == "placed"] == [["node1", "node2"]]
     assert weights(started.run) == uninterrupted(2)
 

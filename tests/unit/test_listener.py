@@ -12,7 +12,7 @@ import pytest
 from harness.project import wait_for
 
 from jobkit.supervisor.channel import Channel, Ended, Forged, Hello, Ready, Signal, Welcome
-from jobkit.supervisor.listener import GREETINGS, Listener, connect, make_secret, read_secret
+from jobkit.supervisor.listener import GREETINGS, SILENCE, Listener, connect, make_secret, read_secret
 
 HELLO = Hello(node="node1", step="0")
 WELCOME = Welcome(preload=["json"])
@@ -138,6 +138,20 @@ def test_who_does_not_know_the_secret_makes_the_supervisor_hold_little(listener:
         with pytest.raises(OSError):  # it is hung up on
             for _ in range(10_000):
                 stranger.sendall(b"a" * 65536)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has these")
+def test_a_node_without_power_is_given_up_after_14_seconds(listener: Listener, secret: bytes) -> None:
+    there, _ = connect(f"{listener.address.split()[0]} 127.0.0.1", secret, HELLO)
+    ((_, here),) = arrived(listener)
+    for channel in (here, there):
+        options = {name: _option(channel, name) for name in SILENCE}
+        assert options["TCP_KEEPIDLE"] + options["TCP_KEEPCNT"] * options["TCP_KEEPINTVL"] == 14
+        assert options["TCP_USER_TIMEOUT"] == 14_000
+
+
+def _option(channel: Channel, name: str) -> int:
+    return channel._socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
 
 
 def test_many_who_say_nothing_do_not_keep_a_parent_out(listener: Listener, secret: bytes) -> None:
