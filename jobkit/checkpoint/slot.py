@@ -1,6 +1,7 @@
 """One slot of a snapshot in memory: a file that outlives the rank, and that holds a whole snapshot or none.
 
-    page 0     who used the slot last; where the contents' description lies and its checksum: written last
+    page 0     where the contents' description lies and its checksum: written last; who used the slot last; in the
+               first slot how far the rank is (run/slots.py)
     data       this rank's tensors, copied there by the training loop
     guest      tensors of a rank on another node
     contents   what all that is, with a checksum of each part, pickled

@@ -163,8 +163,8 @@ class SlurmJob:
     def finish(self, number: int | None = None) -> int:
         """End the newest attempt where its supervisor has not, and carry out what follows; harmless to call twice.
 
-        `number` is the attempt of a rank that calls this: it leaves the ranks alone, of which it is one. LookupError
-        where no attempt of this job is known.
+        `number` is the attempt of a parent that calls this: it leaves the job's steps alone, of which it is one.
+        LookupError where no attempt of this job is known.
         """
         job = self.record()
         try:
@@ -174,14 +174,14 @@ class SlurmJob:
         return self.leave(decision, now=True) or EXIT_FINISHED
 
     def _end(self, number: int | None, job: slurm.JobInfo | None) -> Decision:
-        is_rank = number is not None
+        by_parent = number is not None
         number = number or self.run.owner()
         attempt = next((one for one in self.run.status().attempts if one.id == number), None)
         if number is None or attempt is None or attempt.job_id != self.id:
             raise LookupError(f"{self.run.name} has no attempt of job {self.id}")
         said = srun_said(self.run, number)  # before what is still running is killed
         slurm_ends_them = job is not None and job.state != "RUNNING"  # and leaves them KillWait to save
-        if attempt.ended is None and not is_rank and not slurm_ends_them:  # a supervisor that ends it ends the steps
+        if attempt.ended is None and not by_parent and not slurm_ends_them:  # a supervisor that ends it ends the steps
             with contextlib.suppress(SchedulerError):  # starting again waits for a Slurm that is away
                 if not said and slurm.steps(self.id):
                     request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))

@@ -1,4 +1,4 @@
-"""Which launcher started this process (jobkit starts its own ranks in jobkit/supervisor/ranks.py), and what it says.
+"""Which launcher started this process (jobkit's own parents fork their ranks), and what it says.
 
 One row of environment variables for each launcher.
 """

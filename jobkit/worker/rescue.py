@@ -1,7 +1,7 @@
 """What the parents of a Slurm job do when their supervisor is gone: start the job again, where nobody else can.
 
-A supervisor that is killed alone is replaced by its batch script within seconds. Where the script is gone too, with its
-node or by itself, only somebody on another node can act.
+The job of a supervisor that is killed alone is requeued by its batch script within seconds. Where the script is gone
+too, with its node or by itself, only somebody on another node can act.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jobkit.supervisor.attempt import request_stop
 from jobkit.supervisor.slurm_job import SlurmJob
 
 SAVE_SECONDS = 60.0
-"""What ranks get to save when their supervisor is gone: twice the KillWait that Slurm leaves them, 30 s by default."""
+"""What ranks get to save when their supervisor is gone, and the batch script too, which would end them earlier
+(slurm_job.SAVE_SECONDS): twice the KillWait that Slurm leaves them, 30 s by default."""
 
 SILENCE_SECONDS = 15.0
 """After which the batch script is taken for dead, whatever Slurm says: it would have begun to act within a few. Slurm
