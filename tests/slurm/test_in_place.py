@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ class Started(Project):
             )
 
         wait_for(f"step {at_step} in attempt {attempt}", reached, self.run)
+
+    def lose(self, attempt: int, strike: Callable[[], object]) -> None:
+        """Let an attempt train, strike it, and wait for the next one."""
+        self.slow_down(attempts=attempt)
+        self.reach(attempt, 6 * attempt)
+        strike()
+        wait_for("the next attempt", lambda: len(status(self.run)["attempts"]) > attempt, self.run)
+
+    def kill_rank_1(self, attempt: int) -> None:
+        os.kill(ranks_of(self.run, attempt)[1].pid, signal.SIGKILL)
 
     def wait_until_over(self) -> None:
         wait_for("the end", lambda: status(self.run)["state"] in ("finished", "failed", "cancelled"), self.run)
@@ -117,10 +128,7 @@ def test_a_node_that_nothing_could_replace_is_used_again(
         two = ["resources.nodes=2", "resources.tasks_per_node=1", "retry.exclude_after=1"]
         started = Started(tmp_path, cluster, *two)
         for number in (1, 2):
-            started.slow_down(attempts=number)
-            started.reach(number, 6 * number)
-            os.kill(ranks_of(started.run, number)[1].pid, signal.SIGKILL)
-            wait_for("the next attempt", lambda n=number: len(status(started.run)["attempts"]) > n, started.run)  # type: ignore[misc]
+            started.lose(number, partial(started.kill_rank_1, number))
         started.wait_until_over()
         started.assert_in_place(["killed"] * 2)
         assert weights(started.run) == uninterrupted(2)
@@ -133,7 +141,7 @@ def test_a_node_that_only_nodes_without_its_features_could_replace_is_used_again
         cluster.command("scontrol", "update", "NodeName=node1,node2", "AvailableFeatures=big")
         own = ["clusters.slurm.constraint=big", "retry.exclude_after=1"]
         started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", *own)
-        os.kill(ranks_of(started.run, 1)[1].pid, signal.SIGKILL)
+        started.kill_rank_1(1)
         started.wait_until_over()
         started.assert_in_place(["killed"])
         assert weights(started.run) == uninterrupted(2)
@@ -146,10 +154,7 @@ def test_a_run_for_whose_spares_too_few_nodes_are_left_goes_on_without_them(
         started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "resources.spares=1")
         run = started.run
         for number, node in ((1, "node2"), (2, "node3")):
-            started.slow_down(attempts=number)
-            started.reach(number, 6 * number)
-            cluster.kill_node(node)
-            wait_for("the next attempt", lambda n=number: len(status(run)["attempts"]) > n, run)  # type: ignore[misc]
+            started.lose(number, partial(cluster.kill_node, node))
         started.wait_until_over()
         assert causes(run) == ["node_failure", "node_failure", "finished"], describe(run)
         assert [one["began"] for one in status(run)["attempts"]] == ["submitted", "in place", "resubmitted"]
@@ -162,10 +167,7 @@ def test_a_late_signal_of_an_attempt_does_not_reach_the_next(
 ) -> None:
     started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "retry.exclude_after=9")
     for number in (1, 2, 3):
-        started.slow_down(attempts=number)
-        started.reach(number, 6 * number)
-        os.kill(ranks_of(started.run, number)[1].pid, signal.SIGKILL)
-        wait_for("the next attempt", lambda n=number: len(status(started.run)["attempts"]) > n, started.run)  # type: ignore[misc]
+        started.lose(number, partial(started.kill_rank_1, number))
     started.wait_until_over()
     started.assert_in_place(["killed"] * 3)
     assert weights(started.run) == uninterrupted(2)
