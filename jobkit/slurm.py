@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cache
+from pathlib import Path
 
 from jobkit.errors import SchedulerError, SchedulerTimeout
 from jobkit.log import log
@@ -27,6 +30,9 @@ MAX_MARGIN_SECONDS = 90.0
 ANSWER_SECONDS = 30.0
 """How long a command may take: longer than MessageTimeout, 10 s by default, after which Slurm's own give up."""
 
+_OPTIONS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SPRIO_")
+"""Variables that begin so are options of Slurm's commands, which a shell may have for jobs of its own."""
+
 MAX_LIMIT_SECONDS = 300 * 86400.0
 """Slurm shows a job without a limit as one of 365 days."""
 
@@ -41,10 +47,19 @@ def available() -> bool:
     return shutil.which("sbatch") is not None
 
 
+def without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what Slurm's commands take for options; SLURM_CONF, which names the Slurm, stays."""
+    return {key: value for key, value in environment.items() if not key.startswith(_OPTIONS) or key == "SLURM_CONF"}
+
+
 def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mapping[str, str] | None = None) -> str:
-    """The output of one Slurm command; raises SchedulerError with Slurm's message, in one line."""
+    """The output of one Slurm command; raises SchedulerError with Slurm's message, in one line.
+
+    No variable of this process, or of `environment`, changes what the command does, nor how it prints times.
+    """
+    kept = without_options(os.environ if environment is None else environment) | {"SLURM_TIME_FORMAT": "standard"}
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, check=False, env=kept)
     except FileNotFoundError:
         raise SchedulerError(
             f"{arguments[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
@@ -96,7 +111,7 @@ class JobInfo:
     end: float | None
     """When its time is over."""
     elapsed: float
-    """Seconds it has been running, by the clock of whoever asked."""
+    """Seconds it has been running, those of a prolog included; within the job by the controller's clock."""
     restarts: int
     nodes: str
     partition: str = ""
@@ -104,6 +119,8 @@ class JobInfo:
     """Whether it was submitted, or the cluster is set up, so that `scontrol requeue` takes it."""
     excluded: str = ""
     """ExcNodeList, as Slurm writes it."""
+    script: str = ""
+    """The batch script that it was submitted with."""
 
     @property
     def limit(self) -> float | None:
@@ -112,15 +129,23 @@ class JobInfo:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until its time is over; in the job by its first node's clock, which may not be the controller's."""
+        """Seconds until its time is over."""
         if self.limit is None or self.limit > MAX_LIMIT_SECONDS:
             return None
-        began = os.environ.get("JOBKIT_BEGAN")
-        return self.limit - (time.time() - float(began) if began else self.elapsed)
+        return self.limit - self.elapsed
 
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+    def runs(self, script: Path) -> bool:
+        """Whether it is a job of this batch script: another cluster, or one that counts anew, has the same ids."""
+        return not self.script or _are_same(Path(self.script), script)
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits until somebody releases it, as after a prolog that failed."""
+        return not self.ended and "held" in self.reason.lower()
 
     @property
     def requeued_by_slurm(self) -> bool:
@@ -138,6 +163,14 @@ class JobInfo:
         return self.reason == "JobLaunchFailure" and self.state in ("COMPLETING", "FAILED")
 
 
+def _are_same(one: Path, other: Path) -> bool:
+    if one == other:
+        return True
+    with contextlib.suppress(OSError):  # one folder may have two names, as behind a link
+        return one.samefile(other)
+    return False
+
+
 def show_job(job_id: str, timeout: float = ANSWER_SECONDS) -> JobInfo | None:
     """The job as slurmctld knows it, or None once it has forgotten it (MinJobAge after its end)."""
     try:
@@ -146,7 +179,31 @@ def show_job(job_id: str, timeout: float = ANSWER_SECONDS) -> JobInfo | None:
         if "Invalid job id" in str(error):
             return None
         raise
-    return parse_job(text)
+    job = parse_job(text)
+    if job.state != "RUNNING" or job_id != current_job():
+        return job
+    # A node's clock may be off, and a prolog may have run before anything of ours: only the controller knows since when
+    # the time counts.
+    return replace(job, elapsed=job.elapsed + clock_offset())
+
+
+@cache
+def clock_offset() -> float:
+    """Seconds by which the controller's clock is ahead of this machine's; 0 where they agree, or where none is told."""
+    before = time.time()
+    try:
+        answer = command("sdiag")
+    except SchedulerTimeout:
+        raise  # not kept: the next question may be answered
+    except SchedulerError as error:
+        if is_away(error):
+            raise
+        return 0.0
+    told = re.search(r"output at .*\((\d+)\)", answer)
+    if told is None:
+        return 0.0
+    now, after = float(told[1]), time.time()
+    return 0.0 if before - 1 <= now <= after + 1 else now - (before + after) / 2
 
 
 def parse_job(text: str) -> JobInfo:
@@ -165,6 +222,7 @@ def parse_job(text: str) -> JobInfo:
         partition=fields.get("Partition", ""),
         requeueable=fields.get("Requeue", "1") != "0",
         excluded=_value(fields.get("ExcNodeList")),
+        script=_value(script[1] if (script := re.search(r" Command=(.*?) WorkDir=", text)) else None),
     )
 
 
@@ -276,9 +334,49 @@ def could_start(script: str, *options: str, environment: Mapping[str, str] | Non
     return True
 
 
-def jobs_named(name: str) -> list[str]:
-    """Ids of this user's queued and running jobs with this name."""
-    return command("squeue", "--noheader", "--me", f"--name={name}", "--format=%i").split()
+def cluster(timeout: float = ANSWER_SECONDS) -> str:
+    """`ClusterName@host:port` of the Slurm that commands here talk to: names alone are not unique."""
+    return _cluster(os.environ.get("SLURM_CONF"), timeout)
+
+
+@cache
+def _cluster(conf: str | None, timeout: float) -> str:
+    fields = dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", command("scontrol", "show", "config", timeout=timeout), re.M))
+    host = fields.get("SlurmctldHost[0]", "").partition("(")[0]
+    return f"{fields.get('ClusterName', '')}@{host}:{fields.get('SlurmctldPort', '')}"
+
+
+def jobs_of(users: Collection[str], timeout: float = ANSWER_SECONDS) -> list[JobInfo]:
+    """All jobs of some users that Slurm has not forgotten, in one question: less of each than show_job says."""
+    options = ["--noheader", "--states=all", f"--user={','.join(users)}", "--format=%i|%T|%r|%S|%e|%N|%o"]
+    rows = command("squeue", *options, timeout=timeout).splitlines()
+    return [_listed_job(*row.split("|", 6)) for row in rows if row.count("|") >= 6]
+
+
+def _listed_job(job_id: str, state: str, reason: str, start: str, end: str, nodes: str, script: str) -> JobInfo:
+    return JobInfo(
+        job_id=job_id,
+        state=state,
+        reason=reason,
+        preempt_time=None,
+        start=_time(start),
+        end=_time(end),
+        elapsed=0.0,
+        restarts=0,
+        nodes=nodes,
+        script=_value(script),
+    )
+
+
+def jobs_with(script: Path) -> list[str]:
+    """Ids of this user's queued and running jobs that were submitted with a batch script; its name may be another's."""
+    rows = command("squeue", "--noheader", "--me", "--format=%i|%o").splitlines()
+    return [job_id for job_id, _, found in (row.partition("|") for row in rows) if _are_same(Path(found), script)]
+
+
+def release(job_id: str) -> None:
+    """Let a held job start. Raises SchedulerError, as for a hold that is an administrator's."""
+    command("scontrol", "release", job_id)
 
 
 def cancel(job_id: str) -> None:

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; `python -m jobkit list` says whether it had been started", file=sys.stderr)
+        print("interrupted before there was a job: nothing was started", file=sys.stderr)
         return EXIT_RESUMABLE
 
 
@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.log import configure
     from jobkit.run.config import load
     from jobkit.run.rundir import default_runs_dir
-    from jobkit.submission.submit import choose_run, collected_signals, submit
+    from jobkit.submission.signals import signals_of_a_submission
+    from jobkit.submission.submit import choose_run, submit
 
     configure()
     loaded = load(arguments.experiment, arguments.overrides, arguments.demo)
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(loaded, cluster, choose_run(loaded.config, runs_dir, arguments.fresh).path, source)
     foreground = not arguments.detach
-    with collected_signals() as asked:
+    with signals_of_a_submission() as asked:
         with loaded.places.locating_errors():
             outcome = submit(
                 loaded.config,
@@ -144,12 +145,31 @@ def _report(outcome: Outcome, follow: bool) -> int:
         print(f"for a new run of the same config: {status.command} --fresh   (in {status.cwd})")
     else:
         where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
-        print(f"already {status.state}: {where}\nrun directory {run.path}", flush=True)
+        state = State.QUEUED if status.state == State.HELD else status.state
+        print(f"already {state}: {where}\nrun directory {run.path}", flush=True)
+        if note := _note(outcome):
+            print(note, file=sys.stderr)
     if not follow or (status.state == State.FINISHED and outcome.started is None):
         return EXIT_FINISHED
     from jobkit.submission.follow import follow_slurm
 
     return follow_slurm(run)
+
+
+def _note(outcome: Outcome) -> str:
+    """What else there is to know of a run that is under way already."""
+    from jobkit.run.status import State
+    from jobkit.submission.job import is_here
+
+    status = outcome.status
+    if outcome.released:
+        return f"the job was held ({status.waits_for}): released"
+    if status.state == State.HELD:
+        return f"the job is held ({status.waits_for}): scontrol release {status.job_id}"
+    if status.scheduler == "slurm" and not is_here(status):
+        gone = f"if that is gone: python -m jobkit cancel {outcome.run.name}, then the same command"
+        return f"the job is on {status.slurm_cluster}, which cannot be asked from here; {gone}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -129,6 +129,7 @@ class Settings:
     # Slurm's own, for these two would make what is measured here better than anywhere else.
     cred_expire: int = option(120, "seconds that a requeued job waits before it queues again; below 5 Slurm takes 120")
     slurmd_timeout: int = option(300, "seconds of silence until a node is down")
+    prolog: str = option("", "program that slurmd runs before the first step of a job")
     accounting: bool = option(False, "make sacct work: slurmdbd and a private MariaDB; only as root")
 
 
@@ -303,6 +304,8 @@ class Cluster:
         nodes = [NODE.format(name=n, port=p, **vars(settings)) for n, p in zip(names, node_ports, strict=True)]
         common = {"dir": self.dir, "user": self.user, "port": accounting_port}
         extra = "SlurmctldParameters=preempt_send_user_signal\n" if settings.user_signal else ""
+        if settings.prolog:
+            extra += f"Prolog={settings.prolog}\n"
         if settings.accounting:
             extra += ACCOUNTING_CONF.format(**common)
         self.conf.write_text(

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.run.duration import format_seconds
 from jobkit.run.status import State
 from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
+    parser.add_argument("--no-grace", action="store_true", help="kill its ranks at once, without a checkpoint")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
     found = chosen_run(arguments)
-    before = job.update_status(found)
+    before = job.observe(found)
     if not job.is_active(found, before):
         print(f"{found.name} is {before.state} already; nothing to cancel")
         return EXIT_FINISHED
-    status = job.cancel(found)
+    if before.state == State.RUNNING and not arguments.no_grace:
+        minutes = format_seconds(job.CANCEL_SECONDS)
+        print(f"{found.name}: its ranks get {minutes} to write a checkpoint; --no-grace kills them", file=sys.stderr)
+    status = job.cancel(found, grace=not arguments.no_grace)
     if status.state != State.CANCELLED:
         print(f"{found.name} is still {status.state}: it was asked to stop; python -m jobkit status {found.name}")
         return EXIT_FAILED if status.state in (State.QUEUED, State.RUNNING) else EXIT_FINISHED

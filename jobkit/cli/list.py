@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
@@ -18,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = [(run, _status(run)) for run in all_runs(runs_dir(arguments))]
+    found = _observed([(run, run.status()) for run in all_runs(runs_dir(arguments))])
     if arguments.json:
         print(json.dumps([{"run": run.name, **status.as_dict()} for run, status in found], indent=1))
         return EXIT_FINISHED
@@ -32,13 +34,16 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _status(run: RunDir) -> Status:
+def _observed(found: Sequence[tuple[RunDir, Status]]) -> list[tuple[RunDir, Status]]:
     try:
-        return job.update_status(run)
-    except SchedulerError:
-        return run.status()  # the list of what is on disk must not depend on a slurmctld that answers
+        statuses = job.observe_all(found)
+    except SchedulerError as error:  # the list of what is on disk must not depend on a slurmctld that answers
+        print(f"{error}; what follows is what the run directories say", file=sys.stderr)
+        return list(found)
+    return [(run, status) for (run, _), status in zip(found, statuses, strict=True)]
 
 
 def _row(run: RunDir, status: Status) -> tuple[str, ...]:
     step = f"{status.step}/{status.total_steps}" if status.total_steps else str(status.step)
-    return run.name, status.state, step, str(len(status.attempts)), status.cluster or "-", status.job_id or "-"
+    state = f"probably {status.probably}" if status.probably else str(status.state)
+    return run.name, state, step, str(len(status.attempts)), status.cluster or "-", status.job_id or "-"

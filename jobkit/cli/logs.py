@@ -37,21 +37,17 @@ def run(arguments: argparse.Namespace) -> int:
                 raise InputError(f"{found.name} was started by a launcher of its own, on whose terminal its output is")
             raise InputError(f"--rank {arguments.rank}: no log of this rank in {found.logs(attempts[-1])}")
         return EXIT_FINISHED
+    observer = job.Observer(found)
     with contextlib.suppress(KeyboardInterrupt):
-        while _goes_on(found):
-            for _ in range(10):  # slurmctld is asked every 3 s, the disk ten times as often
-                printer.print_new()
-                time.sleep(0.3)
+        while not observer.is_over:
+            try:
+                observer.look()
+            except SchedulerError as error:
+                log.warning(f"{error}; still following")
+            printer.print_new()
+            time.sleep(job.POLL_SECONDS)
         printer.print_new()
     return EXIT_FINISHED
-
-
-def _goes_on(run: RunDir) -> bool:
-    try:
-        return job.is_active(run, job.update_status(run))
-    except SchedulerError as error:
-        log.warning(f"{error}; still following")
-        return True
 
 
 class _Printer:

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Preempt the attempt that runs, and say from where the next one will go on."""
     found = chosen_run(arguments)
-    before = job.update_status(found).attempt
+    before = found.status().attempt
     status = job.preempt(found, grace=not arguments.no_grace)
     ended = next((one for one in status.attempts if before and one.id == before.id), None)
     if ended is None or ended.ended is None:

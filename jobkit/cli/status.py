@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
 import time
 
-from jobkit import slurm
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.accounting import Account, Restart
@@ -32,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the status, after the scheduler was asked whether the job lives."""
     found = chosen_run(arguments)
     try:
-        status = job.update_status(found)
+        status = job.observe(found)
     except SchedulerError as error:
         print(f"{error}; what follows is what the run directory says", file=sys.stderr)
         status = found.status()
@@ -46,13 +44,20 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(run: RunDir, status: Status) -> list[str]:
     """The status in lines for a person; the last says what to type next."""
     lines = [f"{run.name}: {status.state}, {status.steps}"]
-    if status.state in (State.QUEUED, State.RUNNING):
+    if status.probably is not None:
+        job_gone = f"job {status.job_id}" if status.scheduler == "slurm" else f"process {status.job_id}"
+        lines[0] = (
+            f"{run.name}: probably {status.probably}, {status.steps} ({job_gone} is gone, and nobody recorded why)"
+        )
+    if status.state in (State.QUEUED, State.HELD, State.RUNNING):
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
-    if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:
-        with contextlib.suppress(SchedulerError):
-            waiting = slurm.show_job(status.job_id)
-            if waiting is not None and waiting.reason not in ("", "None"):
-                lines.append(f"  waiting for: {waiting.reason} (Slurm's word; `man squeue` explains it)")
+    if status.state == State.HELD:
+        lines.append(f"  held: {status.waits_for} (Slurm's word); to release it: {status.how_to_continue}")
+    elif status.waits_for is not None:
+        lines.append(f"  waiting for: {status.waits_for} (Slurm's word; `man squeue` explains it)")
+    if status.state == State.RUNNING and status.cancel_at is not None:
+        left = max(0.0, status.cancel_at + (status.cancel_grace or 0.0) - time.time())
+        lines.append(f"  cancelling: its ranks have {format_seconds(left)} more to write a checkpoint")
     nodes: list[str] = []
     for attempt in status.attempts:
         lines += _attempt_lines(attempt, has_moved=attempt.nodes != nodes)

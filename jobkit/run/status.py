@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -18,6 +19,8 @@ class State(str, Enum):
     """How a run stands."""
 
     QUEUED = "queued"
+    HELD = "held"
+    """In the queue, and Slurm does not start it until somebody releases it; only seen from outside, never recorded."""
     RUNNING = "running"
     INTERRUPTED = "interrupted"
     """It can be continued."""
@@ -70,6 +73,8 @@ class Attempt:
     """Step of the newest checkpoint when it ended."""
     failure: Failure | None = None
     """What is known of an end that left no time to save; None where the ranks could say themselves why they ended."""
+    slurm_cluster: str | None = None
+    """As the Status's, when it was submitted."""
     queued: float | None = None
     """When it was put into the queue, in seconds since the epoch, as all times here."""
     resumed: float | None = None
@@ -119,9 +124,20 @@ class Status:
     scheduler: str | None = None
     """`slurm` or `local`: who knows the job of that id."""
     job_id: str | None = None
+    slurm_cluster: str | None = None
+    """Which Slurm knows the job, as jobkit.slurm.cluster() names it; None for another scheduler."""
+    probably: str | None = None
+    """What a look from outside found and nobody has recorded: its job is gone, for this cause, one of CAUSES. `state`
+    is then what a submission would find."""
+    waits_for: str | None = None
+    """Slurm's word for what its queued or held job waits for, as a look from outside found it."""
     checkpoint: int | None = None
     """Step of the newest durable checkpoint."""
     cancel_requested: bool = False
+    cancel_grace: float | None = None
+    """Seconds from the request that its ranks may take to save; None where nobody has asked."""
+    cancel_at: float | None = None
+    """When it was requested, in seconds since the epoch."""
     submitting: bool = False
     """A submission began and neither its success nor its failure was recorded."""
     before_submission: tuple[State, str | None] = (State.INTERRUPTED, None)
@@ -174,6 +190,12 @@ class Status:
         for attempt, found in zip(plain["attempts"], self.attempts, strict=True):
             attempt["failure"] = found.failure and records.known(found.failure)
         return plain
+
+
+def suppose(status: Status, event: Event, **fields: Any) -> Status:
+    """A status as it would be after an event that nobody has recorded; the same object."""
+    _apply(status, {"time": time.time(), "event": event, **fields})
+    return status
 
 
 def derive(events: Sequence[Entry], progress: Progress | None = None) -> Status:
@@ -279,7 +301,8 @@ def _apply(status: Status, event: Entry) -> None:
         case Event.EXCLUDED:
             status.excluded_nodes = sorted({*status.excluded_nodes, str(event["node"])})
         case Event.CANCEL_REQUESTED:
-            status.cancel_requested = True
+            status.cancel_requested, status.cancel_at = True, float(event["time"])
+            status.cancel_grace = event.get("grace")
         case Event.CANCELLED:
             if status.state == State.RUNNING and attempt and attempt.ended is None:
                 attempt.ended, attempt.cause = float(event["time"]), "cancelled"
@@ -301,6 +324,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.submissions, status.excluded_nodes, status.lost_nodes = status.submissions + 1, [], {}
     status.queued = float(event["time"])
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
+    status.slurm_cluster = event.get("slurm_cluster")
     status.code = str(event.get("code", ""))
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
 
@@ -318,6 +342,7 @@ def _started(status: Status, event: Entry) -> None:
             started=float(event["time"]),
             host=str(event.get("host", "")),
             code=status.code,
+            slurm_cluster=status.slurm_cluster,
             submission=status.submissions,
             durable_step=status.checkpoint or 0,
             queued=status.queued,

@@ -16,11 +16,6 @@ from jobkit.submission import job
 POLL_SECONDS = 0.2
 """How often the run's files are read: a progress bar that moves at once, and five reads a second of a shared disk."""
 
-ASK_SCHEDULER_SECONDS = 10.0
-"""Many followers share one slurmctld, which answers one request at a time; the run's own files say the rest sooner."""
-
-_OVER = (State.FINISHED, State.FAILED, State.CANCELLED)
-
 
 class Follower:
     """Shows a run: rank 0's output, the progress bar, and how it ends."""
@@ -80,29 +75,26 @@ def follow_local(run: RunDir, supervisor: subprocess.Popen[bytes], asked: list[i
             told = attempt.id
         time.sleep(POLL_SECONDS)
     follower.refresh(run.status())
-    return follower.end(job.update_status(run))
+    return follower.end(job.observe(run))
 
 
 def follow_slurm(run: RunDir) -> int:
     """Show a run on Slurm until it is over, through its requeues. Ctrl-C leaves it running."""
-    follower, shown, asked_at = Follower(run), None, 0.0
+    follower, observer, shown = Follower(run), job.Observer(run), None
     try:
         while True:
-            status = run.status()
-            over = status.state in _OVER
-            if time.monotonic() - asked_at > ASK_SCHEDULER_SECONDS and not over:
-                asked_at = time.monotonic()
-                try:
-                    status = job.update_status(run)
-                    over = not job.is_active(run, status)
-                except SchedulerError as error:
-                    follower.display.say(f"{error}; still following")
+            try:
+                status = observer.look()
+            except SchedulerError as error:
+                status = run.status()
+                follower.display.say(f"{error}; still following")
             if (status.state, len(status.attempts)) != shown:
                 shown = (status.state, len(status.attempts))
                 place = f"job {status.job_id}, attempt {len(status.attempts)}"
+                place += f", {status.waits_for}" if status.state == State.HELD else ""
                 follower.display.say(f"{run.name}: {status.state} ({place})")
             follower.refresh(status)
-            if over:
+            if observer.is_over:
                 return follower.end(status)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:

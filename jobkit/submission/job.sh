@@ -55,8 +55,6 @@ jobkit_exit_if_done() {
 
 # Slurm sends SIGTERM to the whole batch step when it ends a job. What follows needs the time (KillWait) until SIGKILL.
 trap : TERM
-JOBKIT_BEGAN=$(date +%s) # by this node's clock: the controller's may be off
-export JOBKIT_BEGAN
 echo "$SLURMD_NODENAME" >>"$jobkit_failed_starts" # the supervisor removes the file when an attempt has begun
 
 trap 'jobkit_elsewhere $?' EXIT

@@ -17,6 +17,7 @@ from submitit.local import local as submitit_local
 
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan
+from jobkit.submission.signals import hand_over
 from jobkit.supervisor.device_leases import Leases, take
 from jobkit.supervisor.nodes import FOREGROUND_PIPE
 from jobkit.worker.main import Worker
@@ -38,6 +39,7 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
         # Submitit would name the pickle after the supervisor's process, which may look for it before that.
         (delayed,) = delayed_submissions
         delayed.dump(self.run.submitted_pickle)
+        hand_over()
         foreground_pipe = {} if self.foreground_pipe is None else {FOREGROUND_PIPE: str(self.foreground_pipe)}
         with self.run.supervisor_log.open("ab") as log:
             process = subprocess.Popen(

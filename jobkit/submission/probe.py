@@ -8,19 +8,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jobkit import slurm
 from jobkit.errors import InputError, SchedulerError
 from jobkit.run.config import LoadedConfig
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission import job
 from jobkit.submission.plan import LaunchPlan
-from jobkit.submission.submit import collected_signals, submit
+from jobkit.submission.signals import signals_of_a_submission
+from jobkit.submission.submit import submit
 
 TASK = "jobkit.worker.network_probe:probe"
-
-POLL_SECONDS = 0.3
-"""Between two looks at the job: each asks slurmctld, which serves one request at a time."""
 
 ENDING_SECONDS = 60.0
 """How long a job is given to be gone after its run has finished: the batch script ends some seconds after the ranks,
@@ -36,7 +33,7 @@ def run_probe(
     """
     if plan.config.resources.world_size == 1:
         raise InputError("a probe of the network needs two ranks: --tasks-per-node 2, or --no-probe for checks alone")
-    with collected_signals() as asked, loaded.places.locating_errors():
+    with signals_of_a_submission() as asked, loaded.places.locating_errors():
         outcome = submit(
             loaded.config,
             plan.cluster,
@@ -54,33 +51,31 @@ def run_probe(
 
 def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
     """The status once the run is over; raises KeyboardInterrupt when it was cancelled instead."""
-    told = ""
+    told, observer, status = "", job.Observer(run), run.status()
     while True:
         try:
-            status = job.update_status(run)
-            over, line = not job.is_active(run, status), "measuring the network ..."
-            if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:
-                waiting = slurm.show_job(status.job_id)
-                reason = f": {waiting.reason}" if waiting and waiting.state == "PENDING" else ""
+            status, line = observer.look(), "measuring the network ..."
+            if status.state in (State.QUEUED, State.HELD) and status.scheduler == "slurm":
+                reason = f": {status.waits_for}" if status.waits_for else ""
                 line = f"waiting for job {status.job_id}{reason}; Ctrl-C cancels it"
         except SchedulerError as error:  # it may answer again
-            over, line = False, str(error)
+            line = str(error)
         if asked:
             say("cancelling the probe ...")
-            _remove(run, job.cancel(run))
+            _remove(run, job.cancel(run, grace=False))
             raise KeyboardInterrupt
-        if over:
+        if observer.is_over:
             return status
         if line != told:
             told = line
             say(line)
-        time.sleep(POLL_SECONDS)
+        time.sleep(job.POLL_SECONDS)
 
 
 def _remove(run: RunDir, status: Status) -> None:
     """Remove the run's directory once its job is gone and writes nothing more."""
     try:
-        job.wait(run, status, lambda now: not job.is_alive(run, now), ENDING_SECONDS)
+        job.wait_until_gone(run, status, ENDING_SECONDS)
     except SchedulerError as error:
         print(f"{error}; {run.path} stays", file=sys.stderr)
         return

@@ -6,8 +6,9 @@ import contextlib
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from submitit.core.utils import DelayedSubmission
 from submitit.slurm import slurm as submitit_slurm
@@ -18,8 +19,11 @@ from jobkit.log import log
 from jobkit.run.files import write_atomic
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan
+from jobkit.submission.signals import hand_over, take_back
 from jobkit.supervisor.slurm_job import BLIND_RESTARTS, EXIT_DECIDED, EXIT_START_AGAIN
 from jobkit.worker.main import Worker
+
+T = TypeVar("T")
 
 RETRY_SECONDS = (2, 4, 8, 16, 30)
 """Pauses between attempts to reach a controller that is away: one that is restarted is back within a minute."""
@@ -78,31 +82,44 @@ def _definitions(plan: LaunchPlan) -> list[str]:
 
 
 def _sbatch(run: RunDir) -> str:
-    """The id of the new job of a run's script, submitted once: a controller that is away for a minute is waited for."""
-    for pause in (*RETRY_SECONDS, None):
+    """The id of the new job of a run's script, submitted once."""
+
+    def submit() -> str:
+        hand_over()
         try:
             return slurm.submit(str(run.batch_script))
-        except SchedulerTimeout:
-            return _adopt(run.name)
+        except SchedulerTimeout as error:
+            return _adopt(run, error)
+        except SchedulerError:
+            take_back()
+            raise
+
+    return patiently(submit)
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """What `ask` returns, which asks Slurm something: a controller that is away for a minute is waited for."""
+    for pause in (*RETRY_SECONDS, None):
+        try:
+            return ask()
         except SchedulerError as error:
-            if pause is None or not slurm.is_away(error):
+            if pause is None or isinstance(error, SchedulerTimeout) or not slurm.is_away(error):
                 raise
             log.warning("%s; trying again in %s s", error, pause)
             time.sleep(pause)
     raise AssertionError("unreachable")
 
 
-def _adopt(name: str) -> str:
-    """The job that an sbatch without an answer may have queued: its run's name is its own. Raises SchedulerTimeout."""
+def _adopt(run: RunDir, error: SchedulerTimeout) -> str:
+    """The job that an sbatch without an answer may have queued: no other run has its script."""
     for pause in RETRY_SECONDS:
         # A slurmctld that was too busy to answer works its requests off later: the job may appear in a while.
         with contextlib.suppress(SchedulerError):
-            if found := slurm.jobs_named(name):
+            if found := slurm.jobs_with(run.batch_script):
                 return found[0]
         time.sleep(pause)
     raise SchedulerTimeout(
-        f"sbatch gave no answer, and no job {name} is in the queue; the same command looks for it again before it "
-        "submits another"
+        f"{error}; no job of {run.path} is in the queue; the same command looks for it again before it submits another"
     )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -37,6 +35,8 @@ class Outcome:
     """The run's status before this submission."""
     started: job.Started | None
     code_changes: list[str]
+    released: bool = False
+    """Whether its job was held, and is no more."""
 
 
 def check(config: Config, source: Path) -> Path | None:
@@ -61,19 +61,6 @@ def choose_run(config: Config, runs_dir: Path, fresh: bool) -> RunDir:
         return next_version(runs_dir, name)
     existing = list(versions(runs_dir, name))
     return existing[-1] if existing else RunDir(runs_dir / name)
-
-
-@contextlib.contextmanager
-def collected_signals() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list: a submission is made whole or not at all, and then stopped."""
-    asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda received, _: asked.append(received)) for number in numbers}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def submit(
@@ -105,24 +92,26 @@ def submit(
         before = Status() if is_new else job.reconcile(run)
         try:
             changed = _code_changes(run, before, source, task_file)
-            if not is_new and before.state in (State.FINISHED, State.QUEUED, State.RUNNING):
-                return Outcome(run, before, None, changed)
+            if not is_new and before.state in (State.FINISHED, State.QUEUED, State.HELD, State.RUNNING):
+                return Outcome(run, before, None, changed, released=_release(before, plan))
+            slurm_cluster = _slurm_cluster() if plan.scheduler == "slurm" else None
             code = _prepare(run, plan, source, task_file)
             # Before sbatch: this process may die, or slurmctld not answer; the next submission then looks for a job.
             run.record(
                 Event.SUBMITTING,
                 cluster=plan.cluster,
                 scheduler=plan.scheduler,
+                slurm_cluster=slurm_cluster,
                 code=code,
                 code_changes=changed,
                 command=command,
                 cwd=str(source),
             )
             return Outcome(run, before, _start(run, plan, foreground), changed)
-        except (JobkitError, OSError) as error:
+        except (JobkitError, OSError, KeyboardInterrupt) as error:
             if is_new and not isinstance(error, SchedulerTimeout):  # after which the job may be in the queue
                 shutil.rmtree(run.path, ignore_errors=True)
-            if isinstance(error, JobkitError):
+            if not isinstance(error, OSError):
                 raise
             raise InputError(
                 f"{error.filename or run.path}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
@@ -137,8 +126,6 @@ def _code_changes(run: RunDir, before: Status, source: Path, task_file: Path | N
 
 def _prepare(run: RunDir, plan: LaunchPlan, source: Path, task_file: Path | None) -> str:
     """Make the run directory with config and code; returns the code's digest."""
-    if plan.scheduler == "slurm" and not slurm.available():
-        raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
     for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
         folder.mkdir(parents=True, exist_ok=True)
     run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing of this one
@@ -152,11 +139,27 @@ def _start(run: RunDir, plan: LaunchPlan, foreground: bool) -> job.Started:
         started = job.submit(plan, foreground=foreground)
     except SchedulerTimeout:
         raise  # the job may be in the queue: the next submission looks for it
-    except JobkitError as error:
-        run.record(Event.SUBMIT_FAILED, error=str(error))
+    except (JobkitError, KeyboardInterrupt) as error:
+        run.record(Event.SUBMIT_FAILED, error=str(error) or "interrupted before there was a job")
         raise
     run.record(Event.SUBMITTED, job_id=started.job_id)
     return started
+
+
+def _slurm_cluster() -> str:
+    """Which Slurm the job goes to: its id means nothing to another one."""
+    if not slurm.available():
+        raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
+    from jobkit.submission.sbatch import patiently
+
+    return patiently(slurm.cluster)
+
+
+def _release(before: Status, plan: LaunchPlan) -> bool:
+    """Let a job start that Slurm holds, as after a prolog that failed; not where the YAML asks for a hold."""
+    if "hold" in plan.parameters.get("additional_parameters", {}):
+        return False
+    return job.release(before)
 
 
 def _check_spares(plan: LaunchPlan) -> None:

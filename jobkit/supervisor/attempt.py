@@ -53,7 +53,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         if before.state in (State.FINISHED, State.CANCELLED) or before.cancel_requested:
             raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
         if before.attempt and before.attempt.ended is None:
-            _refuse_second_job(before, job_id, scheduler)
+            _refuse_second_job(run, before, job_id, scheduler)
             close_lost_attempt(run, before.attempt, job_id, scheduler)
         # Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
         if before.code and (problems := snapshot.verify(run.code, before.code)):
@@ -73,13 +73,18 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
     return Begun(number, before.code, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
 
 
-def _refuse_second_job(before: status.Status, job_id: str, scheduler: str) -> None:
+def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
+    """Whether an attempt's job was one of the Slurm that has the newest: another one's ids say nothing here."""
+    return now.scheduler == "slurm" and attempt.slurm_cluster == now.slurm_cluster
+
+
+def _refuse_second_job(run: RunDir, before: status.Status, job_id: str, scheduler: str) -> None:
     """Two jobs of one run may be in the queue after a controller that gave no answer: the first one runs it."""
     assert before.attempt is not None
     other = before.attempt.job_id
-    if scheduler == before.scheduler == "slurm" and other != job_id:
+    if scheduler == "slurm" and other != job_id and _is_of_this_slurm(before, before.attempt):
         job = ask(other)
-        if job is not None and job.state == "RUNNING":
+        if job is not None and job.state == "RUNNING" and job.runs(run.batch_script):
             raise NotRunnable(f"job {other} runs it already")
 
 
@@ -99,7 +104,7 @@ def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -
     request = run.stop_request(attempt.id)
     if request is not None:
         return EndCause(request.cause)
-    if scheduler == "slurm" and attempt.job_id == job_id:
+    if scheduler == "slurm" and attempt.job_id == job_id and _is_of_this_slurm(run.status(), attempt):
         # Slurm itself has put the job back: for the dead node of the batch script, or to make room.
         lease = run.lease()
         with contextlib.suppress(SchedulerError):

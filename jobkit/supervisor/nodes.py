@@ -353,6 +353,7 @@ class SlurmNodes:
             # A parent, or a node, that is gone leaves the others as they are, ready for the next attempt.
             *("--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
             *(["--overlap"] if self._steps else []),  # beside a step that has parents on other nodes
+            "--export=ALL",  # of this environment, whatever `export` said to sbatch
             *self.srun_args,
             f"--output={logs}/node_%N.out",
             f"--error={logs}/node_%N.err",

@@ -280,7 +280,7 @@ class SlurmJob:
     def _resubmit(self, nodes: int | None) -> None:
         """Submit the run's batch script again, to start when this job has ended; on so many nodes, where given."""
         # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
-        successor = next((one for one in slurm.jobs_named(self.run.name) if one != self.id), None)
+        successor = next((one for one in slurm.jobs_with(self.run.batch_script) if one != self.id), None)
         if successor is None:
             options = [f"--dependency=afterany:{self.id}"]
             if exclude := self.run.status().excluded_nodes:

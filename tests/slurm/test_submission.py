@@ -48,8 +48,11 @@ def test_a_job_cancelled_while_it_waits_is_cancelled_and_can_be_resumed(project:
     (run,) = project.runs
     assert status(run)["state"] == "queued"
     slurm.command("scancel", status(run)["job_id"])
-    assert json.loads(project.jobkit("status", run.name, "--json").stdout)["state"] == "cancelled"
-    assert status(run)["state"] == "cancelled"
+    journal = events(run)
+    seen = json.loads(project.jobkit("status", run.name, "--json").stdout)
+    assert (seen["state"], seen["probably"]) == ("cancelled", "cancelled")
+    assert "probably cancelled" in project.jobkit("list").stdout
+    assert events(run) == journal  # who looks writes nothing
     project.submit("--cluster", "slurm", *with_hold)
     assert status(run)["state"] == "queued"
     project.jobkit("cancel", run.name)
@@ -259,7 +262,7 @@ def test_a_controller_that_is_down_is_told_and_leaves_no_run(tmp_path: Path, sho
         done = project.submit("--cluster", "slurm", expect=2)
         assert "Traceback" not in done.stderr
         last = done.stderr.splitlines()[-1]
-        assert last.startswith("error: sbatch: ")
+        assert last.startswith("error: scontrol: ")
         assert "scontrol ping" in last
         assert [path.name for path in project.path.glob("runs/*")] == [".locks"]
         cluster.start_controller()

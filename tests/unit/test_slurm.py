@@ -8,6 +8,7 @@ from datetime import datetime
 
 import pytest
 
+from jobkit import slurm
 from jobkit.slurm import JobInfo, early_timeout_signal, explain, parse_job, stop_cause, stop_margin
 
 # What Slurm says: `scontrol --oneliner show job` of Slurm 22.05, less the fields between that nobody reads.
@@ -143,10 +144,33 @@ def test_a_jobs_time_is_counted_from_its_start(
     assert (job.limit, job.elapsed, job.remaining) == (limit, elapsed, remaining)
 
 
-def test_within_a_job_its_time_is_counted_by_the_clock_that_saw_it_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    for ago, cause in [(100, None), (250, "timeout")]:
-        monkeypatch.setenv("JOBKIT_BEGAN", str(time.time() - ago))
-        assert stop_cause(parse_job(after("99:00:00")), margin=90.0) == cause
+@pytest.mark.parametrize(("ahead", "cause"), [(0, None), (1, None), (200, "timeout"), (-200, None)])
+def test_within_a_job_its_time_is_counted_by_the_controllers_clock(
+    monkeypatch: pytest.MonkeyPatch, ahead: int, cause: str | None
+) -> None:
+    def answer(*arguments: str, **_: object) -> str:
+        told = int(time.time()) + ahead
+        return f"***\nsdiag output at Sun Nov 22 17:15:19 2026 ({told})\n" if arguments[0] == "sdiag" else text
+
+    text = after("00:01:40")  # by the node's clock, which may be another one
+    monkeypatch.setattr(slurm, "command", answer)
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    slurm.clock_offset.cache_clear()
+    job = slurm.show_job("9")
+    slurm.clock_offset.cache_clear()
+    assert job is not None and stop_cause(job, margin=90.0) == cause
+    assert abs(job.elapsed - 100 - (ahead if abs(ahead) > 1 else 0)) <= 1
+
+
+def test_a_shells_variables_do_not_reach_slurms_commands() -> None:
+    given = {
+        "SBATCH_JOB_NAME": "mine",
+        "SLURM_MEM_PER_CPU": "1",
+        "SQUEUE_FORMAT": "%A",
+        "SLURM_CONF": "/c",
+        "HOME": "/h",
+    }
+    assert slurm.without_options(given) == {"SLURM_CONF": "/c", "HOME": "/h"}
 
 
 @pytest.mark.parametrize(

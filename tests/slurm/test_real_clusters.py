@@ -1,0 +1,303 @@
+"""Clusters and shells as they are: two clusters over one disk, other variables, prologs, controllers that are mute."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.project import Project, names, queue, status, step, wait_for
+from harness.quick_slurm import QUICK
+from slurm_cluster import Cluster, wait_until
+
+from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run.rundir import RunDir
+from jobkit.submission import job
+
+ON_ONE_NODE = ("resources.nodes=1", "resources.tasks_per_node=1")
+LONG = (*ON_ONE_NODE, "params.steps=4000", "params.sleep=0.05")
+HELD = (*ON_ONE_NODE, "clusters.slurm.hold=true")
+
+
+@pytest.fixture
+def other(short_dir: Path) -> Iterator[Cluster]:
+    """A second cluster, which has the same name."""
+    with Cluster(short_dir, nodes=1, **QUICK) as cluster:
+        yield cluster
+
+
+def listed(project: Project, run: Path) -> str:
+    return next(line for line in project.jobkit("list").stdout.splitlines() if line.startswith(run.name))
+
+
+def test_another_cluster_is_not_asked_about_a_run_and_starts_no_second_job(
+    tmp_path: Path, slurm: Cluster, other: Cluster
+) -> None:
+    here, there = Project(tmp_path, slurm.env), Project(tmp_path, other.env)
+    here.submit("--cluster", "slurm", *LONG)
+    (run,) = here.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    there.jobkit("list")
+    assert "probably" not in listed(there, run) and "running" in listed(there, run)
+    there.jobkit("status", run.name)
+    told = there.submit("--cluster", "slurm", *LONG)
+    assert "already running" in told.stdout and "cannot be asked from here" in told.stderr
+    assert not other.command("squeue", "-h")
+    assert [one for one in names(run) if one not in ("checkpoint", "checkpoint_interval")] == [
+        *("submitting", "submitted", "started", "placed", "resumed", "stepped")
+    ]
+    # The same id on the other cluster is somebody else's job.
+    number = status(run)["job_id"]
+    while int(other.command("sbatch", "--parsable", "-o/dev/null", "--wrap=true")) < int(number):
+        pass
+    wait_until(lambda: not other.command("squeue", "-h"), "an empty queue")
+    there.jobkit("list")
+    assert status(run)["state"] == "running"
+    # A person may end it from there: its supervisor finds the request on the disk.
+    assert "cancelled at step" in there.jobkit("cancel", run.name).stdout
+    wait_for("an empty queue", lambda: not queue(slurm, here), run)
+
+
+def test_a_lost_job_is_only_told_until_a_submission_decides(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *HELD)
+    (run,) = project.runs
+    text = (run / "events.jsonl").read_text()
+    number = status(run)["job_id"]
+    slurm.command("scancel", number)
+    (run / "events.jsonl").write_text(text.replace(f'"job_id": "{number}"', '"job_id": "999999"'))  # Slurm forgot it
+    RunDir(run).write_status()
+    before = names(run)
+    assert "probably lost" in listed(project, run)
+    assert "probably lost" in project.jobkit("status", run.name).stdout
+    project.jobkit("logs", run.name)
+    assert names(run) == before
+    project.submit("--cluster", "slurm", *HELD)
+    assert names(run) == [*before, "requeue_failed", "submitting", "submitted"]
+    project.jobkit("cancel", run.name)
+
+
+def test_the_same_yaml_in_two_folders_is_two_jobs(tmp_path: Path, slurm: Cluster) -> None:
+    one, two = Project(tmp_path / "one", slurm.env), Project(tmp_path / "two", slurm.env)
+    one.submit("--cluster", "slurm", *HELD)
+    two.submit("--cluster", "slurm", *HELD)
+    (run,), (second,) = one.runs, two.runs
+    assert run.name == second.name
+    first_job, lost_job = status(run)["job_id"], status(second)["job_id"]
+    slurm.command("scancel", lost_job)
+    journal = second / "events.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))  # cut off between sbatch and it
+    two.submit("--cluster", "slurm", *HELD)
+    assert status(second)["job_id"] not in (first_job, lost_job)
+    two.jobkit("cancel", second.name)
+    assert slurm.command("squeue", "-h", "-o%i").split() == [first_job]
+    one.jobkit("cancel", run.name)
+
+
+def test_a_shells_own_slurm_variables_reach_neither_the_job_nor_what_is_asked(tmp_path: Path, slurm: Cluster) -> None:
+    shell = {
+        "SBATCH_JOB_NAME": "mine",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_HOLD": "1",
+        "SLURM_MEM_PER_CPU": "99999999",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_TIME_FORMAT": "relative",
+        "SQUEUE_FORMAT": "%A",
+        "SRUN_CPUS_PER_TASK": "999",
+        "SLURM_NTASKS": "77",
+    }
+    project = Project(tmp_path, {**slurm.env, **shell})
+    project.submit("--cluster", "slurm", "params.steps=5", *ON_ONE_NODE, "--follow")
+    (run,) = project.runs
+    assert (status(run)["state"], len(status(run)["attempts"])) == ("finished", 1)
+
+
+def test_a_job_that_exports_nothing_trains(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    # Slurm takes the environment of a login shell then: it does not know where this test's Python finds jobkit.
+    where = f"export OMP_NUM_THREADS=1 SLURM_CONF={slurm.conf} PYTHONPATH={os.environ.get('PYTHONPATH', '')}"
+    none = (f"clusters.slurm.setup=['{where}']", "clusters.slurm.export=NONE")
+    project.submit("--cluster", "slurm", "params.steps=5", *ON_ONE_NODE, *none, "--follow")
+    (run,) = project.runs
+    assert status(run)["state"] == "finished"
+
+
+@pytest.fixture
+def with_prolog(short_dir: Path) -> Iterator[Cluster]:
+    """A cluster whose prolog does what the file `prolog` beside it says."""
+    script = short_dir.parent / "prolog.sh"
+    script.write_text(f"#!/bin/sh\n[ ! -e {short_dir.parent}/prolog ] || . {short_dir.parent}/prolog\n")
+    script.chmod(0o755)
+    with Cluster(short_dir, nodes=1, prolog=str(script), **QUICK) as cluster:
+        yield cluster
+
+
+def test_a_job_that_slurm_holds_is_held_and_the_same_command_releases_it(tmp_path: Path, with_prolog: Cluster) -> None:
+    cluster, project = with_prolog, Project(tmp_path, with_prolog.env)
+    orders = cluster.dir.parent / "prolog"
+    orders.write_text("exit 1\n")
+    small = ("--cluster", "slurm", "params.steps=5", *ON_ONE_NODE)
+    project.submit(*small)
+    (run,) = project.runs
+    number = status(run)["job_id"]
+    wait_until(lambda: "held" in cluster.job(number).get("Reason", ""), "a job that is held")
+    assert "held" in listed(project, run)
+    told = project.jobkit("status", run.name).stdout
+    assert "launch_failed_requeued_held" in told.lower().replace(" ", "_")
+    orders.unlink()
+    cluster.command("scontrol", "update", "NodeName=node1", "State=resume")
+    again = project.submit(*small)
+    assert "already queued" in again.stdout and "released" in again.stderr
+    wait_for("the end", lambda: status(run)["state"] == "finished", run)
+
+
+def test_a_prologs_time_counts_against_the_limit(tmp_path: Path, with_prolog: Cluster) -> None:
+    cluster, project = with_prolog, Project(tmp_path, with_prolog.env)
+    (cluster.dir.parent / "prolog").write_text("sleep 25\n")
+    project.submit("--cluster", "slurm", *LONG, 'resources.time="0:01:00"', "params.sleep=0.1")
+    (run,) = project.runs
+    wait_for("the stop", lambda: "interrupted" in names(run), run)
+    project.jobkit("cancel", run.name)
+    first = status(run)["attempts"][0]
+    assert (first["cause"], first["failure"]) == ("timeout", None)
+    assert first["durable_step"] == first["last_step"]
+
+
+def test_a_job_that_does_not_complete_is_succeeded(tmp_path: Path, short_dir: Path) -> None:
+    with Cluster(short_dir, nodes=2, slurmd_timeout=300, cred_expire=5) as cluster:
+        project = Project(tmp_path, cluster.env)
+        project.submit("--cluster", "slurm", *LONG)
+        (run,) = project.runs
+        wait_for("some steps", lambda: step(run) >= 5, run)
+        number = status(run)["job_id"]
+        node = cluster.job(number)["NodeList"]
+        slurmd = cluster.daemons()[node]
+        slurmd.send(signal.SIGSTOP)  # it never says that the job's processes are gone
+        project.jobkit("cancel", run.name)
+        assert "COMPLETING" in cluster.job(number)["JobState"]
+        again = project.submit("--cluster", "slurm", *LONG)
+        assert "still completing" in again.stderr
+        wait_for("the next attempt", lambda: len(status(run)["attempts"]) == 2, run)
+        slurmd.send(signal.SIGCONT)
+        project.jobkit("cancel", run.name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_submission_that_waits_for_the_controller(
+    tmp_path: Path, other: Cluster, number: signal.Signals
+) -> None:
+    project = Project(tmp_path, other.env)
+    other.stop_controller()
+    process = project.start("submit", "toy.yaml", "--cluster", "slurm")
+    assert process.stderr is not None
+    while "trying again" not in (line := process.stderr.readline()):
+        assert line, "it ended"
+    process.send_signal(number)
+    printed = process.communicate(timeout=60)[1]
+    assert process.returncode == EXIT_RESUMABLE, printed
+    assert "nothing was started" in printed and "Traceback" not in printed
+    assert project.runs == []
+
+
+def asking(project: Project, folder: Path) -> Path:
+    """Let a project's commands write down which of Slurm's they call; returns the file."""
+    said = folder / "asked"
+    said.touch()
+    for program in ("squeue", "scontrol", "sinfo", "sbatch", "scancel", "sdiag"):
+        shim = folder / program
+        shim.write_text(f'#!/bin/sh\necho {program} "$@" >>{said}\nexec {shutil.which(program)} "$@"\n')
+        shim.chmod(0o755)
+    project.env["PATH"] = f"{folder}:{project.env['PATH']}"
+    return said
+
+
+def test_a_list_of_many_runs_asks_slurm_once(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    for lr in ("1", "2", "3"):
+        project.submit("--cluster", "slurm", *HELD, f"params.lr={lr}")
+    (tmp_path / "bin").mkdir()
+    said = asking(project, tmp_path / "bin")
+    printed = project.jobkit("list").stdout
+    assert printed.count(" held ") == 3
+    assert [line.split()[0] for line in said.read_text().splitlines()] == ["scontrol", "squeue"]
+    for run in project.runs:
+        project.jobkit("cancel", run.name)
+
+
+def test_a_controller_that_is_mute_delays_a_list_once(tmp_path: Path, other: Cluster) -> None:
+    project = Project(tmp_path, other.env)
+    for lr in ("1", "2", "3"):
+        project.submit("--cluster", "slurm", *HELD, f"params.lr={lr}")
+    (tmp_path / "bin").mkdir()
+    said = asking(project, tmp_path / "bin")
+    controller = other.daemons()["slurmctld"]
+    controller.send(signal.SIGSTOP)
+    try:
+        done = project.jobkit("list")
+    finally:
+        controller.send(signal.SIGCONT)
+    assert done.stdout.count(" queued ") == 3 and f"no answer in {job.LIST_SECONDS:g} s" in done.stderr
+    assert len(said.read_text().splitlines()) == 1
+
+
+def test_a_run_that_is_watched_is_asked_about_once_in_ten_seconds(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *HELD)
+    (run,) = project.runs
+    (tmp_path / "bin").mkdir()
+    said = asking(project, tmp_path / "bin")
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, project.env[name])
+    observer = job.Observer(RunDir(run))
+    looks = [observer.look() for _ in range(20)]
+    assert {one.state for one in looks} == {"held"}
+    assert sum("show job" in line for line in said.read_text().splitlines()) == 1
+    monkeypatch.setattr(job, "ASK_SECONDS", 0.0)
+    observer = job.Observer(RunDir(run))
+    project.jobkit("cancel", run.name)
+    assert observer.look().state == "cancelled" and observer.is_over
+
+
+def test_a_cancel_leaves_a_save_the_time_it_takes(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    task = project.path / "mytask.py"
+    task.write_text(
+        "import time\n\nimport torch\n\n\n"
+        "class Slow:\n"
+        "    def state_dict(self):\n"
+        "        time.sleep(15)  # longer than this cluster's KillWait\n"
+        "        return {}\n\n"
+        "    def load_state_dict(self, state):\n"
+        "        pass\n\n\n"
+        "def train(ctx):\n"
+        "    model = ctx.parallelize(torch.nn.Linear(2, 2))\n"
+        "    ctx.track(model=model, slow=Slow())\n"
+        "    for step in ctx.steps(100000):\n"
+        "        time.sleep(0.05)\n"
+    )
+    project.submit("--cluster", "slurm", *ON_ONE_NODE, "checkpoint.every=100000")
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 20, run)
+    done = project.jobkit("cancel", run.name)
+    assert "get 0:10:00 to write a checkpoint" in done.stderr
+    last = status(run)
+    assert (last["state"], last["checkpoint"]) == ("cancelled", last["step"])
+    assert last["step"] >= 20
+    wait_for("an empty queue", lambda: not queue(slurm, project), run)
+
+
+def test_json_of_a_held_run_names_its_state(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *HELD)
+    (run,) = project.runs
+    seen = json.loads(project.jobkit("status", run.name, "--json").stdout)
+    assert (seen["state"], seen["waits_for"], seen["probably"]) == ("held", "JobHeldUser", None)
+    told = project.submit("--cluster", "slurm", *HELD)  # the YAML wants it so
+    assert "scontrol release" in told.stderr
+    project.jobkit("cancel", run.name)
