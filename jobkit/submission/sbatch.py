@@ -94,16 +94,20 @@ def _sbatch(run: RunDir) -> str:
             take_back()
             raise
 
-    return patiently(submit)
+    return patiently(submit, is_question=False)
 
 
-def patiently(ask: Callable[[], T]) -> T:
-    """What `ask` returns, which asks Slurm something: a controller that is away for a minute is waited for."""
+def patiently(ask: Callable[[], T], *, is_question: bool = True) -> T:
+    """What `ask` returns, which asks Slurm something: a controller that is away for a minute is waited for.
+
+    What is no mere question is not repeated where it got no answer: it may have been done.
+    """
     for pause in (*RETRY_SECONDS, None):
         try:
             return ask()
         except SchedulerError as error:
-            if pause is None or isinstance(error, SchedulerTimeout) or not slurm.is_away(error):
+            unknown = isinstance(error, SchedulerTimeout) and not is_question
+            if pause is None or unknown or not slurm.is_away(error):
                 raise
             log.warning("%s; trying again in %s s", error, pause)
             time.sleep(pause)

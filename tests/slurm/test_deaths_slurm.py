@@ -352,8 +352,8 @@ def test_a_cancel_during_the_recovery_is_final(
     cancel(slurm, project, run)
     wait_for("the end of its processes", lambda: not any(processes(run, one) for one in ("srun", "python")), run)
     wait_for("an empty queue", lambda: not queue(slurm, project), run)
-    project.jobkit("status", run.name)  # which looks for the job that is gone
-    assert status(run)["state"] == "cancelled", describe(run)
+    seen = json.loads(project.jobkit("status", run.name, "--json").stdout)  # which looks for the job that is gone
+    assert seen["state"] == "cancelled", describe(run)
     assert names(run).count("started") == 1
 
 
