@@ -19,8 +19,13 @@ from jobkit.submission.submit import collected_signals, submit
 
 TASK = "jobkit.worker.network_probe:probe"
 
+MEASURING = "measuring the network ..."
+
 POLL_SECONDS = 0.3
-"""Between two looks at the job: each asks slurmctld, which serves one request at a time."""
+"""Between two looks at what the run's own files say."""
+
+ASK_SECONDS = 10.0
+"""Between two questions to slurmctld, which serves one request at a time; a probe may wait in the queue for hours."""
 
 ENDING_SECONDS = 60.0
 """How long a job is given to be gone after its run has finished: the batch script ends some seconds after the ranks,
@@ -54,27 +59,40 @@ def run_probe(
 
 def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
     """The status once the run is over; raises KeyboardInterrupt when it was cancelled instead."""
-    told = ""
+    seen, told, line, ask_again = None, "", "", 0.0
     while True:
-        try:
-            status = job.update_status(run)
-            over, line = not job.is_active(run, status), "measuring the network ..."
-            if status.state == State.QUEUED and status.scheduler == "slurm" and status.job_id:
-                waiting = slurm.show_job(status.job_id)
-                reason = f": {waiting.reason}" if waiting and waiting.state == "PENDING" else ""
-                line = f"waiting for job {status.job_id}{reason}; Ctrl-C cancels it"
-        except SchedulerError as error:  # it may answer again
-            over, line = False, str(error)
+        status = run.status()
+        over = status.state not in (State.QUEUED, State.RUNNING, State.INTERRUPTED)
+        if status.state != seen and status.state == State.RUNNING:
+            line = MEASURING
+        seen = status.state
+        if not over and time.monotonic() >= ask_again:
+            ask_again = time.monotonic() + (ASK_SECONDS if status.scheduler == "slurm" else 0.0)
+            try:
+                over, line = _ask(run, status)
+            except SchedulerError as error:  # it may answer again
+                line = str(error)
         if asked:
             say("cancelling the probe ...")
             _remove(run, job.cancel(run))
             raise KeyboardInterrupt
         if over:
-            return status
+            return run.status()
         if line != told:
             told = line
             say(line)
         time.sleep(POLL_SECONDS)
+
+
+def _ask(run: RunDir, status: Status) -> tuple[bool, str]:
+    """(whether the probe is over, what is waited for), as the scheduler says; a job in its queue is asked for once."""
+    if status.scheduler == "slurm" and status.job_id and status.state in (State.QUEUED, State.RUNNING):
+        found = slurm.show_job(status.job_id)
+        if found is not None and not found.ended:
+            reason = f": {found.reason}" if found.state == "PENDING" else ""
+            queued = f"waiting for job {status.job_id}{reason}; Ctrl-C cancels it"
+            return False, queued if status.state == State.QUEUED else MEASURING
+    return not job.is_active(run, job.update_status(run)), MEASURING
 
 
 def _remove(run: RunDir, status: Status) -> None:
