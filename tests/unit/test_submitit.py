@@ -115,4 +115,4 @@ def test_the_range_of_submitit_ends_before_the_next_version_that_may_change_them
     setup = configparser.ConfigParser()
     setup.read(SETUP)
     (wanted,) = [line for line in setup["options"]["install_requires"].split() if line.startswith("submitit")]
-    assert wanted == "submitit>=1.5.2,<1.6"
+    assert wanted == "submitit>=1.5.4,<1.6"
