@@ -309,17 +309,36 @@ def nodes_left(partition: str, without: Collection[str]) -> int:
 
 
 def nodes_of(partition: str | None) -> int:
-    """How many nodes a partition has, in whatever state; None is the default partition."""
+    """How many nodes a partition has, in whatever state; None is the default partition, `a,b` the larger of them."""
     option = [f"--partition={partition}"] if partition else []
     rows = command("sinfo", "--noheader", "--summarize", "--format=%P %D", *option).splitlines()
     found = dict(row.split() for row in rows)
-    return int(next((count for name, count in found.items() if partition or name.endswith("*")), 0))
+    # A job of several partitions runs in one of them.
+    return max((int(count) for name, count in found.items() if partition or name.endswith("*")), default=0)
 
 
 def submit(script: str, *options: str, environment: Mapping[str, str] | None = None) -> str:
-    """Queue a batch script; returns the new job's id."""
+    """Queue a batch script; returns the new job's id. Raises SchedulerTimeout where it may have been queued."""
     answer = command("sbatch", "--parsable", *options, script, environment=environment)
-    return answer.strip().splitlines()[-1].split(";")[0]  # a site's sbatch may print a banner before `id;cluster`
+    job_id = job_id_of(answer)
+    if job_id is None:
+        words = "; ".join(line.strip() for line in answer.splitlines() if line.strip())
+        raise SchedulerTimeout(f"sbatch gave no job's id, and may have queued the job: {words or 'it printed nothing'}")
+    return job_id
+
+
+def job_id_of(answer: str) -> str | None:
+    """The job's id in what sbatch, or a site's wrapper of it, printed around `id`, `id;cluster` or its sentence.
+
+    None where there is none, or more than one.
+    """
+    lines = [line.strip() for line in answer.splitlines()]
+    # A sentence is surer than a number, which may stand in a banner.
+    for pattern in (r".*\bSubmitted batch job (\d+)\b.*", r"(\d+)(?:;[^;\s]*)?"):
+        found = {match[1] for line in lines if (match := re.fullmatch(pattern, line))}
+        if found:
+            return found.pop() if len(found) == 1 else None
+    return None
 
 
 def could_start(script: str, *options: str, environment: Mapping[str, str] | None = None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 import re
@@ -130,10 +131,19 @@ def check_slurm(partition: str | None, nodes: int) -> Iterator[Check]:
     yield Check("slurm", OK, f"{about}, slurmctld up since {config.get('BOOT_TIME')}")
     partitions = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in listed.splitlines()]
     by_name = {one["PartitionName"]: one for one in partitions if "PartitionName" in one}
-    chosen = partition or next((name for name, one in by_name.items() if one.get("Default") == "YES"), None)
-    yield _check_partition(chosen, by_name, dict(line.split() for line in idle.splitlines()), nodes)
-    if chosen in by_name:
-        yield from _check_survival(config, by_name[chosen])
+    default = next((name for name, one in by_name.items() if one.get("Default") == "YES"), None)
+    chosen = [*partition.split(",")] if partition else [default]
+    idle_nodes = dict(line.split() for line in idle.splitlines())
+    found = [_check_partition(name, by_name, idle_nodes, nodes) for name in chosen]
+    works = any(check.state == OK for check in found)
+    for name, check in zip(chosen, found, strict=True):
+        # Slurm refuses a job if one of its partitions is not there; of the others it runs in one.
+        yield dataclasses.replace(check, state=WARNING) if works and check.state != OK and name in by_name else check
+    known = [by_name[name] for name in chosen if name in by_name]
+    if known:
+        yield _check_requeue(config)
+    for one in known:
+        yield _check_preemption(config, one)
 
 
 def _check_partition(
@@ -154,22 +164,24 @@ def _check_partition(
     return Check("partition", OK, f"{found} (of {known})")
 
 
-def _check_survival(config: Mapping[str, str], partition: Mapping[str, str]) -> Iterator[Check]:
-    """What Slurm does to a job that must make room, and after it."""
+def _check_requeue(config: Mapping[str, str]) -> Check:
     requeue = config.get("JobRequeue", "?")
     how = "jobs are requeued" if requeue == "1" else "only jobs that ask for it are requeued, and jobkit's do"
-    yield Check("requeue", OK, f"JobRequeue={requeue}: {how}")
+    return Check("requeue", OK, f"JobRequeue={requeue}: {how}")
+
+
+def _check_preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Check:
+    """What Slurm does to a job of a partition that must make room."""
     mode, grace = partition.get("PreemptMode", "OFF"), partition.get("GraceTime", "0")
     kill_wait = config.get("KillWait", "30 sec")
-    found = f"PreemptMode={mode}, GraceTime={grace}, KillWait={kill_wait}"
+    found = f"{partition['PartitionName']}: PreemptMode={mode}, GraceTime={grace}, KillWait={kill_wait}"
     killed_after = int(grace) + int(kill_wait.split()[0])
     if mode == "OFF" or config.get("PreemptType", "").endswith("none"):
-        yield Check("preemption", OK, f"{found}: jobs of {partition['PartitionName']} are not preempted")
-    elif "SUSPEND" in mode:
+        return Check("preemption", OK, f"{found}: jobs are not preempted")
+    if "SUSPEND" in mode:
         advice = "a suspended job keeps its GPUs' memory, and the watchdog may take it for hung: set `watchdog: off`"
-        yield Check("preemption", WARNING, f"{found}: jobs are suspended", advice)
-    elif killed_after < SHORT_GRACE:
+        return Check("preemption", WARNING, f"{found}: jobs are suspended", advice)
+    if killed_after < SHORT_GRACE:
         advice = "a preempted run may repeat the steps since its last checkpoint: set `checkpoint: {every: 5min}` or so"
-        yield Check("preemption", WARNING, f"{found}: too short for a big model's checkpoint", advice)
-    else:
-        yield Check("preemption", OK, f"{found}: a preempted run has {killed_after} s to save, and continues by itself")
+        return Check("preemption", WARNING, f"{found}: too short for a big model's checkpoint", advice)
+    return Check("preemption", OK, f"{found}: a preempted run has {killed_after} s to save, and continues by itself")

@@ -116,8 +116,9 @@ class Observer:
             self._seen = observe(self.run)
             self.is_over = not is_active(self.run, self._seen)
             return self._seen
-        if self._seen is not None and self._seen.state == State.HELD and status.state == State.QUEUED:
-            status.state, status.waits_for = State.HELD, self._seen.waits_for
+        if self._seen is not None and status.state == State.QUEUED and self._seen.job_id == status.job_id:
+            status.waits_for = self._seen.waits_for
+            status.state = State.HELD if self._seen.state == State.HELD else State.QUEUED
         return status
 
 

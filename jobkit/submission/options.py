@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -55,6 +56,12 @@ SRUN_OWNED = {
 """Options of srun, which starts one process a node, that jobkit needs for itself."""
 
 
+NUL = "\0"
+LINE_ENDS = "\n\r" + NUL
+"""What would begin a line of its own in the batch script, or end the script for its reader."""
+_NAMED = {LINE_ENDS: "line breaks", NUL: "a NUL character"}
+
+
 def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A cluster entry as (resources it overrides, Submitit's parameters); raises InvalidValue, with the nearest key."""
     submitit = set(submitit_slurm._get_default_parameters())
@@ -63,6 +70,7 @@ def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     parameters: dict[str, Any] = {}
     additional: dict[str, Any] = {}
     for written, value in options.items():
+        _refuse_line_ends(str(written), f"clusters.{cluster}", "a key")
         key = str(written).replace("-", "_")
         full_key = f"clusters.{cluster}.{written}"
         if key == "scheduler":
@@ -90,14 +98,22 @@ def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 def _texts(key: str, value: Any, full_key: str) -> list[str]:
     if isinstance(value, str):
-        return shlex.split(value) if key == "srun_args" else [value]
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return value
-    raise InvalidValue(full_key, f"found {value!r}, expected a text or a list of texts")
+        texts = shlex.split(value) if key == "srun_args" else [value]
+    elif isinstance(value, list) and all(isinstance(one, str) for one in value):
+        texts = value
+    else:
+        raise InvalidValue(full_key, f"found {value!r}, expected a text or a list of texts")
+    for text in texts:
+        # setup and teardown are lines of the script themselves.
+        _refuse_line_ends(
+            text, full_key, "an argument" if key == "srun_args" else "a text", LINE_ENDS if key == "srun_args" else NUL
+        )
+    return texts
 
 
 def _scalar(value: Any, full_key: str) -> Any:
     if isinstance(value, (str, int, float)):  # bool is an int
+        _refuse_line_ends(str(value), full_key, "one value")
         return value
     raise InvalidValue(full_key, f"found {value!r}, expected one value, as sbatch takes it")
 
@@ -106,8 +122,15 @@ def _additional(value: Any, full_key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidValue(full_key, f"found {value!r}, expected a mapping")
     for key in value:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", str(key)):  # `array=0-3` would be one that jobkit owns
+            raise InvalidValue(full_key, f"found {str(key)!r}, expected the name of an option of sbatch")
         _refuse_owned(str(key).replace("-", "_"), f"{full_key}.{key}")
-    return value
+    return {str(key): _scalar(one, f"{full_key}.{key}") for key, one in value.items()}
+
+
+def _refuse_line_ends(text: str, full_key: str, expected: str, refused: str = LINE_ENDS) -> None:
+    if any(character in text for character in refused):
+        raise InvalidValue(full_key, f"found {text!r}, expected {expected} without {_NAMED[refused]}")
 
 
 def _refuse_owned(key: str, full_key: str) -> None:

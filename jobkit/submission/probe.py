@@ -19,6 +19,8 @@ from jobkit.submission.submit import submit
 
 TASK = "jobkit.worker.network_probe:probe"
 
+MEASURING = "measuring the network ..."
+
 ENDING_SECONDS = 60.0
 """How long a job is given to be gone after its run has finished: the batch script ends some seconds after the ranks,
 and Slurm shows it as COMPLETING until every node has said that its processes are gone."""
@@ -54,7 +56,7 @@ def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
     told, observer, status = "", job.Observer(run), run.status()
     while True:
         try:
-            status, line = observer.look(), "measuring the network ..."
+            status, line = observer.look(), MEASURING
             if status.state in (State.QUEUED, State.HELD) and status.scheduler == "slurm":
                 reason = f": {status.waits_for}" if status.waits_for else ""
                 line = f"waiting for job {status.job_id}{reason}; Ctrl-C cancels it"

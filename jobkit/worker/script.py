@@ -38,6 +38,7 @@ from jobkit.worker.rendezvous import existing_group, inherited, rendezvous
 from jobkit.worker.results import literal
 from jobkit.worker.stop import STOP_SIGNALS, kill_children
 from jobkit.worker.task import GRACE_SECONDS, open_context
+from jobkit.worker.torch_threads import wait_until_at_rest
 
 REPORT_SECONDS = 10.0
 """How long rank 0, which has only lost a connection, waits for the report of the rank that failed: that one may still
@@ -65,6 +66,7 @@ def init(
     Raises DistributedError on every rank where they do not form one world, JobkitError where somebody else runs it.
     """
     configure("stdout")
+    atexit.register(wait_until_at_rest)  # the last of what is registered from here on
     run = _run_of_command()
     if run is not None:
         return _continue_command(run, params or {})

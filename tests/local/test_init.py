@@ -70,6 +70,47 @@ def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) 
     assert "ZeroDivisionError" in status(run)["error"]
 
 
+HELD = """\
+import atexit, sys, time
+import torch
+import torch.distributed as dist
+from jobkit.worker.torch_threads import wait_until_at_rest
+
+if sys.argv[1] == "waits":
+    atexit.register(wait_until_at_rest)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+total = torch.ones(1)
+free = sys.getrefcount(total)
+sys.setswitchinterval(1000)  # no thread gets Python's lock unless this one gives it away, as on a busy machine
+held = False
+while not held:
+    dist.all_reduce(total, async_op=True)
+    soon = time.monotonic() + 0.2
+    while time.monotonic() < soon:  # the work is done, and its thread wants the lock to free the tensor
+        pass
+    held = sys.getrefcount(total) > free
+END
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the states of threads are read from /proc")
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(75)", 75), ("1 / 0", 1)])
+def test_a_thread_that_still_frees_a_tensor_does_not_change_the_exit_code(tmp_path: Path, end: str, code: int) -> None:
+    (tmp_path / "held.py").write_text(HELD.replace("END", end))
+    command = [sys.executable, "held.py", "waits"]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=600)
+    assert done.returncode == code, done.stderr
+
+
+def test_the_last_thing_a_script_does_is_to_wait_for_pytorchs_threads(tmp_path: Path) -> None:
+    told = "import jobkit.worker.script as script\nscript.wait_until_at_rest = lambda: print('waits')\n"
+    closes = "script.ScriptEnd.run = lambda *_: print('ends')\n"
+    script = SCRIPT.replace("import jobkit\n", f"import jobkit\n{told}{closes}").replace("SLEEP", "0")
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600)
+    assert done.stdout.split()[-2:] == ["ends", "waits"], done.stderr
+
+
 OWN_HOOK = "sys.excepthook = lambda kind, error, trace: print('shown by a hook of its own', file=sys.stderr)\n"
 SHOWN = "sys.excepthook(ValueError, ValueError('no reason to end'), None)\n"
 

@@ -112,6 +112,10 @@ def test_what_slurm_offers(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> N
     assert slurm_states(slurm, monkeypatch, "high", 4) == good
     assert slurm_states(slurm, monkeypatch, "low", 5) == good | {"partition": PROBLEM}
     assert slurm_states(slurm, monkeypatch, "lowe", 1) == {"slurm": OK, "partition": PROBLEM}
+    assert slurm_states(slurm, monkeypatch, "low,high", 2) == good
+    both = [check.found.split()[0] for check in check_slurm("low,high", 2) if check.name in ("partition", "preemption")]
+    assert both == ["low", "high", "low:", "high:"]
+    assert PROBLEM in {check.state for check in check_slurm("low,hihg", 2)}
     (wrong,) = [check for check in check_slurm("lowe", 1) if check.state == PROBLEM]
     assert "did you mean 'low'?" in wrong.found and "clusters.<name>.partition" in wrong.advice
 

@@ -100,6 +100,40 @@ def test_a_mistake_in_a_cluster_is_named(entry: dict[str, Any], said: list[str])
         assert part in str(refused.value)
 
 
+LINE = "low\n#SBATCH --array=0-9"
+LINES = [
+    ({"partition": LINE}, "clusters.slurm.partition"),
+    ({"nice": "5\r"}, "clusters.slurm.nice"),
+    ({"comment": "a\0b"}, "clusters.slurm.comment"),
+    ({LINE: 1}, "clusters.slurm"),
+    ({"additional_parameters": {"brand_new": LINE}}, "clusters.slurm.additional_parameters.brand_new"),
+    ({"additional_parameters": {LINE: 1}}, "clusters.slurm.additional_parameters"),
+    ({"additional_parameters": {"array=0-9": 1}}, "clusters.slurm.additional_parameters"),
+    ({"srun_args": ["--mpi=none\ntrue"]}, "clusters.slurm.srun_args"),
+    ({"srun_args": "'--mpi=none\ntrue'"}, "clusters.slurm.srun_args"),
+    ({"setup": "a\0b"}, "clusters.slurm.setup"),
+]
+
+
+@pytest.mark.parametrize(("entry", "key"), LINES, ids=[repr(row[0]) for row in LINES])
+def test_no_option_can_begin_a_line_of_its_own_in_the_batch_script(entry: dict[str, Any], key: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        plan({"slurm": entry})
+    assert refused.value.key == key
+    assert "\n" not in str(refused.value) and "\0" not in str(refused.value)
+
+
+def test_setup_may_have_several_lines_and_srun_args_be_written_over_several() -> None:
+    made = plan({"slurm": {"setup": "a\nb", "srun_args": "--mpi=none\n--label\n"}})
+    assert (made.parameters["setup"], made.parameters["srun_args"]) == (["a\nb"], ["--mpi=none", "--label"])
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, [1], None], ids=str)
+def test_additional_parameters_have_one_value_each(value: Any) -> None:
+    with pytest.raises(InvalidValue, match=r"clusters.slurm.additional_parameters.brand_new: found .*one value"):
+        plan({"slurm": {"additional_parameters": {"brand_new": value}}})
+
+
 WRONG_TYPES = [{"setup": 5}, {"setup": [5]}, {"teardown": 5}, {"srun_args": 5}, {"partition": ["low"]}, {"mem": {}}]
 
 

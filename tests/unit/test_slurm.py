@@ -9,7 +9,8 @@ from datetime import datetime
 import pytest
 
 from jobkit import slurm
-from jobkit.slurm import JobInfo, early_timeout_signal, explain, parse_job, stop_cause, stop_margin
+from jobkit.errors import SchedulerTimeout
+from jobkit.slurm import JobInfo, early_timeout_signal, explain, job_id_of, parse_job, stop_cause, stop_margin
 
 # What Slurm says: `scontrol --oneliner show job` of Slurm 22.05, less the fields between that nobody reads.
 
@@ -276,3 +277,50 @@ def test_slurms_complaint_is_told_in_one_line_with_what_to_do(stderr: str, said:
     assert "\n" not in text
     for part in said:
         assert part in text
+
+
+ANSWERS = [
+    ("123\n", "123"),
+    ("123;cluster\n", "123"),
+    ("Welcome to the cluster\n123;cluster", "123"),
+    ("123\nYour project has 40 hours left\n", "123"),
+    ("  123  \n\n", "123"),
+    ("Submitted batch job 123\n", "123"),
+    ("Submitted batch job 123 on cluster gpu\n", "123"),
+    ("sbatch: Submitted batch job 123\n40\n", "123"),
+    ("=====\nbanner\n=====\nSubmitted batch job 123\nGood luck\n", "123"),
+    ("Submitted batch job 123\n123;cluster\n", "123"),
+    ("123\n123\n", "123"),
+    ("40\n123\n", None),
+    ("Submitted batch job 123\nSubmitted batch job 124\n", None),
+    ("Your project has 40 hours left\n", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("answer", "job_id"), ANSWERS)
+def test_the_jobs_id_is_found_in_what_a_sites_sbatch_prints(answer: str, job_id: str | None) -> None:
+    assert job_id_of(answer) == job_id
+
+
+def test_an_answer_without_an_id_leaves_open_whether_the_job_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "command", lambda *_, **__: "Have a nice day\nyour quota: 3 of 4\n")
+    with pytest.raises(SchedulerTimeout, match="Have a nice day; your quota: 3 of 4"):
+        slurm.submit("script")
+
+
+@pytest.mark.parametrize(
+    ("rows", "partition", "nodes"),
+    [
+        ("low* 4\nhigh 6\n", None, 4),
+        ("low* 4\n", "low", 4),
+        ("low* 4\nhigh 6\n", "low,high", 6),
+        ("high 6\nlow* 4\n", "low,high", 6),
+        ("", "low", 0),
+    ],
+)
+def test_a_job_of_several_partitions_may_get_the_nodes_of_the_largest(
+    monkeypatch: pytest.MonkeyPatch, rows: str, partition: str | None, nodes: int
+) -> None:
+    monkeypatch.setattr(slurm, "command", lambda *_, **__: rows)
+    assert slurm.nodes_of(partition) == nodes
