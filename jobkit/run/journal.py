@@ -57,15 +57,16 @@ class Journal:
     def read(self) -> list[Entry]:
         """All events, oldest first; lines that are not whole are skipped."""
         try:
-            text = self.path.read_text(errors="replace")
+            with self.path.open("rb") as file:
+                return [entry for line in file if (entry := decode(line)) is not None]
         except FileNotFoundError:
             return []
-        return [entry for line in text.splitlines() if (entry := _decode(line)) is not None]
 
 
-def _decode(line: str) -> Entry | None:
+def decode(line: bytes) -> Entry | None:
+    """The event in a line of the journal; None where it is not whole."""
     try:
-        entry = json.loads(line)
+        entry = json.loads(line.decode(errors="replace"))
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and "event" in entry else None

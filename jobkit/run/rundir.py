@@ -16,9 +16,10 @@ from jobkit.run import records
 from jobkit.run.config import Config, read_resolved
 from jobkit.run.events import Event
 from jobkit.run.files import write_atomic, write_json
+from jobkit.run.fold import fold
 from jobkit.run.journal import Journal
 from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
-from jobkit.run.status import Status, derive
+from jobkit.run.status import Status, complete
 
 
 class RunDir:
@@ -31,6 +32,8 @@ class RunDir:
         self.config_file = self.path / "config.yaml"
         self.journal = Journal(self.path / "events.jsonl")
         self.status_file = self.path / "status.json"
+        self.fold_file = self.path / "status.fold.json"
+        """What follows from the beginning of a long journal; may be deleted."""
         self.progress_file = self.path / "progress.json"
         self.lease_file = self.path / "lease.json"
         self.evaluation_file = self.path / "evaluation.pt"
@@ -122,11 +125,11 @@ class RunDir:
 
     def status(self) -> Status:
         """What the journal and the running attempt's report say; a scheduler is not asked."""
-        return derive(self.journal.read(), self.progress())
+        return complete(fold(self.journal.path, self.fold_file), self.progress())
 
     def write_status(self) -> Status:
         """Bring status.json up to date with the journal, and return what it says."""
-        status = self.status()
+        status = complete(fold(self.journal.path, self.fold_file, keep=True), self.progress())
         write_json(self.status_file, status.as_dict(), durable=False)
         return status
 

@@ -148,6 +148,8 @@ class Status:
     """What `began` of the next attempt will be."""
     checkpoint_seconds: float = 0.0
     """What the newest checkpoint took to be durable."""
+    journal_bytes: int = 0
+    """The length of the journal that it follows from: where the journal is longer by now, more has happened."""
 
     @property
     def how_to_continue(self) -> str:
@@ -180,7 +182,15 @@ def derive(events: Sequence[Entry], progress: Progress | None = None) -> Status:
     """The status after `events`; `progress` is the newest report of an attempt."""
     status = Status()
     for event in events:
-        _apply(status, event)
+        apply(status, event)
+    return complete(status, progress)
+
+
+def complete(status: Status, progress: Progress | None = None) -> Status:
+    """Add to what follows from the events what follows from the newest report of an attempt, and the account.
+
+    Changes `status`, after which no more events can be applied to it, and returns it.
+    """
     attempt = status.attempt
     if progress and attempt and progress.attempt == attempt.id:
         status.total_steps = status.total_steps if progress.total_steps is None else progress.total_steps
@@ -229,7 +239,8 @@ def _account(status: Status) -> None:
         status.goodput = goodput(accounts, status.attempts[0].started)
 
 
-def _apply(status: Status, event: Entry) -> None:
+def apply(status: Status, event: Entry) -> None:
+    """Let one more event of the journal change `status`."""
     attempt = status.attempt
     if event["event"] != Event.STARTED and attempt and event.get("attempt") not in (None, attempt.id):
         return  # what an older attempt writes late says nothing about the one that runs now
