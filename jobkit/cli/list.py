@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.run.rundir import RunDir, all_runs
-from jobkit.run.status import Status
+from jobkit.run.rundir import FoundRun, RunDir, all_runs
+from jobkit.run.status import State, Status
 from jobkit.submission import job
+
+ENDED = (State.FINISHED, State.FAILED, State.CANCELLED)
+"""Nothing more happens to such a run by itself: what was recorded of it holds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,18 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = [(run, _status(run)) for run in all_runs(runs_dir(arguments))]
+    runs = all_runs(runs_dir(arguments))
     if arguments.json:
-        print(json.dumps([{"run": run.name, **status.as_dict()} for run, status in found], indent=1))
+        print(json.dumps([{"run": run.name, **_plain_status(run)} for run in runs], indent=1))
         return EXIT_FINISHED
-    if not found:
+    if not runs:
         print(f"no runs in {runs_dir(arguments)}; python -m jobkit.submit EXP.yaml makes one")
         return EXIT_FINISHED
-    rows = [("RUN", "STATE", "STEP", "ATTEMPTS", "WHERE", "JOB")] + [_row(run, status) for run, status in found]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    rows = [("RUN", "STATE", "STEP", "ATTEMPTS", "WHERE", "JOB")] + [_row(run.name, _plain_status(run)) for run in runs]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = "  ".join(f"{{:{width}}}" for width in widths).format
+    print("\n".join(line(*row).rstrip() for row in rows))
     return EXIT_FINISHED
+
+
+def _plain_status(found: FoundRun) -> dict[str, Any]:
+    """The status as plain values; the scheduler is asked only where more may happen to a run by itself."""
+    recorded = found.recorded_status()
+    if recorded is not None and recorded["state"] in ENDED and not recorded["submitting"]:
+        return recorded
+    return _status(found.open()).as_dict()
 
 
 def _status(run: RunDir) -> Status:
@@ -39,6 +51,7 @@ def _status(run: RunDir) -> Status:
         return run.status()  # the list of what is on disk must not depend on a slurmctld that answers
 
 
-def _row(run: RunDir, status: Status) -> tuple[str, ...]:
-    step = f"{status.step}/{status.total_steps}" if status.total_steps else str(status.step)
-    return run.name, status.state, step, str(len(status.attempts)), status.cluster or "-", status.job_id or "-"
+def _row(name: str, status: dict[str, Any]) -> tuple[str, ...]:
+    step, total = status["step"], status["total_steps"]
+    where = (status["cluster"] or "-", status["job_id"] or "-")
+    return name, status["state"], f"{step}/{total}" if total else str(step), str(len(status["attempts"])), *where
