@@ -6,12 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.run.rundir import RunDir, all_runs
-from jobkit.run.status import Status
+from jobkit.run.rundir import FoundRun, all_runs
+from jobkit.run.status import State
 from jobkit.submission import job
+
+SETTLED = (State.FINISHED, State.FAILED, State.CANCELLED, State.INTERRUPTED)
+"""Of such a run no job is thought to be under way: what was recorded of it holds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,30 +24,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = _observed([(run, run.status()) for run in all_runs(runs_dir(arguments))])
+    """Print them as they are now; what has ended is as it was recorded."""
+    runs = all_runs(runs_dir(arguments))
+    statuses = _statuses(runs)
     if arguments.json:
-        print(json.dumps([{"run": run.name, **status.as_dict()} for run, status in found], indent=1))
+        print(json.dumps([{"run": run.name, **status} for run, status in zip(runs, statuses, strict=True)], indent=1))
         return EXIT_FINISHED
-    if not found:
+    if not runs:
         print(f"no runs in {runs_dir(arguments)}; python -m jobkit.submit EXP.yaml makes one")
         return EXIT_FINISHED
-    rows = [("RUN", "STATE", "STEP", "ATTEMPTS", "WHERE", "JOB")] + [_row(run, status) for run, status in found]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    rows: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "ATTEMPTS", "WHERE", "JOB")]
+    rows += [_row(run.name, status) for run, status in zip(runs, statuses, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = "  ".join(f"{{:{width}}}" for width in widths).format
+    print("\n".join(line(*row).rstrip() for row in rows))
     return EXIT_FINISHED
 
 
-def _observed(found: Sequence[tuple[RunDir, Status]]) -> list[tuple[RunDir, Status]]:
+def _statuses(runs: Sequence[FoundRun]) -> list[dict[str, Any]]:
+    """The statuses as plain values; the scheduler is asked, once, where more may happen to runs by themselves."""
+    statuses = [_recorded(run) for run in runs]
+    found = [(run.open(), number) for number, run in enumerate(runs) if statuses[number] is None]
+    read = [(run, run.status()) for run, _ in found]
     try:
-        statuses = job.observe_all(found)
+        observed = job.observe_all(read)
     except SchedulerError as error:  # the list of what is on disk must not depend on a slurmctld that answers
         print(f"{error}; what follows is what the run directories say", file=sys.stderr)
-        return list(found)
-    return [(run, status) for (run, _), status in zip(found, statuses, strict=True)]
+        observed = [status for _, status in read]
+    for (_, number), status in zip(found, observed, strict=True):
+        statuses[number] = status.as_dict()
+    return [status for status in statuses if status is not None]
 
 
-def _row(run: RunDir, status: Status) -> tuple[str, ...]:
-    step = f"{status.step}/{status.total_steps}" if status.total_steps else str(status.step)
-    state = f"probably {status.probably}" if status.probably else str(status.state)
-    return run.name, state, step, str(len(status.attempts)), status.cluster or "-", status.job_id or "-"
+def _recorded(run: FoundRun) -> dict[str, Any] | None:
+    """The status that was recorded, where it holds."""
+    recorded = run.recorded_status()
+    holds = recorded is not None and recorded["state"] in SETTLED and not recorded["submitting"]
+    return recorded if holds else None
+
+
+def _row(name: str, status: dict[str, Any]) -> tuple[str, ...]:
+    step, total = status["step"], status["total_steps"]
+    state = f"probably {status['probably']}" if status.get("probably") else str(status["state"])
+    where = (status["cluster"] or "-", status["job_id"] or "-")
+    return name, state, f"{step}/{total}" if total else str(step), str(len(status["attempts"])), *where

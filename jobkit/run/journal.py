@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.run.append import append_whole
+from jobkit.run.claim import Claim, claimed
 
 Entry = dict[str, Any]
 """One event as it stands in the journal: `time`, `event` and the fields of its kind."""
@@ -17,9 +18,10 @@ Entry = dict[str, Any]
 class Journal:
     """events.jsonl: one JSON object a line, with `time` (seconds since the epoch) and `event` first.
 
-    A line is written by one write() to a file opened for appending, and fsynced: writers of one host never mix, and a
-    crash can leave at most a torn last line, which readers skip and the next writer ends. A line that a full disk took
-    only a part of is taken back.
+    One writer at a time appends, whichever host it is on (claim.py), by one write() to a file opened for appending, and
+    fsyncs. A crash can leave at most a torn last line, which readers skip and the next writer ends. A line that a full
+    disk took only a part of is taken back. A writer that was stopped within an append for longer than a claim is
+    respected still appends a whole line behind all others; on NFS alone it may be written over one of them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,27 +35,38 @@ class Journal:
 
     def append_lines(self, lines: bytes) -> None:
         """Write whole lines, all or none; raises OSError when they cannot be made durable."""
+        is_written = False
+        while not is_written:
+            with claimed(self.path) as claim:
+                is_written = self._append(lines, claim)
+
+    def _append(self, lines: bytes, claim: Claim) -> bool:
+        # Opened under the claim: only then does NFS say how long the file is by now, and append where it ends.
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(fd).st_size
             # A crash has left a torn line: without its end it would swallow the next one.
             end = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
+            if claim.may_be_lost():
+                return False
             append_whole(fd, end + lines, durable=True)
         finally:
             os.close(fd)
+        return True
 
     def read(self) -> list[Entry]:
         """All events, oldest first; lines that are not whole are skipped."""
         try:
-            text = self.path.read_text(errors="replace")
+            with self.path.open("rb") as file:
+                return [entry for line in file if (entry := decode(line)) is not None]
         except FileNotFoundError:
             return []
-        return [entry for line in text.splitlines() if (entry := _decode(line)) is not None]
 
 
-def _decode(line: str) -> Entry | None:
+def decode(line: bytes) -> Entry | None:
+    """The event in a line of the journal; None where it is not whole."""
     try:
-        entry = json.loads(line)
+        entry = json.loads(line.decode(errors="replace"))
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and "event" in entry else None

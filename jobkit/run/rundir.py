@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from jobkit.run import records
 from jobkit.run.config import Config, read_resolved
 from jobkit.run.events import Event
 from jobkit.run.files import write_atomic, write_json
+from jobkit.run.fold import fold
 from jobkit.run.journal import Journal
 from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
-from jobkit.run.status import Status, derive
+from jobkit.run.status import Status, complete
+
+CONFIG, JOURNAL, STATUS = "config.yaml", "events.jsonl", "status.json"
 
 
 class RunDir:
@@ -28,9 +33,11 @@ class RunDir:
         self.path = Path(path).absolute()
         self.name = self.path.name
         """`<name>-<hash8>`, also the job's name."""
-        self.config_file = self.path / "config.yaml"
-        self.journal = Journal(self.path / "events.jsonl")
-        self.status_file = self.path / "status.json"
+        self.config_file = self.path / CONFIG
+        self.journal = Journal(self.path / JOURNAL)
+        self.status_file = self.path / STATUS
+        self.fold_file = self.path / "status.fold.json"
+        """What follows from the beginning of a long journal; may be deleted."""
         self.progress_file = self.path / "progress.json"
         self.lease_file = self.path / "lease.json"
         self.evaluation_file = self.path / "evaluation.pt"
@@ -122,11 +129,11 @@ class RunDir:
 
     def status(self) -> Status:
         """What the journal and the running attempt's report say; a scheduler is not asked."""
-        return derive(self.journal.read(), self.progress())
+        return complete(fold(self.journal.path, self.fold_file), self.progress())
 
     def write_status(self) -> Status:
         """Bring status.json up to date with the journal, and return what it says."""
-        status = self.status()
+        status = complete(fold(self.journal.path, self.fold_file, keep=True), self.progress())
         write_json(self.status_file, status.as_dict(), durable=False)
         return status
 
@@ -164,15 +171,57 @@ def default_runs_dir() -> Path:
     return Path(os.environ.get("JOBKIT_RUNS") or "runs").absolute()
 
 
-def all_runs(runs_dir: Path) -> list[RunDir]:
-    """Every run under a runs directory, the most recently changed first."""
-    found = [RunDir(config.parent) for config in runs_dir.glob("*/config.yaml")]
-    return sorted(found, key=_last_change, reverse=True)
+@dataclass(frozen=True)
+class FoundRun:
+    """A run in a runs directory that may hold thousands: nothing of it has been read yet."""
+
+    name: str
+    directory: str
+    """Not a Path: to make one takes longer than to ask the system for the file."""
+    changed: float
+    """When something was last journalled, in seconds since the epoch."""
+    journal_bytes: int
+
+    def open(self) -> RunDir:
+        """The run directory itself."""
+        return RunDir(self.directory)
+
+    def recorded_status(self) -> dict[str, Any] | None:
+        """What status.json says; None where it does not follow from the whole journal."""
+        try:
+            with open(f"{self.directory}/{STATUS}", "rb") as file:  # noqa: PTH123
+                status = json.loads(file.read())
+        except (OSError, ValueError):
+            return None
+        is_new = isinstance(status, dict) and status.get("journal_bytes") == self.journal_bytes
+        return status if is_new else None
 
 
-def _last_change(run: RunDir) -> float:
-    journal = run.journal.path
-    return journal.stat().st_mtime if journal.exists() else 0.0
+def all_runs(runs_dir: Path) -> list[FoundRun]:
+    """Every run under a runs directory, the most recently changed first; InputError where that may not be read."""
+    try:
+        found = [run for entry in os.scandir(runs_dir) if (run := _found(entry)) is not None]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except PermissionError as error:
+        raise InputError(f"the runs directory cannot be read: {error}") from None
+    return sorted(found, key=lambda run: run.changed, reverse=True)
+
+
+def _found(entry: os.DirEntry[str]) -> FoundRun | None:
+    if _stat(f"{entry.path}/{CONFIG}") is None:
+        return None
+    journal = _stat(f"{entry.path}/{JOURNAL}")
+    if journal is None:  # a submission that is just writing it
+        return FoundRun(entry.name, entry.path, 0.0, 0)
+    return FoundRun(entry.name, entry.path, journal.st_mtime, journal.st_size)
+
+
+def _stat(file: str) -> os.stat_result | None:
+    try:
+        return os.stat(file)  # noqa: PTH116
+    except OSError:
+        return None
 
 
 def versions(runs_dir: Path, name: str) -> Iterator[RunDir]:
@@ -205,10 +254,15 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
         (name,) = own
         return list(versions(runs_dir, name))[-1]
     if re.fullmatch(r"\d+", text):
-        matches = matches or [run for run in runs if run.status().job_id == text]
+        matches = matches or [run for run in runs if _job_id(run) == text]
     if len(matches) == 1:
-        return matches[0]
+        return matches[0].open()
     if matches:
         raise InputError(f"{text!r} is the beginning of {len(matches)} runs: {', '.join(r.name for r in matches[:5])}")
     names = [run.name for run in runs]
     raise InputError(f"no run {text!r} in {runs_dir}{nearest(text, names)}; `python -m jobkit list` shows them")
+
+
+def _job_id(run: FoundRun) -> str | None:
+    recorded = run.recorded_status()
+    return run.open().status().job_id if recorded is None else recorded.get("job_id")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -164,6 +163,8 @@ class Status:
     """What `began` of the next attempt will be."""
     checkpoint_seconds: float = 0.0
     """What the newest checkpoint took to be durable."""
+    journal_bytes: int = 0
+    """The length of the journal that it follows from: where the journal is longer by now, more has happened."""
 
     @property
     def how_to_continue(self) -> str:
@@ -192,17 +193,19 @@ class Status:
         return plain
 
 
-def suppose(status: Status, event: Event, **fields: Any) -> Status:
-    """A status as it would be after an event that nobody has recorded; the same object."""
-    _apply(status, {"time": time.time(), "event": event, **fields})
-    return status
-
-
 def derive(events: Sequence[Entry], progress: Progress | None = None) -> Status:
     """The status after `events`; `progress` is the newest report of an attempt."""
     status = Status()
     for event in events:
-        _apply(status, event)
+        apply(status, event)
+    return complete(status, progress)
+
+
+def complete(status: Status, progress: Progress | None = None) -> Status:
+    """Add to what follows from the events what follows from the newest report of an attempt, and the account.
+
+    Changes `status`, after which no more events can be applied to it, and returns it.
+    """
     attempt = status.attempt
     if progress and attempt and progress.attempt == attempt.id:
         status.total_steps = status.total_steps if progress.total_steps is None else progress.total_steps
@@ -251,7 +254,8 @@ def _account(status: Status) -> None:
         status.goodput = goodput(accounts, status.attempts[0].started)
 
 
-def _apply(status: Status, event: Entry) -> None:
+def apply(status: Status, event: Entry) -> None:
+    """Let one more event of the journal change `status`."""
     attempt = status.attempt
     if event["event"] != Event.STARTED and attempt and event.get("attempt") not in (None, attempt.id):
         return  # what an older attempt writes late says nothing about the one that runs now

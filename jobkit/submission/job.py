@@ -23,7 +23,7 @@ from jobkit.run import records
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import State, Status, suppose
+from jobkit.run.status import State, Status, apply
 from jobkit.submission.plan import LaunchPlan
 
 ASK_SECONDS = 10.0
@@ -153,7 +153,8 @@ def _with_end(run: RunDir, job: slurm.JobInfo | None) -> Status:
         return status
     cause = _cause_of_end(job)
     event, fields = _end_of(status, cause)
-    suppose(status, event, **fields).probably = cause
+    apply(status, {"time": time.time(), "event": event, **fields})
+    status.probably = cause
     return status
 
 

@@ -1,0 +1,150 @@
+"""The list of thousands of runs reads one file of each that has ended, and asks about those that have not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from jobkit.cli import list as list_command
+from jobkit.errors import InputError, SchedulerError
+from jobkit.run.events import Event
+from jobkit.run.rundir import RunDir, all_runs, find_run
+from jobkit.run.status import Status
+
+END: dict[str, tuple[Event, ...]] = {
+    "finished": (Event.FINISHED,),
+    "failed": (Event.FAILED,),
+    "cancelled": (Event.CANCELLED,),
+    "interrupted": (Event.INTERRUPTED,),
+    "running": (),
+    "queued": (Event.INTERRUPTED, Event.REQUEUED),
+    "submitting": (Event.FINISHED, Event.SUBMITTING),
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The runs whose job the scheduler is asked about."""
+    names: list[str] = []
+
+    def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
+        names.extend(run.name for run, _ in found)
+        return [status for _, status in found]
+
+    monkeypatch.setattr(list_command.job, "observe_all", observe_all)
+    return names
+
+
+def make(runs: Path, name: str, state: str = "finished", job: str = "7") -> RunDir:
+    """A run in a state, as its events leave it."""
+    run = RunDir(runs / name)
+    run.path.mkdir(parents=True)
+    run.config_file.write_text("name: toy\n")
+    run.record(Event.SUBMITTING, cluster="h100", scheduler="slurm")
+    run.record(Event.STARTED, attempt=1, job_id=job)
+    run.record(Event.RESUMED, attempt=1, step=0, total_steps=100)
+    for event in END[state]:
+        run.record(event, attempt=1, step=40, cause="killed", cluster="h100", job_id=job)
+    return run
+
+
+def listed(runs: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool = False) -> str:
+    list_command.run(argparse.Namespace(runs_dir=runs, json=as_json))
+    return capsys.readouterr().out
+
+
+def test_the_scheduler_is_asked_only_about_runs_to_which_more_may_happen(
+    tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for state in END:
+        make(tmp_path, f"{state}-00000000", state)
+    lines = {line.split()[0]: line.split()[1:] for line in listed(tmp_path, capsys).splitlines()}
+    assert {name: row[0] for name, row in lines.items() if name.startswith(("f", "c", "i", "r", "q"))} == {
+        f"{state}-00000000": state for state in END if state != "submitting"
+    }
+    assert lines["finished-00000000"] == ["finished", "40/100", "1", "h100", "7"]
+    assert sorted(asked) == [f"{state}-00000000" for state in ("queued", "running", "submitting")]
+
+
+def test_the_plain_list_is_the_status_of_each_run(
+    tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make(tmp_path, f"{state}-00000000", state) for state in END]
+    plain = {one["run"]: one for one in json.loads(listed(tmp_path, capsys, as_json=True))}
+    for run in runs:
+        assert plain[run.name] == {"run": run.name, **json.loads(json.dumps(run.status().as_dict()))}
+
+
+def old(run: RunDir) -> None:
+    before = run.status_file.read_bytes()
+    run.record(Event.SUBMITTING, cluster="h100", scheduler="slurm")
+    run.status_file.write_bytes(before)
+
+
+def torn(run: RunDir) -> None:
+    run.status_file.write_bytes(run.status_file.read_bytes()[:-9])
+
+
+def of_an_earlier_jobkit(run: RunDir) -> None:
+    plain = json.loads(run.status_file.read_text())
+    del plain["journal_bytes"]
+    run.status_file.write_text(json.dumps(plain))
+
+
+def missing(run: RunDir) -> None:
+    run.status_file.unlink()
+
+
+@pytest.mark.parametrize("damage", [old, torn, of_an_earlier_jobkit, missing])
+def test_a_status_that_does_not_follow_from_the_whole_journal_is_not_believed(
+    damage: Callable[[RunDir], None], tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path, "toy-00000000")
+    damage(run)
+    assert run.status().state in listed(tmp_path, capsys)
+    assert asked == [run.name]
+
+
+def test_the_list_does_not_depend_on_a_scheduler_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_answer(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
+        raise SchedulerError("slurmctld is away")
+
+    monkeypatch.setattr(list_command.job, "observe_all", no_answer)
+    make(tmp_path, "toy-00000000", "running")
+    assert "running" in listed(tmp_path, capsys)
+
+
+def test_the_most_recently_changed_run_comes_first(tmp_path: Path) -> None:
+    for age, name in enumerate(("a-00000000", "b-00000000", "c-00000000")):
+        os.utime(make(tmp_path, name).journal.path, (0, 1000 - age))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "being-written").mkdir()
+    (tmp_path / "being-written" / "config.yaml").touch()
+    assert [run.name for run in all_runs(tmp_path)] == ["a-00000000", "b-00000000", "c-00000000", "being-written"]
+    assert all_runs(tmp_path / "none") == []
+
+
+def test_a_runs_directory_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(InputError, match=f"cannot be read.*{tmp_path}"):
+        all_runs(tmp_path)
+
+
+def test_a_run_is_found_by_its_job_without_reading_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        make(tmp_path, f"toy-0000000{number}", job=str(100 + number))
+    with monkeypatch.context() as patched:
+        patched.setattr(RunDir, "status", lambda run: pytest.fail("it was read"))
+        assert find_run("101", tmp_path).name == "toy-00000001"
+    missing(RunDir(tmp_path / "toy-00000002"))
+    assert find_run("102", tmp_path).name == "toy-00000002"
