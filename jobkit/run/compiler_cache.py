@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 
 from jobkit.log import log
 from jobkit.run.archive import DamagedArchive, unpack
+from jobkit.run.files import is_there
 from jobkit.run.rundir import RunDir
 
 FOLDER = "JOBKIT_CACHE"
@@ -142,7 +143,7 @@ def _fill(folder: Path, archive: Path) -> None:
     """Make the folder, with what the archive has; whole, for another process may look at any time."""
     staging = Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=folder.parent))
     try:
-        if archive.exists():
+        if is_there(archive):
             try:
                 unpack(archive, staging)
             except (DamagedArchive, OSError) as error:

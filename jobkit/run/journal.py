@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.run.append import append_whole
+from jobkit.run.files import FOR_ALL, read_fresh
 
 Entry = dict[str, Any]
 """One event as it stands in the journal: `time`, `event` and the fields of its kind."""
@@ -33,7 +34,7 @@ class Journal:
 
     def append_lines(self, lines: bytes) -> None:
         """Write whole lines, all or none; raises OSError when they cannot be made durable."""
-        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FOR_ALL)
         try:
             size = os.fstat(fd).st_size
             # A crash has left a torn line: without its end it would swallow the next one.
@@ -45,7 +46,7 @@ class Journal:
     def read(self) -> list[Entry]:
         """All events, oldest first; lines that are not whole are skipped."""
         try:
-            text = self.path.read_text(errors="replace")
+            text = read_fresh(self.path).decode(errors="replace")
         except FileNotFoundError:
             return []
         return [entry for line in text.splitlines() if (entry := _decode(line)) is not None]

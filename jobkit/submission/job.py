@@ -22,13 +22,16 @@ from jobkit.submission.plan import LaunchPlan
 
 
 def is_alive(run: RunDir, status: Status) -> bool:
-    """Whether the job that the journal names is queued or running; raises SchedulerError when Slurm does not answer."""
+    """Whether the job that the journal names is queued or running; raises SchedulerError when Slurm does not answer.
+
+    A local one counts as alive where its lock may not be looked at: the journal says so.
+    """
     if status.job_id is None:
         return False
     if status.scheduler == "slurm":
         job = slurm.show_job(status.job_id)
         return job is not None and not job.ended
-    return run.has_local_supervisor()
+    return run.has_local_supervisor() is not False
 
 
 def update_status(run: RunDir) -> Status:

@@ -18,7 +18,7 @@ from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
 from jobkit.run import records, snapshot, status
 from jobkit.run.events import Event
-from jobkit.run.files import write_atomic
+from jobkit.run.files import is_there, write_atomic
 from jobkit.run.records import Lease, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State
@@ -65,7 +65,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         # Before the journal: from here on an older attempt that still lives publishes and journals nothing.
         records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
         # Submitit, in the ranks, looks for its pickle by the id of the job, which was not known when it was written.
-        if run.submitted_pickle.exists():
+        if is_there(run.submitted_pickle):
             write_atomic(run.submitit / f"{job_id}_submitted.pkl", run.submitted_pickle.read_bytes())
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
