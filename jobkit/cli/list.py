@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = [(run, _status(run)) for run in all_runs(runs_dir(arguments))]
+    found = [(run, status) for run in all_runs(runs_dir(arguments)) if (status := _status(run)) is not None]
     if arguments.json:
         print(json.dumps([{"run": run.name, **status.as_dict()} for run, status in found], indent=1))
         return EXIT_FINISHED
@@ -32,11 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _status(run: RunDir) -> Status:
+def _status(run: RunDir) -> Status | None:
+    """How a run stands; None, and a line, for one that this user may not read."""
     try:
-        return job.update_status(run)
-    except SchedulerError:
-        return run.status()  # the list of what is on disk must not depend on a slurmctld that answers
+        try:
+            return job.update_status(run)
+        except SchedulerError:
+            return run.status()  # the list of what is on disk must not depend on a slurmctld that answers
+    except PermissionError as error:
+        print(f"{run.name} is left out: {error.filename}: {error.strerror}", file=sys.stderr)
+        return None
 
 
 def _row(run: RunDir, status: Status) -> tuple[str, ...]:
