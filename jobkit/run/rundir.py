@@ -13,9 +13,9 @@ from filelock import FileLock
 
 from jobkit.errors import InputError, nearest
 from jobkit.run import records
-from jobkit.run.config import Config, read_resolved
+from jobkit.run.config import Config, read_resolved, write_resolved
 from jobkit.run.events import Event
-from jobkit.run.files import is_there, write_atomic, write_json
+from jobkit.run.files import is_there, write_json
 from jobkit.run.journal import Journal
 from jobkit.run.locks import is_free, lock_at
 from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
@@ -121,10 +121,12 @@ class RunDir:
         return is_there(self.config_file)
 
     def config(self) -> Config:
+        """The run's config, for its owner with what is secret in it; for others that is masked."""
         return read_resolved(self.config_file)
 
     def write_config(self, config: Config) -> None:
-        write_atomic(self.config_file, config.to_yaml())
+        """Replace the config; values with secret names go into a file that only their owner can read."""
+        write_resolved(self.config_file, config)
 
     def status(self) -> Status:
         """What the journal and the running attempt's report say; a scheduler is not asked."""

@@ -130,6 +130,8 @@ class Status:
     """The code snapshot of the newest submission."""
     command: str = ""
     """What to type to continue the run: the command of the newest submission."""
+    resume: str = ""
+    """What to type instead, where something secret is masked in that command."""
     cwd: str = ""
     """Where it was typed."""
     submissions: int = 0
@@ -151,6 +153,8 @@ class Status:
 
     @property
     def how_to_continue(self) -> str:
+        if self.resume:
+            return self.resume
         return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
 
     @property
@@ -303,6 +307,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
     status.code = str(event.get("code", ""))
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
+    status.resume = str(event.get("resume", ""))
 
 
 def _started(status: Status, event: Entry) -> None:

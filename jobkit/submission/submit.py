@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import signal
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError, SchedulerTimeout
-from jobkit.run import snapshot
+from jobkit.run import secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
@@ -117,6 +118,7 @@ def submit(
                 code_changes=changed,
                 command=command,
                 cwd=str(source),
+                **_how_to_resume(run, command),
             )
             return Outcome(run, before, _start(run, plan, foreground), changed)
         except (JobkitError, OSError) as error:
@@ -127,6 +129,14 @@ def submit(
             raise InputError(
                 f"{error.filename or run.path}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
             ) from None
+
+
+def _how_to_resume(run: RunDir, command: str) -> dict[str, str]:
+    """What continues the run where the command that is recorded lacks what is secret in it."""
+    if secrets.MASK not in command:
+        return {}
+    words = ["python", "-m", "jobkit", "resume", run.name, "--runs-dir", str(run.path.parent)]
+    return {"resume": shlex.join(words)}
 
 
 def _code_changes(run: RunDir, before: Status, source: Path, task_file: Path | None) -> list[str]:

@@ -7,6 +7,7 @@ processes cannot.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
-from jobkit.run import records, snapshot, status
+from jobkit.run import records, secrets, snapshot, status
 from jobkit.run.events import Event
 from jobkit.run.files import is_there, write_atomic
 from jobkit.run.records import Lease, StopRequest
@@ -49,6 +50,8 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
     """
     with run.begin_lock():  # a second job, of an sbatch that gave no answer, may start in the same second
         config = run.config()  # an attempt whose ranks could not read it does not begin
+        if lacking := secrets.lacking_in(dataclasses.asdict(config)):
+            raise NotRunnable(f"{run.name}: the value of {', '.join(lacking)} is lost; submit the run again with it")
         before = run.status()
         if before.state in (State.FINISHED, State.CANCELLED) or before.cancel_requested:
             raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
