@@ -15,7 +15,7 @@ from typing import Any
 
 from jobkit.errors import CheckpointError
 from jobkit.log import log
-from jobkit.run.files import fsync_dir, is_there, write_json
+from jobkit.run.files import foreign_owner, fsync_dir, is_there, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -225,6 +225,8 @@ class Store:
         try:
             if not self._appears(path, deadline):
                 return f"{path.name} is missing"
+            if owner := foreign_owner(path, self.root):  # objects in it are unpickled
+                return f"{path.name} is not its run's owner's, but {owner}'s"
             found = digest_of(path)
         except PermissionError:
             raise

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from jobkit.log import log
 from jobkit.run.archive import DamagedArchive, unpack
-from jobkit.run.files import is_there
+from jobkit.run.files import foreign_owner, is_there
 from jobkit.run.rundir import RunDir
 
 FOLDER = "JOBKIT_CACHE"
@@ -145,6 +145,8 @@ def _fill(folder: Path, archive: Path) -> None:
     try:
         if is_there(archive):
             try:
+                if owner := foreign_owner(archive, archive.parent.parent):
+                    raise PermissionError(f"{archive} is not the run's owner's, but {owner}'s")
                 unpack(archive, staging)
             except (DamagedArchive, OSError) as error:
                 log.warning("what was compiled before is not used: %s", error)
