@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 import shutil
 import signal
@@ -45,6 +46,8 @@ def check(config: Config, source: Path) -> Path | None:
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
+    for key in secrets.lacking_in(dataclasses.asdict(config)):
+        raise InvalidValue(key, f"found {secrets.MASK}, which stands for a value that is not shown; give the value")
     if config.command:
         module = check_command(config.command, source)
     else:

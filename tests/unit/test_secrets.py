@@ -189,3 +189,9 @@ def test_tensorboards_page_of_parameters_shows_no_secret() -> None:
         "nested.api_key": MASK,
         "lr": 0.1,
     }
+
+
+def test_a_masked_value_that_is_typed_again_is_refused(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    said = jobkit(project, "submit", "toy.yaml", "params.hf_token='***'", "--local", expect=2).stderr
+    assert "command line: params.hf_token: found ***" in said and "give the value" in said and project.runs == []
