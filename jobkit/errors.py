@@ -53,6 +53,15 @@ class DistributedError(JobkitError):
     """The tasks of an attempt do not form the one process group they were started for."""
 
 
+def not_permitted(error: PermissionError) -> str:
+    """What to tell somebody who may not read or write another user's files; raises the error where no file is meant."""
+    if error.filename is None:
+        raise error
+    return (
+        f"{error.filename}: {error.strerror}: it is another user's; --runs-dir or JOBKIT_RUNS choose runs of your own"
+    )
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the allowed name closest to `name`, or an empty string."""
     matches = get_close_matches(name, list(allowed), n=1, cutoff=0.6)

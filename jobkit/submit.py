@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
+from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError, not_permitted
 
 if TYPE_CHECKING:
     from jobkit.run.config import LoadedConfig
@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except PermissionError as error:
+        print(f"error: {not_permitted(error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted before there was a job: nothing was started", file=sys.stderr)
         return EXIT_RESUMABLE
@@ -97,10 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _continuing(arguments: argparse.Namespace) -> str:
-    """The command that continues the run: this one, without what belongs to this submission alone."""
+    """The command that continues the run: this one, without what belongs to this submission alone, and masked."""
+    from jobkit.run.config import masked_override
+
     # The interpreter by its name only where that name means this one, as in an activated environment.
     python = "python" if shutil.which("python") == sys.executable else sys.executable
-    words = [python, "-m", "jobkit.submit", str(arguments.experiment), *arguments.overrides]
+    shown = map(masked_override, arguments.overrides)
+    words = [python, "-m", "jobkit.submit", str(arguments.experiment), *shown]
     words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []
     words += [] if arguments.demo is None else ["--demo" if arguments.demo else "--no-demo"]
     words += ["--runs-dir", str(arguments.runs_dir)] if arguments.runs_dir else []
@@ -114,11 +120,11 @@ def _dry_run(loaded: LoadedConfig, cluster: str, run: Path, source: Path) -> int
     with loaded.places.locating_errors():
         check(loaded.config, source)
         plan = make_plan(run, loaded.config, cluster)
-    print(f"{plan.config.to_yaml()}---\n{plan.describe()}")
+    print(f"{plan.config.masked_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import script
 
-        print(f"---\n{script(plan)}")
+        print(f"---\n{script(plan.masked())}")
     return EXIT_FINISHED
 
 

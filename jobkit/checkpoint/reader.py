@@ -23,7 +23,7 @@ from jobkit.checkpoint.memory import Snapshot, SnapshotMemory
 from jobkit.checkpoint.memory_reader import MemoryReader
 from jobkit.checkpoint.staging import SHARED, local_key, tree_key
 from jobkit.checkpoint.state import named_tensors, unescape, unflatten
-from jobkit.checkpoint.storage import RawReader
+from jobkit.checkpoint.storage import ForeignIndex, RawReader, read_index
 from jobkit.checkpoint.store import Manifest, Store
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
@@ -107,7 +107,7 @@ class Reader:
         reports = self._ranks.gather((socket.gethostname(), problems))
         suspects = [name for _, found in reports for name in found]
         if not suspects:
-            return manifest, []
+            return manifest, self._ranks.on_main(lambda: self._index_problems(step))
         # Set aside only what rank 0 finds damaged too: one node may have a bad mount, disk cache or memory.
         confirmed = self._ranks.on_main(lambda: self._store.verify(step, suspects, manifest))
         if not confirmed:
@@ -124,6 +124,13 @@ class Reader:
             return self._store.manifest(step), ""
         except CheckpointError as error:
             return None, str(error)
+
+    def _index_problems(self, step: int) -> list[str]:
+        try:
+            read_index(self._store.path(step))
+        except ForeignIndex as error:
+            return [str(error)]
+        return []
 
     def _verify_share(self, step: int, manifest: Manifest) -> dict[str, str]:
         """What is wrong with this rank's share of the files, by name: together the ranks read each byte once."""

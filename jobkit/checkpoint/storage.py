@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from jobkit.checkpoint.store import FileDigest
+from jobkit.errors import CheckpointError
 
 INDEX = "index.pickle"
 
@@ -213,6 +214,38 @@ class RawWriter(FileSystemWriter):
         self.files[INDEX] = file.digest
 
 
+_CLASSES = {
+    ("torch.distributed.checkpoint.metadata", kind)
+    for kind in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {("torch", "Size"), ("torch.serialization", "_get_layout"), (__name__, "Extent")}
+"""All that an index consists of, beside torch's dtypes."""
+
+
+class ForeignIndex(CheckpointError):
+    """A checkpoint's index that names what no index has: it would have run code."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise ForeignIndex(f"{INDEX} names {module}.{name}, which no index has")
+
+
+def read_index(directory: Path) -> Metadata:
+    """The index of a checkpoint; no code of its own is run. Raises ForeignIndex, OSError and what pickle raises."""
+    metadata: Metadata = _IndexUnpickler(io.BytesIO((directory / INDEX).read_bytes())).load()
+    return metadata
+
+
 class RawReader(FileSystemReader):
     """Reads what `RawWriter` wrote; a contiguous CPU tensor is read in place, of a slice only its rows are read."""
 
@@ -223,8 +256,7 @@ class RawReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
-            metadata: Metadata = pickle.loads((self.directory / INDEX).read_bytes())
-            self._metadata = metadata
+            self._metadata = read_index(self.directory)
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

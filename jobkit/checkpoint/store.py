@@ -15,7 +15,7 @@ from typing import Any
 
 from jobkit.errors import CheckpointError
 from jobkit.log import log
-from jobkit.run.files import fsync_dir, write_json
+from jobkit.run.files import foreign_owner, fsync_dir, is_there, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -225,6 +225,8 @@ class Store:
         try:
             if not self._appears(path, deadline):
                 return f"{path.name} is missing"
+            if owner := foreign_owner(path, self.root):  # objects in it are unpickled
+                return f"{path.name} is not its run's owner's, but {owner}'s"
             found = digest_of(path)
         except PermissionError:
             raise
@@ -237,13 +239,10 @@ class Store:
         return None
 
     def _appears(self, path: Path, deadline: float) -> bool:
-        while not path.exists():
+        while not is_there(path):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(min(0.1, self.missing_seconds))
-            for directory in (path.parent, self.root):
-                with contextlib.suppress(OSError):
-                    list(directory.iterdir())  # makes NFS ask the server again
         return True
 
 

@@ -24,6 +24,9 @@ from jobkit.submission.checks import OK, PROBLEM, WARNING, Check
 from jobkit.submission.plan import make_plan
 from jobkit.submission.probe import TASK, run_probe
 
+SEEN_LATE_SECONDS = 5.0
+"""From a file's replacement to the other node's seeing it: what is shorter nobody who waits for a run notices."""
+
 COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 
 
@@ -59,8 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.no_probe and all(check.state != PROBLEM for check in found):
             measured, status = run_probe(loaded, plan, Path(folder), lambda line: console.print(line, markup=False))
             probe = status.result if status.state == State.FINISHED else None
-            found.append(verdict(measured, status, resources.nodes))
-            _say(console, found[-1])
+            told = [verdict(measured, status, resources.nodes)]
+            told += [disk_verdict(probe["disk"])] if probe is not None else []
+            for check in told:
+                _say(console, check)
+            found += told
     ok = all(check.state != PROBLEM for check in found)
     if arguments.json:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in found], "probe": probe}, indent=1))
@@ -107,6 +113,28 @@ def verdict(run: RunDir, status: Status, nodes: int) -> Check:
         return Check("network", OK, found)
     names = ", ".join(probe["slow"])
     return Check("network", WARNING, f"{found}; slow: {names}", f"repeat it, and exclude {names} if it stays so")
+
+
+def disk_verdict(disk: dict[str, Any]) -> Check:
+    """What two nodes found of the run directory's disk."""
+    name, (first, second) = "shared disk", disk["between"]
+    same = first.partition("#")[0] == second.partition("#")[0]
+    where = (
+        f"two processes of {first.partition('#')[0]} (other nodes were not tried)" if same else f"{first} and {second}"
+    )
+    elsewhere = "set --runs-dir or JOBKIT_RUNS to another file system"
+    if disk["problems"]:
+        said = "; ".join(f"{what}: {problem}" for what, problem in disk["problems"].items())
+        return Check(name, PROBLEM, f"between {where}: {said}", elsewhere)
+    seen = f"a replaced file is seen after {disk['seen_after']:.2g} s"
+    if disk["lost_lines"]:
+        lost = f"{disk['lost_lines']} lines were lost that both appended at once"
+        advice = f"events of a run could be lost that two nodes write in the same instant; {elsewhere}"
+        return Check(name, WARNING, f"between {where}: locks work, {seen}, but {lost}", advice)
+    if disk["seen_after"] > SEEN_LATE_SECONDS:
+        advice = "commands see late how a run stands; mount with lookupcache=positive, or a lower actimeo"
+        return Check(name, WARNING, f"between {where}: locks and appends work, but {seen}", advice)
+    return Check(name, OK, f"between {where}: locks work, {seen}, appends lose no line")
 
 
 def tables(probe: dict[str, Any]) -> list[Table]:

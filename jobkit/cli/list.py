@@ -10,8 +10,8 @@ from typing import Any
 
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.run.rundir import FoundRun, all_runs
-from jobkit.run.status import State
+from jobkit.run.rundir import FoundRun, RunDir, all_runs
+from jobkit.run.status import State, Status
 from jobkit.submission import job
 
 SETTLED = (State.FINISHED, State.FAILED, State.CANCELLED, State.INTERRUPTED)
@@ -27,33 +27,40 @@ def run(arguments: argparse.Namespace) -> int:
     """Print them as they are now; what has ended is as it was recorded."""
     runs = all_runs(runs_dir(arguments))
     statuses = _statuses(runs)
+    shown = [(run.name, statuses[run.name]) for run in runs if run.name in statuses]
     if arguments.json:
-        print(json.dumps([{"run": run.name, **status} for run, status in zip(runs, statuses, strict=True)], indent=1))
+        print(json.dumps([{"run": name, **status} for name, status in shown], indent=1))
         return EXIT_FINISHED
-    if not runs:
+    if not shown:
         print(f"no runs in {runs_dir(arguments)}; python -m jobkit.submit EXP.yaml makes one")
         return EXIT_FINISHED
     rows: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "ATTEMPTS", "WHERE", "JOB")]
-    rows += [_row(run.name, status) for run, status in zip(runs, statuses, strict=True)]
+    rows += [_row(name, status) for name, status in shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{width}}}" for width in widths).format
     print("\n".join(line(*row).rstrip() for row in rows))
     return EXIT_FINISHED
 
 
-def _statuses(runs: Sequence[FoundRun]) -> list[dict[str, Any]]:
-    """The statuses as plain values; the scheduler is asked, once, where more may happen to runs by themselves."""
-    statuses = [_recorded(run) for run in runs]
-    found = [(run.open(), number) for number, run in enumerate(runs) if statuses[number] is None]
-    read = [(run, run.status()) for run, _ in found]
+def _statuses(runs: Sequence[FoundRun]) -> dict[str, dict[str, Any]]:
+    """Plain values by run; the scheduler is asked, once, where more may happen to runs by themselves."""
+    statuses = {run.name: recorded for run in runs if (recorded := _recorded(run)) is not None}
+    found = [one for run in runs if run.name not in statuses and (one := _read(run.open())) is not None]
     try:
-        observed = job.observe_all(read)
+        observed = job.observe_all(found)
     except SchedulerError as error:  # the list of what is on disk must not depend on a slurmctld that answers
         print(f"{error}; what follows is what the run directories say", file=sys.stderr)
-        observed = [status for _, status in read]
-    for (_, number), status in zip(found, observed, strict=True):
-        statuses[number] = status.as_dict()
-    return [status for status in statuses if status is not None]
+        observed = [status for _, status in found]
+    return statuses | {run.name: status.as_dict() for (run, _), status in zip(found, observed, strict=True)}
+
+
+def _read(run: RunDir) -> tuple[RunDir, Status] | None:
+    """A run and what its files say; None, and a line, for one that this user may not read."""
+    try:
+        return run, run.status()
+    except PermissionError as error:
+        print(f"{run.name} is left out: {error.filename}: {error.strerror}", file=sys.stderr)
+        return None
 
 
 def _recorded(run: FoundRun) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
+from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest, not_permitted
 
 VERBS = {
     "submit": "run an experiment, or continue it",
@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except PermissionError as error:
+        print(f"error: {not_permitted(error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `jobkit list | head`

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 
 from jobkit import submit
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import InputError
+from jobkit.run import secrets
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import versions
 
@@ -22,7 +24,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Submit the run's own resolved config again, to the same place, with the code as it is there now."""
     found = chosen_run(arguments)
     status = found.status()
-    newest = [*versions(found.path.parent, run_name(found.config()))][-1]
+    config = found.config()
+    if lacking := secrets.lacking_in(dataclasses.asdict(config)):
+        raise InputError(
+            f"{found.name}: the value of {', '.join(lacking)} is its owner's alone; submit it with your own"
+        )
+    newest = [*versions(found.path.parent, run_name(config))][-1]
     if newest.path != found.path:
         raise InputError(f"{found.name} was started again as {newest.name}; only the newest can be continued")
     place = ["--local"] if status.cluster in (None, "local") else ["--cluster", status.cluster]

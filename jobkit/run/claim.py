@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from jobkit.run.files import FOR_ALL
+
 ABANDONED_SECONDS = 30.0
 """How long a claim that does not change is respected. An fsync on a busy NFS server may take most of it; only a host
 that dies within an append, or a process that is stopped there, makes others wait for it."""
@@ -192,7 +194,7 @@ def _host() -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the kernel's lock on a file, which processes of one host respect, and on most NFS those of others."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FOR_ALL)
     try:
         deadline = time.monotonic() + WAIT_SECONDS
         while not _is_locked(fd):

@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 
 from jobkit.log import log
 from jobkit.run.archive import DamagedArchive, unpack
+from jobkit.run.files import foreign_owner, is_there
 from jobkit.run.rundir import RunDir
 
 FOLDER = "JOBKIT_CACHE"
@@ -142,8 +143,10 @@ def _fill(folder: Path, archive: Path) -> None:
     """Make the folder, with what the archive has; whole, for another process may look at any time."""
     staging = Path(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=folder.parent))
     try:
-        if archive.exists():
+        if is_there(archive):
             try:
+                if owner := foreign_owner(archive, archive.parent.parent):
+                    raise PermissionError(f"{archive} is not the run's owner's, but {owner}'s")
                 unpack(archive, staging)
             except (DamagedArchive, OSError) as error:
                 log.warning("what was compiled before is not used: %s", error)

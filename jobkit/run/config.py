@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jobkit.errors import InputError, InvalidValue, nearest
-from jobkit.run import device_kinds
+from jobkit.run import device_kinds, secrets
 from jobkit.run.duration import FORMS, parse_seconds
+from jobkit.run.files import write_atomic
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, parse_value, read_yaml
 
@@ -235,7 +236,8 @@ class Config:
     """Instead of `task`: a program that every rank runs, as in `[python, train.py]`, with RANK, LOCAL_RANK, WORLD_SIZE,
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set."""
     params: dict[str, Any] = field(default_factory=dict)
-    """The training function's own values, with any keys: `ctx.params`."""
+    """The training function's own values, with any keys: `ctx.params`. A text whose name has the word token, key,
+    password, secret or credential is masked in what others can read (`***`), and kept in a file of its own."""
     inputs: list[str] = field(default_factory=list)
     """Files and folders that must exist before anything is queued, as in `["${params.data}"]`."""
     seed: int = 0
@@ -261,6 +263,10 @@ class Config:
     def to_yaml(self) -> str:
         """The config as YAML that `load` reads back to an equal one."""
         return dump(dataclasses.asdict(self))
+
+    def masked_yaml(self) -> str:
+        """The same as others may see it: values with secret names are not in it."""
+        return dump(secrets.masked(dataclasses.asdict(self)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +329,8 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
     Raises InputError, naming file, line and key, for anything that is not right.
     """
     values, lines = read_yaml(path)
+    if path.name == "config.yaml":  # a run's own, as for `jobkit resume`
+        values = secrets.with_hidden(secrets.file_beside(path), values)
     own_clusters, own_lines = _user_clusters()
     with Places(path=path, lines=lines).locating_errors():
         values, note = _apply_demo(path, values, demo)
@@ -347,10 +355,21 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
 
 
 def read_resolved(path: Path) -> Config:
-    """The Config that `to_yaml` wrote."""
+    """The Config that `write_resolved` wrote; what it has masked is there for its owner alone."""
     values, lines = read_yaml(path)
     with Places(path=path, lines=lines).locating_errors():
-        return build(Config, values)
+        return build(Config, secrets.with_hidden(secrets.file_beside(path), values))
+
+
+def write_resolved(path: Path, config: Config) -> None:
+    """Write a Config for `read_resolved`: what is secret in it into a file of its own. Raises OSError."""
+    values, file = dataclasses.asdict(config), secrets.file_beside(path)
+    has_secrets = bool(secrets.hidden_in(values))
+    if has_secrets:  # first: without them the config would be of another run
+        secrets.write_hidden(file, values)
+    write_atomic(path, config.masked_yaml())
+    if not has_secrets:
+        file.unlink(missing_ok=True)
 
 
 def _apply_demo(path: Path, values: dict[str, Any], forced: bool | None) -> tuple[dict[str, Any], str | None]:
@@ -400,6 +419,11 @@ def _split_override(text: str) -> tuple[str, Any]:
         return key, parse_value(value)
     except Exception:  # a YAML error of whatever kind: the value was one person's typing
         raise InputError(f"command line: {text!r}: the value is not valid YAML; quote it") from None
+
+
+def masked_override(text: str) -> str:
+    """An override as others may see it."""
+    return secrets.masked_override(text, _split_override(text)[1])
 
 
 def _resolve(merged: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import socket
 import threading
 from collections.abc import Iterator
@@ -21,22 +22,30 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+FOR_ALL = 0o666
+"""Permissions of a file, of which the umask takes away what its user wants to keep."""
+
+FOR_OWNER = 0o600
+
+
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: int = FOR_ALL) -> None:
     """Replace `path` with `data`: a reader, or a crash at any instant, sees the old file or the new one.
 
     `durable=False` skips the fsync: for files that are only a view of something durable, like a progress report.
+    `mode`, less the umask, are its permissions from the first instant on.
     """
-    with replacing(path, durable=durable) as file:
+    with replacing(path, durable=durable, mode=mode) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, durable: bool = True, mode: int = FOR_ALL) -> Iterator[BinaryIO]:
     """A file to write, which replaces `path` when all of it is there; as `write_atomic`, for what comes in parts."""
     # Two hosts of one cluster may share a pid, and two threads one process: the temporary's name holds all three.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary.unlink(missing_ok=True)  # of a process of that number which was killed: its permissions may be others
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             if durable:
                 file.flush()
@@ -57,6 +66,58 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 def read_json(path: Path) -> Any:
     """The value of a JSON file, or None where there is no such file or it is not whole."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_fresh(path))
     except (OSError, ValueError):
         return None
+
+
+# What another host has just made
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder, be it that another host has made it a moment ago.
+
+    NFS remembers for 30 to 60 s that there was none, unless the folder that it should be in is read again.
+    """
+    if path.exists():
+        return True
+    _read_again(path.parent)
+    return path.exists()
+
+
+def read_fresh(path: Path) -> bytes:
+    """What is in a file, which is looked for as by `is_there`; raises OSError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        _read_again(path.parent)
+        return path.read_bytes()
+
+
+def _read_again(folder: Path) -> None:
+    """Let NFS ask the server what is in a folder; that folder itself may be as new."""
+    try:
+        with os.scandir(folder) as entries:
+            next(entries, None)
+    except FileNotFoundError:
+        if folder.parent != folder:
+            _read_again(folder.parent)
+    except OSError:  # the look that follows says why
+        return
+
+
+# Who has written a file
+
+
+def foreign_owner(path: Path, folder: Path) -> str | None:
+    """Who wrote a file, where that was neither this user nor the owner of a folder; None where it was. Raises OSError.
+
+    For what would run code when it is read: whoever else may write in the folder could have put it there.
+    """
+    owner = path.stat().st_uid
+    if owner in (os.geteuid(), folder.stat().st_uid):
+        return None
+    try:
+        return pwd.getpwuid(owner).pw_name
+    except KeyError:
+        return f"user {owner}"

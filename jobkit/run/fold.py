@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from jobkit.run import events, records
 from jobkit.run import status as status_module
-from jobkit.run.files import read_json, write_json
+from jobkit.run.files import is_there, read_json, write_json
 from jobkit.run.journal import decode
 from jobkit.run.records import Failure, Straggler
 from jobkit.run.status import Attempt, State, Status, apply
@@ -36,11 +36,9 @@ def fold(journal: Path, kept: Path, *, keep: bool = False) -> Status:
         keep: write that file where it is missing or KEEP_BYTES old.
     """
     known = read_json(kept)  # before the journal is opened, which then holds all that this follows from
-    try:
-        file = journal.open("rb")
-    except FileNotFoundError:
+    if not is_there(journal):
         return Status()
-    with file:
+    with journal.open("rb") as file:
         status = _restored(known, file) or Status()
         before, last, torn = status.journal_bytes, b"", b""
         file.seek(before)

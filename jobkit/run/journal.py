@@ -10,6 +10,7 @@ from typing import Any
 
 from jobkit.run.append import append_whole
 from jobkit.run.claim import Claim, claimed
+from jobkit.run.files import FOR_ALL, read_fresh
 
 Entry = dict[str, Any]
 """One event as it stands in the journal: `time`, `event` and the fields of its kind."""
@@ -42,7 +43,7 @@ class Journal:
 
     def _append(self, lines: bytes, claim: Claim) -> bool:
         # Opened under the claim: only then does NFS say how long the file is by now, and append where it ends.
-        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FOR_ALL)
         try:
             size = os.fstat(fd).st_size
             # A crash has left a torn line: without its end it would swallow the next one.
@@ -57,10 +58,10 @@ class Journal:
     def read(self) -> list[Entry]:
         """All events, oldest first; lines that are not whole are skipped."""
         try:
-            with self.path.open("rb") as file:
-                return [entry for line in file if (entry := decode(line)) is not None]
+            lines = read_fresh(self.path).splitlines()
         except FileNotFoundError:
             return []
+        return [entry for line in lines if (entry := decode(line)) is not None]
 
 
 def decode(line: bytes) -> Entry | None:

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from jobkit.errors import InputError, nearest
 from jobkit.run import records
-from jobkit.run.config import Config, read_resolved
+from jobkit.run.config import Config, read_resolved, write_resolved
 from jobkit.run.events import Event
-from jobkit.run.files import write_atomic, write_json
+from jobkit.run.files import is_there, write_json
 from jobkit.run.fold import fold
 from jobkit.run.journal import Journal
+from jobkit.run.locks import is_free, lock_at
 from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
 from jobkit.run.status import Status, complete
 
@@ -99,33 +100,40 @@ class RunDir:
         """Held by a local attempt's supervisor as long as it lives: the kernel releases it however that ends."""
         return self._lock("alive")
 
-    def has_local_supervisor(self) -> bool:
-        """Whether a local attempt's supervisor lives, here or on another machine that shares the file system."""
-        lock = self.alive_lock()  # not its process id, which may be another process's by now
+    def has_local_supervisor(self) -> bool | None:
+        """Whether a local attempt's supervisor lives, here or on another machine that shares the file system.
+
+        None where nobody here can know: the lock may not be read, or the file system has none. Nothing is written.
+        """
+        lock = self._lock_file("alive")  # not its process id, which may be another process's by now
         try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            return True
-        lock.release()
-        return False
+            if not is_there(lock):
+                return False
+            return not is_free(lock)
+        except OSError:
+            return None
 
     def begin_lock(self) -> FileLock:
         """Held while one job decides whether it may begin the next attempt."""
         return self._lock("begin")
 
     def _lock(self, purpose: str) -> FileLock:
-        locks = self.path.parent / ".locks"  # beside the runs: a lock precedes its run, and outlives its removal
-        locks.mkdir(parents=True, exist_ok=True)
-        return FileLock(locks / f"{self.name}.{purpose}")
+        return lock_at(self._lock_file(purpose), elsewhere="set --runs-dir or JOBKIT_RUNS")
+
+    def _lock_file(self, purpose: str) -> Path:
+        return self.path.parent / ".locks" / f"{self.name}.{purpose}"  # a lock precedes its run, and outlives it
 
     def exists(self) -> bool:
-        return self.config_file.exists()
+        """Whether it has been made, by whichever host."""
+        return is_there(self.config_file)
 
     def config(self) -> Config:
+        """The run's config, for its owner with what is secret in it; for others that is masked."""
         return read_resolved(self.config_file)
 
     def write_config(self, config: Config) -> None:
-        write_atomic(self.config_file, config.to_yaml())
+        """Replace the config; values with secret names go into a file that only their owner can read."""
+        write_resolved(self.config_file, config)
 
     def status(self) -> Status:
         """What the journal and the running attempt's report say; a scheduler is not asked."""
@@ -162,7 +170,9 @@ class RunDir:
 
     def failure_reports(self, attempt: int) -> list[FailureReport]:
         """What the ranks of an attempt that failed wrote down, the earliest first by their nodes' clocks."""
-        found = [records.read(FailureReport, file) for file in self.logs(attempt).glob("error_*.json")]
+        logs = self.logs(attempt)
+        files = logs.glob("error_*.json") if is_there(logs) else ()
+        found = [records.read(FailureReport, file) for file in files]
         return sorted((one for one in found if one is not None), key=lambda one: one.time)
 
 

@@ -145,6 +145,8 @@ class Status:
     """The code snapshot of the newest submission."""
     command: str = ""
     """What to type to continue the run: the command of the newest submission."""
+    resume: str = ""
+    """What to type instead, where something secret is masked in that command."""
     cwd: str = ""
     """Where it was typed."""
     submissions: int = 0
@@ -168,6 +170,8 @@ class Status:
 
     @property
     def how_to_continue(self) -> str:
+        if self.resume:
+            return self.resume
         return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
 
     @property
@@ -331,6 +335,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.slurm_cluster = event.get("slurm_cluster")
     status.code = str(event.get("code", ""))
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
+    status.resume = str(event.get("resume", ""))
 
 
 def _started(status: Status, event: Entry) -> None:

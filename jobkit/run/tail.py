@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jobkit.run.files import is_there
+
 
 class Tail:
     """Remembers how far each file has been read."""
@@ -15,6 +17,8 @@ class Tail:
         """What the file holds beyond the last call; with `whole_lines` a line without its end is left for later."""
         position = self._positions.get(file, 0)
         try:
+            if not position and not is_there(file):
+                return ""
             with file.open("rb") as stream:
                 stream.seek(position)
                 data = stream.read()

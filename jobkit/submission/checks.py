@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import platform
@@ -15,10 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from jobkit import slurm
 from jobkit.errors import SchedulerError, nearest
+from jobkit.run.locks import NoLocks, file_system, is_free, lock_at
 from jobkit.submission.plan import visible_gpus
 from jobkit.submission.submit import PLUGIN
 
@@ -82,40 +80,20 @@ def check_runs_dir(runs_dir: Path) -> Check:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=runs_dir) as folder:
-            locks = _locks_work(Path(folder) / "lock")
+            file = Path(folder) / "lock"
+            with lock_at(file, elsewhere=move):
+                excludes = not is_free(file)
         free = shutil.disk_usage(runs_dir).free
+    except NoLocks as error:
+        return Check("runs", PROBLEM, str(error))
     except OSError as error:
         return Check("runs", PROBLEM, f"{runs_dir}: not writable ({error.strerror})", move)
-    found = f"{runs_dir}: writable, {free / (1 << 30):.1f} GiB free, {_file_system(runs_dir)}"
-    if not locks:
+    found = f"{runs_dir}: writable, {free / (1 << 30):.1f} GiB free, {file_system(runs_dir)}"
+    if not excludes:
         return Check("runs", PROBLEM, f"{found}; locks do not work: a run could be started twice", move)
     if free < LITTLE_SPACE:
         return Check("runs", WARNING, found, f"make room, or {move}: a full disk interrupts runs")
     return Check("runs", OK, f"{found}, locks work")
-
-
-def _locks_work(file: Path) -> bool:
-    """Whether a lock that is held keeps a second one out."""
-    first, second = FileLock(file), FileLock(file)
-    try:
-        with first, contextlib.suppress(Timeout):
-            second.acquire(blocking=False)
-            second.release()
-            return False
-        return True
-    except (OSError, NotImplementedError):  # a file system without flock
-        return False
-
-
-def _file_system(path: Path) -> str:
-    """The type of the file system that a path is on, as in `ext4` or `nfs4`."""
-    best = ("", "unknown")
-    with contextlib.suppress(OSError):  # not Linux
-        for line in Path("/proc/mounts").read_text().splitlines():
-            point, kind = line.split()[1:3]
-            if path.resolve().is_relative_to(point) and len(point) >= len(best[0]):
-                best = (point, kind)
-    return best[1]
 
 
 def check_slurm(partition: str | None, nodes: int) -> Iterator[Check]:

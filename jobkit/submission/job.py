@@ -61,7 +61,7 @@ def observe(run: RunDir) -> Status:
     if not _is_asked_about(status):
         return status
     if status.scheduler != "slurm":
-        return status if run.has_local_supervisor() else _with_end(run, None)
+        return status if _has_supervisor(run) else _with_end(run, None)
     job = slurm.show_job(str(status.job_id))
     return _with_job(run, status, job)
 
@@ -77,7 +77,7 @@ def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
         if not _is_asked_about(status, LIST_SECONDS):
             return status
         if status.scheduler != "slurm":
-            return status if run.has_local_supervisor() else _with_end(run, None)
+            return status if _has_supervisor(run) else _with_end(run, None)
         return _with_job(run, status, jobs.get(str(status.job_id)))
 
     return [one(run, status) for run, status in found]
@@ -134,6 +134,11 @@ def is_here(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
     return slurm.available() and status.slurm_cluster == slurm.cluster(timeout)
 
 
+def _has_supervisor(run: RunDir) -> bool:
+    """Whether a local run's supervisor lives; where its lock may not be looked at, what the journal says holds."""
+    return run.has_local_supervisor() is not False
+
+
 def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
     """The status of a run whose job Slurm has told about."""
     if job is not None and not job.runs(run.batch_script):
@@ -188,7 +193,7 @@ def is_gone(run: RunDir, status: Status) -> bool:
     if status.job_id is None:
         return True
     if status.scheduler != "slurm":
-        return not run.has_local_supervisor()
+        return not _has_supervisor(run)
     if not is_here(status):
         return True
     job = slurm.show_job(status.job_id)
@@ -339,7 +344,7 @@ def cancel(run: RunDir, *, grace: bool = True) -> Status:
 def _runs_on(run: RunDir, status: Status) -> bool:
     if status.scheduler == "slurm":
         return status.state in _UNDER_WAY
-    return status.state in _UNDER_WAY and run.has_local_supervisor()
+    return status.state in _UNDER_WAY and _has_supervisor(run)
 
 
 def _cancelled(run: RunDir, status: Status) -> Status:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, InvalidValue, nearest
-from jobkit.run import device_kinds, layout
+from jobkit.run import device_kinds, layout, secrets
 from jobkit.run.config import ALL, Config, Resources
 from jobkit.run.duration import format_seconds
 from jobkit.run.strict import build
@@ -38,6 +38,10 @@ class LaunchPlan:
         """The same plan for another run directory: which one it is, is decided last, under the submission's lock."""
         named = {"job_name": run.name} if self.scheduler == "slurm" else {}
         return dataclasses.replace(self, run=run, parameters={**self.parameters, **named})
+
+    def masked(self) -> LaunchPlan:
+        """The plan to print: values with secret names are masked in its parameters."""
+        return dataclasses.replace(self, parameters=secrets.masked(self.parameters))
 
     def describe(self) -> str:
         resources = self.config.resources

@@ -16,7 +16,8 @@ from submitit.slurm import slurm as submitit_slurm
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError, SchedulerTimeout
 from jobkit.log import log
-from jobkit.run.files import write_atomic
+from jobkit.run import secrets
+from jobkit.run.files import FOR_ALL, FOR_OWNER, write_atomic
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import hand_over, take_back
@@ -58,7 +59,8 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         # the job without an answer. Under names of their own pickle and script are there before the job is.
         (delayed,) = delayed_submissions
         delayed.dump(self.run.submitted_pickle)
-        write_atomic(self.run.batch_script, self._make_submission_file_text("", ""))
+        mode = FOR_OWNER if secrets.hidden_in(self.plan.parameters) else FOR_ALL
+        write_atomic(self.run.batch_script, self._make_submission_file_text("", ""), mode=mode)
         job_id = _sbatch(self.run)
         return [submitit_slurm.SlurmJob(folder=self.folder, job_id=job_id, tasks=list(range(self._num_tasks())))]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import shlex
 import shutil
 import sys
 import tempfile
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError, SchedulerTimeout
-from jobkit.run import snapshot
+from jobkit.run import secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
@@ -44,6 +46,8 @@ def check(config: Config, source: Path) -> Path | None:
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
+    for key in secrets.lacking_in(dataclasses.asdict(config)):
+        raise InvalidValue(key, f"found {secrets.MASK}, which stands for a value that is not shown; give the value")
     if config.command:
         module = check_command(config.command, source)
     else:
@@ -106,6 +110,7 @@ def submit(
                 code_changes=changed,
                 command=command,
                 cwd=str(source),
+                **_how_to_resume(run, command),
             )
             return Outcome(run, before, _start(run, plan, foreground), changed)
         except (JobkitError, OSError, KeyboardInterrupt) as error:
@@ -116,6 +121,14 @@ def submit(
             raise InputError(
                 f"{error.filename or run.path}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
             ) from None
+
+
+def _how_to_resume(run: RunDir, command: str) -> dict[str, str]:
+    """What continues the run where the command that is recorded lacks what is secret in it."""
+    if secrets.MASK not in command:
+        return {}
+    words = ["python", "-m", "jobkit", "resume", run.name, "--runs-dir", str(run.path.parent)]
+    return {"resume": shlex.join(words)}
 
 
 def _code_changes(run: RunDir, before: Status, source: Path, task_file: Path | None) -> list[str]:

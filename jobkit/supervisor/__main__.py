@@ -16,6 +16,7 @@ from filelock import Timeout
 from jobkit import slurm
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.log import configure, log
+from jobkit.run.locks import NoLocks
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import NotRunnable
 from jobkit.supervisor.local_job import LocalJob
@@ -63,9 +64,13 @@ def main(arguments: Sequence[str]) -> int:
     configure("stderr")
     verb, path, *rest = arguments
     run = RunDir(Path(path))
-    if verb == "local":
-        return supervise_local(run)
-    code = supervise_in_job(run, verb, rest)
+    try:
+        if verb == "local":
+            return supervise_local(run)
+        code = supervise_in_job(run, verb, rest)
+    except NoLocks as error:
+        log.warning("%s", error)
+        return EXIT_FAILED  # to a batch script as an error of Python's: another node may have locks
     return EXIT_DECIDED if code == EXIT_FAILED else code
 
 

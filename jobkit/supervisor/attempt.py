@@ -7,6 +7,7 @@ processes cannot.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -16,9 +17,9 @@ from dataclasses import dataclass
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
-from jobkit.run import records, snapshot, status
+from jobkit.run import records, secrets, snapshot, status
 from jobkit.run.events import Event
-from jobkit.run.files import write_atomic
+from jobkit.run.files import foreign_owner, is_there, write_atomic
 from jobkit.run.records import Lease, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State
@@ -49,6 +50,8 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
     """
     with run.begin_lock():  # a second job, of an sbatch that gave no answer, may start in the same second
         config = run.config()  # an attempt whose ranks could not read it does not begin
+        if lacking := secrets.lacking_in(dataclasses.asdict(config)):
+            raise NotRunnable(f"{run.name}: the value of {', '.join(lacking)} is lost; submit the run again with it")
         before = run.status()
         if before.state in (State.FINISHED, State.CANCELLED) or before.cancel_requested:
             raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
@@ -58,6 +61,9 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         # Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
         if before.code and (problems := snapshot.verify(run.code, before.code)):
             raise NotRunnable(f"the code snapshot is damaged: {problems[0]}; submit the run again to take a new one")
+        pickled = run.submitted_pickle
+        if is_there(pickled) and (owner := foreign_owner(pickled, run.path)):
+            raise NotRunnable(f"{pickled} is not the run's owner's, but {owner}'s; submit the run again")
         number = before.attempt.id + 1 if before.attempt else 1
         run.logs(number).mkdir(parents=True, exist_ok=True)
         node = os.environ.get("SLURMD_NODENAME") if scheduler == "slurm" else None
@@ -65,8 +71,8 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         # Before the journal: from here on an older attempt that still lives publishes and journals nothing.
         records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
         # Submitit, in the ranks, looks for its pickle by the id of the job, which was not known when it was written.
-        if run.submitted_pickle.exists():
-            write_atomic(run.submitit / f"{job_id}_submitted.pkl", run.submitted_pickle.read_bytes())
+        if pickled.exists():
+            write_atomic(run.submitit / f"{job_id}_submitted.pkl", pickled.read_bytes())
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
         run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node

@@ -1,8 +1,9 @@
 """Who uses which device of this machine: two local runs share none unless they are asked to.
 
 A device has a lock file in a folder of the machine. All users of the device hold a shared flock on it, which the kernel
-releases when their last process is gone; a process that can lock it exclusively knows that it is free. One process at a
-time takes devices, under a lock of their own. Runs that jobkit did not start on this machine are not seen.
+releases when their last process is gone; a process that can lock it exclusively has it for itself. One process at a
+time takes devices, under a lock of their own, so that of two that want several one gets all. Runs that jobkit did not
+start on this machine are not seen.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pwd
 import re
 import shutil
 import sys
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobkit.errors import InputError
+from jobkit.log import log
 from jobkit.run.device_kinds import SHARE, DeviceKind, of_this_machine
 from jobkit.supervisor.parents import lives
 
@@ -32,6 +35,9 @@ FOLDER = "JOBKIT_DEVICES_DIR"
 
 TAKING = "deciding.lock"
 """The lock file that is held while devices are taken."""
+
+TAKING_SECONDS = 5.0
+"""How long that lock is waited for: it is held for an instant, unless its holder, of whichever user, is stopped."""
 
 FORMER_RANKS_SECONDS = 30.0
 """How long to wait for ranks of the same run whose supervisor was killed: they write a last checkpoint, as within
@@ -177,26 +183,64 @@ Holders = Mapping[int, Sequence[Mapping[str, str]]]
 
 def _take(locks: Sequence[Path], count: int, share: bool) -> tuple[dict[int, int], Holders]:
     """The open lock files of the devices that were taken, by number, or who has those that are not free."""
+    taken: dict[int, int] = {}
+    used = []
     with _taking(locks[0].parent):
-        free = [number for number, lock in enumerate(locks) if _is_free(lock)]
-        used = [number for number in range(len(locks)) if number not in free]
-        chosen = sorted((free + used)[:count]) if share else free[:count]
-        if len(chosen) == count:
-            return {number: _hold(locks[number], alone=number in free) for number in chosen}, {}
+        for number, lock in enumerate(locks):
+            if len(taken) < count:
+                file = _hold_alone(lock)
+                if file is None:
+                    used.append(number)
+                else:
+                    taken[number] = file
+        for number in used if share else ():
+            if len(taken) < count and (file := _join(locks[number])) is not None:
+                taken[number] = file
+        if len(taken) == count:
+            return dict(sorted(taken.items())), {}
+        for file in taken.values():
+            os.close(file)
         return {}, {number: _holders(locks[number]) for number in used}
 
 
 @contextlib.contextmanager
 def _taking(folder: Path) -> Iterator[None]:
-    """Nobody else on this machine takes a device meanwhile. Released in an instant, so it is waited for."""
+    """Nobody else on this machine takes a device meanwhile, unless who does stands still: then both go on."""
     if not folder.is_dir():
         _make(folder)
     file = _open(folder / TAKING)
+    deadline = time.monotonic() + TAKING_SECONDS
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _lock(file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                log.warning("%s is held by %s; devices are taken without it", folder / TAKING, _lock_holder(file))
+                break
+            time.sleep(0.02)
         yield
     finally:
         os.close(file)
+
+
+def _lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock_holder(file: int) -> str:
+    """Who holds a lock, as far as the system tells: `process 123 (python, T (stopped), of user eve)`."""
+    inode = os.fstat(file).st_ino
+    with contextlib.suppress(OSError, ValueError, KeyError):  # not Linux, or gone by now
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].endswith(f":{inode}"):
+                about = Path(f"/proc/{words[4]}/status").read_text().splitlines()
+                known = dict(one.split(":\t", 1) for one in about if ":\t" in one)
+                owner = pwd.getpwuid(int(known["Uid"].split()[0])).pw_name
+                return f"process {words[4]} ({known['Name']}, {known['State']}, of user {owner})"
+    return "a process that this one cannot see"
 
 
 def _make(folder: Path) -> None:
@@ -227,23 +271,24 @@ def _open(path: Path) -> int:
     return file
 
 
-def _is_free(lock: Path) -> bool:
+def _hold_alone(lock: Path) -> int | None:
+    """The open lock file of a device that nobody had; None where somebody has it."""
     file = _open(lock)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
-    return True
-
-
-def _hold(lock: Path, alone: bool) -> int:
-    file = _open(lock)
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held exclusively only under the lock that is held here
-    if alone:
+    if _lock(file, fcntl.LOCK_EX):
         os.ftruncate(file, 0)  # what earlier users wrote
-    return file
+        if _lock(file, fcntl.LOCK_SH):  # for others to join; Linux exchanges the one for the other without a gap
+            return file
+    os.close(file)
+    return None
+
+
+def _join(lock: Path) -> int | None:
+    """The open lock file of a device that is used; None where another process is just taking it for itself."""
+    file = _open(lock)
+    if _lock(file, fcntl.LOCK_SH):
+        return file
+    os.close(file)
+    return None
 
 
 def _holders(lock: Path) -> list[dict[str, str]]:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from jobkit.addresses import own_addresses
+from jobkit.run.files import read_fresh
 from jobkit.supervisor.channel import Channel, Forged, Hello, Welcome
 
 ADDRESS = "JOBKIT_SUPERVISOR"
@@ -136,7 +137,7 @@ def make_secret(file: Path) -> bytes:
 
 def read_secret(file: Path) -> bytes:
     """The secret in a file of `make_secret`."""
-    return file.read_bytes()
+    return read_fresh(file)
 
 
 def _session_key(secret: bytes, listener: bytes, connector: bytes) -> bytes:

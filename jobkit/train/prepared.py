@@ -8,9 +8,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
-
-from jobkit.run.files import fsync_dir
+from jobkit.run.files import fsync_dir, is_there
+from jobkit.run.locks import lock_at
 
 
 def prepare_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
@@ -20,13 +19,12 @@ def prepare_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool 
     files: for many small ones that are quickly made again. Raises OSError, or NotImplementedError on a file system
     without locks, where nothing can be written.
     """
-    if folder.exists():
+    if is_there(folder):
         return
     parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(parent / ".lock"):
-        # Listed, not asked for by name: NFS remembers for a while that a name did not exist.
-        if folder in parent.iterdir():
+    with lock_at(parent / ".lock", elsewhere="choose another folder"):
+        if is_there(folder):
             return
         # The lock may hold on one host only, as on NFS without a lock daemon; the host's name keeps two of them apart.
         temporary = parent / f".{socket.gethostname()}.tmp"

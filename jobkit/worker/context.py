@@ -18,6 +18,7 @@ from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.run import secrets
 from jobkit.run.events import Event
 from jobkit.train.accumulation import Loss
 from jobkit.train.data import Loader, derive_seed, seed_generators
@@ -287,7 +288,7 @@ class Context:
         result = to_json(result)
         self._retry(lambda: export(self._rank, self._engine, self._tracked))
         self._reporter.log(numbers(result))
-        self._reporter.hparams(flat(self._rank.config.params), numbers(result))
+        self._reporter.hparams(flat(secrets.masked(self._rank.config.params)), numbers(result))
         self._reporter.end_step(self.step)
         if in_loop:  # the result goes to the disk before the event: an attempt that dies between them is not repeated
             self._retry(lambda: self._checkpoints.save(self.step, wait=True, extra={"result": result}))

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from jobkit.log import log
 from jobkit.run.events import Event
-from jobkit.run.files import write_atomic
+from jobkit.run.files import read_fresh, write_atomic
 from jobkit.train.batches import DynamicBatches, LockstepBatches
 from jobkit.train.evaluate import Collate, Metrics, PerSample, compute, independent_forwards
 from jobkit.train.parallel import Parallel
@@ -172,7 +172,7 @@ def write_scores(file: Path, key: dict[str, Any], evaluations: list[SampleScores
 def read_scores(file: Path, key: dict[str, Any]) -> list[SampleScores] | None:
     """The evaluations in a file; None where there is none, it is damaged, or it belongs to something else."""
     try:
-        content = file.read_bytes()
+        content = read_fresh(file)
     except OSError:
         return None
     digest, data = content[:32], content[32:]

@@ -109,7 +109,10 @@ def write_weights(folder: Path, name: str, weights: Mapping[str, Tensor]) -> Non
         distinct.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), key)
     folder.mkdir(exist_ok=True)
     temporary = folder / f".{name}.safetensors.tmp"
+    temporary.touch()
+    permissions = temporary.stat().st_mode & 0o777  # what the umask leaves
     save_file({key: weights[key].contiguous() for key in distinct.values()}, str(temporary))
+    temporary.chmod(permissions)  # safetensors makes a file that nobody else can read
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(folder / f"{name}.safetensors")

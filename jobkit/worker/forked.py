@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jobkit.run.files import is_there
 from jobkit.run.slots import SLOTS, environment_of
 from jobkit.supervisor.channel import Fork
 from jobkit.supervisor.parents import PARENT
@@ -67,8 +68,7 @@ def _open_log(file: Path) -> int:
         except FileNotFoundError:
             if time.monotonic() > until:
                 raise
-            with contextlib.suppress(OSError):
-                list(file.parent.parent.iterdir())  # makes NFS look again
+            is_there(file.parent)
             time.sleep(0.1)
 
 

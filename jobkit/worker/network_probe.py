@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from jobkit.errors import JobkitError
+from jobkit.worker.disk_probe import probe_disk
 
 if TYPE_CHECKING:
     from jobkit.worker.context import Context
@@ -32,11 +33,13 @@ Groups = list[list[int]]
 def probe(ctx: Context) -> dict[str, Any]:
     """The task of `jobkit doctor`: measure, size by size and round by round; any `params.sizes` instead of SIZES.
 
-    Returns {device, backend, ranks, world: [{bytes, seconds, bus}], nodes: [{node, inside, between}], slow}: the median
-    seconds of an all-reduce, and bus bandwidths in bytes a second (see `bus_bandwidth`), at the largest size for nodes.
+    Returns {device, backend, ranks, world: [{bytes, seconds, bus}], nodes: [{node, inside, between}], slow, disk}: the
+    median seconds of an all-reduce, and bus bandwidths in bytes a second (see `bus_bandwidth`), at the largest size for
+    nodes; `disk` is what `probe_disk` found of the run directory.
     """
     sizes = [int(size) for size in ctx.params.get("sizes", SIZES)]
     nodes = ranks_by_node()
+    disk = probe_disk(ctx.run_dir / f"disk-probe-{ctx.attempt}", nodes)
     rounds: list[tuple[int, Groups]] = [(size, [list(range(ctx.world_size))]) for size in sizes]
     rounds += [(max(sizes), groups) for groups in node_rounds(list(nodes.values()))]
     found = Results()
@@ -50,7 +53,7 @@ def probe(ctx: Context) -> dict[str, Any]:
     ]
     rows = by_node(nodes, rounds[len(sizes) :], found.seconds[len(sizes) :])
     about = {"device": ctx.device.type, "backend": dist.get_backend(), "ranks": ctx.world_size}
-    return {**about, "world": world, "nodes": rows, "slow": slow_nodes(rows)}
+    return {**about, "world": world, "nodes": rows, "slow": slow_nodes(rows), "disk": disk}
 
 
 class Results:

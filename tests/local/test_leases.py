@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import getpass
 import os
 import signal
 import stat
@@ -15,8 +17,10 @@ from harness.processes import ranks_of
 from harness.project import Project, status, wait_for
 
 from jobkit.errors import InputError
+from jobkit.log import log
 from jobkit.run.device_kinds import KINDS, SHARE
-from jobkit.supervisor.device_leases import FOLDER, LEASES, Leases, physical_names, take
+from jobkit.supervisor import device_leases
+from jobkit.supervisor.device_leases import FOLDER, LEASES, TAKING, Leases, physical_names, take
 
 A, B, C = Path("/runs/a-1"), Path("/runs/b-2"), Path("/runs/c-3")
 
@@ -135,6 +139,23 @@ print(*leases.devices, flush=True)
 time.sleep(float(sys.argv[3]))
 """
 
+TAKE_AT_ONCE = """
+import os, sys
+from pathlib import Path
+from jobkit.supervisor import device_leases
+device_leases.TAKING_SECONDS = 0.0
+print("ready", flush=True)
+sys.stdin.readline()
+while True:  # one that finds all taken for an instant tries again
+    try:
+        leases = device_leases.take("auto", 1, Path(sys.argv[1]), os.environ)
+        break
+    except device_leases.InputError:
+        pass
+print(*leases.devices, flush=True)
+sys.stdin.read()
+"""
+
 
 @pytest.fixture
 def holders(environ: dict[str, str]) -> Iterator[list[subprocess.Popen[str]]]:
@@ -199,6 +220,50 @@ def test_two_processes_that_take_devices_at_the_same_time_never_get_the_same(
         holders.append(subprocess.Popen(command, env=os.environ | environ, stdout=subprocess.PIPE, text=True))
     got = [process.stdout.readline().strip() for process in holders if process.stdout is not None]
     assert sorted(got) == ["0", "1", "2", "3"]
+
+
+def test_a_stopped_process_that_holds_the_lock_of_all_takers_is_named_and_not_waited_for_for_ever(
+    holders: list[subprocess.Popen[str]],
+    environ: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(device_leases, "TAKING_SECONDS", 0.1)
+    monkeypatch.setattr(log, "propagate", True)
+    signed(environ, 1, A)
+    other = subprocess.Popen(
+        ["flock", f"{environ[FOLDER]}/{TAKING}", "--command", "echo held; kill -STOP $PPID"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    holders.append(other)
+    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    os.waitid(os.P_PID, other.pid, os.WSTOPPED)
+    assert signed(environ, 1, B).devices == ("5",)
+    (said,) = caplog.messages
+    assert f"process {other.pid} (flock, T (stopped), of user {getpass.getuser()})" in said
+    assert "0 of the 2 visible are free" in refusal("auto", 1, C, environ), "nobody gets one that is taken"
+
+
+def test_without_that_lock_two_processes_never_get_the_same_device_either(
+    holders: list[subprocess.Popen[str]], environ: dict[str, str]
+) -> None:
+    environ["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
+    take("auto", 1, A, environ).close()
+    with (Path(environ[FOLDER]) / TAKING).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        command = [sys.executable, "-c", TAKE_AT_ONCE, str(A)]
+        start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | environ}
+        for _ in range(3):
+            holders.append(subprocess.Popen(command, **start))  # type: ignore[call-overload]
+        for process in holders:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for process in holders:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        got = [process.stdout.readline().strip() for process in holders if process.stdout is not None]
+    assert len(set(got)) == len(got) and set(got) <= {"0", "1", "2", "3"}
 
 
 # From the submission to the ranks

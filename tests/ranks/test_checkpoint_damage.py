@@ -5,9 +5,12 @@ tests/soak/test_checkpoint_kills.py kills at each operation.
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +26,10 @@ from harness.checkpoint_kills import (
     untidy,
     version_of,
 )
+from harness.other_user import NOBODY, only_root
 
-from jobkit.checkpoint.store import Store
+from jobkit.checkpoint.storage import INDEX, ForeignIndex, RawReader, read_index
+from jobkit.checkpoint.store import Store, digest_of
 from jobkit.checkpoint.writer import Checkpointer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -198,3 +203,61 @@ def test_something_else_called_latest_does_not_matter(tmp_path: Path, make: Call
         checkpointer.wait()
         assert read(tmp_path) == version
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step_00000001", "step_00000002"}
+
+
+# Forged: with checksums that are right
+
+
+class RunsCode:
+    """Pickled, it makes a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.file}",)
+
+
+def forge_index(checkpoint: Path, value: object) -> None:
+    (checkpoint / INDEX).write_bytes(pickle.dumps(value))
+    store = Store(checkpoint.parent)
+    manifest = store.manifest(int(checkpoint.name.removeprefix("step_")))
+    files = manifest.files | {INDEX: digest_of(checkpoint / INDEX)}
+    (checkpoint / "manifest.json").write_text(json.dumps(replace(manifest, files=files).to_json()))
+
+
+def test_an_index_that_would_run_code_does_not_and_is_set_aside_with_its_name(four: Path) -> None:
+    forge_index(four / "step_00000004", RunsCode(four / "ran"))
+    for ended in run(Plan(four, {11: 1}, ranks=2)):
+        [(step, named)] = ended.set_aside
+        assert (ended.loaded, step) == (3, 4)
+        assert named == "index.pickle names posix.system, which no index has"
+    assert not (four / "ran").exists()
+    assert untidy(four) == ["step_00000004.corrupt"]
+
+
+def test_nor_does_it_where_it_is_hidden_in_a_true_index(four: Path) -> None:
+    index = read_index(four / "step_00000004")
+    index.planner_data = [RunsCode(four / "ran")]
+    forge_index(four / "step_00000004", index)
+    checkpointer = Checkpointer(Store(four), keep=4)
+    assert version_of(checkpointer.load_newest()) == 3
+    with pytest.raises(ForeignIndex):
+        RawReader(four / "step_00000004.corrupt").read_metadata()
+    assert not (four / "ran").exists()
+
+
+@only_root
+@pytest.mark.parametrize("file", ["rank_00001.bin", "index.pickle"])
+def test_a_file_that_another_user_has_put_there_is_not_read(four: Path, file: str) -> None:
+    os.chown(four / "step_00000004" / file, NOBODY, NOBODY)
+    checkpointer = Checkpointer(Store(four), keep=4)
+    assert version_of(checkpointer.load_newest()) == 3
+    assert checkpointer.set_aside == [(4, f"{file} is not its run's owner's, but nobody's")]
+
+
+@only_root
+def test_root_goes_on_with_the_checkpoints_of_the_runs_owner(four: Path) -> None:
+    for path in (four, *four.rglob("*")):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    assert version_of(Checkpointer(Store(four), keep=4).load_newest()) == 4

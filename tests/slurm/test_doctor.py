@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ def states(found: Mapping[str, Any]) -> dict[str, str]:
 def test_doctor_measures_the_ranks_of_this_machine_and_leaves_nothing_behind(tmp_path: Path) -> None:
     project = Project(tmp_path)
     found = doctor(project, "--local", QUICK)
-    assert states(found) == {"python": OK, "torch": OK, "submitit": OK, "runs": OK, "network": OK}
+    assert states(found) == {"python": OK, "torch": OK, "submitit": OK, "runs": OK, "network": OK, "shared disk": OK}
     probe = found["probe"]
     assert (probe["ranks"], probe["backend"], probe["device"], probe["slow"]) == (2, "gloo", "cpu", [])
     assert [row["bytes"] for row in probe["world"]] == [1024, 65536]
@@ -46,6 +47,7 @@ def test_doctor_measures_two_nodes_of_a_slurm(tmp_path: Path, slurm: Cluster) ->
     for words in ("Slurm", "low is UP: 4 node(s)", "JobRequeue=1", "PreemptMode=REQUEUE, GraceTime=20, KillWait=10"):
         assert words in printed
     assert "all-reduce of 2 ranks on 2 node(s)" in printed and "1 KiB" in printed
+    assert re.search(r"between node\d and node\d: locks work, .* appends lose no line", printed)
     assert project.runs == [] and queue(slurm, project) == []
 
 

@@ -12,7 +12,7 @@ from harness.in_process import jobkit
 from harness.project import Project
 from rich.console import Console
 
-from jobkit.cli.doctor import tables, verdict
+from jobkit.cli.doctor import disk_verdict, tables, verdict
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission import checks
@@ -71,6 +71,26 @@ def test_the_tables_name_a_slow_node(nodes: Any, slow: list[str], state: str, ro
     assert [line for line in printed if re.match(r"node\d", line)] == rows
     check = verdict(RunDir("run"), Status(state=State.FINISHED, result=probe), nodes=3)
     assert check.state == state and all(name in check.found and name in check.advice for name in slow)
+
+
+DISK = {"between": ["node1", "node2"], "problems": {}, "seen_after": 0.01, "lost_lines": 0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "state", "words"),
+    [
+        ({}, OK, "between node1 and node2: locks work"),
+        ({"between": ["here", "here"]}, OK, "two processes of here (other nodes were not tried)"),
+        ({"between": ["here#0", "here#1"]}, OK, "two processes of here (other nodes were not tried)"),
+        ({"problems": {"lock": "it did not keep node2 out"}}, PROBLEM, "lock: it did not keep node2 out"),
+        ({"lost_lines": 3}, WARNING, "3 lines were lost"),
+        ({"seen_after": 31.0}, WARNING, "seen after 31 s"),
+    ],
+)
+def test_what_two_nodes_found_of_the_disk_is_a_check_of_its_own(changed: Any, state: str, words: str) -> None:
+    check = disk_verdict(DISK | changed)
+    assert (check.name, check.state) == ("shared disk", state) and words in check.found
+    assert bool(check.advice) == (state != OK)
 
 
 # The probe's arithmetic

@@ -1,0 +1,64 @@
+"""Locks on files, which end with the process that holds them, however it ends; and whether one is held."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from filelock import FileLock
+
+from jobkit.errors import InputError
+from jobkit.run.files import FOR_ALL
+
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What flock says where a file system has no locks, or its mount none on this host."""
+
+
+class NoLocks(InputError, NotImplementedError):
+    """The file system has no locks."""
+
+
+def lock_at(file: Path, elsewhere: str) -> FileLock:
+    """The lock of a file, not held yet; its folder is made. Raises OSError, and NoLocks with what to do.
+
+    filelock would take the mere existence of the file for a lock instead, which outlives its owner. `elsewhere`: what
+    to set so that the file lies on another file system.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, FOR_ALL))
+    try:
+        is_free(file)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise NoLocks(
+            f"{file.parent}: no locks on this file system ({file_system(file)}: {error.strerror}): two processes could "
+            f"do the same work at once. Mount it with them (nfs: without nolock; lustre: with flock), or {elsewhere}"
+        ) from None
+    return FileLock(file)
+
+
+def is_free(file: Path) -> bool:
+    """Whether nobody holds a lock. Nothing is written, and who may only read the file can ask, too. Raises OSError."""
+    opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS grants this one to a file that is open for reading
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(opened)
+    return True
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that a path is on, as in `ext4` or `nfs4`."""
+    best = ("", "unknown")
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/mounts").read_text().splitlines():
+            point, kind = line.split()[1:3]
+            if path.resolve().is_relative_to(point) and len(point) >= len(best[0]):
+                best = (point, kind)
+    return best[1]

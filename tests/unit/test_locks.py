@@ -1,0 +1,63 @@
+"""Locks end with their owner, on a file system that has them; on others jobkit refuses to start anything."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from harness.in_process import jobkit
+from harness.project import Project
+
+from jobkit.run.locks import NoLocks, is_free, lock_at
+from jobkit.run.rundir import RunDir
+from jobkit.submission.checks import PROBLEM, check_runs_dir
+from jobkit.train.prepared import prepare_folder
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_a_file_system_without_locks_is_refused_with_its_type_and_what_to_type(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "x")
+    for lock in (run.submission_lock, run.alive_lock, run.begin_lock):
+        with pytest.raises(NoLocks, match=r"no locks on this file system \(\w+: .*--runs-dir or JOBKIT_RUNS"):
+            lock()
+    assert run.has_local_supervisor() is None, "nobody can know"
+    assert check_runs_dir(tmp_path / "runs").state == PROBLEM
+    with pytest.raises(NotImplementedError):
+        prepare_folder(tmp_path / "data", lambda folder: pytest.fail("two would write it at once"))
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_a_submission_there_starts_nothing_and_says_why_in_a_line(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    said = jobkit(project, "submit", "toy.yaml", "--local", expect=2).stderr
+    assert said.startswith("error: ") and "no locks" in said and len(said.splitlines()) == 1
+    assert project.runs == []
+
+
+def test_another_error_of_the_disk_is_not_taken_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.EIO, "the disk")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="the disk"):
+        lock_at(tmp_path / "lock", "")
+
+
+def test_whether_a_lock_is_free_is_found_without_writing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "x")
+    assert run.has_local_supervisor() is False and list(tmp_path.iterdir()) == []
+    with run.alive_lock():
+        assert run.has_local_supervisor() is True
+    assert run.has_local_supervisor() is False
+    assert is_free(tmp_path / ".locks" / "x.alive")
