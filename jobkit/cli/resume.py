@@ -8,8 +8,10 @@ import os
 from jobkit import submit
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import InputError
+from jobkit.run.config import LoadedConfig, Places
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import versions
+from jobkit.run.yamlfile import read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,15 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Submit the run's own resolved config again, to the same place, with the code as it is there now."""
     found = chosen_run(arguments)
-    status = found.status()
-    newest = [*versions(found.path.parent, run_name(found.config()))][-1]
+    status, config = found.status(), found.config()
+    newest = [*versions(found.path.parent, run_name(config))][-1]
     if newest.path != found.path:
         raise InputError(f"{found.name} was started again as {newest.name}; only the newest can be continued")
-    place = ["--local"] if status.cluster in (None, "local") else ["--cluster", status.cluster]
-    stay = [flag for flag in ("detach", "follow") if getattr(arguments, flag)]
-    command = [str(found.config_file), *place, "--runs-dir", str(found.path.parent), *(f"--{flag}" for flag in stay)]
     try:
         os.chdir(status.cwd or ".")  # the task is imported from where it was submitted
     except OSError as error:
         raise InputError(f"{status.cwd}: {error.strerror}: {found.name} was submitted there") from None
-    return submit.main(command)
+    return submit.start(
+        # As it is: what stands in it was resolved once, and a text may look like an interpolation by now.
+        LoadedConfig(config, [], Places(path=found.config_file, lines=read_yaml(found.config_file)[1])),
+        status.cluster or "local",
+        found.path.parent,
+        command=status.command,
+        detach=arguments.detach,
+        follow=arguments.follow,
+    )
