@@ -71,11 +71,13 @@ def find(source: Path, skip: Path, needed: Iterable[Path] = ()) -> CodeFiles:
         where = "run the command in the project's own folder, or let git ignore what is no code"
         raise InputError(f"{source}: more than {MAX_FILES} code files ({count} in {folder}); {where}")
     kept = {
-        name: size
-        for name, size in sorted(search.sizes.items())
-        if size <= MAX_FILE_BYTES or name in required or name.name.endswith(PROGRAM_SUFFIXES)
+        name: size for name, size in sorted(search.sizes.items()) if name in required or not _is_big_data(name, size)
     }
     return CodeFiles(kept, [*search.remarks, *_remarks_on_sizes(kept, search.sizes)])
+
+
+def _is_big_data(name: Path, size: int) -> bool:
+    return size > MAX_FILE_BYTES and not name.name.endswith(PROGRAM_SUFFIXES)
 
 
 def _remarks_on_sizes(kept: Mapping[Path, int], found: Mapping[Path, int]) -> list[str]:
@@ -95,8 +97,8 @@ def _largest(sizes: Mapping[Path, int]) -> str:
     return listed + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-class _TooMany(Exception):
-    """There are more files than code has."""
+class _TooMuch(Exception):
+    """There is more than code."""
 
 
 class _Search:
@@ -170,11 +172,12 @@ class _Search:
         behind = _Search(self._source, self._skip, is_linked=True)
         try:
             behind.add_folder(name, target, followed)
-            if len(behind.sizes) > MAX_FILES:
-                raise _TooMany
-        except _TooMany:
+            copied = [size for one, size in behind.sizes.items() if not _is_big_data(one, size)]
+            if len(behind.sizes) > MAX_FILES or sum(copied) > MUCH_BYTES:
+                raise _TooMuch
+        except _TooMuch:
             if any(one.suffix == ".py" for one in behind.sizes):
-                what = f"{name}, a link to {target}, has too many files for code, so they are not in the code snapshot"
+                what = f"{name}, a link to {target}, leads to too much for code, so it is not in the code snapshot"
                 self.remarks.append(f"{what}: link the package itself")
             return
         self.sizes.update(behind.sizes)
@@ -201,7 +204,7 @@ class _Search:
     def _count(self) -> None:
         self._looked_at += 1
         if self._is_linked and (len(self.sizes) > MAX_LINKED_FILES or self._looked_at > MAX_FILES):
-            raise _TooMany
+            raise _TooMuch
         if self._looked_at > 20 * MAX_FILES:
             where = "run the command in the project's own folder"
             raise InputError(f"{self._source}: too many files to look for code in; {where}")

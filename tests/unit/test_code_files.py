@@ -127,6 +127,13 @@ def test_a_linked_data_set_is_neither_copied_nor_a_reason_to_refuse(tmp_path: Pa
     assert not remarks(tmp_path / "project")
 
 
+def test_a_linked_data_set_of_few_files_is_told_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_files, "MUCH_BYTES", 1 << 20)
+    write(tmp_path, {"project/train.py": "", **{f"data/{number}.json": "#" * (1 << 19) for number in range(3)}})
+    (tmp_path / "project/data").symlink_to(tmp_path / "data")
+    assert found(tmp_path / "project") == {"train.py"}
+
+
 def test_a_linked_folder_with_too_much_code_is_named(tmp_path: Path) -> None:
     write(tmp_path, {"project/train.py": ""})
     write(tmp_path / "code", {f"m{number}.py": "" for number in range(code_files.MAX_LINKED_FILES + 1)})
