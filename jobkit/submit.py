@@ -58,8 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {not_permitted(error)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted before there was a job: nothing was started", file=sys.stderr)
-        return EXIT_RESUMABLE
+        return interrupted()
+
+
+def interrupted() -> int:
+    """Say that a signal came in time; returns the exit code."""
+    print("interrupted before there was a job: nothing was started", file=sys.stderr)
+    return EXIT_RESUMABLE
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,35 +73,60 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.log import configure
     from jobkit.run.config import load
     from jobkit.run.rundir import default_runs_dir
-    from jobkit.submission.signals import signals_of_a_submission
-    from jobkit.submission.submit import choose_run, submit
 
     configure()
     loaded = load(arguments.experiment, arguments.overrides, arguments.demo)
     for note in loaded.notes:
         print(note, file=sys.stderr)
     cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
-    runs_dir, source = (arguments.runs_dir or default_runs_dir()).absolute(), Path.cwd()
+    runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
     if arguments.dry_run:
-        return _dry_run(loaded, cluster, choose_run(loaded.config, runs_dir, arguments.fresh).path, source)
-    foreground = not arguments.detach
+        return _dry_run(loaded, cluster, runs_dir, arguments.fresh)
+    return start(
+        loaded,
+        cluster,
+        runs_dir,
+        command=_continuing(arguments),
+        fresh=arguments.fresh,
+        detach=arguments.detach,
+        follow=arguments.follow,
+    )
+
+
+def start(
+    loaded: LoadedConfig,
+    cluster: str,
+    runs_dir: Path,
+    *,
+    command: str,
+    detach: bool,
+    follow: bool,
+    fresh: bool = False,
+) -> int:
+    """Submit a config from the current folder, and stay with its run where that is wanted; returns the exit code.
+
+    `command` is what to type here to continue the run.
+    """
+    from jobkit.submission.signals import signals_of_a_submission
+    from jobkit.submission.submit import submit
+
     with signals_of_a_submission() as asked:
         with loaded.places.locating_errors():
             outcome = submit(
                 loaded.config,
                 cluster,
-                source=source,
+                source=Path.cwd(),
                 runs_dir=runs_dir,
-                command=_continuing(arguments),
-                fresh=arguments.fresh,
-                foreground=foreground,
+                command=command,
+                fresh=fresh,
+                foreground=not detach,
             )
-        if outcome.started is not None and outcome.started.supervisor is not None and foreground:
+        if outcome.started is not None and outcome.started.supervisor is not None and not detach:
             from jobkit.submission.follow import follow_local
 
             _announce(outcome)
             return follow_local(outcome.run, outcome.started.supervisor, asked)
-    return _report(outcome, follow=arguments.follow and not asked)
+    return _report(outcome, follow=follow and not asked)
 
 
 def _continuing(arguments: argparse.Namespace) -> str:
@@ -113,13 +143,13 @@ def _continuing(arguments: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _dry_run(loaded: LoadedConfig, cluster: str, run: Path, source: Path) -> int:
+def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool) -> int:
     from jobkit.submission.plan import make_plan
-    from jobkit.submission.submit import check
+    from jobkit.submission.submit import check, choose_run
 
     with loaded.places.locating_errors():
-        check(loaded.config, source)
-        plan = make_plan(run, loaded.config, cluster)
+        plan = make_plan(choose_run(loaded.config, runs_dir, fresh).path, loaded.config, cluster)
+        check(plan, Path.cwd())
     print(f"{plan.config.masked_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import script

@@ -10,8 +10,11 @@ from jobkit import submit
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import InputError
 from jobkit.run import secrets
+from jobkit.run.config import Config, LoadedConfig, Places
 from jobkit.run.identity import run_name
-from jobkit.run.rundir import versions
+from jobkit.run.rundir import RunDir, versions
+from jobkit.run.status import Status
+from jobkit.run.yamlfile import read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Submit the run's own resolved config again, to the same place, with the code as it is there now."""
     found = chosen_run(arguments)
-    status = found.status()
-    config = found.config()
+    status, config = found.status(), found.config()
     if lacking := secrets.lacking_in(dataclasses.asdict(config)):
         raise InputError(
             f"{found.name}: the value of {', '.join(lacking)} is its owner's alone; submit it with your own"
@@ -32,11 +34,23 @@ def run(arguments: argparse.Namespace) -> int:
     newest = [*versions(found.path.parent, run_name(config))][-1]
     if newest.path != found.path:
         raise InputError(f"{found.name} was started again as {newest.name}; only the newest can be continued")
-    place = ["--local"] if status.cluster in (None, "local") else ["--cluster", status.cluster]
-    stay = [flag for flag in ("detach", "follow") if getattr(arguments, flag)]
-    command = [str(found.config_file), *place, "--runs-dir", str(found.path.parent), *(f"--{flag}" for flag in stay)]
     try:
         os.chdir(status.cwd or ".")  # the task is imported from where it was submitted
     except OSError as error:
         raise InputError(f"{status.cwd}: {error.strerror}: {found.name} was submitted there") from None
-    return submit.main(command)
+    try:
+        return _submit(arguments, found, config, status)
+    except KeyboardInterrupt:
+        return submit.interrupted()
+
+
+def _submit(arguments: argparse.Namespace, found: RunDir, config: Config, status: Status) -> int:
+    return submit.start(
+        # As it is: what stands in it was resolved once, and a text may look like an interpolation by now.
+        LoadedConfig(config, [], Places(path=found.config_file, lines=read_yaml(found.config_file)[1])),
+        status.cluster or "local",
+        found.path.parent,
+        command=status.command,
+        detach=arguments.detach,
+        follow=arguments.follow,
+    )

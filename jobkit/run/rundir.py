@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,15 @@ from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
 from jobkit.run.status import Status, complete
 
 CONFIG, JOURNAL, STATUS = "config.yaml", "events.jsonl", "status.json"
+
+_BESIDE = ".locks"
+"""A folder beside the runs: what is in it precedes its run, and outlives its removal."""
+
+_VERSION = r"(?:-([2-9]|[1-9]\d{1,6}))?"
+"""What --fresh adds to a run's name; a hash, which may be digits alone, has eight."""
+
+_NUMBERED = ".number"
+"""End of the name of a file there that says that a run was submitted."""
 
 
 class RunDir:
@@ -121,7 +130,20 @@ class RunDir:
         return lock_at(self._lock_file(purpose), elsewhere="set --runs-dir or JOBKIT_RUNS")
 
     def _lock_file(self, purpose: str) -> Path:
-        return self.path.parent / ".locks" / f"{self.name}.{purpose}"  # a lock precedes its run, and outlives it
+        return self.path.parent / _BESIDE / f"{self.name}.{purpose}"
+
+    def keep_number(self) -> None:
+        """Remember that there is a run of this name: `next_version` is not to give its number again."""
+        self._number_file().touch()
+
+    def forget_number(self) -> None:
+        """The opposite, for a run of which nobody is told."""
+        self._number_file().unlink(missing_ok=True)
+
+    def _number_file(self) -> Path:
+        locks = self.path.parent / _BESIDE
+        locks.mkdir(parents=True, exist_ok=True)
+        return locks / f"{self.name}{_NUMBERED}"
 
     def exists(self) -> bool:
         """Whether it has been made, by whichever host."""
@@ -235,18 +257,39 @@ def _stat(file: str) -> os.stat_result | None:
 
 
 def versions(runs_dir: Path, name: str) -> Iterator[RunDir]:
-    """The run directories of one identity, oldest first: `name`, then `name-2`, `name-3` ... made by --fresh."""
-    number, run = 1, RunDir(runs_dir / name)
-    while run.exists():
-        yield run
-        number += 1
-        run = RunDir(runs_dir / f"{name}-{number}")
+    """The run directories of one identity, oldest first: `name`, then `name-2`, `name-3` ... made by --fresh.
+
+    A number is missing where somebody has removed that run.
+    """
+    for number in sorted(_numbers(_names(runs_dir), name)):
+        run = _version(runs_dir, name, number)
+        if run.exists():
+            yield run
 
 
 def next_version(runs_dir: Path, name: str) -> RunDir:
-    """The run directory that --fresh makes next."""
-    number = sum(1 for _ in versions(runs_dir, name)) + 1
+    """The run directory that --fresh makes next: its number is above that of every one there is, or has been."""
+    removed = [file.removesuffix(_NUMBERED) for file in _names(runs_dir / _BESIDE) if file.endswith(_NUMBERED)]
+    return _version(runs_dir, name, 1 + max(_numbers([*_names(runs_dir), *removed], name), default=0))
+
+
+def _version(runs_dir: Path, name: str, number: int) -> RunDir:
     return RunDir(runs_dir / (name if number == 1 else f"{name}-{number}"))
+
+
+def _numbers(names: Iterable[str], name: str) -> list[int]:
+    """Of names of run directories, the numbers of those that are versions of `name`."""
+    matches = [re.fullmatch(re.escape(name) + _VERSION, one) for one in names]
+    return [int(match[1] or 1) for match in matches if match]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror}; set --runs-dir or JOBKIT_RUNS") from None
 
 
 def find_run(text: str, runs_dir: Path) -> RunDir:
@@ -259,7 +302,8 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
             return RunDir(candidate.resolve())
     runs = all_runs(runs_dir)
     matches = [run for run in runs if run.name.startswith(text)]
-    own = {run.name: run for run in matches if re.fullmatch(r"-[0-9a-f]{8}", run.name.removeprefix(text))}
+    found = [re.fullmatch(rf"({re.escape(text)}-[0-9a-f]{{8}}){_VERSION}", run.name) for run in matches]
+    own = {match[1] for match in found if match}
     if len(own) == 1:
         (name,) = own
         return list(versions(runs_dir, name))[-1]

@@ -82,3 +82,4 @@ def _remove(run: RunDir, status: Status) -> None:
         print(f"{error}; {run.path} stays", file=sys.stderr)
         return
     shutil.rmtree(run.path, ignore_errors=True)
+    run.forget_number()

@@ -8,13 +8,15 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError, SchedulerTimeout
-from jobkit.run import secrets, snapshot
+from jobkit.log import log
+from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
@@ -41,25 +43,31 @@ class Outcome:
     """Whether its job was held, and is no more."""
 
 
-def check(config: Config, source: Path) -> Path | None:
-    """Refuse a config that would fail in the job; the task's file relative to `source`, where it is below it."""
+def check(plan: LaunchPlan, source: Path) -> list[Path]:
+    """Refuse a config that would fail in the job, and say what may be wrong with it.
+
+    Returns the user's own files that it imports at its start, relative to `source`.
+    """
+    config, has_setup = plan.config, bool(plan.parameters.get("setup"))
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
     for key in secrets.lacking_in(dataclasses.asdict(config)):
         raise InvalidValue(key, f"found {secrets.MASK}, which stands for a value that is not shown; give the value")
     if config.command:
-        module = check_command(config.command, source)
+        checked = check_command(config.command, source, has_setup=has_setup)
     else:
-        module = check_task(config.task, source)
+        checked = check_task(config.task, source, has_setup=has_setup)
     for path in config.inputs:
         if not Path(path).expanduser().exists():
             raise InvalidValue("inputs", f"{path}: no such file or directory; the task needs it to start")
-    return module
+    for line in checked.warnings:
+        log.warning("%s", line)
+    return checked.files
 
 
 def choose_run(config: Config, runs_dir: Path, fresh: bool) -> RunDir:
-    """The run directory of a config: its newest version, or with `fresh` the next one."""
+    """The run directory of a config: its newest version that is there, or with `fresh` the next one."""
     name = run_name(config)
     if fresh:
         return next_version(runs_dir, name)
@@ -84,8 +92,8 @@ def submit(
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
     # Whatever is wrong with the input is refused before anything is touched on the disk.
-    task_file = check(config, source)
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
+    needed = check(plan, source)
     _check_writable(runs_dir)
     _check_spares(plan)
     with RunDir(runs_dir / run_name(config)).submission_lock():
@@ -95,18 +103,25 @@ def submit(
         # The journal first has to agree with Slurm: an earlier submission may have been cut off after its sbatch.
         before = Status() if is_new else job.reconcile(run)
         try:
-            changed = _code_changes(run, before, source, task_file)
-            if not is_new and before.state in (State.FINISHED, State.QUEUED, State.HELD, State.RUNNING):
+            code = code_files.find(source, run.path.parent, needed)
+            under_way = (State.FINISHED, State.QUEUED, State.HELD, State.RUNNING)
+            starts = is_new or before.state not in under_way
+            for remark in code.remarks if starts else ():  # before the code is read: it may be much
+                log.warning("%s", remark)
+            files = snapshot.scan(source, code.sizes)
+            changed = snapshot.changes(run.code, before.code, files) if before.code else []
+            if not starts:
                 return Outcome(run, before, None, changed, released=_release(before, plan))
             slurm_cluster = _slurm_cluster() if plan.scheduler == "slurm" else None
-            code = _prepare(run, plan, source, task_file)
+            version = _prepare(run, plan, source, files)
+            run.keep_number()
             # Before sbatch: this process may die, or slurmctld not answer; the next submission then looks for a job.
             run.record(
                 Event.SUBMITTING,
                 cluster=plan.cluster,
                 scheduler=plan.scheduler,
                 slurm_cluster=slurm_cluster,
-                code=code,
+                code=version,
                 code_changes=changed,
                 command=command,
                 cwd=str(source),
@@ -116,6 +131,7 @@ def submit(
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             if is_new and not isinstance(error, SchedulerTimeout):  # after which the job may be in the queue
                 shutil.rmtree(run.path, ignore_errors=True)
+                run.forget_number()
             if not isinstance(error, OSError):
                 raise
             raise InputError(
@@ -131,20 +147,14 @@ def _how_to_resume(run: RunDir, command: str) -> dict[str, str]:
     return {"resume": shlex.join(words)}
 
 
-def _code_changes(run: RunDir, before: Status, source: Path, task_file: Path | None) -> list[str]:
-    if not before.code:
-        return []
-    return snapshot.changes(run.code, before.code, snapshot.scan(source, run.path.parent, task_file))
-
-
-def _prepare(run: RunDir, plan: LaunchPlan, source: Path, task_file: Path | None) -> str:
+def _prepare(run: RunDir, plan: LaunchPlan, source: Path, files: Mapping[str, str]) -> str:
     """Make the run directory with config and code; returns the code's digest."""
     for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
         folder.mkdir(parents=True, exist_ok=True)
     run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing of this one
-    code = snapshot.take(source, run.code, skip=run.path.parent, needed=task_file)
+    version = snapshot.take(source, files, run.code)
     run.write_config(plan.config)
-    return code
+    return version
 
 
 def _start(run: RunDir, plan: LaunchPlan, foreground: bool) -> job.Started:
@@ -155,7 +165,10 @@ def _start(run: RunDir, plan: LaunchPlan, foreground: bool) -> job.Started:
     except (JobkitError, KeyboardInterrupt) as error:
         run.record(Event.SUBMIT_FAILED, error=str(error) or "interrupted before there was a job")
         raise
-    run.record(Event.SUBMITTED, job_id=started.job_id)
+    try:
+        run.record(Event.SUBMITTED, job_id=started.job_id)
+    except OSError as error:  # the job is there: the next submission finds it as one that was cut off
+        log.warning("job %s was started, which cannot be journalled: %s", started.job_id, error)
     return started
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.machinery
 import importlib.util
 import sys
+import sysconfig
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobkit.errors import InputError, InvalidValue, nearest
@@ -16,20 +19,35 @@ class _NotFound(Exception):
     """A module is not there; whoever looks for it knows who needs it."""
 
 
-def check_task(task: str, root: Path) -> Path | None:
-    """Check that `module:callable` can be imported from `root`, and return the module's file, relative to `root`.
+class _NotInstalled(_NotFound):
+    """A package of somebody else's is not there."""
+
+
+@dataclass
+class Checked:
+    """What a check of a task or a command has found."""
+
+    files: list[Path] = field(default_factory=list)
+    """The user's own Python files and extension modules that it imports at its start, relative to `root`."""
+    warnings: list[str] = field(default_factory=list)
+    """A line for each thing that may be as it should, or not."""
+
+
+def check_task(task: str, root: Path, *, has_setup: bool = False) -> Checked:
+    """Check that `module:callable` can be imported from `root`.
 
     Looked at: the module is there, it and the modules of the user's own that it imports at their top are valid Python,
-    what they import at their top can be found, and the callable is defined. None for a module installed elsewhere.
+    what they import at their top can be found, and the callable is defined. A missing package is a warning where the
+    job `has_setup`: shell lines that may provide it. So is a package in a folder that is neither installed nor copied.
     Raises InvalidValue, or InputError for a file of the user's, saying which of these is not so.
     """
     module, _, name = task.partition(":")
-    parents = module.split(".")[:-1]
-    own = _OwnModules(root)
+    parts = module.split(".")
+    own = _OwnModules(root, root, has_setup=has_setup)
     try:
-        for depth in range(1, len(parents) + 1):  # importing a module runs the packages that it is in
-            own.check(".".join(parents[:depth]))
         spec = _find(module, root)
+        for depth in range(1, len(parts) + 1):  # importing a module runs the packages that it is in
+            own.check(".".join(parts[:depth]))
     except _NotFound as error:
         raise InvalidValue("task", f"{task}: {error}") from None
     if spec.origin is None or not spec.origin.endswith(".py"):
@@ -38,35 +56,42 @@ def check_task(task: str, root: Path) -> Path | None:
     defined = own.check_file(file, module)
     if defined is not None and name not in defined:
         raise InvalidValue("task", f"{task}: {file} defines no {name!r}{nearest(name, defined)}")
-    return file.relative_to(root) if root in file.parents else None
+    return own.found
 
 
-def check_command(command: list[str], root: Path) -> Path | None:
-    """Check that a command typed in `root` would start, and return the user's Python file in it, relative to `root`.
+def check_command(command: list[str], root: Path, *, has_setup: bool = False) -> Checked:
+    """Check that a command typed in `root` would start.
 
     Looked at: the program is there; for a Python, that its script is and can be parsed, or that its module is found.
-    What they import is not: a script may extend sys.path first. None where it names no Python file of the user's.
+    What they import is not refused: a script may extend sys.path first. A missing program or module is a warning where
+    the job `has_setup`: shell lines that may provide it.
     Raises InvalidValue, or InputError for a file of the user's, saying which of these is not so.
     """
     program = command[0]
     if find_program(program) is None:
         what = "no such program, or it may not be executed" if "/" in program else "no such program on PATH"
+        if has_setup and "/" not in program:
+            return Checked(warnings=[f"command: {program}: {what} here; {_SETUP_MUST}"])
         hint = "" if "/" in program else nearest(program, ["python", "torchrun", "accelerate", "bash"])
         raise InvalidValue("command", f"{program}: {what}{hint}")
     if not is_python(program):
-        own = (Path(word) for word in command[1:] if word.endswith(".py"))
-        return next((one for one in own if not one.is_absolute() and (root / one).is_file()), None)
+        named = (Path(word) for word in command[1:] if word.endswith(".py"))
+        return Checked(files=[one for one in named if not one.is_absolute() and (root / one).is_file()][:1])
     runs = target(command)
     if runs is None:
         raise InvalidValue("command", f"{program} with nothing to run: name a script, -m module or -c statements")
     if runs.kind == "code":
-        return None
+        return Checked()
+    module = runs.text
     if runs.kind == "module":
         try:
-            spec = _find(runs.text, root)
+            spec = _find(module, root)
             if spec.submodule_search_locations:
-                spec = _find(f"{runs.text}.__main__", root)
+                module = f"{module}.__main__"
+                spec = _find(module, root)
         except _NotFound as error:
+            if has_setup and isinstance(error, _NotInstalled):
+                return Checked(warnings=[f"command: {program} -m {runs.text}: {error}; {_SETUP_MUST}"])
             raise InvalidValue("command", f"{program} -m: {error}") from None
         file = Path(spec.origin or "")
     else:
@@ -74,9 +99,13 @@ def check_command(command: list[str], root: Path) -> Path | None:
         if not file.exists():
             scripts = [str(one.relative_to(root)) for one in root.glob("*.py")]
             raise InvalidValue("command", f"{runs.text}: no such file in {root}{nearest(runs.text, scripts)}")
-    if file.suffix == ".py" and (runs.kind == "script" or root in file.parents):
-        parse(file)
-    return file.relative_to(root) if file.is_file() and root in file.parents else None
+    own = _OwnModules(root, root if runs.kind == "module" else file.parent, refuses=False)
+    if file.suffix == ".py" and (runs.kind == "script" or _name_below(root, file) is not None):
+        own.check_file(file, module)
+    elif runs.kind == "module":
+        own.check(module.split(".")[0])
+    own.note(file)
+    return own.found
 
 
 def parse(file: Path) -> ast.Module:
@@ -88,66 +117,133 @@ def parse(file: Path) -> ast.Module:
         raise InputError(f"{file}:{line or 1}: not valid Python: {getattr(error, 'msg', error)}") from None
 
 
-def _find(module: str, root: Path) -> importlib.machinery.ModuleSpec:
-    """The spec of a dotted module, without running any code of it or of its parents."""
+_SETUP_MUST = "the run fails unless the cluster's `setup` lines provide it"
+
+_INSTALLED = ("site-packages", "dist-packages")
+"""Names of folders of which nobody expects the packages in a snapshot."""
+
+_STANDARD_LIBRARY = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+
+
+def _find(module: str, first: Path) -> importlib.machinery.ModuleSpec:
+    """The spec of a dotted module, without running any code of it or of its parents.
+
+    `first` is the folder that Python looks in before all others.
+    """
     parts = module.split(".")
-    # A file of the user's own shadows an installed module of the same name, as it will in the job.
-    spec = importlib.machinery.PathFinder.find_spec(parts[0], [str(root)])
-    if spec is None or (spec.origin is None and not spec.submodule_search_locations):
-        spec = importlib.util.find_spec(parts[0])
-    for depth, _ in enumerate(parts[1:], start=2):
+    spec = _find_top(parts[0], first)
+    for part in parts[1:]:
         if spec is None:
             break
-        spec = importlib.machinery.PathFinder.find_spec(
-            ".".join(parts[:depth]), list(spec.submodule_search_locations or [])
-        )
+        _refuse_empty(spec)
+        # By its last name: with all of them Python looks for the parent among the imported modules.
+        spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     if spec is None:
-        candidates = [file.stem for file in root.glob("*.py")]
-        where = f"in {root}, where the command was typed, and none is installed"
-        raise _NotFound(f"no module {module!r} {where}{nearest(parts[0], candidates)}")
+        candidates = [file.stem for file in first.glob("*.py")]
+        where = f"in {first}, where the command was typed, and none is installed"
+        is_there = _find_top(parts[0], first) is not None
+        error = _NotFound if is_there else _NotInstalled
+        raise error(f"no module {module!r} {where}{nearest(parts[0], candidates)}")
+    _refuse_empty(spec)
     return spec
 
 
-class _OwnModules:
-    """Checks modules of the user's own below `root`, each once, with those that they import at their top."""
+def _find_top(name: str, first: Path) -> importlib.machinery.ModuleSpec | None:
+    # A file of the user's own shadows an installed module of the same name, as it will in the job.
+    spec = importlib.machinery.PathFinder.find_spec(name, [str(first), *sys.path])
+    if spec is None or spec.origin is None:  # nothing, or a folder without __init__.py, before which a package comes
+        installed = importlib.util.find_spec(name)
+        if spec is None or (installed is not None and installed.origin is not None):
+            spec = installed
+    return spec
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+
+def _refuse_empty(spec: importlib.machinery.ModuleSpec) -> None:
+    """Raise _NotFound for a folder that Python would import although nothing is in it."""
+    if spec.origin is not None or not spec.submodule_search_locations:
+        return
+    folders = [Path(one) for one in spec.submodule_search_locations]
+    if all(one.is_dir() and not any(one.iterdir()) for one in folders):
+        what = f"{folders[0]} is empty; if it is a submodule that is not checked out"
+        raise _NotFound(f"no module {spec.name!r}: {what}: git submodule update --init {folders[0]}")
+
+
+def _location(spec: importlib.machinery.ModuleSpec) -> Path | None:
+    """The file of a module, or the folder of a package without __init__.py; None for what is in no folder."""
+    if spec.has_location and spec.origin:
+        return Path(spec.origin)
+    return next((Path(one) for one in spec.submodule_search_locations or ()), None)
+
+
+def _name_below(root: Path, path: Path) -> Path | None:
+    """The name of a file or a folder relative to `root`; None where it is not below it, or installed there."""
+    for one in (path, path.resolve()):
+        if one.is_relative_to(root) and not set(_INSTALLED).intersection(one.relative_to(root).parts):
+            return one.relative_to(root)
+    return None
+
+
+class _OwnModules:
+    """Checks modules of the user's own below `root`, each once, with those that they import at their top.
+
+    With `refuses` off nothing is refused, and what is not there is passed over.
+    """
+
+    def __init__(self, root: Path, first: Path, *, has_setup: bool = False, refuses: bool = True) -> None:
+        self.root, self.found = root, Checked()
+        self._first, self._has_setup, self._refuses = first, has_setup, refuses
         self._defined: dict[Path, set[str] | None] = {}
         """The names that a file's module defines at its top; None where a star import leaves that open."""
+        self._told: set[str] = set()
+        """Packages of somebody else's that there is a warning about."""
 
     def check(self, module: str) -> tuple[str | None, set[str] | None] | None:
         """Check a module: (its folder if it is a package, the names it defines); None for one of somebody else's."""
         top = module.split(".")[0]
-        if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "__main__":
+        if top in sys.builtin_module_names or top in sys.stdlib_module_names or top in ("__main__", "jobkit"):
             return None
-        if importlib.machinery.PathFinder.find_spec(top, [str(self.root)]) is None:
-            if importlib.util.find_spec(top) is None:
-                raise _NotFound(f"no module {top!r}; install it, or correct the name")
+        spec = _find_top(top, self._first)
+        if spec is None:
+            raise _NotInstalled(f"no module {top!r}")
+        location = _location(spec)
+        if location is None or _name_below(self.root, location) is None:
+            self._tell_if_elsewhere(top, location)
             return None
-        spec = _find(module, self.root)
+        spec = _find(module, self._first)
         folder = next(iter(spec.submodule_search_locations), None) if spec.submodule_search_locations else None
         if not (spec.origin and spec.origin.endswith(".py")):
+            self.note(_location(spec))
             return folder, set()
         return folder, self.check_file(Path(spec.origin), module)
+
+    def note(self, file: Path | None) -> None:
+        """Note a file as one that is needed, if it is the user's own."""
+        name = _name_below(self.root, file) if file is not None and file.is_file() else None
+        if name is not None and name not in self.found.files:
+            self.found.files.append(name)
 
     def check_file(self, file: Path, module: str) -> set[str] | None:
         """The names a module defines at its top, or None when a star import leaves that open."""
         if file in self._defined:
             return self._defined[file]
         self._defined[file] = None  # a circle of imports ends here
+        self.note(file)
         names: set[str] = set()
         star = False
         for node in parse(file).body:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    self._check_needed(alias.name, f"{file}:{node.lineno}: import {alias.name}")
-            elif isinstance(node, ast.ImportFrom):
-                star |= any(alias.name == "*" for alias in node.names)
-                self._check_from(node, module, file)
+            star |= isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+            with contextlib.nullcontext() if self._refuses else contextlib.suppress(InputError):
+                self._check_imports(node, module, file)
             names |= _bound(node)
         self._defined[file] = None if star else names
         return self._defined[file]
+
+    def _check_imports(self, node: ast.stmt, module: str, file: Path) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                self._check_needed(alias.name, f"{file}:{node.lineno}: import {alias.name}")
+        elif isinstance(node, ast.ImportFrom):
+            self._check_from(node, module, file)
 
     def _check_from(self, node: ast.ImportFrom, module: str, file: Path) -> None:
         place, source = f"{file}:{node.lineno}", "." * node.level + (node.module or "")
@@ -171,8 +267,29 @@ class _OwnModules:
         """`check`, for an import statement of the user's own, which an error names."""
         try:
             return self.check(wanted)
+        except _NotInstalled as error:
+            if not self._has_setup:
+                raise InputError(f"{statement}: {error}; install it, or correct the name") from None
+            self._warn(wanted.split(".")[0], f"{statement}: {error} here; {_SETUP_MUST}")
+            return None
         except _NotFound as error:
             raise InputError(f"{statement}: {error}") from None
+
+    def _tell_if_elsewhere(self, package: str, location: Path | None) -> None:
+        """Warn about a package that is neither installed nor in the snapshot."""
+        if location is None:
+            return
+        folder = location.parent.resolve()  # of a package installed by a link to its folder: that folder
+        is_package = location.name == "__init__.py" or location.is_dir()
+        if not set(_INSTALLED).intersection(folder.parts) and not str(location).startswith(_STANDARD_LIBRARY):
+            where = folder if is_package and not location.is_dir() else folder / location.name
+            what = f"{package} is imported from {where}, which is outside the snapshot"
+            self._warn(package, f"{what}: later changes there reach the run")
+
+    def _warn(self, package: str, line: str) -> None:
+        if package not in self._told:
+            self._told.add(package)
+            self.found.warnings.append(line)
 
 
 def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str | None:

@@ -20,6 +20,7 @@ from jobkit.run.command_line import find_program, is_python, target
 from jobkit.run.rundir import RunDir
 from jobkit.worker.failure import write_report
 from jobkit.worker.launcher import Topology, topology_of
+from jobkit.worker.startup import jobkit_snapshot
 from jobkit.worker.stop import STOP_SIGNALS
 
 # What `python -m` does, with the snapshot where it would put the current folder.
@@ -51,8 +52,7 @@ def become_command(path: str) -> NoReturn:
         if program is None:
             raise JobkitError(f"command: {words[0]}: no such program on this node")
         environment = {**os.environ, **topology.environment(address, port), "PYTHONUNBUFFERED": "1"}
-        if paths := os.environ.get("PYTHONPATH"):
-            environment["PYTHONPATH"] = _paths_in_snapshot(paths, code, here)
+        environment.update(jobkit_snapshot.environment(str(here), str(code), os.environ))
         if interface := interface_towards(address):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         _become([program, *words[1:]], environment)
@@ -109,17 +109,6 @@ def in_snapshot(command: Sequence[str], code: Path) -> list[str]:
 def _file_in_snapshot(word: str, code: Path) -> str:
     inside = (code / word).resolve().is_relative_to(code.resolve())
     return str(code / word) if word.endswith(_IN_SNAPSHOT) and inside and (code / word).is_file() else word
-
-
-def _paths_in_snapshot(paths: str, code: Path, here: Path) -> str:
-    """PYTHONPATH with the folder where the run was submitted, and those below it, replaced by their copies."""
-    full = [(here / entry).resolve() for entry in paths.split(os.pathsep)]
-    return os.pathsep.join(
-        str(code / one.relative_to(here))
-        if one.is_relative_to(here) and (code / one.relative_to(here)).is_dir()
-        else str(one)
-        for one in full
-    )
 
 
 def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

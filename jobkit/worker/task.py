@@ -27,6 +27,7 @@ from jobkit.worker.output import survive_full_disks
 from jobkit.worker.rank import Rank, join
 from jobkit.worker.rendezvous import rendezvous
 from jobkit.worker.reporter import RunReporter
+from jobkit.worker.startup.jobkit_snapshot import SnapshotFinder, environment
 from jobkit.worker.stop import STOP_SIGNALS, CauseFinder, Stopped, kill_children
 
 GRACE_SECONDS = 3.0
@@ -110,8 +111,10 @@ def _tell_imports(rank: Rank, before: Collection[str]) -> Callable[[], None]:
 
 def _use_snapshot(code: Path) -> None:
     """Import the user's modules from the snapshot, not from the folder where they may have changed since."""
-    here = Path.cwd()
-    sys.path[:] = [str(code)] + [entry for entry in sys.path if entry != "" and Path(entry) != here]
+    here = str(Path.cwd())
+    os.environ.update(environment(here, str(code), os.environ))  # for what this rank starts
+    sys.path[:] = [str(code), *filter(None, sys.path)]
+    SnapshotFinder(here, str(code)).use()
 
 
 def load_task(task: str) -> Callable[[Context], Any]:

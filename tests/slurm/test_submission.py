@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import in_process
-from harness.project import Project, events, names, queue, status, step, wait_for
+from harness.project import Project, describe, events, names, queue, status, step, wait_for
 from slurm_cluster import Cluster
 
 LONG = ("params.steps=2000", "params.sleep=0.05")
@@ -104,6 +104,30 @@ def test_an_edit_after_the_submission_does_not_change_what_a_queued_job_runs(pro
     slurm.command("scontrol", "release", status(run)["job_id"])
     wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
     assert status(run)["state"] == "finished"
+
+
+def test_neither_does_one_in_a_src_layout_whose_job_has_a_package_from_its_setup_lines(
+    project: Project, slurm: Cluster
+) -> None:
+    part, provided = project.path / "src/own/part.py", project.path.with_name("provided")
+    for folder in (part.parent, provided):
+        folder.mkdir(parents=True)
+    part.write_text("")
+    (provided / "library.py").write_text("")
+    (project.path / "mytask.py").write_text(
+        "import library, own.part\ndef train(ctx):\n    for step in ctx.steps(2): pass\n    return own.part.__file__\n"
+    )
+    project.env["PYTHONPATH"] = f"{project.env.get('PYTHONPATH', '')}:{project.path}/src"
+    setup = f"clusters.slurm.setup=['export PYTHONPATH=$PYTHONPATH:{provided}']"
+    said = project.submit("--cluster", "slurm", "clusters.slurm.hold=true", setup, "resources.nodes=1").stderr
+    assert "mytask.py:1: import library: no module 'library' here" in said
+    (run,) = project.runs
+    part.write_text("raise RuntimeError('edited later')\n")
+    slurm.command("scontrol", "release", status(run)["job_id"])
+    wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
+    assert status(run)["state"] == "finished", describe(run)
+    (code,) = (run / "code").iterdir()
+    assert status(run)["result"] == f"{code}/src/own/part.py"
 
 
 def test_a_later_submission_takes_the_code_as_it_is_then_and_says_what_changed(tmp_path: Path) -> None:

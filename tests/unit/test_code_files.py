@@ -1,0 +1,216 @@
+"""What a submission copies of the folder that it is typed in, on real repositories."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+from pathlib import Path
+
+import pytest
+from harness.repository import git, repository, write
+
+from jobkit.errors import InputError
+from jobkit.run import code_files, snapshot
+
+PACKAGE = {"__init__.py": "", "model.py": "LAYERS = 2\n"}
+EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
+
+
+def found(source: Path, *needed: str) -> set[str]:
+    return {str(name) for name in code_files.find(source, source / "runs", map(Path, needed)).sizes}
+
+
+def remarks(source: Path) -> str:
+    return "\n".join(code_files.find(source, source / "runs").remarks)
+
+
+def copied(source: Path, folder: Path, *needed: str) -> Path:
+    """The snapshot of a project."""
+    files = snapshot.scan(source, code_files.find(source, source / "runs", map(Path, needed)).sizes)
+    return folder / snapshot.take(source, files, folder)
+
+
+# Repositories in repositories
+
+
+def test_a_submodule_and_one_within_it_are_copied(tmp_path: Path) -> None:
+    inner = repository(tmp_path / "inner", PACKAGE)
+    outer = repository(tmp_path / "outer", PACKAGE)
+    git(outer, "submodule", "add", "--quiet", str(inner), "inner")
+    git(outer, "commit", "--quiet", "--message=inner")
+    project = repository(tmp_path / "project", {"train.py": ""})
+    git(project, "submodule", "add", "--quiet", str(outer), "libs/outer")
+    git(project, "submodule", "update", "--init", "--recursive", "--quiet")
+    code = copied(project, tmp_path / "code")
+    assert (code / "libs/outer/inner/model.py").read_text() == PACKAGE["model.py"]
+    assert {"train.py", "libs/outer/model.py", "libs/outer/inner/__init__.py"} <= found(project)
+    assert not remarks(project)
+
+
+def test_a_submodule_that_is_not_checked_out_is_named_with_what_to_do(tmp_path: Path) -> None:
+    library = repository(tmp_path / "library", PACKAGE)
+    project = repository(tmp_path / "project", {"train.py": ""})
+    git(project, "submodule", "add", "--quiet", str(library), "library")
+    git(project, "submodule", "deinit", "--force", "--quiet", "library")
+    assert "git submodule update --init library" in remarks(project)
+
+
+def test_a_nested_clone_is_copied_without_what_it_ignores(tmp_path: Path) -> None:
+    project = repository(tmp_path / "project", {"train.py": ""})
+    repository(project / "vendor/library", {**PACKAGE, ".gitignore": "out/\n"})
+    write(project / "vendor/library", {"new.py": "", "out/made.py": ""})
+    assert {"vendor/library/model.py", "vendor/library/new.py"} <= found(project)
+    assert "vendor/library/out/made.py" not in found(project)
+
+
+def test_another_working_tree_of_the_repository_in_a_hidden_folder_is_not_copied(tmp_path: Path) -> None:
+    project = repository(tmp_path / "project", {"train.py": ""})
+    git(project, "worktree", "add", "--quiet", ".trees/other")
+    assert found(project) == {"train.py"}
+
+
+def test_below_a_repository_the_folder_alone_is_copied(tmp_path: Path) -> None:
+    repository(tmp_path, {"train.py": "", "project/train.py": "", "project/pkg/model.py": ""})
+    assert found(tmp_path / "project") == {"train.py", "pkg/model.py"}
+
+
+def test_what_the_repository_around_the_project_ignores_is_copied_if_it_looks_like_source(tmp_path: Path) -> None:
+    repository(tmp_path, {".gitignore": "project/\n"})
+    write(tmp_path / "project", {"train.py": "", "data.bin": ""})
+    assert found(tmp_path / "project") == {"train.py"}
+
+
+# Links
+
+
+@pytest.mark.parametrize("is_repository", [True, False])
+@pytest.mark.parametrize("where", ["project/src/pkg", "shared/pkg"])
+def test_a_linked_package_is_copied_as_files(tmp_path: Path, where: str, is_repository: bool) -> None:
+    project = tmp_path / "project"
+    write(tmp_path / where, PACKAGE)
+    write(project, {"train.py": "", "one.py": "x = 1\n"})
+    (project / "pkg").symlink_to(os.path.relpath(tmp_path / where, project))
+    (project / "same.py").symlink_to("one.py")
+    if is_repository:
+        repository(project, {})
+    code = copied(project, tmp_path / "code")
+    assert (code / "pkg/model.py").read_text() == PACKAGE["model.py"]
+    assert (code / "same.py").read_text() == "x = 1\n"
+    assert not [path for path in code.rglob("*") if path.is_symlink()]
+
+
+def test_links_that_lead_back_or_nowhere_are_passed_over(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    write(project, {"train.py": "", "pkg/model.py": ""})
+    (project / "pkg/again").symlink_to("..")
+    (project / "pkg/self").symlink_to("self")
+    (project / "pkg/gone").symlink_to("nowhere")
+    (project / "above").symlink_to("..")
+    assert found(project) == {"train.py", "pkg/model.py"}
+    repository(project, {})
+    assert found(project) == {"train.py", "pkg/model.py"}
+
+
+def test_two_folders_that_link_to_each_other_end(tmp_path: Path) -> None:
+    write(tmp_path, {"project/train.py": "", "a/a.py": "", "b/b.py": ""})
+    (tmp_path / "a/b").symlink_to(tmp_path / "b")
+    (tmp_path / "b/a").symlink_to(tmp_path / "a")
+    (tmp_path / "project/a").symlink_to(tmp_path / "a")
+    assert found(tmp_path / "project") == {"train.py", "a/a.py", "a/b/b.py"}
+
+
+def test_a_linked_data_set_is_neither_copied_nor_a_reason_to_refuse(tmp_path: Path) -> None:
+    write(tmp_path, {"project/train.py": ""})
+    write(tmp_path / "data", {f"{number}.txt": "" for number in range(code_files.MAX_LINKED_FILES + 1)})
+    (tmp_path / "project/data").symlink_to(tmp_path / "data")
+    assert found(tmp_path / "project") == {"train.py"}
+    assert not remarks(tmp_path / "project")
+
+
+def test_a_linked_data_set_of_few_files_is_told_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_files, "MUCH_BYTES", 1 << 20)
+    write(tmp_path, {"project/train.py": "", **{f"data/{number}.json": "#" * (1 << 19) for number in range(3)}})
+    (tmp_path / "project/data").symlink_to(tmp_path / "data")
+    assert found(tmp_path / "project") == {"train.py"}
+
+
+def test_a_linked_folder_with_too_much_code_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"project/train.py": ""})
+    write(tmp_path / "code", {f"m{number}.py": "" for number in range(code_files.MAX_LINKED_FILES + 1)})
+    (tmp_path / "project/all").symlink_to(tmp_path / "code")
+    assert "all" in remarks(tmp_path / "project") and "link the package itself" in remarks(tmp_path / "project")
+
+
+def test_runs_are_not_copied_by_whichever_way_they_are_reached(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    write(tmp_path, {"project/train.py": "", "scratch/runs/a/code/1/train.py": "", "scratch/notes.txt": ""})
+    (project / "runs").symlink_to(tmp_path / "scratch/runs")
+    (project / "scratch").symlink_to(tmp_path / "scratch")
+    assert found(project) == {"train.py", "scratch/notes.txt"}
+
+
+# What git ignores
+
+
+def test_what_the_task_imports_is_copied_with_what_lies_beside_it_although_git_ignores_it(tmp_path: Path) -> None:
+    project = repository(tmp_path / "project", {"train.py": "", "pkg/__init__.py": "", ".gitignore": "_*.py\nout/\n"})
+    write(project, {"pkg/_version.py": "", "pkg/_later.py": "", "out/made.py": ""})
+    git(project, "add", "--all", "--force", "pkg/__init__.py")
+    assert {"pkg/_version.py", "pkg/_later.py", "pkg/__init__.py"} <= found(project, "pkg/_version.py")
+    assert "out/made.py" not in found(project, "pkg/_version.py")
+
+
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_an_extension_module_built_in_place_is_copied(tmp_path: Path, is_repository: bool) -> None:
+    project = tmp_path / "project"
+    write(project, {"pkg/model.py": "", ".gitignore": "*.so\n"})
+    if is_repository:
+        repository(project, {})
+    write(project, {f"pkg/_fast{EXTENSION}": "", "data/other.so": ""})
+    assert f"pkg/_fast{EXTENSION}" in found(project)
+
+
+# Sizes
+
+
+def test_big_data_that_is_tracked_is_named_and_a_big_program_is_copied(tmp_path: Path) -> None:
+    big = "#" * (code_files.MAX_FILE_BYTES + 1)
+    project = repository(tmp_path / "project", {"train.py": big, "run.sh": big, "vocabulary.json": big})
+    assert found(project) == {"train.py", "run.sh"}
+    (line,) = remarks(project).splitlines()
+    assert "more than 2 MiB" in line and "vocabulary.json (2.0 MiB)" in line
+
+
+def test_a_big_snapshot_is_told_with_its_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_files, "MUCH_BYTES", 1 << 20)
+    project = repository(tmp_path / "project", {"train.py": "", "a.bin": "#" * (1 << 20), "b.bin": "#" * (2 << 20)})
+    (line,) = remarks(project).splitlines()
+    assert "3 MiB in 3 file(s)" in line and line.index("b.bin (2.0 MiB)") < line.index("a.bin (1.0 MiB)")
+
+
+def test_too_many_files_are_refused_with_the_folder_that_has_most(tmp_path: Path) -> None:
+    write(tmp_path, {f"labels/{number}.txt": "" for number in range(code_files.MAX_FILES + 1)})
+    with pytest.raises(InputError, match=f"{code_files.MAX_FILES + 1} in labels"):
+        found(tmp_path)
+
+
+# The copy
+
+
+def test_a_program_can_be_executed_in_the_copy(tmp_path: Path) -> None:
+    write(tmp_path / "project", {"go.sh": "", "plain.sh": ""})
+    (tmp_path / "project/go.sh").chmod(0o755)
+    code = copied(tmp_path / "project", tmp_path / "code")
+    assert os.access(code / "go.sh", os.X_OK)
+    assert not (code / "plain.sh").stat().st_mode & 0o111
+    assert snapshot.verify(tmp_path / "code", code.name) == []
+    (tmp_path / "project/plain.sh").chmod(0o755)
+    assert copied(tmp_path / "project", tmp_path / "code") != code, "it is another version"
+
+
+def test_a_copy_that_was_changed_is_not_verified(tmp_path: Path) -> None:
+    write(tmp_path / "project", {"train.py": "", "model.py": ""})
+    code = copied(tmp_path / "project", tmp_path / "code")
+    (code / "train.py").write_text("x")
+    (code / "model.py").unlink()
+    assert len(snapshot.verify(tmp_path / "code", code.name)) == 2

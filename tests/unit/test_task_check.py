@@ -1,0 +1,141 @@
+"""What a submission says of a task that may run, or not: what setup lines provide, and what is not in the snapshot."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from harness.in_process import Done, jobkit
+from harness.project import Project
+from harness.repository import git, repository, write
+
+from jobkit.submission.task_check import check_command, check_task
+
+TRAIN = "def train(ctx): pass\n"
+SETUP = "clusters.slurm.setup=[module load library]"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    made = Project(tmp_path / "project")
+    (made.path / "mytask.py").write_text(f"import os\nimport torchh.nn\n{TRAIN}")
+    return made
+
+
+def dry_run(project: Project, *arguments: str, expect: int = 0) -> Done:
+    return jobkit(project, "submit", "toy.yaml", "--dry-run", *arguments, expect=expect)
+
+
+# What the setup lines of a cluster may provide
+
+
+def test_a_package_that_setup_lines_may_provide_is_a_warning(project: Project) -> None:
+    (line,) = dry_run(project, "--cluster", "slurm", SETUP).stderr.splitlines()
+    for said in ("mytask.py:2: import torchh.nn: no module 'torchh' here", "`setup` lines"):
+        assert said in line
+
+
+def test_it_is_refused_where_there_are_no_setup_lines(project: Project) -> None:
+    for place in (["--cluster", "slurm"], ["--local", SETUP], ["--cluster", "here", "clusters.here.scheduler=local"]):
+        done = dry_run(project, *place, expect=2)
+        assert "mytask.py:2: import torchh.nn: no module 'torchh'; install it" in done.stderr
+
+
+def test_modules_of_the_users_own_are_refused_with_setup_lines_too(project: Project) -> None:
+    write(project.path, {"mytask.py": f"import pkg.nosuch\n{TRAIN}", "pkg/__init__.py": ""})
+    assert "pkg.nosuch" in dry_run(project, "--cluster", "slurm", SETUP, expect=2).stderr
+    assert "no module 'mytsk'" in dry_run(project, "--cluster", "slurm", SETUP, "task=mytsk:train", expect=2).stderr
+
+
+@pytest.mark.parametrize("words", ["nosuchprogram, --fast", "python, -m, nosuchmodule"])
+def test_a_program_that_setup_lines_may_provide_is_a_warning(project: Project, words: str) -> None:
+    (project.path / "toy.yaml").write_text(f"name: toy\ncommand: [{words}]\n")
+    (line,) = dry_run(project, "--cluster", "slurm", SETUP).stderr.splitlines()
+    assert "nosuch" in line and "`setup` lines" in line
+    assert "nosuch" in dry_run(project, "--cluster", "slurm", expect=2).stderr
+
+
+# What is imported from elsewhere
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a package `outerpkg` that Python looks in, as after `pip install -e`."""
+    write(tmp_path / "library", {"outerpkg/__init__.py": "", "outerpkg/train.py": TRAIN, "outermodule.py": ""})
+    monkeypatch.syspath_prepend(tmp_path / "library")
+    return tmp_path / "library"
+
+
+def test_a_package_outside_the_snapshot_is_named_once(project: Project, library: Path) -> None:
+    (project.path / "mytask.py").write_text(f"import outerpkg\nimport outermodule\nimport outerpkg, torch\n{TRAIN}")
+    lines = dry_run(project, "--local").stderr.splitlines()
+    later = "which is outside the snapshot: later changes there reach the run"
+    assert [line.removeprefix("jobkit: ") for line in lines] == [
+        f"outerpkg is imported from {library}/outerpkg, {later}",
+        f"outermodule is imported from {library}/outermodule.py, {later}",
+    ]
+
+
+def test_a_task_outside_the_snapshot_is_named(project: Project, library: Path) -> None:
+    assert f"{library}/outerpkg" in dry_run(project, "--local", "task=outerpkg.train:train").stderr
+
+
+def test_what_is_installed_is_not_named(project: Project) -> None:
+    (project.path / "mytask.py").write_text(f"import json, numpy, torch, jobkit, pytest, importlib.metadata\n{TRAIN}")
+    assert dry_run(project, "--local").stderr == ""
+
+
+# What is the user's own
+
+
+def test_a_src_layout_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"src/ownpkg/__init__.py": "", "src/ownpkg/train.py": f"from . import part\n{TRAIN}"})
+    write(tmp_path, {"src/ownpkg/part.py": "", "other.py": ""})
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    checked = check_task("ownpkg.train:train", tmp_path)
+    assert {str(file) for file in checked.files} == {f"src/ownpkg/{name}.py" for name in ("__init__", "train", "part")}
+    assert not checked.warnings
+
+
+def test_what_a_script_imports_is_needed_and_what_is_missing_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, {"scripts/train.py": "import part, nosuch\nimport broken\n", "scripts/part.py": "import later\n"})
+    write(tmp_path, {"scripts/later.py": "", "scripts/broken.py": "x = (", "unused.py": ""})
+    files = check_command(["python", "scripts/train.py"], tmp_path).files
+    assert {file.name for file in files} == {"train.py", "part.py", "later.py", "broken.py"}
+    assert files[0] == Path("scripts/train.py")
+
+
+def test_a_folder_of_data_does_not_hide_an_installed_package(tmp_path: Path) -> None:
+    write(tmp_path, {"mytask.py": f"from yaml import safe_load\n{TRAIN}", "yaml/data.txt": ""})
+    assert check_task("mytask:train", tmp_path).warnings == []
+
+
+def test_an_import_from_a_submodule_that_is_not_checked_out_is_refused(project: Project, tmp_path: Path) -> None:
+    source = repository(tmp_path / "source", {"__init__.py": "", "model.py": ""})
+    repository(project.path, {})
+    git(project.path, "submodule", "add", "--quiet", str(source), "libs/parts")
+    for line in (
+        "import libs.parts",
+        "from libs.parts import model",
+        "import libs.parts.model",
+        "from libs import parts",
+    ):
+        (project.path / "mytask.py").write_text(f"{line}\n{TRAIN}")
+        git(project.path, "submodule", "update", "--init", "--quiet")
+        dry_run(project, "--local")
+        git(project.path, "submodule", "deinit", "--force", "--quiet", "libs/parts")
+        said = dry_run(project, "--local", expect=2).stderr
+        assert "mytask.py:1" in said and "git submodule update --init" in said, line
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    write(tmp_path, {"mytask.py": f"import nosuchheavy.thing\n{TRAIN}"})
+    before = set(sys.modules)
+    check_task("mytask:train", tmp_path, has_setup=True)
+    assert not {name for name in set(sys.modules) - before if name.startswith("torch")}
+
+
+def test_folders_without_init_are_packages_within_each_other(tmp_path: Path) -> None:
+    write(tmp_path, {"mytask.py": f"import a.b.c\nfrom a.b.c import part\n{TRAIN}", "a/b/c/part.py": ""})
+    assert {str(file) for file in check_task("mytask:train", tmp_path).files} == {"mytask.py", "a/b/c/part.py"}
