@@ -24,10 +24,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not job.is_active(found, before):
         print(f"{found.name} is {before.state} already; nothing to cancel")
         return EXIT_FINISHED
-    if before.state == State.RUNNING and not arguments.no_grace:
-        minutes = format_seconds(job.CANCEL_SECONDS)
-        print(f"{found.name}: its ranks get {minutes} to write a checkpoint; --no-grace kills them", file=sys.stderr)
-    status = job.cancel(found, grace=not arguments.no_grace)
+
+    def tell() -> None:
+        seconds = format_seconds(job.CANCEL_SECONDS)
+        print(f"{found.name}: its ranks get {seconds} to write a checkpoint; --no-grace kills them", file=sys.stderr)
+
+    grace = not arguments.no_grace
+    status = job.cancel(found, grace=grace, on_wait=tell if grace else lambda: None)
     if status.state != State.CANCELLED:
         print(f"{found.name} is still {status.state}: it was asked to stop; python -m jobkit status {found.name}")
         return EXIT_FAILED if status.state in (State.QUEUED, State.RUNNING) else EXIT_FINISHED

@@ -314,10 +314,11 @@ def wait_until_gone(run: RunDir, status: Status, seconds: float) -> bool:
     return False
 
 
-def cancel(run: RunDir, *, grace: bool = True) -> Status:
+def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lambda: None) -> Status:
     """Stop the run for good, with a checkpoint where it is running; returns its status afterwards.
 
-    Its ranks get CANCEL_SECONDS to save, or without `grace` nothing; then its job is ended, whatever it does.
+    Its ranks get CANCEL_SECONDS to save, or without `grace` nothing; then its job is ended, whatever it does. `on_wait`
+    is called where they are waited for.
     """
     seconds = CANCEL_SECONDS if grace else 0.0
     with run.submission_lock():
@@ -333,6 +334,7 @@ def cancel(run: RunDir, *, grace: bool = True) -> Status:
         records.write(run.stop_request_file(status.attempt.id), request)
         if status.scheduler != "slurm":
             _signal_supervisor(run)  # a script with jobkit.init does not look for requests
+        on_wait()
         wait(run, lambda now: not _runs_on(run, now), seconds + CLEAN_UP_SECONDS)
     with run.submission_lock():
         if status.scheduler == "slurm":
