@@ -24,7 +24,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State
 from jobkit.supervisor import diagnosis
 from jobkit.supervisor.diagnosis import EndCause, FirstFailure
-from jobkit.supervisor.retry import Decision, decide
+from jobkit.supervisor.retry import CanReplace, Decision, decide
 
 
 class NotRunnable(JobkitError):
@@ -130,7 +130,7 @@ def end(
     job: slurm.JobInfo | None = None,
     all_returned: bool = False,
     keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
-    can_replace: Callable[[Sequence[str]], bool] = lambda nodes: True,
+    can_replace: CanReplace = lambda nodes: True,
     noticed: float | None = None,
     last_step: tuple[int, float] | None = None,
 ) -> Decision:
@@ -167,6 +167,7 @@ def end(
     decision = decide(
         now.attempts,
         run.config().retry,
+        is_command=bool(run.config().command),
         excluded=now.excluded_nodes,
         can_requeue=job is None or job.requeueable,
         keeps_nodes=keeps_nodes,
