@@ -161,6 +161,7 @@ class Supervisor:
                 first=self.ranks.cause_of_death(job),
                 job=job,
                 all_returned=self.ranks.all_returned(),
+                told=self.ranks.told(),
                 keeps_nodes=lambda without: self.job.keeps_nodes(job) and self.ranks.can_start_again(without),
                 can_replace=lambda nodes: self.job.can_replace(job, nodes),
                 noticed=watch.noticed or ended,

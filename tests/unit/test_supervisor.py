@@ -23,7 +23,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.supervisor import supervisor as supervising
 from jobkit.supervisor import time_limit as limits
-from jobkit.supervisor.attempt import Begun, begin, request_stop
+from jobkit.supervisor.attempt import Begun, begin, end, request_stop
 from jobkit.supervisor.diagnosis import FirstFailure
 from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.retry import Decision
@@ -112,6 +112,9 @@ class Ranks:
 
     def all_returned(self) -> bool:
         return False
+
+    def told(self) -> int | None:
+        return None
 
     def last_step(self) -> tuple[int, float] | None:
         return None
@@ -474,6 +477,52 @@ def test_a_file_server_that_does_not_answer_keeps_the_supervisor_from_nothing_bu
     timer = threading.Timer(3, act)
     timer.start()
     assert within(15, supervising.AttemptWatch(run, begun.number, ranks, job).until_end)
+
+
+# What a command that reports nothing was told
+
+USR2, TERM = 12, 15
+EARLY, LATE = info(end=400.0, elapsed=77.0), info(end=400.0, elapsed=300.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "first", "job", "cause"),
+    [
+        (None, None, LATE, "finished"),
+        (USR2, None, LATE, "timeout"),
+        (USR2, None, EARLY, "signal"),
+        (TERM, None, EARLY, "signal"),
+        (TERM, None, info(preempt_time=1.0), "preempted"),
+        (USR2, None, None, "signal"),
+        (USR2, FirstFailure(rank=0, code=128 + USR2), LATE, "timeout"),
+        (TERM, FirstFailure(rank=0, code=128 + TERM), EARLY, "signal"),
+        (None, FirstFailure(rank=0, code=128 + TERM), EARLY, "crashed"),
+        (USR2, FirstFailure(rank=0, code=1), LATE, "crashed"),
+        (None, FirstFailure(rank=0, signal=TERM), EARLY, "signal"),
+        (USR2, FirstFailure(rank=0, signal=9), LATE, "killed"),
+    ],
+)
+def test_the_end_of_a_silent_command_is_read_by_what_it_was_told(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    told: int | None,
+    first: FirstFailure | None,
+    job: slurm.JobInfo | None,
+    cause: str,
+) -> None:
+    monkeypatch.delenv("JOBKIT_BEGAN", raising=False)
+    run.write_config(Config(name="toy", command=["train"]))
+    begin(run, job_id="7", scheduler="slurm")
+    end(run, 1, "7", first=first, job=job, all_returned=first is None, told=told)
+    assert causes(run) == [cause]
+
+
+def test_a_command_that_reports_its_steps_says_itself_what_it_was_told(run: RunDir) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    begin(run, job_id="7", scheduler="slurm")
+    run.record(Event.RESUMED, attempt=1, step=0)
+    end(run, 1, "7", job=EARLY, all_returned=True, told=USR2)
+    assert causes(run) == ["finished"]
 
 
 # The end that a killed supervisor has left
