@@ -93,7 +93,7 @@ def close_lost_attempt(run: RunDir, attempt: Attempt, job_id: str, scheduler: st
 
 def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> EndCause:
     # srun first: it saw the node die, after which Slurm says only that it has requeued the job.
-    first = diagnosis.first_failure(diagnosis.srun_said(run, attempt.id))
+    first = diagnosis.first_failure(diagnosis.srun_said_about(run, run.status().attempts, attempt.id))
     if first is not None and first.node_lost:
         return diagnosis.diagnose(run, attempt.id, 1, first, None)
     request = run.stop_request(attempt.id)

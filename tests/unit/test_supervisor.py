@@ -164,6 +164,9 @@ class Job:
     def record(self) -> slurm.JobInfo | None:
         return None
 
+    def was_away(self) -> bool:
+        return False
+
     def look(self, action: Callable[[], None]) -> None:
         action()
 
@@ -337,7 +340,7 @@ def test_under_slurm_the_supervisor_keeps_a_part_of_the_margin_to_decide_in(
 ) -> None:
     monkeypatch.delenv("JOBKIT_BEGAN", raising=False)
     elapsed = iter([0.0, 60.25, 120.5])
-    monkeypatch.setattr(slurm, "show_job", lambda job_id: info(elapsed=next(elapsed)), raising=True)
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: info(elapsed=next(elapsed)))
     monkeypatch.setattr(slurm, "stop_margin", lambda limit: 12.0)
     ranks, job = Ranks(clock), Job()
     job.limit = SlurmTimeLimit("7")
