@@ -238,11 +238,18 @@ def srun_said_about(run: RunDir, attempts: Sequence[Attempt], number: int) -> st
                 again = starts[1].split(",")
                 found = [(text, nodes) for text, nodes in found if not set(nodes).intersection(again)]
             else:
-                named = _NODE.search(line) or _TASK.search(line)
-                nodes = _names(named[1]) if named else []
+                nodes = _named_in(line)
                 if set(nodes).intersection(own) if nodes and own else one.id == number:
                     found.append((line, nodes))
     return "\n".join(text for text, _ in found)
+
+
+def _named_in(line: str) -> Sequence[str]:
+    """The nodes that a message of srun's is about; none where it names none."""
+    named = _NODE.search(line) or _TASK.search(line)
+    with contextlib.suppress(SchedulerError):
+        return _names(named[1]) if named else []
+    return []
 
 
 def first_failure_of_job(said: str, job: slurm.JobInfo | None, nodes: Sequence[str] = ()) -> FirstFailure | None:
