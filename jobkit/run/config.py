@@ -176,8 +176,8 @@ class RetryConfig:
     preemption: str | int = _field(_check_budget, UNLIMITED)
     """Preempted, or sent a signal by another user or program."""
     time_limit: str | int = _field(_check_budget, 3)
-    """The time limit `resources.time` was reached. That of a `command:` without `jobkit.init`, which reports no progress,
-    is no failure: only 0 ends its run."""
+    """The time limit `resources.time` was reached. For a `command:` without `jobkit.init`, which reports no progress,
+    that is no failure: only 0 ends its run."""
     node_failure: str | int = _field(_check_budget, 10)
     """A node died, or nothing could be started on it."""
     crash: str | int = _field(_check_budget, 3)
