@@ -25,7 +25,7 @@ from jobkit.run.disk_errors import FULL
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import State
+from jobkit.run.status import State, Status
 from jobkit.supervisor.attempt import ask, end, request_stop
 from jobkit.supervisor.diagnosis import first_failure_of_job, srun_said_about
 from jobkit.supervisor.nodes import end_steps, nodes_to_use
@@ -277,6 +277,7 @@ class SlurmJob:
     def _start_again(self, decision: Decision) -> int:
         """Requeue the job, or where Slurm refuses let a new one follow it."""
         refused = decision.action == "resubmit"
+        status = self.run.status()  # with what this start of the job has lost: the journal's next line ends that
         # Journalled first: from the moment Slurm agrees, this process may be killed at any line.
         self._try_record(Event.REQUEUED, job_id=self.id, cause=decision.reason)
         problem = None
@@ -286,7 +287,7 @@ class SlurmJob:
                 job = self._see(slurm.show_job(self.id))
                 if job is None or not job.requeued_by_slurm:
                     cancelled = job is not None and slurm.stop_cause(job) == "cancelled"  # since the decision
-                    fewer_nodes = self._fewer_nodes(job)
+                    fewer_nodes = self._fewer_nodes(job, status)
                     if (refused or fewer_nodes is not None) and not cancelled:
                         self._resubmit(fewer_nodes, job)
                         return EXIT_FINISHED
@@ -343,9 +344,9 @@ class SlurmJob:
             str(self.run.batch_script), f"--exclude={','.join(nodes)}", environment=_own_variables()
         )
 
-    def _fewer_nodes(self, job: slurm.JobInfo | None) -> int | None:
+    def _fewer_nodes(self, job: slurm.JobInfo | None, status: Status) -> int | None:
         """How many nodes to ask for where the job would wait for more for ever, as for spares; None for all."""
-        config, status = self.run.config(), self.run.status()
+        config = self.run.config()
         resources = config.resources
         with contextlib.suppress(SchedulerError):
             partition = os.environ.get("SLURM_JOB_PARTITION", "")
