@@ -177,9 +177,10 @@ class RetryConfig:
     preemption: str | int = _field(_check_budget, UNLIMITED)
     """Preempted, or sent a signal by another user or program."""
     time_limit: str | int = _field(_check_budget, 3)
-    """The time limit `resources.time` was reached."""
+    """The time limit `resources.time` was reached. For a `command:` without `jobkit.init`, which reports no progress,
+    that is no failure: only 0 ends its run."""
     node_failure: str | int = _field(_check_budget, 10)
-    """A node died."""
+    """A node died, or nothing could be started on it."""
     crash: str | int = _field(_check_budget, 3)
     """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total."""
     exclude_after: int = _field(_at_least(1), 2)

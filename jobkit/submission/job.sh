@@ -9,9 +9,23 @@
 # How many nodes in a row may be unable to begin an attempt.
 jobkit_most_failed_starts=3
 
+# What Slurm says of the job. A controller that is away is asked again: it ends no job at its time limit meanwhile.
+jobkit_record() {
+    local record pause=2
+    until record=$(scontrol -o show job "$SLURM_JOB_ID" 2>&1); do
+        echo "jobkit: $record" >&2
+        case "$record" in
+            *"nable to contact"* | *"onnection refused"* | *"imed out"*) sleep $pause ;;
+            *) return 1 ;;
+        esac
+        pause=$((pause * 3 < 60 ? pause * 3 : 60))
+    done
+    echo "$record"
+}
+
 # Put the job into the queue again; not where its owner has cancelled it: a requeue would undo a scancel.
 jobkit_requeue() {
-    case "$(scontrol -o show job "$SLURM_JOB_ID")" in
+    case "$(jobkit_record)" in
         *JobState=RUNNING*) scontrol requeue Incomplete "$SLURM_JOB_ID" ;; # refused if it is cancelled at this moment
         *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$SLURM_JOB_ID" ;;
         *) return 1 ;;
@@ -24,13 +38,13 @@ jobkit_elsewhere() {
     trap '' TERM
     local code=$1 excluded nodes=0
     echo "jobkit: $SLURMD_NODENAME cannot begin an attempt (exit code $code)" >&2
+    excluded=$(jobkit_record | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # first: it waits for the controller
     if [ -e "$jobkit_failed_starts" ]; then
         [ "$(wc -l <"$jobkit_failed_starts")" -lt $jobkit_most_failed_starts ] || exit 1
         nodes=$(sinfo -h -N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" -o %N | sort -u | wc -l)
     elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$jobkit_blind_restarts" ]; then
         exit 1 # it is not the node: the run directory is full or away
     fi
-    excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p')
     jobkit_requeue || exit 1
     # Where few nodes are left, the job would wait for ever.
     [ "$nodes" -lt $((SLURM_JOB_NUM_NODES + jobkit_most_failed_starts)) ] ||
@@ -76,7 +90,7 @@ jobkit_exit_if_done $jobkit_code
 for _ in 1 2 3; do # the supervisor may be killed at any line, and `end` is harmless to repeat
     jobkit_supervisor end "$jobkit_run"
     jobkit_exit_if_done $?
-    sleep 2 # a slurmctld or a mount that is away may be back
+    sleep 2 # what Python needs may be back; for a slurmctld or a run directory that is away `end` itself waits
 done
 [ "${SLURM_RESTART_COUNT:-0}" -lt "$jobkit_blind_restarts" ] && jobkit_requeue
 exit 1

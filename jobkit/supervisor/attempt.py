@@ -25,7 +25,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State
 from jobkit.supervisor import diagnosis
 from jobkit.supervisor.diagnosis import EndCause, FirstFailure
-from jobkit.supervisor.retry import Decision, decide
+from jobkit.supervisor.retry import CanReplace, Decision, decide
 
 
 class NotRunnable(JobkitError):
@@ -104,7 +104,7 @@ def close_lost_attempt(run: RunDir, attempt: Attempt, job_id: str, scheduler: st
 
 def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> EndCause:
     # srun first: it saw the node die, after which Slurm says only that it has requeued the job.
-    first = diagnosis.first_failure(diagnosis.srun_said(run, attempt.id))
+    first = diagnosis.first_failure(diagnosis.srun_said_about(run, run.status().attempts, attempt.id))
     if first is not None and first.node_lost:
         return diagnosis.diagnose(run, attempt.id, 1, first, None)
     request = run.stop_request(attempt.id)
@@ -140,15 +140,17 @@ def end(
     first: FirstFailure | None = None,
     job: slurm.JobInfo | None = None,
     all_returned: bool = False,
+    told: int | None = None,
     keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
-    can_replace: Callable[[Sequence[str]], bool] = lambda nodes: True,
+    can_replace: CanReplace = lambda nodes: True,
     noticed: float | None = None,
     last_step: tuple[int, float] | None = None,
 ) -> Decision:
     """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
 
     `first` is the first rank to fail, where one did; `job` is Slurm's record of the job, None for a local one;
-    `all_returned` is whether every rank ended with exit code 0; `keeps_nodes` and `can_replace` are decide's; `noticed`
+    `all_returned` is whether every rank ended with exit code 0; `told` is the signal by which Slurm told them to stop,
+    where it did; `keeps_nodes` and `can_replace` are decide's; `noticed`
     is when the supervisor learned of the end, in seconds since the epoch; `last_step` is how many steps the ranks had
     done, and when. Harmless to call twice.
     """
@@ -157,13 +159,15 @@ def end(
     if attempt is None or run.owner() not in (number, None):
         return Decision("stop", "another attempt owns the run")
     if attempt.ended is None:
-        told = run.stop_request(number) is not None or (job is not None and slurm.stop_cause(job) is not None)
-        if all_returned and run.config().command and not told:
+        config = run.config()
+        told = told if config.command and attempt.resumed is None else None  # the others say themselves what it meant
+        stopped = run.stop_request(number) is not None or (job is not None and slurm.stop_cause(job) is not None)
+        if all_returned and config.command and told is None and not stopped:
             # A command without jobkit.init reports by its exit code alone: 0 is done, unless it was told to stop.
             run.record(Event.FINISHED, attempt=number)
         else:
-            cause = diagnosis.diagnose(run, number, run.config().resources.nodes, first, job)
-            cause = _cause_of_signal(cause, first, job) if run.config().command else cause
+            cause = diagnosis.diagnose(run, number, config.resources.nodes, first, job)
+            cause = _cause_of_signal(cause, _signal_of_end(first, told), job) if config.command else cause
             _record_end(run, number, cause, noticed, last_step)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
@@ -178,6 +182,7 @@ def end(
     decision = decide(
         now.attempts,
         run.config().retry,
+        is_command=bool(run.config().command),
         excluded=now.excluded_nodes,
         can_requeue=job is None or job.requeueable,
         keeps_nodes=keeps_nodes,
@@ -197,12 +202,20 @@ def request_stop(run: RunDir, attempt: int, request: StopRequest, *, replace: bo
             records.write(run.stop_request_file(attempt), request)
 
 
-def _cause_of_signal(cause: EndCause, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
-    """What the signal meant that a command died of: without jobkit.init, that is how it stops."""
-    if cause.cause != "killed" or first is None or first.signal not in (signal.SIGTERM, signal.SIGUSR2):
+def _signal_of_end(first: FirstFailure | None, told: int | None) -> int | None:
+    """The signal that a command ended of, or for; `told` is that by which Slurm told it to stop."""
+    if first is None:
+        return told  # its exit codes are 0, or 75
+    return told if first.code is not None and first.code - 128 == told else first.signal  # as a shell ends for it
+
+
+def _cause_of_signal(cause: EndCause, number: int | None, job: slurm.JobInfo | None) -> EndCause:
+    """What the signal meant that a command ended of: without jobkit.init, that is how it stops."""
+    says_why = cause.cause not in ("killed", "crashed") or cause.failure.traceback is not None
+    if says_why or number not in (signal.SIGTERM, signal.SIGUSR2):
         return cause
     near_limit = job is not None and slurm.early_timeout_signal(job, slurm.stop_margin(job.limit or 0.0))
-    return EndCause("timeout" if first.signal == signal.SIGUSR2 and near_limit else "signal")
+    return EndCause("timeout" if number == signal.SIGUSR2 and near_limit else "signal")
 
 
 def _record_end(

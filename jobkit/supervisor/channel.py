@@ -107,6 +107,13 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Told:
+    """Of a parent: Slurm has signalled its step, which tells the processes to stop."""
+
+    signal: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Signal:
     """To a parent: send its processes a signal, by its name without SIG; all but TERM reach what they have started."""
 
@@ -155,7 +162,7 @@ class Adopted:
     accepted: bool
 
 
-FromParent = Hello | Ready | Forked | NotForked | Ended | Preloaded | Adopted
+FromParent = Hello | Ready | Forked | NotForked | Ended | Told | Preloaded | Adopted
 ToParent = Welcome | Begins | Fork | Signal | Preload | Leave | Listen | Adopt
 Message = FromParent | ToParent
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.run.records import Failure, FailureReport
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import Attempt
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class FirstFailure:
     out_of_memory: bool = False
     """Whether the kernel or Slurm says that it was ended for the memory it used."""
     node_lost: bool = False
+    error: str | None = None
+    """What srun said of a node that it could not start anything on."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class EndCause:
 def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
     """The cause of the hard end of an attempt on some nodes, the most reliable source first."""
     if first is not None and first.node_lost:  # whatever else happened followed from it
-        return node_died(first.node)
+        return node_died(first.node, first.error)
     progress = run.progress()
     known = Failure(peak_bytes=progress.peak_bytes) if progress and progress.attempt == attempt else Failure()
     request = run.stop_request(attempt)
@@ -64,9 +67,9 @@ def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, 
     return _reported(report, reports, nodes, known)
 
 
-def node_died(node: str | None) -> EndCause:
-    """The cause where a node was lost."""
-    return EndCause("node_failure", Failure(node=node, error=f"node {node} died"))
+def node_died(node: str | None, error: str | None = None) -> EndCause:
+    """The cause where a node was lost, or nothing could be started on it: `error` says what srun said then."""
+    return EndCause("node_failure", Failure(node=node, error=error or f"node {node} died"))
 
 
 def own_failure(run: RunDir, attempt: int) -> EndCause | None:
@@ -145,7 +148,10 @@ def _first_of(reports: Sequence[FailureReport]) -> FailureReport | None:
 
 # srun's messages: `srun: error: node2: task 3: Killed`, and `tasks 0-1,3: Exited with exit code 1` for several.
 _TASK = re.compile(r"srun: error: (\S+?): tasks? (\d+)[\d,-]*: (.*)")
-_NODE = re.compile(r"srun: error: Node failure on (\S+)")
+_NODE = re.compile(r"srun: error: (?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
+_NO_STEP = re.compile(r"srun: error: Unable to (?:create step|confirm allocation) for job \S+: (.*)")
+# Of these the job's own options are the reason, and not a node, unless one is down: then srun says the second, too.
+_WRONG_REQUEST = re.compile(r"[Mm]emory|configuration is not available|[Ii]nvalid|[Mm]ore \w+ requested|[Tt]ask count")
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()} | {"Out Of Memory": 9}
 
 
@@ -158,6 +164,26 @@ def first_failure(text: str) -> FirstFailure | None:
         if match := _TASK.search(line):
             return _task_end(match, oom)
     return FirstFailure(signal=9, out_of_memory=True) if oom else None
+
+
+def failed_launch(text: str, down: Callable[[], Sequence[str]]) -> FirstFailure | None:
+    """The node that an srun which has ended could start nothing on, by what it printed, or whichever of its nodes is
+    `down`; None where the job's options, or nothing that is known, kept it from starting."""
+    text = _STARTS.split(text)[-1]
+    words = last_words(text)
+    if lost := _NODE.search(text):
+        return FirstFailure(node=lost[1], node_lost=True, error=words)
+    if (no_step := _NO_STEP.search(text)) is None:
+        return None
+    node = next(iter(down()), None)
+    if node is None and _WRONG_REQUEST.search(no_step[1]):
+        return None
+    return FirstFailure(node=node, node_lost=True, error=words)
+
+
+def last_words(text: str) -> str:
+    """The last lines that the newest srun printed, in one."""
+    return " / ".join(_STARTS.split(text)[-1].strip().splitlines()[-3:])
 
 
 def end_on_node(text: str, node: str) -> FirstFailure | None:
@@ -182,17 +208,55 @@ def _task_end(match: re.Match[str], oom: bool = False) -> FirstFailure:
     )
 
 
+# Before what an srun prints: which nodes it is to start parents on. An attempt in place goes on with those of others.
+_STARTS = re.compile(r"^jobkit: srun starts on (\S+)$", re.MULTILINE)
+
+
+def srun_starts(nodes: Sequence[str]) -> str:
+    """The line before what an srun prints."""
+    return f"jobkit: srun starts on {','.join(nodes)}\n"
+
+
 def srun_said(run: RunDir, number: int) -> str:
-    """What srun has printed about an attempt so far."""
+    """What the sruns that an attempt has started have printed so far."""
     try:
         return run.srun_log(number).read_text(errors="replace")
     except OSError:
         return ""
 
 
-def first_failure_of_job(said: str, job: slurm.JobInfo | None) -> FirstFailure | None:
-    """The node of a job that Slurm says is down or no longer answers, else what `first_failure` finds."""
+def srun_said_about(run: RunDir, attempts: Sequence[Attempt], number: int) -> str:
+    """What srun has printed about the nodes of an attempt so far: also one that an attempt before it on the same nodes
+    has started, as far as it was not about an end that came before this attempt."""
+    until = next(index for index, one in enumerate(attempts) if one.id == number)
+    since = next((index for index in range(until, 0, -1) if attempts[index].began != "in place"), 0)
+    own = attempts[until].nodes
+    found: list[tuple[str, Sequence[str]]] = []
+    for one in attempts[since : until + 1]:
+        for line in srun_said(run, one.id).splitlines():
+            if starts := _STARTS.match(line):
+                again = starts[1].split(",")
+                found = [(text, nodes) for text, nodes in found if not set(nodes).intersection(again)]
+            else:
+                nodes = _named_in(line)
+                if set(nodes).intersection(own) if nodes and own else one.id == number:
+                    found.append((line, nodes))
+    return "\n".join(text for text, _ in found)
+
+
+def _named_in(line: str) -> Sequence[str]:
+    """The nodes that a message of srun's is about; none where it names none."""
+    named = _NODE.search(line) or _TASK.search(line)
+    with contextlib.suppress(SchedulerError):
+        return _names(named[1]) if named else []
+    return []
+
+
+def first_failure_of_job(said: str, job: slurm.JobInfo | None, nodes: Sequence[str] = ()) -> FirstFailure | None:
+    """The node that Slurm says is down or no longer answers, of those that the attempt was on, where they are known,
+    else of the job; else what `first_failure` finds."""
     with contextlib.suppress(SchedulerError):  # a Slurm that is away is asked again by the next attempt
-        if job is not None and job.nodes and (node := slurm.dead_node(job.nodes)):
+        looked_at = ",".join(nodes) or (job.nodes if job is not None else "")
+        if looked_at and (node := slurm.dead_node(looked_at)):
             return FirstFailure(node=node, node_lost=True)
     return first_failure(said)

@@ -60,6 +60,9 @@ class LocalJob:
     def record(self) -> None:
         return None  # no scheduler knows more
 
+    def was_away(self) -> bool:
+        return False
+
     def look(self, action: Callable[[], None]) -> None:
         action()
 

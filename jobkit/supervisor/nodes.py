@@ -24,7 +24,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
 from jobkit.supervisor.channel import Welcome
 from jobkit.supervisor.device_leases import LEASES, Leases
-from jobkit.supervisor.diagnosis import FirstFailure, end_on_node, srun_said
+from jobkit.supervisor.diagnosis import FirstFailure, end_on_node, failed_launch, last_words, srun_said, srun_starts
 from jobkit.supervisor.listener import ADDRESS, Listener, make_secret
 from jobkit.supervisor.parents import TASK_MODULES, Parent, ParentError, send
 
@@ -51,6 +51,14 @@ PARENTS_SECONDS = 300.0
 
 ASKING_SECONDS = 1.0
 """How long srun gets to say that a parent was killed; where it says nothing, nobody is left on the node to tell it."""
+
+
+class LaunchError(ParentError):
+    """srun could not start a parent, and it was the node's fault, or nobody's: not that of what is run."""
+
+    def __init__(self, message: str, first: FirstFailure) -> None:
+        super().__init__(message)
+        self.first = first
 
 
 @dataclass(frozen=True)
@@ -328,6 +336,8 @@ class SlurmNodes:
         for name in PER_TASK:
             environment.pop(name, None)
         with self.run.srun_log(begun.number).open("ab") as said:
+            said.write(srun_starts(names).encode())
+            said.flush()
             srun = subprocess.Popen(
                 self.command(names, self.run.logs(begun.number)),
                 env=environment,
@@ -366,17 +376,45 @@ class SlurmNodes:
         for hello, channel in self._listener.arrived():
             self._connected[hello.node] = Parent(channel, node=hello.node)
             self._connected[hello.node].begin_attempt(self._attempt)
-        ready = [name in self._connected and self._connected[name].is_ready() for name in self._used]
-        if not all(ready):
-            for step in self._steps:
-                waited_for = [name for name in step.nodes if name not in self._connected and name in self._used]
-                if waited_for and step.srun.poll() is not None:
-                    said = srun_said(self.run, step.attempt).strip().splitlines()
-                    raise ParentError(f"srun ended with exit code {step.srun.returncode}: {' / '.join(said[-3:])}")
-            if time.monotonic() > self._prepared_by:
-                late = ", ".join(name for name, is_ready in zip(self._used, ready, strict=True) if not is_ready)
-                raise ParentError(f"no ranks could be started on {late} within {PARENTS_SECONDS:g} s")
-        return all(ready)
+        late = [name for name in self._used if name not in self._connected]
+        for step in self._steps:
+            if step.srun.poll() is not None and set(late).intersection(step.nodes):
+                raise self._not_started(f"srun ended with exit code {step.srun.returncode}")
+        try:
+            late += [name for name in self._used if name not in late and not self._connected[name].is_ready()]
+        except ParentError as error:  # it has ended: by itself, or because srun could not start another one
+            raise self._not_started(str(error)) from None
+        if late and time.monotonic() > self._prepared_by:
+            raise self._not_started(f"no ranks could be started on {', '.join(late)} within {PARENTS_SECONDS:g} s")
+        return not late
+
+    def _not_started(self, problem: str) -> ParentError:
+        """What to raise where parents are missing, with what srun says of it; nodes of which it says so are lost."""
+        until = time.monotonic() + ASKING_SECONDS
+        while True:
+            has_ended = any(step.srun.poll() is not None for step in self._steps)
+            said = srun_said(self.run, self._attempt)
+            first = failed_launch(said, self._unusable)
+            if first is not None or has_ended or time.monotonic() > until:
+                break
+            time.sleep(0.05)  # it may say so in a moment
+        words = last_words(said)
+        message = f"{problem}; srun: {words}" if words else problem
+        if first is None:
+            return ParentError(message)
+        if first.node is not None:
+            self._lose(first.node)
+        return LaunchError(message, first)
+
+    def _unusable(self) -> list[str]:
+        """Nodes of this start of the job, beside those that are lost, which Slurm has taken from it or calls down."""
+        names = [name for name in self._names if name not in self._lost]
+        with contextlib.suppress(SchedulerError):
+            job = slurm.show_job(self.job_id)
+            kept = slurm.expand(job.nodes) if job is not None and job.nodes else names
+            dead = slurm.dead_node(",".join(names))
+            return [name for name in names if name not in kept] or ([dead] if dead else [])
+        return []
 
     def stop_preparing(self) -> None:
         if not all(name in self._connected and self._connected[name].has_imported for name in self._used):
@@ -435,7 +473,9 @@ class SlurmNodes:
         return None
 
     def lose(self, parent: Parent) -> None:
-        lost = str(parent.node)
+        self._lose(str(parent.node))
+
+    def _lose(self, lost: str) -> None:
         if lost not in self._lost:
             self._lost.add(lost)
             with contextlib.suppress(OSError):  # it only tells a requeue which nodes cannot be had

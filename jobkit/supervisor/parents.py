@@ -33,6 +33,7 @@ from jobkit.supervisor.channel import (
     Preloaded,
     Ready,
     Signal,
+    Told,
 )
 
 WARM_PARENT = "JOBKIT_WARM_PARENT"
@@ -87,6 +88,8 @@ class Parent:
         self.is_gone = False
         """Whether it has been found dead: its processes have been sent SIGTERM then."""
         self.is_given_up = False
+        self.told: int | None = None
+        """The last signal that Slurm has sent its processes in this attempt."""
         self._children: dict[int, Child] = {}
         self._preloaded: set[str] = set()
 
@@ -189,6 +192,8 @@ class Parent:
                 self._children[message.key].pid = message.pid
             case NotForked():
                 self._children[message.key].problem = message.error
+            case Told():
+                self.told = message.signal
             case Ended():
                 child = self._children[message.key]
                 child.returncode, child.out_of_memory = message.returncode, message.out_of_memory
@@ -219,6 +224,7 @@ class Parent:
 
     def begin_attempt(self, number: int) -> None:
         """Tell it of the attempt that begins."""
+        self.told = None
         with contextlib.suppress(OSError):  # it is gone
             self._channel.send(Begins(attempt=number))
 

@@ -51,6 +51,9 @@ class Ranks(Protocol):
     def all_returned(self) -> bool:
         """Whether every rank has ended with exit code 0."""
 
+    def told(self) -> int | None:
+        """The signal by which Slurm has told them to stop; None where it has not."""
+
     def last_step(self) -> tuple[int, float] | None:
         """How many steps the ranks that have ended had done, and when that was; None where it is not known."""
 
@@ -160,6 +163,10 @@ class ForkedRanks:
     def all_returned(self) -> bool:
         codes = self._codes()  # none where no rank was started
         return bool(codes) and all(code == 0 for code in codes)
+
+    def told(self) -> int | None:
+        self._codes()  # it may have arrived with the last of them
+        return next((parent.told for parent in self.nodes.parents if parent.told is not None), None)
 
     def last_step(self) -> tuple[int, float] | None:
         return max((child.last_step for _, child in self._ranks if child.last_step is not None), default=None)

@@ -58,20 +58,25 @@ class Decision:
     """Seconds to wait before a restart in place."""
 
 
+CanReplace = Callable[[Sequence[str]], bool | None]
+"""Whether another start of the job could have other nodes than some; None where the scheduler does not answer."""
+
+
 def decide(
     attempts: Sequence[Attempt],
     retry: RetryConfig | None = None,
     *,
+    is_command: bool = False,
     excluded: Sequence[str] = (),
     can_requeue: bool = True,
     keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
-    can_replace: Callable[[Sequence[str]], bool] = lambda nodes: True,
+    can_replace: CanReplace = lambda nodes: True,
 ) -> Decision:
     """The decision after the last of `attempts` has ended, by budgets that a newer checkpoint fills up again.
 
-    `excluded` are the nodes excluded before; `can_requeue` is whether the scheduler would take the job back, else a
-    new job has to follow it. `keeps_nodes` is whether the job goes on running and has enough nodes, without those that
-    it is given; `can_replace` is whether another start of the job could have other nodes than those.
+    `is_command` is whether they ran a YAML's `command:`, which reports nothing unless it calls jobkit.init. `excluded`
+    are the nodes excluded before; `can_requeue` is whether the scheduler would take the job back, else a new job has to
+    follow it. `keeps_nodes` is whether the job goes on running and has enough nodes, without those that it is given.
     """
     retry = retry or RetryConfig()
     last = attempts[-1]
@@ -79,35 +84,69 @@ def decide(
     if cause not in BUDGETS:
         return Decision("stop", cause)
     own = [attempt for attempt in attempts if attempt.submission == last.submission]
-    if words := _reason_to_stop(own, retry):
+    is_silent = is_command and all(attempt.resumed is None for attempt in own)
+    fruitless = _since_silent_progress(own) if is_silent else _since_progress(own)
+    never_began = _has_never_begun(own, is_silent)
+    only_node = _only_node_tried(own) if never_began else None
+    if never_began and only_node is None:
+        return _not_retried(last)
+    if words := _reason_to_stop(own, fruitless, retry):
         return Decision("stop", words, failed=True)
     bad = _bad_nodes(own, retry.exclude_after, excluded)
+    if only_node is not None and only_node not in (*excluded, *bad):
+        bad = (*bad, only_node)
     in_place = retry.in_place and cause in LEAVES_NODES
     goes_on = in_place and keeps_nodes(bad)
-    if bad and not goes_on and not can_replace([*excluded, *bad]):
+    if bad and not goes_on and not (replaceable := can_replace([*excluded, *bad])):
+        if only_node in bad and replaceable is False:
+            return _not_retried(last)
         bad = ()  # a run that no node is left for would wait for ever
         goes_on = in_place and keeps_nodes(bad)
     if goes_on:
-        fruitless = len(_since_progress(own))
-        return Decision("in_place", cause, exclude=bad, pause=PAUSES[min(max(fruitless - 1, 0), len(PAUSES) - 1)])
+        pause = PAUSES[min(max(len(fruitless) - 1, 0), len(PAUSES) - 1)]
+        return Decision("in_place", cause, exclude=bad, pause=pause)
     again: Action = "requeue" if can_requeue else "resubmit"
     return Decision(again, cause, exclude=bad)
 
 
-def _reason_to_stop(attempts: Sequence[Attempt], retry: RetryConfig) -> str | None:
-    """Why one more attempt would end like the last ones; None where it may not."""
+def _has_never_begun(attempts: Sequence[Attempt], is_silent: bool) -> bool:
+    """Whether all nodes of the last attempt failed alike, and no attempt has done anything yet."""
+    failure = attempts[-1].failure
+    if failure is None or not failure.everywhere:
+        return False
+    return not any(_has_trained(one) or (is_silent and one.cause == "timeout") for one in attempts)
+
+
+def _only_node_tried(attempts: Sequence[Attempt]) -> str | None:
+    """The node that the run was alone on whenever all its nodes failed alike: another one may do better."""
+    failed = [one for one in attempts if one.failure is not None and one.failure.everywhere]
+    tried = {tuple(one.nodes) for one in failed}
+    (nodes, *others) = tried
+    return nodes[0] if len(nodes) == 1 and not others else None
+
+
+def _not_retried(last: Attempt) -> Decision:
+    words = f"{_what_happened(last)} (before the first step, on every node: not retried)"
+    return Decision("stop", words, failed=True)
+
+
+def _what_happened(attempt: Attempt) -> str:
+    return (attempt.failure.error if attempt.failure else None) or str(attempt.cause)
+
+
+def _reason_to_stop(attempts: Sequence[Attempt], fruitless: Sequence[Attempt], retry: RetryConfig) -> str | None:
+    """Why one more attempt would end like the last ones; None where it may not. `fruitless` are those since the last
+    progress."""
     last = attempts[-1]
     kind = BUDGETS[last.cause or "lost"]
     failure = last.failure or Failure()
-    what = failure.error or str(last.cause)
-    if failure.everywhere and not any(_has_trained(attempt) for attempt in attempts):
-        return f"{what} (before the first step, on every node: not retried)"
+    what = _what_happened(last)
     advice = f": {_ADVICE[str(last.cause)]}" if last.cause in _ADVICE else ""
     budget = getattr(retry, kind)
     if budget != UNLIMITED:
         if budget == 0:
             return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
-        without_progress = sum(BUDGETS.get(attempt.cause or "lost") == kind for attempt in _since_progress(attempts))
+        without_progress = sum(BUDGETS.get(attempt.cause or "lost") == kind for attempt in fruitless)
         if without_progress >= budget:
             return f"{what}; {without_progress} attempt(s) without progress (retry.{kind}: {budget}){advice}"
     if kind == "crash" and retry.crash != UNLIMITED and failure.step is not None:
@@ -139,6 +178,18 @@ def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
         if attempt.first_step is not None and attempt.durable_step > max(best, attempt.first_step):
             first = number + 1
         best = max(best, attempt.durable_step)
+    return attempts[first:]
+
+
+def _since_silent_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
+    """The last attempts of a command that reports nothing, all of which failed.
+
+    One that the scheduler had to end was running: nobody knows how far it came, so it is not held against the run.
+    """
+    first = 0
+    for number, attempt in enumerate(attempts, start=1):
+        if BUDGETS.get(attempt.cause or "lost") in ("preemption", "time_limit"):
+            first = number
     return attempts[first:]
 
 

@@ -6,23 +6,28 @@ Slurm and the run directory may be away for minutes, and this process may be kil
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
 from jobkit import slurm
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
+from jobkit.run.disk_errors import FULL
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import State
+from jobkit.run.status import State, Status
 from jobkit.supervisor.attempt import ask, end, request_stop
-from jobkit.supervisor.diagnosis import first_failure_of_job, srun_said
+from jobkit.supervisor.diagnosis import first_failure_of_job, srun_said_about
 from jobkit.supervisor.nodes import end_steps, nodes_to_use
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit
@@ -53,8 +58,24 @@ SAVE_SECONDS = 10.0
 LOST_SECONDS = 600.0
 """How long what we know of a lost node counts: Slurm knows better after SlurmdTimeout, 300 s by default."""
 
-REQUEUE_PAUSES = (0, 2, 10, 30, 60, 60)
-"""Seconds before each try to start the job again: a controller that restarts is away for a minute or two."""
+SLURM_PAUSES = (0.0, 2.0, 10.0, 30.0, 60.0)
+"""Seconds before each try to reach a controller that is away; the last again and again, until the job's time is over.
+A restart of it takes a minute or two, an upgrade longer; meanwhile nobody takes the nodes either."""
+
+RECORD_SECONDS = 15.0
+"""What is left of the job's time to record in that it could not be started again."""
+
+REFUSAL_PAUSES = (10.0, 20.0)
+"""Seconds between the tries to write to a disk that refuses it: all of the job's nodes wait."""
+
+REFUSES = FULL | {errno.EACCES, errno.EPERM}
+"""What stays so until a person makes room or gives the right to write, unlike a file server that is away."""
+
+ASK_SECONDS = 10.0
+"""How long to wait before asking a Slurm again that did not answer: meanwhile the ranks are looked after."""
+
+QUICK_SECONDS = 5.0
+"""How long Slurm may take to answer while ranks run, which nobody looks after meanwhile."""
 
 
 class SlurmJob:
@@ -69,6 +90,10 @@ class SlurmJob:
         self._script = os.getppid()
         """The batch script's process, as long as it lives."""
         self._signalled = True  # a signal may have come before there was anyone to take it
+        self._asks_at = -math.inf
+        self._limit: float | None = None
+        """Seconds that Slurm said last this start of the job may run."""
+        self._began = float(os.environ.get("JOBKIT_BEGAN") or time.time())
 
     def listen(self) -> None:
         """Take SIGTERM from here on: Slurm sends it to every process of the batch step when it ends the job."""
@@ -82,18 +107,19 @@ class SlurmJob:
         return None
 
     def leaves_no_time(self) -> bool:
-        """Whether Slurm is ending the job for good, though its owner did not cancel it. Raises SchedulerError.
+        """Whether Slurm is ending the job for good, though its owner did not cancel it; not where it does not answer.
 
         srun may wait for ranks that take long to save; KillWait after its SIGTERM Slurm kills this process too.
         """
-        if not self._signalled:
+        if not self._signalled or time.monotonic() < self._asks_at:
             return False
         self._signalled = False  # before the question: a signal that comes meanwhile asks again
         try:
-            job = slurm.show_job(self.id)
-        except SchedulerError:
-            self._signalled = True
-            raise
+            job = self._see(slurm.show_job(self.id, QUICK_SECONDS))
+        except SchedulerError as error:
+            log.warning("%s", error)
+            self._signalled, self._asks_at = True, time.monotonic() + ASK_SECONDS
+            return False
         ends = job is not None and job.state == "COMPLETING" and slurm.stop_cause(job) != "cancelled"
         self._signalled = self._signalled or ends
         return ends
@@ -102,7 +128,35 @@ class SlurmJob:
         return SlurmTimeLimit(self.id)
 
     def record(self) -> slurm.JobInfo | None:
-        return ask(self.id)
+        return self._see(ask(self.id))
+
+    def _see(self, job: slurm.JobInfo | None) -> slurm.JobInfo | None:
+        self._limit = job.limit if job is not None else self._limit
+        return job
+
+    def was_away(self) -> bool:
+        for number, _ in enumerate(self._tries()):
+            if self.record() is not None:
+                return number > 0
+        return False
+
+    def _tries(self) -> Iterator[None]:
+        """Wait before each try to reach Slurm, at first a moment and then longer and longer, until the job's time is
+        over; a few tries are made in any case."""
+        for number in itertools.count():
+            pause = SLURM_PAUSES[min(number, len(SLURM_PAUSES) - 1)]
+            if number > len(SLURM_PAUSES) and self._seconds_left() < pause + RECORD_SECONDS:
+                return
+            time.sleep(pause)
+            yield
+
+    def _seconds_left(self) -> float:
+        """Of the job's time, as Slurm or the YAML has said: Slurm is not asked."""
+        limit = self._limit
+        if limit is None:
+            with contextlib.suppress(OSError):
+                limit = float(self.run.config().resources.seconds)
+        return math.inf if limit is None else self._began + limit - time.time()
 
     def look(self, action: Callable[[], None]) -> None:
         """Do what reads the run directory; returns before that is done where the file server does not answer."""
@@ -120,15 +174,30 @@ class SlurmJob:
 
         It may be this node's mount alone, and with nothing on the disk to read nothing can be decided here.
         """
+        if error.errno in REFUSES:
+            return self._stop_for_disk(error)
         log.warning("%s: the run directory is away (%s); starting again to look for it", self.run.name, error)
         if int(os.environ.get("SLURM_RESTART_COUNT") or 0) >= BLIND_RESTARTS:
             return EXIT_RESUMABLE
-        try:
-            slurm.requeue(self.id)
-        except SchedulerError as problem:
-            log.warning("%s", problem)
-            return EXIT_RESUMABLE
-        return EXIT_FINISHED
+        for _ in self._tries():
+            try:
+                slurm.requeue(self.id)
+                return EXIT_FINISHED
+            except SchedulerError as problem:
+                log.warning("%s", problem)
+                if isinstance(problem, slurm.Refused):
+                    break
+        return EXIT_RESUMABLE
+
+    def _stop_for_disk(self, error: OSError) -> int:
+        """End the job: another start of it would wait for the same person."""
+        how_to_continue = "the same command"
+        with contextlib.suppress(OSError):
+            how_to_continue = self.run.status().how_to_continue
+        words = f"cannot write to the run directory: {error}; make room, or mend the permissions, and type: "
+        log.warning("%s: %s%s", self.run.name, words, how_to_continue)
+        self._try_record(Event.REQUEUE_FAILED, job_id=self.id, error=f"{words}{how_to_continue}")
+        return EXIT_RESUMABLE
 
     def keeps_nodes(self, record: slurm.JobInfo | None) -> bool:
         if record is None:  # Slurm is away, and could not start the job again either
@@ -139,13 +208,16 @@ class SlurmJob:
         needed = slurm.stop_margin(record.limit) + self.run.status().seconds_to_progress
         return slurm.stop_cause(record, needed) is None
 
-    def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool:
+    def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool | None:
+        if record is None:
+            return None
         try:
-            if record is not None and self._are_enough_without(record, nodes):
+            if self._are_enough_without(record, self._excluded_with(record, nodes)):
                 return True
-            log.warning("%s: %s used although ranks fail there: too few others", self.run.name, ", ".join(nodes))
         except SchedulerError as error:
             log.warning("%s", error)
+            return None
+        log.warning("%s: too few nodes beside %s", self.run.name, ", ".join(nodes))
         return False
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
@@ -176,10 +248,11 @@ class SlurmJob:
     def _end(self, number: int | None, job: slurm.JobInfo | None) -> Decision:
         by_parent = number is not None
         number = number or self.run.owner()
-        attempt = next((one for one in self.run.status().attempts if one.id == number), None)
+        attempts = self.run.status().attempts
+        attempt = next((one for one in attempts if one.id == number), None)
         if number is None or attempt is None or attempt.job_id != self.id:
             raise LookupError(f"{self.run.name} has no attempt of job {self.id}")
-        said = srun_said(self.run, number)  # before what is still running is killed
+        said = srun_said_about(self.run, attempts, number)  # before what is still running is killed
         slurm_ends_them = job is not None and job.state != "RUNNING"  # and leaves them KillWait to save
         if attempt.ended is None and not by_parent and not slurm_ends_them:  # a supervisor that ends it ends the steps
             with contextlib.suppress(SchedulerError):  # starting again waits for a Slurm that is away
@@ -187,7 +260,9 @@ class SlurmJob:
                     request_stop(self.run, number, StopRequest(cause="killed", error="the supervisor was killed"))
                     self._wait_for_save(number)
             end_steps(self.id)
-        return end(self.run, number, self.id, first=first_failure_of_job(said, job), job=job)
+        first = first_failure_of_job(said, job, attempt.nodes)
+        can_replace = partial(self.can_replace, job)
+        return end(self.run, number, self.id, first=first, job=job, can_replace=can_replace)
 
     def _wait_for_save(self, number: int) -> None:
         """Give ranks that have lost their supervisor, and are told so by their parents, the time to save."""
@@ -201,20 +276,20 @@ class SlurmJob:
 
     def _start_again(self, decision: Decision) -> int:
         """Requeue the job, or where Slurm refuses let a new one follow it."""
-        fewer_nodes = self._fewer_nodes()
-        refused = decision.action == "resubmit" or fewer_nodes is not None
+        refused = decision.action == "resubmit"
+        status = self.run.status()  # with what this start of the job has lost: the journal's next line ends that
         # Journalled first: from the moment Slurm agrees, this process may be killed at any line.
         self._try_record(Event.REQUEUED, job_id=self.id, cause=decision.reason)
         problem = None
-        for pause in REQUEUE_PAUSES:
-            time.sleep(pause)
+        for number, _ in enumerate(self._tries()):
             try:
                 # Slurm may have put the job back itself, or its owner may have cancelled it, since the last look.
-                job = slurm.show_job(self.id)
+                job = self._see(slurm.show_job(self.id))
                 if job is None or not job.requeued_by_slurm:
                     cancelled = job is not None and slurm.stop_cause(job) == "cancelled"  # since the decision
-                    if refused and not cancelled:
-                        self._resubmit(fewer_nodes)
+                    fewer_nodes = self._fewer_nodes(job, status)
+                    if (refused or fewer_nodes is not None) and not cancelled:
+                        self._resubmit(fewer_nodes, job)
                         return EXIT_FINISHED
                     if cancelled or not slurm.requeue(self.id):
                         self._try_record(Event.CANCELLED)  # a requeue would undo the scancel
@@ -228,6 +303,8 @@ class SlurmJob:
             except (SchedulerError, OSError) as error:
                 problem = str(error)
                 log.warning("%s: %s", self.run.name, problem)
+                if isinstance(error, SchedulerError) and not slurm.is_away(error) and number >= len(SLURM_PAUSES):
+                    break  # it has answered, again and again
         self._try_record(Event.REQUEUE_FAILED, job_id=self.id, error=problem)
         log.warning("%s: not started again; the same command continues it", self.run.name)
         return EXIT_RESUMABLE
@@ -244,7 +321,7 @@ class SlurmJob:
         nodes = self.run.status().excluded_nodes
         if not nodes:
             return
-        listed = slurm.expand(",".join([*([job.excluded] if job and job.excluded else []), *nodes]))
+        listed = self._excluded_with(job, nodes)
         names = ", ".join(nodes)
         if job and not self._are_enough_without(job, listed):
             # A job that no node is left for would stay in the queue for ever.
@@ -252,6 +329,11 @@ class SlurmJob:
             return
         slurm.exclude(self.id, ",".join(listed))
         log.info("%s: excluded from here on: %s", self.run.name, names)
+
+    def _excluded_with(self, job: slurm.JobInfo | None, nodes: Sequence[str]) -> list[str]:
+        """Some nodes, and those that the job may not get, as by the user's own `exclude`: a list replaces the other."""
+        listed = [*([job.excluded] if job is not None and job.excluded else []), *nodes]
+        return slurm.expand(",".join(listed)) if listed else []
 
     def _are_enough_without(self, job: slurm.JobInfo, nodes: Sequence[str]) -> bool:
         """Whether there are enough nodes besides some for the job to start on. Raises SchedulerError."""
@@ -262,14 +344,14 @@ class SlurmJob:
             str(self.run.batch_script), f"--exclude={','.join(nodes)}", environment=_own_variables()
         )
 
-    def _fewer_nodes(self) -> int | None:
+    def _fewer_nodes(self, job: slurm.JobInfo | None, status: Status) -> int | None:
         """How many nodes to ask for where the job would wait for more for ever, as for spares; None for all."""
-        config, status = self.run.config(), self.run.status()
+        config = self.run.config()
         resources = config.resources
         with contextlib.suppress(SchedulerError):
             partition = os.environ.get("SLURM_JOB_PARTITION", "")
             lost = [node for node, when in status.lost_nodes.items() if time.time() - when < LOST_SECONDS]
-            left = slurm.nodes_left(partition, [*status.excluded_nodes, *lost])
+            left = slurm.nodes_left(partition, self._excluded_with(job, [*status.excluded_nodes, *lost]))
             fewer = nodes_to_use(config, left)
             asked = int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
             if lost and fewer and left < resources.nodes + resources.spares and fewer < asked:
@@ -277,13 +359,13 @@ class SlurmJob:
                 return fewer
         return None
 
-    def _resubmit(self, nodes: int | None) -> None:
+    def _resubmit(self, nodes: int | None, job: slurm.JobInfo | None) -> None:
         """Submit the run's batch script again, to start when this job has ended; on so many nodes, where given."""
         # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
         successor = next((one for one in slurm.jobs_with(self.run.batch_script) if one != self.id), None)
         if successor is None:
             options = [f"--dependency=afterany:{self.id}"]
-            if exclude := self.run.status().excluded_nodes:
+            if exclude := self._excluded_with(job, self.run.status().excluded_nodes):
                 options += [f"--exclude={','.join(exclude)}"]
             if nodes is not None:
                 options += [f"--nodes={nodes}"]
@@ -313,11 +395,13 @@ def in_thread(action: Callable[[], T]) -> Future[T]:
 
 
 def retry_until_mounted(run: RunDir, action: Callable[[], T]) -> T:
-    """What `action` returns, tried until the run directory is there; raises the last OSError after MOUNT_SECONDS."""
+    """What `action` returns, tried until the run directory is there; raises the last OSError after MOUNT_SECONDS, or
+    the third by which the disk refuses to be written to."""
     problem = OSError(f"{run.path} does not answer")
 
     def try_it() -> T:
         nonlocal problem
+        pauses = iter(REFUSAL_PAUSES)
         while True:
             try:
                 if not run.exists():
@@ -325,7 +409,13 @@ def retry_until_mounted(run: RunDir, action: Callable[[], T]) -> T:
                 return action()
             except OSError as error:
                 problem = error
-                time.sleep(1.0)
+                if error.errno not in REFUSES:
+                    time.sleep(1.0)
+                elif (pause := next(pauses, None)) is not None:
+                    log.warning("%s: %s; trying again in %g s", run.name, error, pause)
+                    time.sleep(pause)
+                else:
+                    raise
 
     trying = in_thread(try_it)
     if not wait([trying], MOUNT_SECONDS).done:

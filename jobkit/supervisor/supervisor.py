@@ -20,8 +20,10 @@ from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor import attempt as attempts
+from jobkit.supervisor.attempt import Begun
 from jobkit.supervisor.cache_keeper import CacheKeeper
-from jobkit.supervisor.diagnosis import has_reported
+from jobkit.supervisor.diagnosis import FirstFailure, has_reported
+from jobkit.supervisor.nodes import LaunchError
 from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.ranks import KILLED_SECONDS, Ranks
 from jobkit.supervisor.retry import Decision
@@ -65,6 +67,9 @@ class Job(Protocol):
     def record(self) -> slurm.JobInfo | None:
         """Slurm's record of the job."""
 
+    def was_away(self) -> bool:
+        """Whether the scheduler does not answer just now; then returns when it does, or the job's time is over."""
+
     def look(self, action: Callable[[], None]) -> None:
         """Do what reads the run directory; may return before it is done, and then goes on with it the next time."""
 
@@ -77,8 +82,9 @@ class Job(Protocol):
     def keeps_nodes(self, record: slurm.JobInfo | None) -> bool:
         """Whether the job goes on running, for long enough to start the ranks again; `record` is Slurm's of it."""
 
-    def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool:
-        """Whether another start of the job could have other nodes than these; `record` is Slurm's of it."""
+    def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool | None:
+        """Whether another start of the job could have other nodes than these; `record` is Slurm's of it. None where
+        Slurm does not answer."""
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
         """Carry it out, `now` where nobody else will be able to; the exit code, or None for a next attempt here."""
@@ -113,12 +119,7 @@ class Supervisor:
             begun = replace(begun, environment=begun.environment | keeper.environment(begun.code))
             # Before the ranks start: the imports of the process that forks them are part of the attempt's time.
             watch = AttemptWatch(self.run, begun.number, self.ranks, job)
-            try:
-                self.ranks.prepare(begun)
-                if watch.until_prepared():
-                    self.ranks.start(begun)
-            except ParentError as error:
-                self._note_failed_start(begun.number, error)
+            watch.failed_launch = self._start(begun, watch)
             watch.until_end()
             keeper.end(wait=not watch.was_told and watch.noticed is None and not watch.no_time_is_left)
             if watch.no_time_is_left:
@@ -132,13 +133,31 @@ class Supervisor:
             self._pause(decision.pause)
         return code
 
-    def _note_failed_start(self, number: int, error: ParentError) -> None:
-        """As a crash: another attempt may do, and only a few are tried. Not where the job is ending anyway."""
-        log.warning("%s: %s", self.run.name, error)
+    def _start(self, begun: Begun, watch: AttemptWatch) -> FirstFailure | None:
+        """Start the ranks; what a node, and not the run, has failed of, where they could not be started."""
+        while True:
+            try:
+                self.ranks.prepare(begun)
+                if watch.until_prepared():
+                    self.ranks.start(begun)
+                return None
+            except ParentError as error:
+                log.warning("%s: %s", self.run.name, error)
+                if not self.job.was_away():  # srun cannot start anything without Slurm: no attempt has failed
+                    return self._note_failed_start(begun.number, error)
+                self.ranks.close()
+
+    def _note_failed_start(self, number: int, error: ParentError) -> FirstFailure | None:
+        """As a crash, unless it is a node's: another attempt may do, and only a few are tried. Not where the job is
+        ending anyway."""
         record = self.job.record()
-        if record is None or slurm.stop_cause(record) is None:
-            where = self.run.supervisor_log if self.job.scheduler == "local" else self.run.logs(number)
-            attempts.request_stop(self.run, number, StopRequest(cause="crashed", error=f"{error} ({where})"))
+        if record is not None and slurm.stop_cause(record) is not None:
+            return None
+        if isinstance(error, LaunchError):
+            return error.first
+        where = self.run.supervisor_log if self.job.scheduler == "local" else self.run.logs(number)
+        attempts.request_stop(self.run, number, StopRequest(cause="crashed", error=f"{error} ({where})"))
+        return None
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -158,9 +177,10 @@ class Supervisor:
                 self.run,
                 watch.attempt,
                 self.job.id,
-                first=self.ranks.cause_of_death(job),
+                first=watch.failed_launch or self.ranks.cause_of_death(job),
                 job=job,
                 all_returned=self.ranks.all_returned(),
+                told=self.ranks.told(),
                 keeps_nodes=lambda without: self.job.keeps_nodes(job) and self.ranks.can_start_again(without),
                 can_replace=lambda nodes: self.job.can_replace(job, nodes),
                 noticed=watch.noticed or ended,
@@ -184,6 +204,8 @@ class AttemptWatch:
         """Whether the ranks have been signalled to stop."""
         self.no_time_is_left = False
         """Whether the scheduler is ending the job for good: what comes next has to be decided at once."""
+        self.failed_launch: FirstFailure | None = None
+        """Why its ranks could not be started, where a node is to blame."""
         self._killed_at: float | None = None
         self.noticed: float | None = None
         """When it was known that the ranks have to be ended, in seconds since the epoch."""

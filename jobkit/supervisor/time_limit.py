@@ -7,6 +7,7 @@ import time
 
 from jobkit import slurm
 from jobkit.run.config import Resources
+from jobkit.supervisor.attempt import ask
 
 ASK_SECONDS = 60.0
 """How often Slurm is asked for the time limit: an operator may have given the job more time."""
@@ -47,7 +48,7 @@ class SlurmTimeLimit:
         """Whether the ranks, which were to stop a margin before the limit, leave too little of it. Asks Slurm."""
         now = time.monotonic()
         if now - self._asked > ASK_SECONDS:
-            self._asked, job = now, slurm.show_job(self.job_id)
+            self._asked, job = now, ask(self.job_id)  # the limit that is known holds where Slurm does not answer
             if job is not None and job.remaining is not None and job.limit is not None:
                 margin, end = slurm.stop_margin(job.limit), now + job.remaining
                 # Ranks that have not begun to save by half of it are stuck; with less than an eighth, 11 s of 90, the

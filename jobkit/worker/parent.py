@@ -41,6 +41,7 @@ from jobkit.supervisor.channel import (
     Preloaded,
     Ready,
     Signal,
+    Told,
 )
 from jobkit.supervisor.listener import ADDRESS, connect, read_secret
 from jobkit.supervisor.parents import send
@@ -222,6 +223,7 @@ class Parent:
             while data := self._wakeup.recv(4096):
                 numbers.update(data)
         for number in numbers.intersection(PASSED_ON):
+            self._tell(Told(signal=number))  # first: the supervisor is to know when it learns that they have ended
             self.signal_ranks(number)
         self.reap()
 

@@ -266,7 +266,8 @@ def test_a_job_that_slurm_will_not_requeue_is_followed_by_another(
     slurm: Cluster, tmp_path: Path, uninterrupted: Weights
 ) -> None:
     project = Project(tmp_path, slurm.env)
-    run = submit(project, *ALONE, "retry.in_place=false")
+    own = ["clusters.slurm.exclude=node4", "retry.exclude_after=1"]
+    run = submit(project, *ALONE, "retry.in_place=false", *own)
     job = status(run)["job_id"]
     reach(run, 1, EVERY)
     slurm.command("scontrol", "update", f"JobId={job}", "Requeue=0")
@@ -278,6 +279,7 @@ def test_a_job_that_slurm_will_not_requeue_is_followed_by_another(
     assert causes(run) == ["killed", "finished"]
     first, second = status(run)["attempts"]
     assert (first["job_id"], second["job_id"]) == (job, status(run)["job_id"]) and second["job_id"] != job
+    assert slurm.job(second["job_id"])["ExcNodeList"] == "node[1,4]", "the user's node, and the one that failed"
     assert_nothing_lost(run, uninterrupted)
 
 

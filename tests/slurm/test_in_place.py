@@ -92,6 +92,35 @@ def test_a_spare_takes_the_place_of_a_lost_node(cluster: Cluster, tmp_path: Path
     assert weights(run) == uninterrupted(2)
 
 
+def test_a_spare_takes_the_place_of_a_node_that_nothing_can_be_started_on(
+    cluster: Cluster, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "resources.spares=1")
+    cluster.daemons()["node2"].send(signal.SIGKILL)  # what runs there runs on, and Slurm does not know yet
+    os.kill(started.parents()["node2"], signal.SIGKILL)
+    started.wait_until_over()
+    started.assert_in_place(["killed", "node_failure"])
+    lost = status(started.run)["attempts"][1]["failure"]
+    assert lost["node"] == "node2" and "Task launch for StepId=" in lost["error"], describe(started.run)
+    assert status(started.run)["attempts"][2]["nodes"] == ["node1", "node3"]
+    assert weights(started.run) == uninterrupted(2)
+
+
+def test_a_controller_that_is_away_while_a_parent_is_started_again_has_failed_no_attempt(
+    cluster: Cluster, tmp_path: Path, uninterrupted: Weights
+) -> None:
+    started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "retry.crash=2")
+    cluster.stop_controller()
+    os.kill(started.parents()["node2"], signal.SIGKILL)
+    (log,) = started.run.glob("logs/submitit/*.err")
+    asked = "scontrol: Unable to contact slurm controller"  # before the attempt, and when srun could not start
+    wait_for("a question after srun's end", lambda: asked in log.read_text().partition("; srun: ")[2], started.run)
+    cluster.start_controller()
+    started.wait_until_over()
+    started.assert_in_place(["killed"])
+    assert weights(started.run) == uninterrupted(2)
+
+
 def test_without_a_spare_fewer_nodes_go_on_with_the_same_samples(cluster: Cluster, tmp_path: Path) -> None:
     started = Started(tmp_path, cluster, "resources.nodes=2", "resources.tasks_per_node=1", "resources.min_nodes=1")
     run = started.run

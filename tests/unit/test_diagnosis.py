@@ -8,14 +8,25 @@ from typing import Any
 
 import pytest
 
+from jobkit import slurm
 from jobkit.run.config import Config
 from jobkit.run.files import write_json
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import CAUSES
+from jobkit.run.status import CAUSES, Attempt
 from jobkit.slurm import JobInfo
 from jobkit.supervisor.attempt import begin
-from jobkit.supervisor.diagnosis import EndCause, FirstFailure, diagnose, first_failure, own_failure
+from jobkit.supervisor.diagnosis import (
+    EndCause,
+    FirstFailure,
+    diagnose,
+    failed_launch,
+    first_failure,
+    first_failure_of_job,
+    own_failure,
+    srun_said_about,
+    srun_starts,
+)
 
 # What srun prints: real words of Slurm 22.05.
 
@@ -52,6 +63,12 @@ srun: error: node2: task 2: Out Of Memory
 srun: launch/slurm: _step_signal: Terminating StepId=1.0
 srun: error: node1: tasks 0-1: Killed
 """
+NO_LAUNCH = """\
+srun: error: Task launch for StepId=1.1 failed on node node2: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: Job step aborted: Waiting up to 12 seconds for job step to finish.
+srun: error: node3: task 2: Killed
+"""
 PREEMPTED = f"{ABORTED}srun: got SIGCONT\nsrun: forcing job termination\n"
 
 SAID: list[tuple[str, str, FirstFailure | None]] = [
@@ -85,6 +102,7 @@ SAID: list[tuple[str, str, FirstFailure | None]] = [
         FirstFailure(rank=12, node="n1", code=143),
     ),
     ("a way to die that is not known", "srun: error: n1: task 1: Evaporated\n", FirstFailure(rank=1, node="n1")),
+    ("a node that nothing could be started on", f"{KILLED}{NO_LAUNCH}", FirstFailure(node="node2", node_lost=True)),
     ("after other words", f"{ABORTED}{KILLED}", FirstFailure(rank=3, node="node2", signal=9)),
 ]
 
@@ -92,6 +110,68 @@ SAID: list[tuple[str, str, FirstFailure | None]] = [
 @pytest.mark.parametrize(("text", "first"), [row[1:] for row in SAID], ids=[row[0] for row in SAID])
 def test_srun_says_who_died_first(text: str, first: FirstFailure | None) -> None:
     assert first_failure(text) == first
+
+
+NO_STEP = "srun: error: Unable to create step for job 1: {}\n"
+AWAY = "srun: error: Unable to confirm allocation for job 1: Unable to contact slurm controller (connect failure)\n"
+
+LAUNCHES: list[tuple[str, str, Sequence[str], str | bool]] = [
+    ("a node that does not answer", NO_LAUNCH, [], "node2"),
+    ("no step", NO_STEP.format("Required node not available (down, drained or reserved)"), [], True),
+    ("no step, and a node is down", NO_STEP.format("Required node not available"), ["node3"], "node3"),
+    ("no step, for a node that left", NO_STEP.format("Requested node configuration is not available"), ["n1"], "n1"),
+    ("too much asked for", NO_STEP.format("Requested node configuration is not available"), [], False),
+    ("too much memory", NO_STEP.format("Memory required by task is not available"), [], False),
+    ("no controller", AWAY, [], True),
+    ("a wrong option", "srun: unrecognized option '--bogus'\n", ["node3"], False),
+    ("an earlier srun's words", f"{NO_LAUNCH}{srun_starts(['node1'])}srun: error: node1: task 0: Killed\n", [], False),
+]
+
+
+@pytest.mark.parametrize(("text", "down", "node"), [row[1:] for row in LAUNCHES], ids=[row[0] for row in LAUNCHES])
+def test_srun_says_which_node_it_could_start_nothing_on(text: str, down: Sequence[str], node: str | bool) -> None:
+    first = failed_launch(text, lambda: down)
+    if node is False:
+        assert first is None
+    else:
+        assert first is not None and first.node_lost and first.error
+        assert first.node == (None if node is True else node)
+
+
+def attempt(number: int, *nodes: str, began: str = "in place") -> Attempt:
+    return Attempt(id=number, cluster="slurm", job_id="7", started=0.0, nodes=list(nodes), began=began)
+
+
+LOST_2, KILLED_1 = "srun: error: Node failure on node2\n", "srun: error: node1: task 0: Killed\n"
+OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\n"
+TWO = [attempt(1, "node1", "node2", began="submitted"), attempt(2, "node1", "node3")]
+
+ABOUT: list[tuple[str, dict[int, str], Sequence[Attempt], str]] = [
+    ("a step of the attempt before", {1: KILLED_1}, TWO, KILLED_1),
+    ("a node that was replaced", {1: LOST_2 + KILLED_1}, TWO, KILLED_1),
+    ("a parent that was started again", {1: KILLED_1, 2: srun_starts(["node1"])}, TWO, ""),
+    ("another one that was", {1: KILLED_1, 2: srun_starts(["node3"])}, TWO, KILLED_1),
+    ("memory that ran out before", {1: OOM}, TWO, ""),
+    ("memory that ran out", {2: OOM}, TWO, OOM),
+    ("an earlier start of the job", {1: KILLED_1}, [TWO[0], attempt(2, "node1", began="requeued")], ""),
+]
+
+
+@pytest.mark.parametrize(("said", "attempts", "expected"), [row[1:] for row in ABOUT], ids=[row[0] for row in ABOUT])
+def test_of_what_srun_says_that_counts_which_is_about_the_attempt(
+    tmp_path: Path, said: dict[int, str], attempts: Sequence[Attempt], expected: str
+) -> None:
+    run = RunDir(tmp_path / "toy-12345678")
+    for number, text in said.items():
+        run.logs(number).mkdir(parents=True)
+        run.srun_log(number).write_text(text)
+    assert srun_said_about(run, attempts, 2) == expected.strip()
+
+
+def test_a_node_that_was_replaced_is_not_the_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "dead_node", lambda nodes: "node2" if "node2" in nodes.split(",") else None)
+    assert first_failure_of_job("", job(nodes="node1,node2,node3"), ["node1", "node3"]) is None
+    assert first_failure_of_job("", job(nodes="node1,node2,node3")) == FirstFailure(node="node2", node_lost=True)
 
 
 # The witnesses

@@ -26,7 +26,13 @@ case "${0##*/} $*" in
                  [ ! -e signals ] || kill -TERM $PPID $$
                  exit "$(cat code)" ;;
     *" end "*) exit "$(cat end_code)" ;;
-    "scontrol -o show job"*) cat job ;;
+    "scontrol -o show job"*)
+        if [ -s away ]; then
+            sed -i 1d away
+            echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
+            exit 1
+        fi
+        cat job ;;
     "sinfo"*) cat nodes ;;
 esac
 """
@@ -150,6 +156,27 @@ def test_a_job_that_its_owner_has_cancelled_is_not_requeued(node: Node, job: str
     node.say(code=1, end_code=1, job=job)
     assert node.start().returncode == 1
     assert [call for call in node.calls if "requeue" in call] == ([requeue] if requeue else [])
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_controller_that_is_away_is_waited_for_with_growing_pauses(node: Node, begins: bool) -> None:
+    if not begins:
+        (node.folder / "begins").unlink()
+    node.say(code=1, end_code=1, away="\n".join("x" * 6))
+    done = node.start()
+    assert "scontrol requeue Incomplete 9" in node.calls
+    assert "Unable to contact slurm controller" in done.stderr
+    slept = [line.split()[1] for line in (node.folder / "calls").read_text().splitlines() if line.startswith("sleep")]
+    assert slept[-6:] == ["2", "6", "18", "54", "60", "60"]
+
+
+def test_a_job_that_slurm_does_not_know_is_not_waited_for(node: Node) -> None:
+    node.say(code=1, end_code=1)
+    (node.folder / "bin/scontrol").write_text(
+        "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n"
+    )
+    assert node.start().returncode == 1
+    assert "scontrol requeue Incomplete 9" not in node.calls
 
 
 # The user's own lines

@@ -25,6 +25,8 @@ def ended(
     durable: int | None = None,
     submission: int = 1,
     from_memory: bool = False,
+    nodes: Sequence[str] = (),
+    resumed: bool = False,
     **failure: Any,
 ) -> Attempt:
     """An attempt from step `first` (None: it never came to its loop) to step `last`.
@@ -45,6 +47,8 @@ def ended(
         durable_step=durable,
         submission=submission,
         from_memory=from_memory,
+        nodes=list(nodes),
+        resumed=1.0 if resumed else None,
         failure=Failure(**failure) if failure else None,
     )
 
@@ -187,6 +191,51 @@ def test_what_comes_after_an_attempt(attempts: Sequence[Attempt], again: bool) -
     assert decision.failed == (not again and (attempts[-1].cause in BUDGETS))
 
 
+# A command that reports nothing
+
+QUIET_TIMEOUT, QUIET_CRASH = ended("timeout", None), ended("crashed", None)
+QUIET_PREEMPTION, QUIET_SIGNAL = ended("preempted", None), ended("signal", None)
+NOT_FOUND = ended("crashed", None, error="no such program", everywhere=True)
+
+SILENT: list[tuple[str, Sequence[Attempt], bool]] = [
+    ("out of time for the hundredth time", [QUIET_TIMEOUT] * 100, True),
+    ("three crashes in a row", [QUIET_CRASH] * 3, False),
+    ("three kills and hangs in a row", [QUIET_CRASH, ended("killed", None), ended("hang", None)], False),
+    ("three crashes, a time limit between", [QUIET_CRASH, QUIET_CRASH, QUIET_TIMEOUT, QUIET_CRASH], True),
+    ("three crashes, a preemption between", [QUIET_CRASH, QUIET_PREEMPTION, QUIET_CRASH, QUIET_CRASH], True),
+    ("three crashes, a signal between", [QUIET_CRASH, QUIET_CRASH, QUIET_SIGNAL, QUIET_CRASH], True),
+    ("three crashes since a time limit", [QUIET_TIMEOUT, *[QUIET_CRASH] * 3], False),
+    ("three crashes, a dead node between", [QUIET_CRASH, QUIET_CRASH, ended("lost", None), QUIET_CRASH], False),
+    ("ten dead nodes in a row", [ended("node_failure", None)] * 10, False),
+    ("ten dead nodes, a time limit between", [*[ended("lost", None)] * 9, QUIET_TIMEOUT, ended("lost", None)], True),
+    ("no such program", [NOT_FOUND], False),
+    ("no such program after a preemption", [QUIET_PREEMPTION, NOT_FOUND], False),
+    ("no such program, though it has run till the time limit", [QUIET_TIMEOUT, NOT_FOUND], True),
+    ("one that reports its steps", [ended("timeout", 5, resumed=True)] * 3, False),
+    ("one that reported its steps once", [ended("timeout", 5, resumed=True), *[QUIET_TIMEOUT] * 2], False),
+    (
+        "one that reported its steps before it was submitted again",
+        [ended("timeout", 5, resumed=True), *[ended("timeout", None, durable=5, submission=2)] * 3],
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize(("attempts", "again"), [row[1:] for row in SILENT], ids=[row[0] for row in SILENT])
+def test_a_command_that_reports_nothing_is_not_judged_by_its_silence(attempts: Sequence[Attempt], again: bool) -> None:
+    decision = decide(attempts, is_command=True)
+    assert (decision.action, decision.failed) == (("requeue", False) if again else ("stop", True))
+
+
+def test_a_command_that_reports_nothing_may_be_forbidden_to_run_out_of_time() -> None:
+    assert decide([QUIET_TIMEOUT], RetryConfig(time_limit=0), is_command=True).failed
+
+
+def test_a_time_limit_ends_the_growing_pauses_of_a_command_that_reports_nothing() -> None:
+    attempts = [*[ended("killed", None)] * 2, QUIET_TIMEOUT, ended("killed", None)]
+    assert decide(attempts, is_command=True, keeps_nodes=lambda without: True).pause == 0
+
+
 BUDGET_ROWS: list[tuple[str, RetryConfig, Sequence[Attempt], bool]] = [
     ("no preemption allowed", RetryConfig(preemption=0), [ended("preempted", 0, 5)], False),
     ("no signal allowed", RetryConfig(preemption=0), [ended("signal", 0, 5)], False),
@@ -268,6 +317,60 @@ def test_a_run_that_fails_says_what_happened_by_which_rule_and_what_to_change(
 
 def test_a_budget_of_nothing_says_so() -> None:
     assert "retry.crash: 0" in decide([CRASH_5], RetryConfig(crash=0)).reason
+
+
+# Alone on a node
+
+
+def failed_on(*nodes: str, submission: int = 1) -> Attempt:
+    """An attempt that all its nodes ended alike before the first step."""
+    return ended("crashed", None, submission=submission, nodes=nodes, node=nodes[0], error="no", everywhere=True)
+
+
+ALONE: list[tuple[str, Sequence[Attempt], Sequence[str], tuple[str, tuple[str, ...]]]] = [
+    ("once", [failed_on("node1")], (), ("requeue", ("node1",))),
+    ("and on another node", [failed_on("node1"), failed_on("node2")], ("node1",), ("stop", ())),
+    ("and on the same node again", [failed_on("node1"), failed_on("node1")], (), ("requeue", ("node1",))),
+    ("once, and decided before", [failed_on("node1")], ("node1",), ("requeue", ())),
+    ("on two nodes", [failed_on("node1", "node2")], (), ("stop", ())),
+    ("on this machine", [ended("crashed", None, error="no", everywhere=True)], (), ("stop", ())),
+    (
+        "before it was submitted again",
+        [failed_on("node1"), failed_on("node2"), failed_on("node1", submission=2)],
+        (),
+        ("requeue", ("node1",)),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "excluded", "expected"), [row[1:] for row in ALONE], ids=[row[0] for row in ALONE]
+)
+def test_what_fails_at_once_on_its_only_node_is_tried_on_one_other(
+    attempts: Sequence[Attempt], excluded: Sequence[str], expected: tuple[str, tuple[str, ...]]
+) -> None:
+    decision = decide(attempts, excluded=excluded)
+    assert (decision.action, decision.exclude) == expected
+    assert decision.failed == (decision.action == "stop")
+
+
+def test_what_fails_at_once_on_its_only_node_has_failed_where_no_other_one_can_be_had() -> None:
+    decision = decide([failed_on("node1")], can_replace=lambda nodes: False)
+    assert decision.failed and "before the first step" in decision.reason
+
+
+def test_what_fails_at_once_on_its_only_node_is_tried_on_a_spare_first() -> None:
+    decision = decide([failed_on("node1")], keeps_nodes=lambda without: True, can_replace=lambda nodes: False)
+    assert (decision.action, decision.exclude) == ("in_place", ("node1",))
+
+
+def test_a_scheduler_that_does_not_answer_has_not_said_that_there_is_no_other_node() -> None:
+    decision = decide([failed_on("node1")], can_replace=lambda nodes: None)
+    assert (decision.action, decision.exclude) == ("requeue", ())
+
+
+def test_what_may_never_crash_is_not_tried_on_another_node() -> None:
+    assert decide([failed_on("node1")], RetryConfig(crash=0)).failed
 
 
 # Nodes to keep away from

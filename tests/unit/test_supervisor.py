@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import threading
@@ -16,15 +17,17 @@ import pytest
 from jobkit import slurm
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.run import records
-from jobkit.run.config import Config
+from jobkit.run.config import Config, Resources
 from jobkit.run.events import Event
 from jobkit.run.records import FailureReport, Progress, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
+from jobkit.supervisor import slurm_job
 from jobkit.supervisor import supervisor as supervising
 from jobkit.supervisor import time_limit as limits
-from jobkit.supervisor.attempt import Begun, begin, request_stop
+from jobkit.supervisor.attempt import Begun, begin, end, request_stop
 from jobkit.supervisor.diagnosis import FirstFailure
+from jobkit.supervisor.nodes import LaunchError
 from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.slurm_job import EXIT_START_AGAIN, SlurmJob
@@ -113,6 +116,9 @@ class Ranks:
     def all_returned(self) -> bool:
         return False
 
+    def told(self) -> int | None:
+        return None
+
     def last_step(self) -> tuple[int, float] | None:
         return None
 
@@ -160,6 +166,9 @@ class Job:
 
     def record(self) -> slurm.JobInfo | None:
         return None
+
+    def was_away(self) -> bool:
+        return False
 
     def look(self, action: Callable[[], None]) -> None:
         action()
@@ -334,7 +343,7 @@ def test_under_slurm_the_supervisor_keeps_a_part_of_the_margin_to_decide_in(
 ) -> None:
     monkeypatch.delenv("JOBKIT_BEGAN", raising=False)
     elapsed = iter([0.0, 60.25, 120.5])
-    monkeypatch.setattr(slurm, "show_job", lambda job_id: info(elapsed=next(elapsed)), raising=True)
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: info(elapsed=next(elapsed)))
     monkeypatch.setattr(slurm, "stop_margin", lambda limit: 12.0)
     ranks, job = Ranks(clock), Job()
     job.limit = SlurmTimeLimit("7")
@@ -474,6 +483,227 @@ def test_a_file_server_that_does_not_answer_keeps_the_supervisor_from_nothing_bu
     timer = threading.Timer(3, act)
     timer.start()
     assert within(15, supervising.AttemptWatch(run, begun.number, ranks, job).until_end)
+
+
+# A controller that is away
+
+
+AWAY = SchedulerError(slurm.explain("scontrol", "Unable to contact slurm controller (connect failure)"))
+
+
+class Controller:
+    """Slurm's controller, away until a time of the clock."""
+
+    def __init__(self, clock: Clock, until: float) -> None:
+        self.clock = clock
+        self.until = until
+        self.asked: list[float] = []
+        self.requeued_at: float | None = None
+
+    def show_job(self, job_id: str, timeout: float = 30.0) -> slurm.JobInfo:
+        self.asked.append(self.clock.now)
+        if self.clock.now < self.until:
+            raise AWAY
+        return info(start=1000.0, end=2200.0)
+
+    def requeue(self, job_id: str) -> bool:
+        self.show_job(job_id)
+        self.requeued_at = self.clock.now
+        return True
+
+
+@pytest.fixture
+def away(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Controller]:
+    """Makes a controller that is away for so many seconds, for a job of 20 minutes that begins now."""
+    monkeypatch.setattr(slurm_job, "time", clock)
+    monkeypatch.setenv("JOBKIT_BEGAN", "1000")
+    run.write_config(Config(name="toy", task="m:f", resources=Resources(time="20min")))
+
+    def make(seconds: float) -> Controller:
+        controller = Controller(clock, clock.now + seconds)
+        monkeypatch.setattr(slurm, "show_job", controller.show_job)
+        monkeypatch.setattr(slurm, "requeue", controller.requeue)
+        return controller
+
+    return make
+
+
+def test_a_controller_that_is_away_for_minutes_is_asked_until_it_is_back(
+    run: RunDir, away: Callable[[float], Controller]
+) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    controller = away(900.0)
+    assert SlurmJob(run, "7").leave(Decision("requeue", "killed"), now=True) == EXIT_FINISHED
+    assert controller.requeued_at is not None and controller.requeued_at < 1000 + 900 + 60
+    assert Event.REQUEUE_FAILED not in [event["event"] for event in run.journal.read()]
+
+
+def test_what_could_not_be_started_again_is_recorded_before_the_jobs_time_is_over(
+    run: RunDir, clock: Clock, away: Callable[[float], Controller]
+) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    controller = away(math.inf)
+    assert SlurmJob(run, "7").leave(Decision("requeue", "killed"), now=True) == EXIT_RESUMABLE
+    assert 2200 - 60 - slurm_job.RECORD_SECONDS <= clock.now < 2200
+    assert len(controller.asked) < 30
+    status = run.status()
+    assert status.state == State.INTERRUPTED and "contact slurm controller" in str(status.error)
+
+
+def test_what_slurm_refuses_again_and_again_is_not_asked_for_until_the_time_limit(
+    run: RunDir, clock: Clock, away: Callable[[float], Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    away(0.0)
+
+    def refuse(*arguments: object, **options: object) -> list[str]:
+        raise SchedulerError("sbatch: error: Invalid account")
+
+    monkeypatch.setattr(slurm, "jobs_named", refuse)
+    assert SlurmJob(run, "7").leave(Decision("resubmit", "killed"), now=True) == EXIT_RESUMABLE
+    assert clock.now < 1000 + 200
+
+
+def test_a_run_directory_and_a_controller_that_are_both_away_are_not_given_up_at_once(
+    run: RunDir, away: Callable[[float], Controller]
+) -> None:
+    controller = away(600.0)
+    assert SlurmJob(run, "7").give_up(FileNotFoundError("gone")) == EXIT_FINISHED
+    assert controller.requeued_at is not None
+
+
+def test_a_rank_that_dies_while_slurm_does_not_answer_is_noticed(
+    run: RunDir, clock: Clock, away: Callable[[float], Controller]
+) -> None:
+    begun = begin(run, job_id="7", scheduler="slurm")
+    away(math.inf)
+    ranks = Ranks(clock)
+    ranks.running, ranks.first = True, FirstFailure(rank=1, signal=9)
+    supervising.AttemptWatch(run, begun.number, ranks, SlurmJob(run, "7")).until_end()
+    assert [name for name, _ in ranks.sent] == ["KILL"]
+
+
+def test_ranks_that_srun_could_not_start_without_slurm_are_started_when_it_is_back(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    ranks.prepared = ParentError("srun ended with exit code 1")
+    job.was_away = lambda: bool(setattr(ranks, "prepared", True)) or not ranks.started  # type: ignore[method-assign]
+    ranks.on_start = lambda: clock.after(5, ranks.end)
+    Supervisor(run, ranks, job).supervise()
+    assert ranks.started == [1] and len(causes(run)) == 1
+
+
+def test_a_node_that_srun_could_start_nothing_on_is_a_node_failure(run: RunDir, clock: Clock) -> None:
+    ranks, job = Ranks(clock), Job()
+    lost = FirstFailure(node="node2", node_lost=True, error="Task launch failed on node node2")
+    ranks.prepared = LaunchError("srun ended", lost)
+    Supervisor(run, ranks, job).supervise()
+    (attempt,) = run.status().attempts
+    assert attempt.cause == "node_failure" and attempt.failure is not None
+    assert (attempt.failure.node, attempt.failure.error) == ("node2", "Task launch failed on node node2")
+
+
+def test_excluding_more_nodes_keeps_those_that_the_user_excludes(
+    run: RunDir, away: Callable[[float], Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    run.record(Event.EXCLUDED, node="node2")
+    away(0.0)
+    monkeypatch.setattr(slurm, "show_job", lambda *_: info(excluded="bad[1-2]", partition="low"))
+    monkeypatch.setattr(slurm, "expand", lambda nodes: nodes.split(","))
+    monkeypatch.setattr(slurm, "jobs_named", lambda name: ["7"])
+    monkeypatch.setattr(slurm, "nodes_left", lambda partition, without: 9)
+    asked: list[tuple[str, ...]] = []
+
+    def take(script: str, *options: str, environment: object = None) -> str:
+        asked.append(options)
+        return "8"
+
+    monkeypatch.setattr(slurm, "submit", take)
+    monkeypatch.setattr(slurm, "could_start", take)
+    job = SlurmJob(run, "7")
+    assert job.can_replace(job.record(), ["node2", "node3"])
+    job.leave(Decision("resubmit", "killed"), now=True)
+    assert asked == [
+        ("--exclude=bad[1-2],node2,node3",),
+        ("--dependency=afterany:7", "--exclude=bad[1-2],node2"),
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_disk_that_refuses_writes_is_tried_three_times(
+    run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(slurm_job, "time", clock)
+    tried: list[float] = []
+
+    def act() -> None:
+        tried.append(clock.now - 1000)
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OSError):
+        slurm_job.retry_until_mounted(run, act)
+    assert tried == [0, 10, 30]
+
+
+def test_a_file_server_that_is_away_is_waited_for_as_long_as_before(
+    run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "time", clock)
+    answers = iter([errno.ESTALE, errno.EIO, errno.ENOENT] * 30)
+
+    def act() -> str:
+        if number := next(answers, 0):
+            raise OSError(number, os.strerror(number))
+        return "done"
+
+    assert slurm_job.retry_until_mounted(run, act) == "done"
+    assert clock.now == 1090
+
+
+# What a command that reports nothing was told
+
+USR2, TERM = 12, 15
+EARLY, LATE = info(end=400.0, elapsed=77.0), info(end=400.0, elapsed=300.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "first", "job", "cause"),
+    [
+        (None, None, LATE, "finished"),
+        (USR2, None, LATE, "timeout"),
+        (USR2, None, EARLY, "signal"),
+        (TERM, None, EARLY, "signal"),
+        (TERM, None, info(preempt_time=1.0), "preempted"),
+        (USR2, None, None, "signal"),
+        (USR2, FirstFailure(rank=0, code=128 + USR2), LATE, "timeout"),
+        (TERM, FirstFailure(rank=0, code=128 + TERM), EARLY, "signal"),
+        (None, FirstFailure(rank=0, code=128 + TERM), EARLY, "crashed"),
+        (USR2, FirstFailure(rank=0, code=1), LATE, "crashed"),
+        (None, FirstFailure(rank=0, signal=TERM), EARLY, "signal"),
+        (USR2, FirstFailure(rank=0, signal=9), LATE, "killed"),
+    ],
+)
+def test_the_end_of_a_silent_command_is_read_by_what_it_was_told(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    told: int | None,
+    first: FirstFailure | None,
+    job: slurm.JobInfo | None,
+    cause: str,
+) -> None:
+    monkeypatch.delenv("JOBKIT_BEGAN", raising=False)
+    run.write_config(Config(name="toy", command=["train"]))
+    begin(run, job_id="7", scheduler="slurm")
+    end(run, 1, "7", first=first, job=job, all_returned=first is None, told=told)
+    assert causes(run) == [cause]
+
+
+def test_a_command_that_reports_its_steps_says_itself_what_it_was_told(run: RunDir) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    begin(run, job_id="7", scheduler="slurm")
+    run.record(Event.RESUMED, attempt=1, step=0)
+    end(run, 1, "7", job=EARLY, all_returned=True, told=USR2)
+    assert causes(run) == ["finished"]
 
 
 # The end that a killed supervisor has left
