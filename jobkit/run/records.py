@@ -119,7 +119,7 @@ class StopRequest:
     """One of run.status.CAUSES."""
     error: str | None = None
     grace: float | None = None
-    """0 to kill its ranks at once, without a checkpoint."""
+    """Seconds that its ranks get to save until they are killed; None where only the scheduler ends them."""
 
 
 @dataclass(frozen=True, kw_only=True)

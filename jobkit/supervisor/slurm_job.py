@@ -91,9 +91,9 @@ class SlurmJob:
         """The batch script's process, as long as it lives."""
         self._signalled = True  # a signal may have come before there was anyone to take it
         self._asks_at = -math.inf
-        self._limit: float | None = None
-        """Seconds that Slurm said last this start of the job may run."""
-        self._began = float(os.environ.get("JOBKIT_BEGAN") or time.time())
+        self._ends: float | None = None
+        """When the time of this start of the job is over, as Slurm said last, by this node's clock."""
+        self._began = time.time()
 
     def listen(self) -> None:
         """Take SIGTERM from here on: Slurm sends it to every process of the batch step when it ends the job."""
@@ -131,7 +131,8 @@ class SlurmJob:
         return self._see(ask(self.id))
 
     def _see(self, job: slurm.JobInfo | None) -> slurm.JobInfo | None:
-        self._limit = job.limit if job is not None else self._limit
+        if job is not None:
+            self._ends = math.inf if job.remaining is None else time.time() + job.remaining
         return job
 
     def was_away(self) -> bool:
@@ -152,11 +153,11 @@ class SlurmJob:
 
     def _seconds_left(self) -> float:
         """Of the job's time, as Slurm or the YAML has said: Slurm is not asked."""
-        limit = self._limit
-        if limit is None:
+        ends = self._ends
+        if ends is None:
             with contextlib.suppress(OSError):
-                limit = float(self.run.config().resources.seconds)
-        return math.inf if limit is None else self._began + limit - time.time()
+                ends = self._began + self.run.config().resources.seconds
+        return math.inf if ends is None else ends - time.time()
 
     def look(self, action: Callable[[], None]) -> None:
         """Do what reads the run directory; returns before that is done where the file server does not answer."""

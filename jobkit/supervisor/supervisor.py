@@ -207,6 +207,8 @@ class AttemptWatch:
         self.failed_launch: FirstFailure | None = None
         """Why its ranks could not be started, where a node is to blame."""
         self._killed_at: float | None = None
+        self._kill_by = math.inf
+        """When ranks that have been told to stop are killed, by the monotonic clock."""
         self.noticed: float | None = None
         """When it was known that the ranks have to be ended, in seconds since the epoch."""
         self._failed_at: float | None = None
@@ -252,6 +254,9 @@ class AttemptWatch:
         # Requests before the watchdog: ranks that save for one give no heartbeat.
         if request := self.run.stop_request(self.attempt):
             self._stop_ranks(request)  # `jobkit preempt`, `jobkit cancel`
+        if time.monotonic() >= self._kill_by:
+            self._kill()
+            return
         if self.limit.is_over(saving=self._is_saving()):
             self._stop_ranks(StopRequest(cause="timeout", grace=0))
         elif self.limit.is_near():
@@ -273,7 +278,9 @@ class AttemptWatch:
             self.ranks.learn()
 
     def _stop_ranks(self, request: StopRequest) -> None:
-        """Tell the ranks to stop, once, or kill them where the request leaves them no grace."""
+        """Tell the ranks to stop, once, and kill them when the grace of the request is over, which may be at once."""
+        if request.grace is not None and request.grace > 0:
+            self._kill_by = min(self._kill_by, time.monotonic() + request.grace)
         if request.grace != 0 and self.was_told:
             return
         attempts.request_stop(self.run, self.attempt, request)

@@ -285,6 +285,8 @@ def test_the_next_attempt_is_the_next_turn_of_the_loop(run: RunDir, clock: Clock
         ([None, None], [("TERM", 0)]),
         ([0], [("KILL", 0)]),
         ([None, 0], [("TERM", 0), ("KILL", 5)]),
+        ([5.0], [("TERM", 0), ("KILL", 5)]),
+        ([600.0], [("TERM", 0)]),
     ],
 )
 def test_a_stop_request_is_obeyed_once_and_its_grace_is_kept(
@@ -341,7 +343,6 @@ def test_what_the_ranks_take_to_start_counts_against_the_time_limit(run: RunDir,
 def test_under_slurm_the_supervisor_keeps_a_part_of_the_margin_to_decide_in(
     run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch, stopping: bool, killed_at: int
 ) -> None:
-    monkeypatch.delenv("JOBKIT_BEGAN", raising=False)
     elapsed = iter([0.0, 60.25, 120.5])
     monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: info(elapsed=next(elapsed)))
     monkeypatch.setattr(slurm, "stop_margin", lambda limit: 12.0)
@@ -504,7 +505,7 @@ class Controller:
         self.asked.append(self.clock.now)
         if self.clock.now < self.until:
             raise AWAY
-        return info(start=1000.0, end=2200.0)
+        return info(start=1000.0, end=2200.0, elapsed=self.clock.now - 1000.0)
 
     def requeue(self, job_id: str) -> bool:
         self.show_job(job_id)
@@ -516,7 +517,6 @@ class Controller:
 def away(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Controller]:
     """Makes a controller that is away for so many seconds, for a job of 20 minutes that begins now."""
     monkeypatch.setattr(slurm_job, "time", clock)
-    monkeypatch.setenv("JOBKIT_BEGAN", "1000")
     run.write_config(Config(name="toy", task="m:f", resources=Resources(time="20min")))
 
     def make(seconds: float) -> Controller:
@@ -559,7 +559,7 @@ def test_what_slurm_refuses_again_and_again_is_not_asked_for_until_the_time_limi
     def refuse(*arguments: object, **options: object) -> list[str]:
         raise SchedulerError("sbatch: error: Invalid account")
 
-    monkeypatch.setattr(slurm, "jobs_named", refuse)
+    monkeypatch.setattr(slurm, "jobs_with", refuse)
     assert SlurmJob(run, "7").leave(Decision("resubmit", "killed"), now=True) == EXIT_RESUMABLE
     assert clock.now < 1000 + 200
 
@@ -610,7 +610,7 @@ def test_excluding_more_nodes_keeps_those_that_the_user_excludes(
     away(0.0)
     monkeypatch.setattr(slurm, "show_job", lambda *_: info(excluded="bad[1-2]", partition="low"))
     monkeypatch.setattr(slurm, "expand", lambda nodes: nodes.split(","))
-    monkeypatch.setattr(slurm, "jobs_named", lambda name: ["7"])
+    monkeypatch.setattr(slurm, "jobs_with", lambda script: ["7"])
     monkeypatch.setattr(slurm, "nodes_left", lambda partition, without: 9)
     asked: list[tuple[str, ...]] = []
 
@@ -691,7 +691,6 @@ def test_the_end_of_a_silent_command_is_read_by_what_it_was_told(
     job: slurm.JobInfo | None,
     cause: str,
 ) -> None:
-    monkeypatch.delenv("JOBKIT_BEGAN", raising=False)
     run.write_config(Config(name="toy", command=["train"]))
     begin(run, job_id="7", scheduler="slurm")
     end(run, 1, "7", first=first, job=job, all_returned=first is None, told=told)
