@@ -195,7 +195,7 @@ def _report(outcome: Outcome, follow: bool) -> int:
 def _note(outcome: Outcome) -> str:
     """What else there is to know of a run that is under way already."""
     from jobkit.run.status import State
-    from jobkit.submission.job import is_here
+    from jobkit.submission.observer import is_here
 
     status = outcome.status
     if outcome.released:

@@ -14,13 +14,15 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import metadata as metadata_module
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
@@ -214,29 +216,34 @@ class RawWriter(FileSystemWriter):
         self.files[INDEX] = file.digest
 
 
-_CLASSES = {
-    ("torch.distributed.checkpoint.metadata", kind)
-    for kind in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {("torch", "Size"), ("torch.serialization", "_get_layout"), (__name__, "Extent")}
-"""All that an index consists of, beside torch's dtypes."""
+_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), (__name__, "Extent")}
+"""What an index consists of, beside torch's dtypes and what torch.distributed.checkpoint.metadata defines."""
+
+
+def _is_part_of_an_index(module: str, name: str) -> bool:
+    if module == metadata_module.__name__:  # of whichever torch: records and enumerations, which do nothing
+        kind = getattr(metadata_module, name, None)
+        return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, (Enum, tuple)))
+    is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+    return is_dtype or (module, name) in _NAMES
 
 
 class ForeignIndex(CheckpointError):
     """A checkpoint's index that names what no index has: it would have run code."""
 
 
+def _member(kind: Any, name: Any) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__):
+        raise ForeignIndex(f"{INDEX} names {kind!r}.{name}, which no index has")
+    return kind.__members__[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if _is_part_of_an_index(module, name):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # by which some Pythons, as 3.11.2, write down a member of an Enum
         raise ForeignIndex(f"{INDEX} names {module}.{name}, which no index has")
 
 

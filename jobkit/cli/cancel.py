@@ -10,6 +10,7 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.duration import format_seconds
 from jobkit.run.status import State
 from jobkit.submission import job
+from jobkit.submission.observer import is_active, observe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
     found = chosen_run(arguments)
-    before = job.observe(found)
-    if not job.is_active(found, before):
+    before = observe(found)
+    if not is_active(found, before):
         print(f"{found.name} is {before.state} already; nothing to cancel")
         return EXIT_FINISHED
 

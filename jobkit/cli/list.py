@@ -12,7 +12,7 @@ from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.rundir import FoundRun, RunDir, all_runs
 from jobkit.run.status import State, Status
-from jobkit.submission import job
+from jobkit.submission import observer
 
 SETTLED = (State.FINISHED, State.FAILED, State.CANCELLED, State.INTERRUPTED)
 """Of such a run no job is thought to be under way: what was recorded of it holds."""
@@ -47,7 +47,7 @@ def _statuses(runs: Sequence[FoundRun]) -> dict[str, dict[str, Any]]:
     statuses = {run.name: recorded for run in runs if (recorded := _recorded(run)) is not None}
     found = [one for run in runs if run.name not in statuses and (one := _read(run.open())) is not None]
     try:
-        observed = job.observe_all(found)
+        observed = observer.observe_all(found)
     except SchedulerError as error:  # the list of what is on disk must not depend on a slurmctld that answers
         print(f"{error}; what follows is what the run directories say", file=sys.stderr)
         observed = [status for _, status in found]

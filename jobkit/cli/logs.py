@@ -14,6 +14,7 @@ from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.run.tail import Tail
 from jobkit.submission import job
+from jobkit.submission.observer import Observer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise InputError(f"{found.name} was started by a launcher of its own, on whose terminal its output is")
             raise InputError(f"--rank {arguments.rank}: no log of this rank in {found.logs(attempts[-1])}")
         return EXIT_FINISHED
-    observer = job.Observer(found)
+    observer = Observer(found)
     with contextlib.suppress(KeyboardInterrupt):
         while not observer.is_over:
             try:

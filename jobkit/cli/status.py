@@ -15,7 +15,7 @@ from jobkit.run.duration import format_seconds
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State, Status
-from jobkit.submission import job
+from jobkit.submission.observer import observe
 
 SAMPLES_SHOWN = 8
 """How many ids of a failed rank's batch are printed: a person looks one or two up."""
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the status, after the scheduler was asked whether the job lives."""
     found = chosen_run(arguments)
     try:
-        status = job.observe(found)
+        status = observe(found)
     except SchedulerError as error:
         print(f"{error}; what follows is what the run directory says", file=sys.stderr)
         status = found.status()

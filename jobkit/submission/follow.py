@@ -11,7 +11,7 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerE
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.run.tail import Tail
-from jobkit.submission import job
+from jobkit.submission.observer import Observer, observe
 
 POLL_SECONDS = 0.2
 """How often the run's files are read: a progress bar that moves at once, and five reads a second of a shared disk."""
@@ -75,12 +75,12 @@ def follow_local(run: RunDir, supervisor: subprocess.Popen[bytes], asked: list[i
             told = attempt.id
         time.sleep(POLL_SECONDS)
     follower.refresh(run.status())
-    return follower.end(job.observe(run))
+    return follower.end(observe(run))
 
 
 def follow_slurm(run: RunDir) -> int:
     """Show a run on Slurm until it is over, through its requeues. Ctrl-C leaves it running."""
-    follower, observer, shown = Follower(run), job.Observer(run), None
+    follower, observer, shown = Follower(run), Observer(run), None
     try:
         while True:
             try:

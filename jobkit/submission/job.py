@@ -1,20 +1,17 @@
-"""The job of a run: submit it, ask whether it lives, cancel it; Slurm or this machine behind one set of functions.
+"""The job of a run: submit it, record what became of it, cancel it; Slurm or this machine behind one set of functions.
 
-Whoever looks from outside writes nothing: `observe` says what is probable. Only a submission, under its lock, records
-the end of a job that nobody in the job could record (`settle`). A job is asked about where it is, and nowhere else.
+Only a submission, or a cancel, records the end of a job that nobody in the job could record: `settle`, under the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
@@ -23,15 +20,18 @@ from jobkit.run import records
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import State, Status, apply
+from jobkit.run.status import State, Status
+from jobkit.submission.observer import (
+    ASK_SECONDS,
+    UNDER_WAY,
+    end_of,
+    has_supervisor,
+    is_active,
+    is_gone,
+    is_here,
+    observe,
+)
 from jobkit.submission.plan import LaunchPlan
-
-ASK_SECONDS = 10.0
-"""How often one run's job is asked about: all share a slurmctld, which answers one request at a time. The run's own
-files say the rest sooner."""
-
-LIST_SECONDS = 2.0
-"""How long a list of all runs waits for a controller that does not answer."""
 
 POLL_SECONDS = 0.3
 """Between two looks at the files of a run that is ending."""
@@ -48,156 +48,6 @@ CANCEL_SECONDS = 600.0
 
 CLEAN_UP_SECONDS = 15.0
 """What a cancelled job gets for its `teardown` when its ranks have ended."""
-
-_UNDER_WAY = (State.QUEUED, State.HELD, State.RUNNING)
-
-
-# Looking
-
-
-def observe(run: RunDir) -> Status:
-    """The run's status as it is now, its job's state included; nothing is written. Raises SchedulerError."""
-    status = run.status()
-    if not _is_asked_about(status):
-        return status
-    if status.scheduler != "slurm":
-        return status if _has_supervisor(run) else _with_end(run, None)
-    job = slurm.show_job(str(status.job_id))
-    return _with_job(run, status, job)
-
-
-def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
-    """As `observe` of many runs whose status was read, with one question to Slurm; raises SchedulerError."""
-    on_slurm = [run for run, status in found if status.scheduler == "slurm" and _is_asked_about(status, LIST_SECONDS)]
-    jobs: Mapping[str, slurm.JobInfo] = {}
-    if on_slurm:
-        jobs = {job.job_id: job for job in slurm.jobs_of(_owners(on_slurm), LIST_SECONDS)}
-
-    def one(run: RunDir, status: Status) -> Status:
-        if not _is_asked_about(status, LIST_SECONDS):
-            return status
-        if status.scheduler != "slurm":
-            return status if _has_supervisor(run) else _with_end(run, None)
-        return _with_job(run, status, jobs.get(str(status.job_id)))
-
-    return [one(run, status) for run, status in found]
-
-
-def _owners(runs: Sequence[RunDir]) -> set[str]:
-    """Who the runs belong to, and so their jobs, as Slurm's commands take it."""
-    uids = {run.path.stat().st_uid for run in runs}
-    names = set()
-    for uid in uids:
-        try:
-            names.add(pwd.getpwuid(uid).pw_name)
-        except KeyError:  # a user that this machine does not know
-            names.add(str(uid))
-    return names
-
-
-class Observer:
-    """One run, looked at again and again: its files each time, its scheduler at most every ASK_SECONDS."""
-
-    def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self.is_over = False
-        """Whether nothing more will happen to the run by itself."""
-        self._ask_at = 0.0
-        self._seen: Status | None = None
-
-    def look(self) -> Status:
-        """The status now; raises SchedulerError where Slurm was asked and did not answer."""
-        status = self.run.status()
-        if status.state in (State.FINISHED, State.FAILED, State.CANCELLED):
-            self.is_over = True
-            return status
-        if time.monotonic() >= self._ask_at or status.scheduler != "slurm":
-            self._ask_at = time.monotonic() + ASK_SECONDS
-            self._seen = observe(self.run)
-            self.is_over = not is_active(self.run, self._seen)
-            return self._seen
-        if self._seen is not None and status.state == State.QUEUED and self._seen.job_id == status.job_id:
-            status.waits_for = self._seen.waits_for
-            status.state = State.HELD if self._seen.state == State.HELD else State.QUEUED
-        return status
-
-
-def _is_asked_about(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
-    """Whether the job of a run that is under way can be asked about from here. Raises SchedulerError."""
-    if status.submitting or status.state not in _UNDER_WAY or status.job_id is None:
-        return False
-    return status.scheduler != "slurm" or is_here(status, timeout)
-
-
-def is_here(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
-    """Whether the Slurm that commands here talk to is the one that has the run's job: ids of two clusters collide."""
-    return slurm.available() and status.slurm_cluster == slurm.cluster(timeout)
-
-
-def _has_supervisor(run: RunDir) -> bool:
-    """Whether a local run's supervisor lives; where its lock may not be looked at, what the journal says holds."""
-    return run.has_local_supervisor() is not False
-
-
-def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
-    """The status of a run whose job Slurm has told about."""
-    if job is not None and not job.runs(run.batch_script):
-        return status  # ours is gone, or on a cluster of the same name: nothing is certain
-    if job is None or job.ended:
-        return _with_end(run, job)
-    if job.state == "PENDING":
-        status.waits_for = None if job.reason in ("", "None") else job.reason
-        status.state = State.HELD if job.held else State.QUEUED  # Slurm itself may have put it back
-    return status
-
-
-def _with_end(run: RunDir, job: slurm.JobInfo | None) -> Status:
-    """The status of a run whose job has ended, which nobody in it could record."""
-    status = run.status()  # again: its end may have been recorded while the scheduler was asked
-    if status.submitting or status.state not in _UNDER_WAY:
-        return status
-    cause = _cause_of_end(job)
-    event, fields = _end_of(status, cause)
-    apply(status, {"time": time.time(), "event": event, **fields})
-    status.probably = cause
-    return status
-
-
-def _cause_of_end(job: slurm.JobInfo | None) -> str:
-    # Slurm forgets a job MinJobAge, 300 s by default, after its end: then it is lost, and nobody can say why.
-    return (slurm.stop_cause(job) if job else None) or "lost"
-
-
-def _end_of(status: Status, cause: str) -> tuple[Event, dict[str, Any]]:
-    """The event that says how a run under way ended whose job is gone."""
-    attempt = status.attempt.id if status.attempt and status.state == State.RUNNING else None
-    if cause == "cancelled" or status.cancel_requested:
-        return Event.CANCELLED, {"attempt": attempt}
-    if attempt is not None:
-        return Event.INTERRUPTED, {"attempt": attempt, "cause": cause}
-    return Event.REQUEUE_FAILED, {"error": f"job {status.job_id} left the queue without having run ({cause})"}
-
-
-def is_active(run: RunDir, status: Status) -> bool:
-    """Whether more will happen to the run by itself: queued, running, or about to be requeued by its job."""
-    if status.state in _UNDER_WAY:
-        return True
-    return status.state == State.INTERRUPTED and status.probably is None and not is_gone(run, status)
-
-
-def is_gone(run: RunDir, status: Status) -> bool:
-    """Whether the run's newest job has ended, as far as can be told from here. Raises SchedulerError.
-
-    Where it cannot be asked about, as on another cluster, what may still run there has lost the lease.
-    """
-    if status.job_id is None:
-        return True
-    if status.scheduler != "slurm":
-        return not _has_supervisor(run)
-    if not is_here(status):
-        return True
-    job = slurm.show_job(status.job_id)
-    return job is None or job.ended or not job.runs(run.batch_script)
 
 
 # Submitting
@@ -228,7 +78,7 @@ def settle(run: RunDir) -> Status:
     status = observe(run)
     if status.probably is None:
         return status
-    event, fields = _end_of(run.status(), status.probably)
+    event, fields = end_of(run.status(), status.probably)
     try:
         run.record(event, **fields)
     except OSError as error:
@@ -345,8 +195,8 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
 
 def _runs_on(run: RunDir, status: Status) -> bool:
     if status.scheduler == "slurm":
-        return status.state in _UNDER_WAY
-    return status.state in _UNDER_WAY and _has_supervisor(run)
+        return status.state in UNDER_WAY
+    return status.state in UNDER_WAY and has_supervisor(run)
 
 
 def _cancelled(run: RunDir, status: Status) -> Status:
@@ -360,8 +210,8 @@ def _end_slurm_job(run: RunDir, status: Status) -> None:
     if status.job_id is None or not is_here(status):
         # On another cluster: its job finds it so when it starts, and ends. One that runs has had its time by now, and
         # once the run is continued what is left of it has no lease.
-        if status.state in _UNDER_WAY:
-            event, fields = _end_of(status, "cancelled")
+        if status.state in UNDER_WAY:
+            event, fields = end_of(status, "cancelled")
             run.record(event, **fields)
         return
     if status.state == State.CANCELLED and wait_until_gone(run, status, CLEAN_UP_SECONDS):  # its teardown may run

@@ -13,6 +13,7 @@ from jobkit.run.config import LoadedConfig
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission import job
+from jobkit.submission.observer import Observer
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import signals_of_a_submission
 from jobkit.submission.submit import submit
@@ -53,7 +54,7 @@ def run_probe(
 
 def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
     """The status once the run is over; raises KeyboardInterrupt when it was cancelled instead."""
-    told, observer, status = "", job.Observer(run), run.status()
+    told, observer, status = "", Observer(run), run.status()
     while True:
         try:
             status, line = observer.look(), MEASURING

@@ -27,6 +27,7 @@ from harness.checkpoint_kills import (
     version_of,
 )
 from harness.other_user import NOBODY, only_root
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from jobkit.checkpoint.storage import INDEX, ForeignIndex, RawReader, read_index
 from jobkit.checkpoint.store import Store, digest_of
@@ -234,6 +235,30 @@ def test_an_index_that_would_run_code_does_not_and_is_set_aside_with_its_name(fo
         assert named == "index.pickle names posix.system, which no index has"
     assert not (four / "ran").exists()
     assert untidy(four) == ["step_00000004.corrupt"]
+
+
+class ByGetattr:
+    """Pickled as Python 3.11.2 pickles a member of an Enum, or whatever else."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, (self.owner, self.name)
+
+
+def test_an_index_of_another_python_names_the_members_of_an_enum_by_getattr(four: Path) -> None:
+    checkpoint = four / "step_00000004"
+    index = read_index(checkpoint)
+    preserve = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    index.planner_data = [ByGetattr(_MEM_FORMAT_ENCODING, preserve.name)]
+    forge_index(checkpoint, index)
+    assert read_index(checkpoint).planner_data == [preserve]
+    for owner, name in ((torch.Size, "count"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro")):
+        index.planner_data = [ByGetattr(owner, name)]
+        forge_index(checkpoint, index)
+        with pytest.raises(ForeignIndex):
+            read_index(checkpoint)
 
 
 def test_nor_does_it_where_it_is_hidden_in_a_true_index(four: Path) -> None:

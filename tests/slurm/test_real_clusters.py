@@ -16,7 +16,7 @@ from slurm_cluster import Cluster, wait_until
 
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.rundir import RunDir
-from jobkit.submission import job
+from jobkit.submission import observer
 
 ON_ONE_NODE = ("resources.nodes=1", "resources.tasks_per_node=1")
 LONG = (*ON_ONE_NODE, "params.steps=4000", "params.sleep=0.05")
@@ -240,7 +240,7 @@ def test_a_controller_that_is_mute_delays_a_list_once(tmp_path: Path, other: Clu
         done = project.jobkit("list")
     finally:
         controller.send(signal.SIGCONT)
-    assert done.stdout.count(" queued ") == 3 and f"no answer in {job.LIST_SECONDS:g} s" in done.stderr
+    assert done.stdout.count(" queued ") == 3 and f"no answer in {observer.LIST_SECONDS:g} s" in done.stderr
     assert len(said.read_text().splitlines()) == 1
 
 
@@ -254,14 +254,14 @@ def test_a_run_that_is_watched_is_asked_about_once_in_ten_seconds(
     said = asking(project, tmp_path / "bin")
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, project.env[name])
-    observer = job.Observer(RunDir(run))
-    looks = [observer.look() for _ in range(20)]
+    watch = observer.Observer(RunDir(run))
+    looks = [watch.look() for _ in range(20)]
     assert {one.state for one in looks} == {"held"}
     assert sum("show job" in line for line in said.read_text().splitlines()) == 1
-    monkeypatch.setattr(job, "ASK_SECONDS", 0.0)
-    observer = job.Observer(RunDir(run))
+    monkeypatch.setattr(observer, "ASK_SECONDS", 0.0)
+    watch = observer.Observer(RunDir(run))
     project.jobkit("cancel", run.name)
-    assert observer.look().state == "cancelled" and observer.is_over
+    assert watch.look().state == "cancelled" and watch.is_over
 
 
 def test_a_cancel_leaves_a_save_the_time_it_takes(tmp_path: Path, slurm: Cluster) -> None:

@@ -12,7 +12,7 @@ import pytest
 from jobkit import slurm
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
-from jobkit.submission import job, probe
+from jobkit.submission import observer, probe
 from jobkit.submission.checks import OK, PROBLEM, WARNING, check_slurm
 
 CONFIG = "SLURM_VERSION = 22.05\nPreemptType = preempt/partition_prio\nKillWait = 30 sec\nJobRequeue = 1\n"
@@ -69,8 +69,8 @@ def test_a_probe_that_waits_asks_slurm_once_in_ten_seconds_and_sees_its_end_at_o
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
     monkeypatch.setattr(probe, "time", clock)
-    monkeypatch.setattr(job, "time", clock)
-    monkeypatch.setattr(job, "is_here", lambda *_: True)
+    monkeypatch.setattr(observer, "time", clock)
+    monkeypatch.setattr(observer, "is_here", lambda *_: True)
     monkeypatch.setattr(slurm, "show_job", show_job)
     run = cast(RunDir, SimpleNamespace(status=status, batch_script=Path("/batch")))
     ended = probe._wait(run, [], said.append)

@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend(run.name for run, _ in found)
         return [status for _, status in found]
 
-    monkeypatch.setattr(list_command.job, "observe_all", observe_all)
+    monkeypatch.setattr(list_command.observer, "observe_all", observe_all)
     return names
 
 
@@ -116,7 +116,7 @@ def test_the_list_does_not_depend_on_a_scheduler_that_answers(
     def no_answer(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
         raise SchedulerError("slurmctld is away")
 
-    monkeypatch.setattr(list_command.job, "observe_all", no_answer)
+    monkeypatch.setattr(list_command.observer, "observe_all", no_answer)
     make(tmp_path, "toy-00000000", "running")
     assert "running" in listed(tmp_path, capsys)
 

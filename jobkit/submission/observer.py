@@ -1,0 +1,172 @@
+"""A run seen from outside: what its files say, and whether its job lives. Nothing is written.
+
+A job is asked about where it is, and nowhere else: ids of two clusters collide. What has ended and could record nothing
+is told as what is probable (`Status.probably`); only a submission records it (submission/job.py).
+"""
+
+from __future__ import annotations
+
+import pwd
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jobkit import slurm
+from jobkit.run.events import Event
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import State, Status, apply
+
+ASK_SECONDS = 10.0
+"""How often one run's job is asked about: all share a slurmctld, which answers one request at a time. The run's own
+files say the rest sooner."""
+
+LIST_SECONDS = 2.0
+"""How long a list of all runs waits for a controller that does not answer."""
+
+UNDER_WAY = (State.QUEUED, State.HELD, State.RUNNING)
+"""States in which a job is there, as far as the journal knows."""
+
+
+def observe(run: RunDir) -> Status:
+    """The run's status as it is now, its job's state included; nothing is written. Raises SchedulerError."""
+    status = run.status()
+    if not _is_asked_about(status):
+        return status
+    if status.scheduler != "slurm":
+        return status if has_supervisor(run) else _with_end(run, None)
+    job = slurm.show_job(str(status.job_id))
+    return _with_job(run, status, job)
+
+
+def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
+    """As `observe` of many runs whose status was read, with one question to Slurm; raises SchedulerError."""
+    on_slurm = [run for run, status in found if status.scheduler == "slurm" and _is_asked_about(status, LIST_SECONDS)]
+    jobs: Mapping[str, slurm.JobInfo] = {}
+    if on_slurm:
+        jobs = {job.job_id: job for job in slurm.jobs_of(_owners(on_slurm), LIST_SECONDS)}
+
+    def one(run: RunDir, status: Status) -> Status:
+        if not _is_asked_about(status, LIST_SECONDS):
+            return status
+        if status.scheduler != "slurm":
+            return status if has_supervisor(run) else _with_end(run, None)
+        return _with_job(run, status, jobs.get(str(status.job_id)))
+
+    return [one(run, status) for run, status in found]
+
+
+def _owners(runs: Sequence[RunDir]) -> set[str]:
+    """Who the runs belong to, and so their jobs, as Slurm's commands take it."""
+    uids = {run.path.stat().st_uid for run in runs}
+    names = set()
+    for uid in uids:
+        try:
+            names.add(pwd.getpwuid(uid).pw_name)
+        except KeyError:  # a user that this machine does not know
+            names.add(str(uid))
+    return names
+
+
+class Observer:
+    """One run, looked at again and again: its files each time, its scheduler at most every ASK_SECONDS."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.is_over = False
+        """Whether nothing more will happen to the run by itself."""
+        self._ask_at = 0.0
+        self._seen: Status | None = None
+
+    def look(self) -> Status:
+        """The status now; raises SchedulerError where Slurm was asked and did not answer."""
+        status = self.run.status()
+        if status.state in (State.FINISHED, State.FAILED, State.CANCELLED):
+            self.is_over = True
+            return status
+        if time.monotonic() >= self._ask_at or status.scheduler != "slurm":
+            self._ask_at = time.monotonic() + ASK_SECONDS
+            self._seen = observe(self.run)
+            self.is_over = not is_active(self.run, self._seen)
+            return self._seen
+        if self._seen is not None and status.state == State.QUEUED and self._seen.job_id == status.job_id:
+            status.waits_for = self._seen.waits_for
+            status.state = State.HELD if self._seen.state == State.HELD else State.QUEUED
+        return status
+
+
+def _is_asked_about(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
+    """Whether the job of a run that is under way can be asked about from here. Raises SchedulerError."""
+    if status.submitting or status.state not in UNDER_WAY or status.job_id is None:
+        return False
+    return status.scheduler != "slurm" or is_here(status, timeout)
+
+
+def is_here(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
+    """Whether the Slurm that commands here talk to is the one that has the run's job: ids of two clusters collide."""
+    return slurm.available() and status.slurm_cluster == slurm.cluster(timeout)
+
+
+def has_supervisor(run: RunDir) -> bool:
+    """Whether a local run's supervisor lives; where its lock may not be looked at, what the journal says holds."""
+    return run.has_local_supervisor() is not False
+
+
+def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
+    """The status of a run whose job Slurm has told about."""
+    if job is not None and not job.runs(run.batch_script):
+        return status  # ours is gone, or on a cluster of the same name: nothing is certain
+    if job is None or job.ended:
+        return _with_end(run, job)
+    if job.state == "PENDING":
+        status.waits_for = None if job.reason in ("", "None") else job.reason
+        status.state = State.HELD if job.held else State.QUEUED  # Slurm itself may have put it back
+    return status
+
+
+def _with_end(run: RunDir, job: slurm.JobInfo | None) -> Status:
+    """The status of a run whose job has ended, which nobody in it could record."""
+    status = run.status()  # again: its end may have been recorded while the scheduler was asked
+    if status.submitting or status.state not in UNDER_WAY:
+        return status
+    cause = _cause_of_end(job)
+    event, fields = end_of(status, cause)
+    apply(status, {"time": time.time(), "event": event, **fields})
+    status.probably = cause
+    return status
+
+
+def _cause_of_end(job: slurm.JobInfo | None) -> str:
+    # Slurm forgets a job MinJobAge, 300 s by default, after its end: then it is lost, and nobody can say why.
+    return (slurm.stop_cause(job) if job else None) or "lost"
+
+
+def end_of(status: Status, cause: str) -> tuple[Event, dict[str, Any]]:
+    """The event that says how a run under way ended whose job is gone."""
+    attempt = status.attempt.id if status.attempt and status.state == State.RUNNING else None
+    if cause == "cancelled" or status.cancel_requested:
+        return Event.CANCELLED, {"attempt": attempt}
+    if attempt is not None:
+        return Event.INTERRUPTED, {"attempt": attempt, "cause": cause}
+    return Event.REQUEUE_FAILED, {"error": f"job {status.job_id} left the queue without having run ({cause})"}
+
+
+def is_active(run: RunDir, status: Status) -> bool:
+    """Whether more will happen to the run by itself: queued, running, or about to be requeued by its job."""
+    if status.state in UNDER_WAY:
+        return True
+    return status.state == State.INTERRUPTED and status.probably is None and not is_gone(run, status)
+
+
+def is_gone(run: RunDir, status: Status) -> bool:
+    """Whether the run's newest job has ended, as far as can be told from here. Raises SchedulerError.
+
+    Where it cannot be asked about, as on another cluster, what may still run there has lost the lease.
+    """
+    if status.job_id is None:
+        return True
+    if status.scheduler != "slurm":
+        return not has_supervisor(run)
+    if not is_here(status):
+        return True
+    job = slurm.show_job(status.job_id)
+    return job is None or job.ended or not job.runs(run.batch_script)
