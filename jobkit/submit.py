@@ -204,7 +204,8 @@ def _note(outcome: Outcome) -> str:
         return f"the job is held ({status.waits_for}): scontrol release {status.job_id}"
     if status.scheduler == "slurm" and not is_here(status):
         gone = f"if that is gone: python -m jobkit cancel {outcome.run.name}, then the same command"
-        return f"the job is on {status.slurm_cluster}, which cannot be asked from here; {gone}"
+        where = status.slurm_cluster or "a cluster that an earlier jobkit did not write down"
+        return f"the job is on {where}, which cannot be asked from here; {gone}"
     return ""
 
 

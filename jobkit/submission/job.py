@@ -78,7 +78,10 @@ def settle(run: RunDir) -> Status:
     status = observe(run)
     if status.probably is None:
         return status
-    event, fields = end_of(run.status(), status.probably)
+    now = run.status()  # again: its end may have been recorded since
+    if now.state not in UNDER_WAY:
+        return now
+    event, fields = end_of(now, status.probably)
     try:
         run.record(event, **fields)
     except OSError as error:

@@ -98,7 +98,9 @@ def _is_asked_about(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bo
     """Whether the job of a run that is under way can be asked about from here. Raises SchedulerError."""
     if status.submitting or status.state not in UNDER_WAY or status.job_id is None:
         return False
-    return status.scheduler != "slurm" or is_here(status, timeout)
+    # Of a job that an earlier jobkit submitted only its batch script tells whether it is here.
+    is_unknown = status.slurm_cluster is None and slurm.available()
+    return status.scheduler != "slurm" or is_unknown or is_here(status, timeout)
 
 
 def is_here(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
@@ -113,8 +115,9 @@ def has_supervisor(run: RunDir) -> bool:
 
 def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
     """The status of a run whose job Slurm has told about."""
-    if job is not None and not job.runs(run.batch_script):
-        return status  # ours is gone, or on a cluster of the same name: nothing is certain
+    is_ours = job is not None and job.runs(run.batch_script)
+    if not is_ours and (job is not None or status.slurm_cluster is None):
+        return status  # ours is gone, or on another cluster: nothing is certain
     if job is None or job.ended:
         return _with_end(run, job)
     if job.state == "PENDING":

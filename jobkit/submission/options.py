@@ -14,7 +14,7 @@ from jobkit.errors import InvalidValue, nearest
 from jobkit.run.config import Resources
 
 _OTHER = """
-acctg_freq batch bb bbf begin cluster_constraint clusters container contiguous core_spec cores_per_socket cpu_freq
+acctg_freq batch bb bbf begin cluster_constraint container contiguous core_spec cores_per_socket cpu_freq
 deadline delay_boot distribution export export_file extra_node_info get_user_env gid gpu_bind gpu_freq gpus
 gpus_per_socket gres_flags hint hold kill_on_invalid_dep licenses mcs_label mem_bind mincpus network nice no_kill
 nodefile ntasks_per_core ntasks_per_gpu ntasks_per_socket overcommit oversubscribe power prefer priority profile
@@ -44,6 +44,7 @@ OWNED = {
     "array_parallelism": "one run is one job",
     "stderr_to_stdout": "each rank has a file for either",
     "num_gpus": "set gpus_per_task",
+    "clusters": "it asks the Slurm of this machine about its jobs: submit on that cluster's login node",
 }
 
 
