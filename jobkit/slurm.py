@@ -59,7 +59,10 @@ def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mappi
     """
     kept = without_options(os.environ if environment is None else environment) | {"SLURM_TIME_FORMAT": "standard"}
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, check=False, env=kept)
+        # In a session of its own: the terminal's Ctrl-C would end an sbatch whose job is in the queue already.
+        done = subprocess.run(
+            arguments, capture_output=True, text=True, timeout=timeout, check=False, env=kept, start_new_session=True
+        )
     except FileNotFoundError:
         raise SchedulerError(
             f"{arguments[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
@@ -70,13 +73,18 @@ def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mappi
         ) from None
     if done.returncode:
         words = done.stderr or done.stdout
-        unknown = any(one in words for one in _UNKNOWN_OUTCOME)
+        unknown = done.returncode < 0 or any(one in words for one in _UNKNOWN_OUTCOME)
         raise (SchedulerTimeout if unknown else SchedulerError)(explain(arguments[0], words))
     return done.stdout
 
 
 # A controller that is stopped or too busy says neither yes nor no, and may do it later.
-_UNKNOWN_OUTCOME = ("Socket timed out on send/recv", "Unexpected message received")
+_UNKNOWN_OUTCOME = (
+    "Socket timed out on send/recv",
+    "Unexpected message received",
+    "Zero Bytes were transmitted or received",
+    "Connection reset by peer",
+)
 
 _AWAY = "(the controller is down or SLURM_CONF points elsewhere"
 _NO_SLURM = " (does SLURM_CONF name a cluster that is gone? `unset SLURM_CONF`; without a cluster, use --local)"
@@ -92,7 +100,7 @@ def explain(program: str, stderr: str) -> str:
         hint = " (`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account)"
     elif "configuration source" in words.lower() or "resolve_ctls" in words.lower():
         return f"{program}: no Slurm is configured here{_NO_SLURM}"
-    elif "contact slurm controller" in words.lower() or "connection refused" in words.lower():
+    elif any(one in words.lower() for one in ("contact slurm controller", "connection refused", "in standby mode")):
         hint = f" {_AWAY}: `scontrol ping`; the same command works later)"
     return f"{program}: {words or 'failed without a message'}{hint}"
 
@@ -389,7 +397,8 @@ def _listed_job(job_id: str, state: str, reason: str, start: str, end: str, node
 
 def jobs_with(script: Path) -> list[str]:
     """Ids of this user's queued and running jobs that were submitted with a batch script; its name may be another's."""
-    rows = command("squeue", "--noheader", "--me", "--format=%i|%o").splitlines()
+    alive = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"  # not one that is completing
+    rows = command("squeue", "--noheader", "--me", alive, "--format=%i|%o").splitlines()
     return [job_id for job_id, _, found in (row.partition("|") for row in rows) if _are_same(Path(found), script)]
 
 

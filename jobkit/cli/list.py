@@ -55,10 +55,10 @@ def _statuses(runs: Sequence[FoundRun]) -> dict[str, dict[str, Any]]:
 
 
 def _read(run: RunDir) -> tuple[RunDir, Status] | None:
-    """A run and what its files say; None, and a line, for one that this user may not read."""
+    """A run and what its files say; None, and a line, for one that cannot be read."""
     try:
         return run, run.status()
-    except PermissionError as error:
+    except OSError as error:
         print(f"{run.name} is left out: {error.filename}: {error.strerror}", file=sys.stderr)
         return None
 

@@ -31,7 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             f"{found.name}: the value of {', '.join(lacking)} is its owner's alone; submit it with your own"
         )
-    newest = [*versions(found.path.parent, run_name(config))][-1]
+    if not status.command:
+        raise InputError(f"{found.name} was started by a script with jobkit.init: start that again, to continue it")
+    newest = next(reversed([*versions(found.path.parent, run_name(config))]), None)
+    if newest is None:
+        raise InputError(f"{found.path}: the run's own name is {run_name(config)}; rename it back")
     if newest.path != found.path:
         raise InputError(f"{found.name} was started again as {newest.name}; only the newest can be continued")
     try:

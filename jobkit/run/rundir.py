@@ -103,7 +103,9 @@ class RunDir:
 
     def submission_lock(self) -> FileLock:
         """Held while deciding about, and making, one submission."""
-        return self._lock("submit")
+        # One for all versions of a run: to make the next one is to decide about this one.
+        name = self.path.resolve().name
+        return self._lock("submit", re.sub(f"(-[0-9a-f]{{8}}){_VERSION}$", r"\1", name))
 
     def alive_lock(self) -> FileLock:
         """Held by a local attempt's supervisor as long as it lives: the kernel releases it however that ends."""
@@ -126,11 +128,12 @@ class RunDir:
         """Held while one job decides whether it may begin the next attempt."""
         return self._lock("begin")
 
-    def _lock(self, purpose: str) -> FileLock:
-        return lock_at(self._lock_file(purpose), elsewhere="set --runs-dir or JOBKIT_RUNS")
+    def _lock(self, purpose: str, name: str | None = None) -> FileLock:
+        return lock_at(self._lock_file(purpose, name), elsewhere="set --runs-dir or JOBKIT_RUNS")
 
-    def _lock_file(self, purpose: str) -> Path:
-        return self.path.parent / _BESIDE / f"{self.name}.{purpose}"
+    def _lock_file(self, purpose: str, name: str | None = None) -> Path:
+        path = self.path.resolve()  # a link to the run leads to the same lock
+        return path.parent / _BESIDE / f"{name or path.name}.{purpose}"
 
     def keep_number(self) -> None:
         """Remember that there is a run of this name: `next_version` is not to give its number again."""
@@ -308,7 +311,7 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
         (name,) = own
         return list(versions(runs_dir, name))[-1]
     if re.fullmatch(r"\d+", text):
-        matches = matches or [run for run in runs if _job_id(run) == text]
+        matches = matches or [run for run in runs if text in _job_ids(run)]
     if len(matches) == 1:
         return matches[0].open()
     if matches:
@@ -317,6 +320,8 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     raise InputError(f"no run {text!r} in {runs_dir}{nearest(text, names)}; `python -m jobkit list` shows them")
 
 
-def _job_id(run: FoundRun) -> str | None:
+def _job_ids(run: FoundRun) -> set[str | None]:
+    """Those of all its attempts, and of a job that waits."""
     recorded = run.recorded_status()
-    return run.open().status().job_id if recorded is None else recorded.get("job_id")
+    status = run.open().status().as_dict() if recorded is None else recorded
+    return {status.get("job_id"), *(attempt.get("job_id") for attempt in status.get("attempts", ()))}

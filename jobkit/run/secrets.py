@@ -18,11 +18,15 @@ from jobkit.run.files import FOR_OWNER, read_fresh, write_atomic
 MASK = "***"
 """What is shown instead."""
 
-WORDS = frozenset(("token", "key", "password", "passwd", "secret", "credential", "credentials"))
+_WORDS = "token key keys password passwords passwd secret secrets credential credentials"
+WORDS = frozenset(_WORDS.split())  # not `tokens`, which are counted
 
 _VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|,(?![\w.-]+=)|[^\s,;&|'"\\])+"""
 _ASSIGNED = re.compile(rf"([A-Za-z_][\w.-]*)=({_VALUE})")
 """`NAME=value`, as a shell, `export:` of sbatch and a program's options have it."""
+
+_SPACED = re.compile(rf"(?<!\S)(--?([A-Za-z][\w.-]*)\s+)(?!-)({_VALUE})")
+"""`--name value` within a text, as in `bash -c "train --token abc"`."""
 
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)")
 
@@ -45,7 +49,7 @@ def masked(value: Any, name: str = "") -> Any:
         return _masked_words(value, name if hidden else "")
     if not isinstance(value, str) or not value:
         return value
-    return MASK if hidden else _ASSIGNED.sub(_mask_assigned, value)
+    return MASK if hidden else _SPACED.sub(_mask_spaced, _ASSIGNED.sub(_mask_assigned, value))
 
 
 def _masked_words(values: Sequence[Any], name: str) -> list[Any]:
@@ -63,6 +67,11 @@ def _masked_words(values: Sequence[Any], name: str) -> list[Any]:
 def _mask_assigned(match: re.Match[str]) -> str:
     name, value = match.groups()
     return f"{name}={MASK if is_secret(name) else _ASSIGNED.sub(_mask_assigned, value)}"
+
+
+def _mask_spaced(match: re.Match[str]) -> str:
+    option, name, value = match.groups()
+    return f"{option}{MASK if is_secret(name) else value}"
 
 
 def masked_override(text: str, value: Any) -> str:

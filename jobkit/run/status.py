@@ -181,6 +181,11 @@ class Status:
         return (starts[-1] if starts else 0.0) + self.checkpoint_seconds
 
     @property
+    def never_submitted(self) -> bool:
+        """Whether its submission was killed before it could write down that it began."""
+        return self.submissions == 0 and not self.attempts
+
+    @property
     def attempt(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
@@ -333,6 +338,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.queued = float(event["time"])
     status.cluster, status.scheduler, status.job_id = event.get("cluster"), event.get("scheduler"), None
     status.slurm_cluster = event.get("slurm_cluster")
+    status.cancel_at = status.cancel_grace = None
     status.code = str(event.get("code", ""))
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
     status.resume = str(event.get("resume", ""))

@@ -24,6 +24,7 @@ from jobkit.run.status import State, Status
 from jobkit.submission.observer import (
     ASK_SECONDS,
     UNDER_WAY,
+    can_be_asked,
     end_of,
     has_supervisor,
     is_active,
@@ -125,7 +126,7 @@ def _complete_submission(run: RunDir, status: Status) -> None:
     found: list[str] = []
     if status.scheduler == "slurm":
         try:
-            if not is_here(status):
+            if status.slurm_cluster is not None and not is_here(status):
                 raise SchedulerError(f"it was made on {status.slurm_cluster}, which is another Slurm than this one")
             found = slurm.jobs_with(run.batch_script)
         except SchedulerError as error:
@@ -175,7 +176,7 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
     """
     seconds = CANCEL_SECONDS if grace else 0.0
     with run.submission_lock():
-        status = settle(run)
+        status = _settled_if_possible(run)
         if status.submitting:
             status = reconcile(run)
         if not is_active(run, status):
@@ -185,15 +186,42 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         # Not by Slurm's scancel, which leaves them KillWait, 30 s by default: the supervisor signals them.
         request = StopRequest(cause="cancelled", grace=seconds)
         records.write(run.stop_request_file(status.attempt.id), request)
-        if status.scheduler != "slurm":
-            _signal_supervisor(run)  # a script with jobkit.init does not look for requests
+        # A script with jobkit.init does not look for requests.
+        elsewhere = None if status.scheduler == "slurm" else _signal_supervisor(run)
         on_wait()
-        wait(run, lambda now: not _runs_on(run, now), seconds + CLEAN_UP_SECONDS)
+        _wait_for_end(run, seconds + CLEAN_UP_SECONDS)
+        if elsewhere and _runs_on(run, run.status()):
+            raise JobkitError(f"{run.name} runs on {elsewhere}; cancel it there")
     with run.submission_lock():
         if status.scheduler == "slurm":
             _end_slurm_job(run, run.status())
         status = settle(run)
-        return _cancelled(run, status)
+        if status.state == State.INTERRUPTED:
+            run.record(Event.CANCELLED)  # it had stopped already when the cancel came
+        return run.status()
+
+
+def _settled_if_possible(run: RunDir) -> Status:
+    """As `settle`; of a run that trains what its files say where Slurm does not answer: its supervisor can be told."""
+    try:
+        return settle(run)
+    except SchedulerError as error:
+        status = run.status()
+        if status.state != State.RUNNING:
+            raise
+        log.warning("%s; the run is told through its directory", error)
+        return status
+
+
+def _wait_for_end(run: RunDir, seconds: float) -> None:
+    """Return when a run has stopped, when its job is gone, which may not have been able to say so, or in the end."""
+    for pause in _growing(seconds):
+        ask_at = time.monotonic() + pause
+        while _runs_on(run, status := run.status()) and time.monotonic() < ask_at:
+            time.sleep(POLL_SECONDS)
+        with contextlib.suppress(SchedulerError):
+            if not _runs_on(run, status) or (can_be_asked(status) and is_gone(run, status)):
+                return
 
 
 def _runs_on(run: RunDir, status: Status) -> bool:
@@ -202,15 +230,9 @@ def _runs_on(run: RunDir, status: Status) -> bool:
     return status.state in UNDER_WAY and has_supervisor(run)
 
 
-def _cancelled(run: RunDir, status: Status) -> Status:
-    """The status of a run that was asked to stop, journalled as cancelled where it has stopped."""
-    if status.state == State.INTERRUPTED:
-        run.record(Event.CANCELLED)  # it had stopped already when the cancel came
-    return run.status()
-
-
 def _end_slurm_job(run: RunDir, status: Status) -> None:
-    if status.job_id is None or not is_here(status):
+    job = slurm.show_job(status.job_id) if status.job_id is not None and can_be_asked(status) else None
+    if job is None or not job.runs(run.batch_script):
         # On another cluster: its job finds it so when it starts, and ends. One that runs has had its time by now, and
         # once the run is continued what is left of it has no lease.
         if status.state in UNDER_WAY:
@@ -219,7 +241,7 @@ def _end_slurm_job(run: RunDir, status: Status) -> None:
         return
     if status.state == State.CANCELLED and wait_until_gone(run, status, CLEAN_UP_SECONDS):  # its teardown may run
         return
-    slurm.cancel(status.job_id)
+    slurm.cancel(job.job_id)
     if status.state != State.CANCELLED:
         wait_until_gone(run, status, STOP_SECONDS)  # what has become of it is not journalled yet
 
@@ -230,7 +252,7 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
     Without `grace` its ranks are killed on the spot. Returns the status when that attempt has ended, or after
     STOP_SECONDS. Raises JobkitError for a run that is not running.
     """
-    status = observe(run)
+    status = _observed_if_possible(run)
     attempt = status.attempt
     if status.state != State.RUNNING or attempt is None:
         raise JobkitError(f"{run.name} is {status.state}, not running: there is nothing to preempt")
@@ -239,10 +261,19 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
     return wait(run, lambda now: now.attempts[attempt.id - 1].ended is not None, STOP_SECONDS)
 
 
-def _signal_supervisor(run: RunDir) -> None:
+def _observed_if_possible(run: RunDir) -> Status:
+    try:
+        return observe(run)
+    except SchedulerError as error:
+        log.warning("%s; the run is told through its directory", error)
+        return run.status()
+
+
+def _signal_supervisor(run: RunDir) -> str | None:
+    """Tell a local run's supervisor to stop; where that is on another machine, the name of it."""
     lease = run.lease()
     if lease is None or lease.pid is None or lease.host != os.uname().nodename:
-        where = lease.host if lease is not None else "another machine"
-        raise JobkitError(f"{run.name} runs on {where}; cancel it there")
+        return (lease.host if lease is not None else None) or "another machine"
     with contextlib.suppress(ProcessLookupError):
         os.kill(lease.pid, signal.SIGTERM)
+    return None

@@ -15,8 +15,8 @@ jobkit_record() {
     until record=$(scontrol -o show job "$SLURM_JOB_ID" 2>&1); do
         echo "jobkit: $record" >&2
         case "$record" in
-            *"nable to contact"* | *"onnection refused"* | *"imed out"*) sleep $pause ;;
-            *) return 1 ;;
+            *"nvalid "* | *"enied"* | *"ermission"* | *"not found"*) return 1 ;; # an answer
+            *) sleep $pause ;;
         esac
         pause=$((pause * 3 < 60 ? pause * 3 : 60))
     done
@@ -85,7 +85,7 @@ case $jobkit_code in
 esac
 
 trap '' TERM
-eval "$jobkit_teardown"
+(eval "$jobkit_teardown") # it may exit
 jobkit_exit_if_done $jobkit_code
 for _ in 1 2 3; do # the supervisor may be killed at any line, and `end` is harmless to repeat
     jobkit_supervisor end "$jobkit_run"

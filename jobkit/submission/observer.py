@@ -6,6 +6,7 @@ is told as what is probable (`Status.probably`); only a submission records it (s
 
 from __future__ import annotations
 
+import os
 import pwd
 import time
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
 
 def _owners(runs: Sequence[RunDir]) -> set[str]:
     """Who the runs belong to, and so their jobs, as Slurm's commands take it."""
-    uids = {run.path.stat().st_uid for run in runs}
+    uids = {_owner(run) for run in runs}
     names = set()
     for uid in uids:
         try:
@@ -65,6 +66,14 @@ def _owners(runs: Sequence[RunDir]) -> set[str]:
         except KeyError:  # a user that this machine does not know
             names.add(str(uid))
     return names
+
+
+def _owner(run: RunDir) -> int:
+    """Who has submitted the run last, and so has its job."""
+    try:
+        return run.batch_script.stat().st_uid
+    except OSError:
+        return run.path.stat().st_uid
 
 
 class Observer:
@@ -97,10 +106,13 @@ class Observer:
 def _is_asked_about(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
     """Whether the job of a run that is under way can be asked about from here. Raises SchedulerError."""
     if status.submitting or status.state not in UNDER_WAY or status.job_id is None:
-        return False
-    # Of a job that an earlier jobkit submitted only its batch script tells whether it is here.
-    is_unknown = status.slurm_cluster is None and slurm.available()
-    return status.scheduler != "slurm" or is_unknown or is_here(status, timeout)
+        return False  # without a job's id there is none: its submission was killed before it began
+    return status.scheduler != "slurm" or can_be_asked(status, timeout)
+
+
+def can_be_asked(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
+    """Whether the Slurm here may know the run's job: of one that an earlier jobkit submitted only its script tells."""
+    return (status.slurm_cluster is None and slurm.available()) or is_here(status, timeout)
 
 
 def is_here(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
@@ -118,6 +130,8 @@ def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
     is_ours = job is not None and job.runs(run.batch_script)
     if not is_ours and (job is not None or status.slurm_cluster is None):
         return status  # ours is gone, or on another cluster: nothing is certain
+    if job is None and _owner(run) != os.getuid() and os.getuid() != 0:
+        return status  # Slurm may not show it to other users (PrivateData=jobs)
     if job is None or job.ended:
         return _with_end(run, job)
     if job.state == "PENDING":
@@ -156,7 +170,7 @@ def end_of(status: Status, cause: str) -> tuple[Event, dict[str, Any]]:
 def is_active(run: RunDir, status: Status) -> bool:
     """Whether more will happen to the run by itself: queued, running, or about to be requeued by its job."""
     if status.state in UNDER_WAY:
-        return True
+        return not status.never_submitted
     return status.state == State.INTERRUPTED and status.probably is None and not is_gone(run, status)
 
 
@@ -169,7 +183,7 @@ def is_gone(run: RunDir, status: Status) -> bool:
         return True
     if status.scheduler != "slurm":
         return not has_supervisor(run)
-    if not is_here(status):
+    if not can_be_asked(status):
         return True
     job = slurm.show_job(status.job_id)
     return job is None or job.ended or not job.runs(run.batch_script)

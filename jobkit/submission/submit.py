@@ -99,13 +99,13 @@ def submit(
     with RunDir(runs_dir / run_name(config)).submission_lock():
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
         plan = plan.at(run.path)
-        is_new = not run.exists()
+        is_new, is_empty = not run.exists(), not run.path.exists()
         # The journal first has to agree with Slurm: an earlier submission may have been cut off after its sbatch.
         before = Status() if is_new else job.reconcile(run)
         try:
             code = code_files.find(source, run.path.parent, needed)
             under_way = (State.FINISHED, State.QUEUED, State.HELD, State.RUNNING)
-            starts = is_new or before.state not in under_way
+            starts = is_new or before.state not in under_way or before.never_submitted
             for remark in code.remarks if starts else ():  # before the code is read: it may be much
                 log.warning("%s", remark)
             files = snapshot.scan(source, code.sizes)
@@ -130,7 +130,8 @@ def submit(
             return Outcome(run, before, _start(run, plan, foreground), changed)
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             if is_new and not isinstance(error, SchedulerTimeout):  # after which the job may be in the queue
-                shutil.rmtree(run.path, ignore_errors=True)
+                if is_empty:
+                    shutil.rmtree(run.path, ignore_errors=True)
                 run.forget_number()
             if not isinstance(error, OSError):
                 raise

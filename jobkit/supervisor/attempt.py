@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from jobkit.run.records import Lease, StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State
 from jobkit.supervisor import diagnosis
-from jobkit.supervisor.diagnosis import EndCause, FirstFailure
+from jobkit.supervisor.diagnosis import EndCause, FirstFailure, Notice
 from jobkit.supervisor.retry import CanReplace, Decision, decide
 
 
@@ -54,9 +55,11 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
             raise NotRunnable(f"{run.name}: the value of {', '.join(lacking)} is lost; submit the run again with it")
         before = run.status()
         if before.state in (State.FINISHED, State.CANCELLED) or before.cancel_requested:
+            if before.state not in (State.FINISHED, State.CANCELLED):
+                run.record(Event.CANCELLED)  # it was cancelled between two attempts
             raise NotRunnable(f"{run.name} is {before.state}; submit it again to continue it")
+        _refuse_second_job(run, before, job_id, scheduler)
         if before.attempt and before.attempt.ended is None:
-            _refuse_second_job(run, before, job_id, scheduler)
             close_lost_attempt(run, before.attempt, job_id, scheduler)
         # Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
         if before.code and (problems := snapshot.verify(run.code, before.code)):
@@ -85,13 +88,19 @@ def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
 
 
 def _refuse_second_job(run: RunDir, before: status.Status, job_id: str, scheduler: str) -> None:
-    """Two jobs of one run may be in the queue after a controller that gave no answer: the first one runs it."""
-    assert before.attempt is not None
-    other = before.attempt.job_id
-    if scheduler == "slurm" and other != job_id and _is_of_this_slurm(before, before.attempt):
-        job = ask(other)
-        if job is not None and job.state == "RUNNING" and job.runs(run.batch_script):
-            raise NotRunnable(f"job {other} runs it already")
+    """Two jobs of one run may be in the queue, after a controller that gave no answer or on two clusters: the one that
+    was submitted last runs it."""
+    other = before.job_id
+    if scheduler != "slurm" or before.scheduler != "slurm" or other in (None, job_id):
+        return
+    if before.state not in (State.QUEUED, State.RUNNING):
+        return
+    with contextlib.suppress(SchedulerError):
+        if before.slurm_cluster is not None and before.slurm_cluster != slurm.cluster():
+            raise NotRunnable(f"it was submitted to {before.slurm_cluster} since, as job {other}")
+    job = ask(str(other))
+    if job is not None and job.state in ("PENDING", "RUNNING") and job.runs(run.batch_script):
+        raise NotRunnable(f"job {other} is to run it, or does")
 
 
 def close_lost_attempt(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -> None:
@@ -140,7 +149,7 @@ def end(
     first: FirstFailure | None = None,
     job: slurm.JobInfo | None = None,
     all_returned: bool = False,
-    told: int | None = None,
+    told: Notice | None = None,
     keeps_nodes: Callable[[Sequence[str]], bool] = lambda without: False,
     can_replace: CanReplace = lambda nodes: True,
     noticed: float | None = None,
@@ -149,7 +158,7 @@ def end(
     """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
 
     `first` is the first rank to fail, where one did; `job` is Slurm's record of the job, None for a local one;
-    `all_returned` is whether every rank ended with exit code 0; `told` is the signal by which Slurm told them to stop,
+    `all_returned` is whether every rank ended with exit code 0; `told` is how Slurm told them to stop,
     where it did; `keeps_nodes` and `can_replace` are decide's; `noticed`
     is when the supervisor learned of the end, in seconds since the epoch; `last_step` is how many steps the ranks had
     done, and when. Harmless to call twice.
@@ -160,14 +169,15 @@ def end(
         return Decision("stop", "another attempt owns the run")
     if attempt.ended is None:
         config = run.config()
-        told = told if config.command and attempt.resumed is None else None  # the others say themselves what it meant
+        is_silent = bool(config.command) and attempt.resumed is None
+        signalled = _last_notice(run, told) if is_silent else None  # the others say themselves what it meant
         stopped = run.stop_request(number) is not None or (job is not None and slurm.stop_cause(job) is not None)
-        if all_returned and config.command and told is None and not stopped:
+        if all_returned and config.command and signalled is None and not stopped:
             # A command without jobkit.init reports by its exit code alone: 0 is done, unless it was told to stop.
             run.record(Event.FINISHED, attempt=number)
         else:
-            cause = diagnosis.diagnose(run, number, config.resources.nodes, first, job)
-            cause = _cause_of_signal(cause, _signal_of_end(first, told), job) if config.command else cause
+            cause = diagnosis.diagnose(run, number, config.resources.nodes, first, job, is_silent=is_silent)
+            cause = _cause_of_signal(cause, _signal_of_end(first, signalled), job) if config.command else cause
             _record_end(run, number, cause, noticed, last_step)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
@@ -200,6 +210,16 @@ def request_stop(run: RunDir, attempt: int, request: StopRequest, *, replace: bo
     if replace or run.stop_request(attempt) is None:
         with contextlib.suppress(OSError):
             records.write(run.stop_request_file(attempt), request)
+
+
+def _last_notice(run: RunDir, told: Notice | None) -> int | None:
+    """The signal of a notice that its command may have ended for; one that it has survived for longer was none."""
+    delay = 0
+    with contextlib.suppress(OSError):  # how long before the limit Slurm gives notice, where the YAML says
+        found = re.search(r"--signal=\w+@(\d+)", run.batch_script.read_text())
+        delay = int(found[1]) if found else 0
+    longest = max(delay, slurm.MAX_MARGIN_SECONDS) + slurm.EARLY_SIGNAL_SECONDS + 5  # the signal's own way
+    return told.signal if told is not None and told.seconds <= longest else None
 
 
 def _signal_of_end(first: FirstFailure | None, told: int | None) -> int | None:

@@ -32,6 +32,15 @@ class FirstFailure:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """By which signal Slurm has told the ranks to stop."""
+
+    signal: int
+    seconds: float
+    """How long before they ended."""
+
+
+@dataclass(frozen=True)
 class EndCause:
     """The cause of an attempt's end, and what is known of it: see Attempt.failure."""
 
@@ -39,8 +48,19 @@ class EndCause:
     failure: Failure = field(default_factory=Failure)
 
 
-def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, job: slurm.JobInfo | None) -> EndCause:
-    """The cause of the hard end of an attempt on some nodes, the most reliable source first."""
+def diagnose(
+    run: RunDir,
+    attempt: int,
+    nodes: int,
+    first: FirstFailure | None,
+    job: slurm.JobInfo | None,
+    *,
+    is_silent: bool = False,
+) -> EndCause:
+    """The cause of the hard end of an attempt on some nodes, the most reliable source first.
+
+    `is_silent` is whether its ranks are a command's that does not use jobkit: its exit codes mean what it wants.
+    """
     if first is not None and first.node_lost:  # whatever else happened followed from it
         return node_died(first.node, first.error)
     progress = run.progress()
@@ -58,7 +78,7 @@ def diagnose(run: RunDir, attempt: int, nodes: int, first: FirstFailure | None, 
     reports = run.failure_reports(attempt)
     report = _first_of(reports)
     # Nobody asked it to stop, so it could not go on; and it would have reported why, had the disk taken it.
-    if report is None and first is not None and first.code == EXIT_RESUMABLE:
+    if report is None and first is not None and first.code == EXIT_RESUMABLE and not is_silent:
         return EndCause("disk", replace(known, error=f"rank {first.rank} could not write to the run directory's disk"))
     # The first to end has said nothing, and what the others say is only that it is gone.
     silent = first is not None and first.rank not in [one.rank for one in reports]

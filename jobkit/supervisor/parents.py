@@ -90,6 +90,8 @@ class Parent:
         self.is_given_up = False
         self.told: int | None = None
         """The last signal that Slurm has sent its processes in this attempt."""
+        self.told_at = 0.0
+        """When, by the monotonic clock."""
         self._children: dict[int, Child] = {}
         self._preloaded: set[str] = set()
 
@@ -193,7 +195,7 @@ class Parent:
             case NotForked():
                 self._children[message.key].problem = message.error
             case Told():
-                self.told = message.signal
+                self.told, self.told_at = message.signal, time.monotonic()
             case Ended():
                 child = self._children[message.key]
                 child.returncode, child.out_of_memory = message.returncode, message.out_of_memory

@@ -13,7 +13,7 @@ from jobkit.run import records
 from jobkit.run.records import Imported
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
-from jobkit.supervisor.diagnosis import FirstFailure
+from jobkit.supervisor.diagnosis import FirstFailure, Notice
 from jobkit.supervisor.nodes import Nodes
 from jobkit.supervisor.parents import Child, Parent, wait_for_any
 
@@ -51,8 +51,8 @@ class Ranks(Protocol):
     def all_returned(self) -> bool:
         """Whether every rank has ended with exit code 0."""
 
-    def told(self) -> int | None:
-        """The signal by which Slurm has told them to stop; None where it has not."""
+    def told(self) -> Notice | None:
+        """How Slurm has told them to stop; None where it has not."""
 
     def last_step(self) -> tuple[int, float] | None:
         """How many steps the ranks that have ended had done, and when that was; None where it is not known."""
@@ -164,9 +164,11 @@ class ForkedRanks:
         codes = self._codes()  # none where no rank was started
         return bool(codes) and all(code == 0 for code in codes)
 
-    def told(self) -> int | None:
+    def told(self) -> Notice | None:
         self._codes()  # it may have arrived with the last of them
-        return next((parent.told for parent in self.nodes.parents if parent.told is not None), None)
+        now = time.monotonic()
+        notices = (Notice(one.told, now - one.told_at) for one in self.nodes.parents if one.told is not None)
+        return next(notices, None)
 
     def last_step(self) -> tuple[int, float] | None:
         return max((child.last_step for _, child in self._ranks if child.last_step is not None), default=None)

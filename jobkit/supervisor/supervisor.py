@@ -199,6 +199,7 @@ class AttemptWatch:
         self.ranks = ranks
         self.job = job
         self.limit = job.time_limit()
+        self._is_command = bool(run.config().command)
         self.watchdog: Watch | None = None
         self.was_told = False
         """Whether the ranks have been signalled to stop."""
@@ -307,4 +308,7 @@ class AttemptWatch:
 
     def _is_saving(self) -> bool:
         progress = self.run.progress()
-        return progress is not None and progress.attempt == self.attempt and progress.stopping
+        if progress is not None and progress.attempt == self.attempt:
+            return progress.stopping
+        # A command without jobkit.init reports nothing: from its notice on it may be saving.
+        return self._is_command and (self.was_told or self.ranks.told() is not None)

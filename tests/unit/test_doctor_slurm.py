@@ -65,7 +65,7 @@ def test_a_probe_that_waits_asks_slurm_once_in_ten_seconds_and_sees_its_end_at_o
 
     def status() -> Status:
         state = State.QUEUED if now < 65 else State.RUNNING if now < 90 else State.FINISHED
-        return Status(state=state, scheduler="slurm", job_id="7")
+        return Status(state=state, scheduler="slurm", job_id="7", submissions=1)
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
     monkeypatch.setattr(probe, "time", clock)

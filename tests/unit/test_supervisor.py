@@ -26,7 +26,7 @@ from jobkit.supervisor import slurm_job
 from jobkit.supervisor import supervisor as supervising
 from jobkit.supervisor import time_limit as limits
 from jobkit.supervisor.attempt import Begun, begin, end, request_stop
-from jobkit.supervisor.diagnosis import FirstFailure
+from jobkit.supervisor.diagnosis import FirstFailure, Notice
 from jobkit.supervisor.nodes import LaunchError
 from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.retry import Decision
@@ -72,6 +72,7 @@ class Ranks:
         self.started: list[int] = []
         self.sent: list[tuple[str, float]] = []
         self.first: FirstFailure | None = None
+        self.notice: Notice | None = None
         self.lives = 1.0
         self.refusals = 0
         self.closed = self.ends = self.given_up = 0
@@ -116,8 +117,8 @@ class Ranks:
     def all_returned(self) -> bool:
         return False
 
-    def told(self) -> int | None:
-        return None
+    def told(self) -> Notice | None:
+        return self.notice
 
     def last_step(self) -> tuple[int, float] | None:
         return None
@@ -693,15 +694,36 @@ def test_the_end_of_a_silent_command_is_read_by_what_it_was_told(
 ) -> None:
     run.write_config(Config(name="toy", command=["train"]))
     begin(run, job_id="7", scheduler="slurm")
-    end(run, 1, "7", first=first, job=job, all_returned=first is None, told=told)
+    end(run, 1, "7", first=first, job=job, all_returned=first is None, told=told and Notice(told, 30.0))
     assert causes(run) == [cause]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "delay", "cause"), [(150.0, 90, "timeout"), (160.0, 90, "finished"), (160.0, 600, "timeout")]
+)
+def test_a_notice_that_a_silent_command_has_survived_was_not_its_end(
+    run: RunDir, seconds: float, delay: int, cause: str
+) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    run.submitit.mkdir(parents=True, exist_ok=True)
+    run.batch_script.write_text(f"#!/bin/bash\n#SBATCH --signal=USR2@{delay}\n")
+    begin(run, job_id="7", scheduler="slurm")
+    end(run, 1, "7", job=LATE, all_returned=True, told=Notice(USR2, seconds))
+    assert causes(run) == [cause]
+
+
+def test_exit_code_75_of_a_silent_command_is_not_taken_for_a_full_disk(run: RunDir) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    begin(run, job_id="7", scheduler="local")
+    end(run, 1, "7", first=FirstFailure(rank=0, code=EXIT_RESUMABLE))
+    assert causes(run) == ["crashed"]
 
 
 def test_a_command_that_reports_its_steps_says_itself_what_it_was_told(run: RunDir) -> None:
     run.write_config(Config(name="toy", command=["train"]))
     begin(run, job_id="7", scheduler="slurm")
     run.record(Event.RESUMED, attempt=1, step=0)
-    end(run, 1, "7", job=EARLY, all_returned=True, told=USR2)
+    end(run, 1, "7", job=EARLY, all_returned=True, told=Notice(USR2, 30.0))
     assert causes(run) == ["finished"]
 
 
