@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -301,3 +303,37 @@ def test_json_of_a_held_run_names_its_state(tmp_path: Path, slurm: Cluster) -> N
     told = project.submit("--cluster", "slurm", *HELD)  # the YAML wants it so
     assert "scontrol release" in told.stderr
     project.jobkit("cancel", run.name)
+
+
+def test_a_ctrl_c_during_sbatch_starts_the_job_and_writes_it_down(tmp_path: Path, other: Cluster) -> None:
+    project = Project(tmp_path, other.env)
+    (tmp_path / "bin").mkdir()
+    slow = tmp_path / "bin/sbatch"
+    slow.write_text(f'#!/bin/sh\ntouch {tmp_path}/called\nsleep 2\nexec {shutil.which("sbatch")} "$@"\n')
+    slow.chmod(0o755)
+    project.env["PATH"] = f"{tmp_path / 'bin'}:{project.env['PATH']}"
+    words = [sys.executable, "-m", "jobkit", "submit", "toy.yaml", "--cluster", "slurm", *HELD]
+    process = subprocess.Popen(words, cwd=tmp_path, env=project.env, start_new_session=True)
+    wait_until((tmp_path / "called").exists, "sbatch")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.wait(60) == 0
+    (run,) = project.runs
+    assert queue(other, project) == [status(run)["job_id"]]
+    project.jobkit("cancel", run.name)
+
+
+def test_a_cancel_ends_no_job_of_another_run(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *HELD)
+    (run,) = project.runs
+    project.submit("--cluster", "slurm", *HELD, "params.lr=2")
+    (second,) = set(project.runs) - {run}
+    mine, others = status(run)["job_id"], status(second)["job_id"]
+    slurm.command("scancel", mine)
+    journal = run / "events.jsonl"  # as if Slurm had begun to count anew
+    journal.write_text(journal.read_text().replace(f'"job_id": "{mine}"', f'"job_id": "{others}"'))
+    RunDir(run).write_status()
+    project.jobkit("cancel", run.name)
+    assert status(run)["state"] == "cancelled"
+    assert slurm.command("squeue", "-h", "-o%i").split() == [others]
+    project.jobkit("cancel", second.name)

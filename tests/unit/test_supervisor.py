@@ -25,7 +25,7 @@ from jobkit.run.status import State
 from jobkit.supervisor import slurm_job
 from jobkit.supervisor import supervisor as supervising
 from jobkit.supervisor import time_limit as limits
-from jobkit.supervisor.attempt import Begun, begin, end, request_stop
+from jobkit.supervisor.attempt import Begun, NotRunnable, begin, end, request_stop
 from jobkit.supervisor.diagnosis import FirstFailure, Notice
 from jobkit.supervisor.nodes import LaunchError
 from jobkit.supervisor.parents import ParentError
@@ -659,6 +659,40 @@ def test_a_file_server_that_is_away_is_waited_for_as_long_as_before(
 
     assert slurm_job.retry_until_mounted(run, act) == "done"
     assert clock.now == 1090
+
+
+# Jobs that start late
+
+
+@pytest.mark.parametrize(
+    ("here", "other", "runs"),
+    [
+        ("b@b:1", None, True),
+        ("a@a:1", None, False),  # the newest submission was made to another cluster
+        ("b@b:1", info(job_id="8"), False),
+        ("b@b:1", info(job_id="8", state="COMPLETED"), True),
+        ("b@b:1", info(job_id="8", script="/elsewhere"), True),
+    ],
+)
+def test_only_the_job_that_was_submitted_last_runs_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, here: str, other: slurm.JobInfo | None, runs: bool
+) -> None:
+    run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster="b@b:1")
+    run.record(Event.SUBMITTED, job_id="8")
+    monkeypatch.setattr(slurm, "cluster", lambda: here)
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: other)
+    if runs:
+        assert begin(run, job_id="7", scheduler="slurm").number == 1
+    else:
+        with pytest.raises(NotRunnable):
+            begin(run, job_id="7", scheduler="slurm")
+
+
+def test_a_run_that_was_cancelled_between_two_attempts_is_cancelled(run: RunDir) -> None:
+    run.record(Event.CANCEL_REQUESTED, grace=600.0)
+    with pytest.raises(NotRunnable):
+        begin(run, job_id="7", scheduler="slurm")
+    assert run.status().state == State.CANCELLED
 
 
 # What a command that reports nothing was told
