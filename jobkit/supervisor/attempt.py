@@ -13,6 +13,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
@@ -76,7 +77,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
         run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node
-    return Begun(number, before.code, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
+    return Begun(number, before.code, _environment(run, number, scheduler, before, config.resources.cpus_per_task))
 
 
 def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
@@ -120,13 +121,15 @@ def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -
     return diagnosis.own_failure(run, attempt.id) or EndCause("lost")
 
 
-def _environment(run: RunDir, number: int, scheduler: str, code: str, cpus: int) -> dict[str, str]:
+def _environment(run: RunDir, number: int, scheduler: str, submitted: status.Status, cpus: int) -> dict[str, str]:
     return {
         "JOBKIT_RUN": str(run.path),
         "JOBKIT_ATTEMPT": str(number),
         "JOBKIT_SCHEDULER": scheduler,
         "JOBKIT_LOGS": str(run.logs(number)),
-        "JOBKIT_CODE": str(run.code / code),
+        "JOBKIT_CODE": str(run.code / submitted.code),
+        # What that is a copy of: the job's own folder may be another, after a `cd` in `setup`.
+        "JOBKIT_SOURCE": submitted.cwd or str(Path.cwd()),
         # Without it torch would take every core of the machine for each rank.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpus),
     }
