@@ -59,9 +59,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         if before.attempt and before.attempt.ended is None:
             _refuse_second_job(run, before, job_id, scheduler)
             close_lost_attempt(run, before.attempt, job_id, scheduler)
-        # Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
-        if before.code and (problems := snapshot.verify(run.code, before.code)):
-            raise NotRunnable(f"the code snapshot is damaged: {problems[0]}; submit the run again to take a new one")
+        _check_code(run, before, job_id)
         pickled = run.submitted_pickle
         if is_there(pickled) and (owner := foreign_owner(pickled, run.path)):
             raise NotRunnable(f"{pickled} is not the run's owner's, but {owner}'s; submit the run again")
@@ -78,6 +76,21 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
         run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node
     return Begun(number, before.code, _environment(run, number, scheduler, before, config.resources.cpus_per_task))
+
+
+def _check_code(run: RunDir, before: status.Status, job_id: str) -> None:
+    """Refuse programs that are not as they were submitted, and tell of other files: the run itself may write those.
+
+    Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
+    """
+    found = snapshot.verify(run.code, before.code) if before.code else []
+    if damaged := [one for one in found if one.is_program]:
+        error = f"the code snapshot is damaged: {damaged[0]}; submit the run again to take a new one"
+        run.record(Event.REQUEUE_FAILED, job_id=job_id, error=error)
+        raise NotRunnable(error)
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        log.warning("%s%s: what a run writes belongs into the folder that JOBKIT_RUN names", found[0], more)
 
 
 def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
