@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
@@ -109,7 +110,9 @@ def start(
     """
     from jobkit.submission.signals import signals_of_a_submission
     from jobkit.submission.submit import submit
+    from jobkit.worker.startup.jobkit_snapshot import leave
 
+    leave(os.environ)  # of the run in which this may be typed: what is started here has a snapshot of its own
     with signals_of_a_submission() as asked:
         with loaded.places.locating_errors():
             outcome = submit(

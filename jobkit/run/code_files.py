@@ -76,8 +76,13 @@ def find(source: Path, skip: Path, needed: Iterable[Path] = ()) -> CodeFiles:
     return CodeFiles(kept, [*search.remarks, *_remarks_on_sizes(kept, search.sizes)])
 
 
+def is_program(name: str | Path) -> bool:
+    """Whether a file is code by its name, whatever its size."""
+    return str(name).endswith(PROGRAM_SUFFIXES)
+
+
 def _is_big_data(name: Path, size: int) -> bool:
-    return size > MAX_FILE_BYTES and not name.name.endswith(PROGRAM_SUFFIXES)
+    return size > MAX_FILE_BYTES and not is_program(name)
 
 
 def _remarks_on_sizes(kept: Mapping[Path, int], found: Mapping[Path, int]) -> list[str]:

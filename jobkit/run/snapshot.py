@@ -2,59 +2,114 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import stat
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from jobkit.errors import InputError
+from jobkit.run.code_files import is_program
 from jobkit.run.files import read_json, write_json
 
 MANIFEST = ".snapshot.json"
 
+SCANS = 3
+"""How often a submission reads code that changes meanwhile."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A file of a snapshot that is not as it was copied."""
+
+    file: Path
+    what: str
+    is_program: bool
+    """Whether another text of it could do other work: an attempt refuses that, and tells of the rest."""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
 
 def scan(source: Path, names: Iterable[Path]) -> dict[str, str]:
-    """File name -> digest of its content, of files below `source`."""
-    return {str(name): _digest(source / name) for name in names}
+    """File name -> digest of its content, of files below `source`; one that is gone by now is left out."""
+    files = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            files[str(name)] = _digest(source / name)
+    return files
 
 
 def take(source: Path, files: Mapping[str, str], code_dir: Path) -> str:
     """Copy scanned files into `code_dir/<digest>` and return the digest (12 hex digits of their names and contents).
 
-    What is a link in `source` is a file in the copy. The same code is stored once.
+    What is a link in `source` is a file in the copy. The same code is stored once; a copy that does not verify any more
+    is replaced. What was saved since the scan is scanned again. Raises InputError where that has no end.
     """
-    listed = "\n".join(f"{name} {files[name]}" for name in sorted(files))
-    digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()[:12]
-    destination = code_dir / digest
-    if destination.exists():
-        return digest
-    # Beside the others under a name of its own: two submissions of one run may copy at the same time.
-    staging = code_dir / f".{digest}.{os.getpid()}.tmp"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    for folder in {staging / Path(name).parent for name in files}:
-        folder.mkdir(parents=True, exist_ok=True)
-    for name in files:
-        shutil.copyfile(source / name, staging / name)
-        if _is_program(source / name):
-            (staging / name).chmod((staging / name).stat().st_mode | 0o111)
-    write_json(staging / MANIFEST, files, durable=False)
-    staging.rename(destination)  # last: a snapshot is complete or not there
-    return digest
+    for _ in range(SCANS):
+        destination = code_dir / _digest_of_all(files)
+        if destination.exists() and not verify(code_dir, destination.name):
+            return destination.name
+        # Beside the others under a name of its own: two submissions of one run may copy at the same time.
+        staging = code_dir / f".{destination.name}.{os.getpid()}.tmp"
+        copied = _copy(source, files, staging)
+        changed = [name for name in files if copied.get(name) != files[name]]
+        if not changed:
+            _publish(staging, destination)
+            return destination.name
+        shutil.rmtree(staging)
+        files = {name: digest for name in files if (digest := copied.get(name)) is not None}
+    what = f"the code changes while it is copied: {source / changed[0]}"
+    raise InputError(f"{what}; submit again when nothing writes to it, or let git ignore what is no code")
 
 
-def verify(code_dir: Path, digest: str) -> list[str]:
-    """What a crash or a hand has changed in a snapshot, as lines: an attempt refuses it instead of training with it."""
+def verify(code_dir: Path, digest: str) -> list[Difference]:
+    """What a crash, a hand or the run itself has changed in a snapshot."""
     root = code_dir / digest
     files = read_json(root / MANIFEST)
     if not isinstance(files, dict):
-        return [f"{root}: no snapshot"]
+        return [Difference(root, "no snapshot", is_program=True)]
     return [
-        f"{root / name}: not as it was submitted"
+        Difference(root / name, "not as it was submitted", is_program=is_program(name) or expected.endswith("x"))
         for name, expected in files.items()
         if not (root / name).is_file() or not expected.startswith(_digest_of_content(root / name))
     ]
+
+
+def _copy(source: Path, files: Iterable[str], folder: Path) -> dict[str, str]:
+    """Copy files with a manifest of them; returns the digests of the copies, without those that are gone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for parent in {folder / Path(name).parent for name in files}:
+        parent.mkdir(parents=True, exist_ok=True)
+    copied = {}
+    for name in files:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(source / name, folder / name)
+            can_be_executed = _can_be_executed(source / name)
+            if can_be_executed:
+                (folder / name).chmod((folder / name).stat().st_mode | 0o111)
+            copied[name] = _digest_of_content(folder / name) + ("x" if can_be_executed else "")
+    write_json(folder / MANIFEST, copied, durable=False)
+    return copied
+
+
+def _publish(staging: Path, destination: Path) -> None:
+    """Rename a copy that is complete; one that is there and does not verify goes aside, and away."""
+    aside = staging.with_suffix(".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        destination.rename(aside)
+    try:
+        staging.rename(destination)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.rename(destination)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def changes(code_dir: Path, old: str, after: Mapping[str, str]) -> list[str]:
@@ -66,14 +121,19 @@ def changes(code_dir: Path, old: str, after: Mapping[str, str]) -> list[str]:
     return sorted(lines, key=lambda line: line[2:])
 
 
+def _digest_of_all(files: Mapping[str, str]) -> str:
+    listed = "\n".join(f"{name} {files[name]}" for name in sorted(files))
+    return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()[:12]
+
+
 def _digest(file: Path) -> str:
     """Of its content, and of whether it can be executed: a program that could not would be taken from elsewhere."""
-    return _digest_of_content(file) + ("x" if _is_program(file) else "")
+    return _digest_of_content(file) + ("x" if _can_be_executed(file) else "")
 
 
 def _digest_of_content(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _is_program(file: Path) -> bool:
+def _can_be_executed(file: Path) -> bool:
     return bool(file.stat().st_mode & stat.S_IXUSR)

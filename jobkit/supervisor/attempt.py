@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
@@ -61,9 +62,7 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         _refuse_second_job(run, before, job_id, scheduler)
         if before.attempt and before.attempt.ended is None:
             close_lost_attempt(run, before.attempt, job_id, scheduler)
-        # Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
-        if before.code and (problems := snapshot.verify(run.code, before.code)):
-            raise NotRunnable(f"the code snapshot is damaged: {problems[0]}; submit the run again to take a new one")
+        _check_code(run, before, job_id)
         pickled = run.submitted_pickle
         if is_there(pickled) and (owner := foreign_owner(pickled, run.path)):
             raise NotRunnable(f"{pickled} is not the run's owner's, but {owner}'s; submit the run again")
@@ -79,7 +78,22 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
         run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node
-    return Begun(number, before.code, _environment(run, number, scheduler, before.code, config.resources.cpus_per_task))
+    return Begun(number, before.code, _environment(run, number, scheduler, before, config.resources.cpus_per_task))
+
+
+def _check_code(run: RunDir, before: status.Status, job_id: str) -> None:
+    """Refuse programs that are not as they were submitted, and tell of other files: the run itself may write those.
+
+    Before the attempt counts: a damaged snapshot is not a crash that another attempt could mend.
+    """
+    found = snapshot.verify(run.code, before.code) if before.code else []
+    if damaged := [one for one in found if one.is_program]:
+        error = f"the code snapshot is damaged: {damaged[0]}; submit the run again to take a new one"
+        run.record(Event.REQUEUE_FAILED, job_id=job_id, error=error)
+        raise NotRunnable(error)
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        log.warning("%s%s: what a run writes belongs into the folder that JOBKIT_RUN names", found[0], more)
 
 
 def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
@@ -129,13 +143,15 @@ def _cause_of_lost(run: RunDir, attempt: Attempt, job_id: str, scheduler: str) -
     return diagnosis.own_failure(run, attempt.id) or EndCause("lost")
 
 
-def _environment(run: RunDir, number: int, scheduler: str, code: str, cpus: int) -> dict[str, str]:
+def _environment(run: RunDir, number: int, scheduler: str, submitted: status.Status, cpus: int) -> dict[str, str]:
     return {
         "JOBKIT_RUN": str(run.path),
         "JOBKIT_ATTEMPT": str(number),
         "JOBKIT_SCHEDULER": scheduler,
         "JOBKIT_LOGS": str(run.logs(number)),
-        "JOBKIT_CODE": str(run.code / code),
+        "JOBKIT_CODE": str(run.code / submitted.code),
+        # What that is a copy of: the job's own folder may be another, after a `cd` in `setup`.
+        "JOBKIT_SOURCE": submitted.cwd or str(Path.cwd()),
         # Without it torch would take every core of the machine for each rank.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpus),
     }

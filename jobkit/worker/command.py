@@ -46,13 +46,13 @@ def become_command(path: str) -> NoReturn:
         # Where the program can form its process group: MASTER_ADDR and MASTER_PORT.
         find_port = _tell_port if topology.rank == 0 else _ask_for_port
         address, port = find_port(topology, run.rendezvous_file(attempt))
-        code, here = Path(os.environ["JOBKIT_CODE"]), Path.cwd()
-        words = in_snapshot(config.command, code)
+        source, code = Path(os.environ["JOBKIT_SOURCE"]), Path(os.environ["JOBKIT_CODE"])
+        words = in_snapshot(config.command, source, code)
         program = find_program(words[0])  # its path becomes argv[0], by which a Python knows its environment
         if program is None:
             raise JobkitError(f"command: {words[0]}: no such program on this node")
         environment = {**os.environ, **topology.environment(address, port), "PYTHONUNBUFFERED": "1"}
-        environment.update(jobkit_snapshot.environment(str(here), str(code), os.environ))
+        environment.update(jobkit_snapshot.environment(str(source), str(code), os.environ))
         if interface := interface_towards(address):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         _become([program, *words[1:]], environment)
@@ -94,10 +94,10 @@ def _ask_for_port(topology: Topology, file: Path) -> tuple[str, int]:
     raise AssertionError("unreachable")
 
 
-def in_snapshot(command: Sequence[str], code: Path) -> list[str]:
-    """`command` with the user's files, and the modules of `-m`, taken from the snapshot `code`."""
-    words = [command[0], *(_file_in_snapshot(word, code) for word in command[1:])]
-    own = code / command[0]
+def in_snapshot(command: Sequence[str], source: Path, code: Path) -> list[str]:
+    """`command`, typed in `source`, with the user's files, and the modules of `-m`, taken from the snapshot `code`."""
+    words = [command[0], *(_file_in_snapshot(word, source, code) for word in command[1:])]
+    own = code / _relative(command[0], source)
     if "/" in command[0] and own.is_file() and os.access(own, os.X_OK):
         words[0] = str(own)
     runs = target(command) if is_python(command[0]) else None
@@ -106,9 +106,15 @@ def in_snapshot(command: Sequence[str], code: Path) -> list[str]:
     return words
 
 
-def _file_in_snapshot(word: str, code: Path) -> str:
-    inside = (code / word).resolve().is_relative_to(code.resolve())
-    return str(code / word) if word.endswith(_IN_SNAPSHOT) and inside and (code / word).is_file() else word
+def _file_in_snapshot(word: str, source: Path, code: Path) -> str:
+    copy = code / _relative(word, source)
+    inside = copy.resolve().is_relative_to(code.resolve())
+    return str(copy) if word.endswith(_IN_SNAPSHOT) and inside and copy.is_file() else word
+
+
+def _relative(word: str, source: Path) -> str:
+    """An absolute path below the folder where the command was typed, as it could have been typed there."""
+    return os.path.relpath(word, source) if Path(word).is_absolute() and Path(word).is_relative_to(source) else word
 
 
 def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

@@ -8,7 +8,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from submitit.core.job_environment import JobEnvironment
@@ -47,7 +46,7 @@ def run_rank(path: str) -> None:
     context: Context | None = None
     try:
         topology.check(config.resources.tasks_per_node, config.resources.fewest_nodes, config.resources.nodes)
-        _use_snapshot(Path(os.environ["JOBKIT_CODE"]))
+        _use_snapshot(os.environ["JOBKIT_SOURCE"], os.environ["JOBKIT_CODE"])
         function = load_task(config.task)  # before the group forms: an import that fails should not keep others waiting
         found = rendezvous(Launch("jobkit", topology, "file"), run.rendezvous_file(attempt))
         rank = join(found, run, config, attempt)
@@ -109,12 +108,11 @@ def _tell_imports(rank: Rank, before: Collection[str]) -> Callable[[], None]:
     return threading.Thread(target=write_imported, args=(rank.run, before), daemon=True).start
 
 
-def _use_snapshot(code: Path) -> None:
-    """Import the user's modules from the snapshot, not from the folder where they may have changed since."""
-    here = str(Path.cwd())
-    os.environ.update(environment(here, str(code), os.environ))  # for what this rank starts
-    sys.path[:] = [str(code), *filter(None, sys.path)]
-    SnapshotFinder(here, str(code)).use()
+def _use_snapshot(source: str, code: str) -> None:
+    """Import the user's modules from the snapshot, not from the folder `source`, where they may have changed since."""
+    os.environ.update(environment(source, code, os.environ))  # for what this rank starts
+    sys.path[:] = [code, *filter(None, sys.path)]
+    SnapshotFinder(source, code).use()
 
 
 def load_task(task: str) -> Callable[[Context], Any]:

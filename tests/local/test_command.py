@@ -258,19 +258,21 @@ def test_the_users_files_are_taken_from_the_snapshot(tmp_path: Path) -> None:
     for name in ("train.py", "scripts/run.sh", "config.json", "go"):
         (code / name).touch()
     (tmp_path / "outside.py").touch()
-    copy = str(code / "train.py")
-    assert in_snapshot(["python", "train.py", "--file", "config.json"], code) == [
-        "python",
-        copy,
-        "--file",
-        "config.json",
-    ]
-    assert in_snapshot(["torchrun", "--nproc-per-node=2", "train.py"], code)[-1] == copy
-    assert in_snapshot(["bash", "scripts/run.sh", "none.py"], code) == ["bash", str(code / "scripts/run.sh"), "none.py"]
-    assert in_snapshot(["python", "../outside.py", "/train.py"], code) == ["python", "../outside.py", "/train.py"]
-    assert in_snapshot(["./go"], code) == ["./go"]  # not executable there
+    source, copy = tmp_path / "source", str(code / "train.py")
+
+    def taken(*words: str) -> list[str]:
+        return in_snapshot(words, source, code)
+
+    assert taken("python", "train.py", "--file", "config.json") == ["python", copy, "--file", "config.json"]
+    assert taken("torchrun", "--nproc-per-node=2", "train.py")[-1] == copy
+    assert taken("bash", "scripts/run.sh", "none.py") == ["bash", str(code / "scripts/run.sh"), "none.py"]
+    assert taken("python", "../outside.py", "/train.py") == ["python", "../outside.py", "/train.py"]
+    assert taken("bash", f"{source}/scripts/run.sh") == ["bash", str(code / "scripts/run.sh")]
+    assert taken("bash", f"{source}/../scripts/run.sh") == ["bash", f"{source}/../scripts/run.sh"]
+    assert taken("./go") == ["./go"]  # not executable there
     (code / "go").chmod(0o755)
-    assert in_snapshot(["./go"], code) == [str(code / "./go")]
+    assert taken("./go") == [str(code / "./go")]
+    assert taken(f"{source}/go") == [str(code / "go")]
 
 
 def test_a_module_is_imported_from_the_snapshot(project: Project) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -124,6 +125,23 @@ def test_a_task_in_an_editable_install_runs_the_snapshot(installed: Path) -> Non
 def test_a_command_in_an_editable_install_runs_the_snapshot(installed: Path, command: str) -> None:
     made = submit(Project(installed), f"name: command\ncommand: {command}\n")
     assert_all_in_snapshot(made, "__main__", "beside", "srcpkg.part", "flatpkg.part")
+
+
+# Not as it was submitted
+
+
+def test_a_run_submitted_within_a_run_has_a_snapshot_of_its_own(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    write(tmp_path, {"lib/part.py": "", "pipeline.sh": "python -m jobkit submit toy.yaml --local\n"})
+    (tmp_path / "outer.yaml").write_text("name: outer\ncommand: [bash, pipeline.sh]\n")
+    (tmp_path / "mytask.py").write_text(
+        f"import part, sys\n{TELL}\ndef train(ctx): tell(sys.modules[__name__], part)\n"
+    )
+    (tmp_path / "toy.yaml").write_text("name: inner\ntask: mytask:train\n")
+    project.env["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "lib"), project.env.get("PYTHONPATH", "")])
+    project.jobkit("submit", "outer.yaml", "--local")
+    inner, _ = project.runs
+    assert_all_in_snapshot(inner, "mytask", "part")
 
 
 # Not the project's own files

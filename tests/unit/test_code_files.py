@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,11 @@ from harness.repository import git, repository, write
 
 from jobkit.errors import InputError
 from jobkit.run import code_files, snapshot
+from jobkit.run.config import Config
+from jobkit.run.events import Event
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
+from jobkit.supervisor.attempt import NotRunnable, begin
 
 PACKAGE = {"__init__.py": "", "model.py": "LAYERS = 2\n"}
 EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -214,3 +221,85 @@ def test_a_copy_that_was_changed_is_not_verified(tmp_path: Path) -> None:
     (code / "train.py").write_text("x")
     (code / "model.py").unlink()
     assert len(snapshot.verify(tmp_path / "code", code.name)) == 2
+
+
+def test_a_copy_that_was_changed_is_replaced_by_the_next_submission(tmp_path: Path) -> None:
+    write(tmp_path / "project", {"train.py": "as submitted", "state.json": "{}"})
+    code = copied(tmp_path / "project", tmp_path / "code")
+    (code / "train.py").write_text("x")
+    (code / "left.pyc").touch()
+    assert copied(tmp_path / "project", tmp_path / "code") == code
+    assert (code / "train.py").read_text() == "as submitted"
+    assert [one.name for one in (tmp_path / "code").iterdir()] == [code.name], "nothing is left beside it"
+
+
+def saving(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
+    """Let somebody save files while they are copied: `before` each copy."""
+    copy = shutil.copyfile
+
+    def copyfile(source: Path, destination: Path) -> None:
+        before(source)
+        copy(source, destination)
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+
+
+def test_what_is_saved_while_it_is_copied_is_copied_as_it_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "project", {"train.py": "old", "gone.py": "", "other.py": ""})
+
+    def save(file: Path) -> None:
+        (tmp_path / "project/train.py").write_text("new")
+        (tmp_path / "project/gone.py").unlink(missing_ok=True)
+
+    saving(monkeypatch, save)
+    code = copied(tmp_path / "project", tmp_path / "code")
+    assert (code / "train.py").read_text() == "new" and not (code / "gone.py").exists()
+    assert snapshot.verify(tmp_path / "code", code.name) == []
+    monkeypatch.undo()
+    assert copied(tmp_path / "project", tmp_path / "code") == code, "its name says what is in it"
+
+
+def test_code_that_never_rests_is_refused_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "project", {"train.py": "", "log.txt": ""})
+    saving(monkeypatch, lambda file: (tmp_path / "project/log.txt").open("a").write("line\n") and None)
+    with pytest.raises(InputError, match=r"log\.txt; submit again when nothing writes to it"):
+        copied(tmp_path / "project", tmp_path / "code")
+    assert list((tmp_path / "code").iterdir()) == []
+
+
+# What an attempt says of the copy
+
+
+def a_run(tmp_path: Path) -> tuple[RunDir, Path]:
+    """A run that was submitted, and its copy of a program and of a text."""
+    repository(tmp_path / "project", {"train.py": "", "go": "", "state.json": "", ".gitignore": "runs\n"})
+    (tmp_path / "project/go").chmod(0o755)
+    run = RunDir(tmp_path / "project/runs/x")
+    run.submitit.mkdir(parents=True)
+    code = copied(tmp_path / "project", run.code)
+    run.write_config(Config(name="x", command=["true"]))
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local", code=code.name, cwd="/elsewhere", command="again")
+    return run, code
+
+
+@pytest.mark.parametrize("program", ["train.py", "go"])
+def test_a_program_that_was_changed_is_not_run_and_status_says_what_to_type(tmp_path: Path, program: str) -> None:
+    run, code = a_run(tmp_path)
+    (code / program).write_text("x")
+    with pytest.raises(NotRunnable, match=f"{program}: not as it was submitted; submit the run again"):
+        begin(run, job_id="7", scheduler="local")
+    status = run.status()
+    assert (status.state, status.attempts) == (State.INTERRUPTED, [])
+    assert status.error is not None and f"{program}: not as it was submitted" in status.error
+
+
+def test_another_file_that_was_changed_is_told_and_the_attempt_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, code = a_run(tmp_path)
+    (code / "state.json").write_text("x")
+    begun = begin(run, job_id="7", scheduler="local")
+    assert begun.environment["JOBKIT_SOURCE"] == "/elsewhere"
+    assert "state.json: not as it was submitted" in caplog.text

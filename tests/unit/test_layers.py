@@ -34,7 +34,7 @@ BELOW = {
     "supervisor": {"run", "slurm", "addresses"},
     "worker": {"run", "slurm", "addresses", "display", "group", "checkpoint", "train", "supervisor"},
     "submission": {"run", "slurm", "display", "supervisor", "worker.main"},
-    "submit": {"run", "slurm", "submission"},
+    "submit": {"run", "slurm", "submission", "worker.startup.jobkit_snapshot"},
     "cli": {"run", "slurm", "submission", "submit"},
     "__main__": {"cli"},
 }
@@ -129,7 +129,8 @@ def test_what_runs_on_a_login_node_never_reaches_torch(module: str) -> None:
         name, path = waiting.pop()
         assert name.split(".")[0] not in HEAVY, path
         # worker.main is what Submitit pickles: only in the job does it go on to import the rest.
-        assert name == "worker.main" or name.split(".")[0] not in ("worker", "train", "checkpoint"), path
+        light = ("worker.main", "worker.startup.jobkit_snapshot")
+        assert name in light or name.split(".")[0] not in ("worker", "train", "checkpoint"), path
         if name in modules() and name not in reached and name != "worker.main":
             reached[name] = path
             waiting += [(other, f"{path} -> {other}") for other in imports(name)]

@@ -119,6 +119,54 @@ def test_the_environments_own_sitecustomize_runs_as_well(source: Path) -> None:
     assert run(source, statements, PYTHONPATH=str(site)) == ["own sitecustomize", f"{site}/sitecustomize.py code"]
 
 
+@pytest.mark.parametrize("later", ["plain/__init__.py", "own.py", "installed.py"])
+def test_what_came_into_the_folder_later_hides_no_module(source: Path, later: str) -> None:
+    write(source.with_name("site"), {"installed.py": "WHERE = 'site'\n"})
+    write(source, {later: "WHERE = 'later'\n"})
+    statements = "import plain, own.part, installed; print(plain.WHERE, own.part.WHERE, installed.WHERE)"
+    statements = f"sys.path.insert(0, os.getcwd()); {statements}"
+    site = source.with_name("site")
+    assert run(source, statements, PYTHONPATH=f"{source}/src{os.pathsep}{site}") == ["code code site"]
+
+
+def test_a_snapshot_that_is_used_replaces_another(source: Path) -> None:
+    write(source.with_name("other"), {"plain.py": "WHERE = 'other'\n"})
+    other = BECOME.replace('"code"', '"other"')
+    statements = f"{other}\nimport plain, json.tool; print(plain.WHERE)"
+    assert run(source, statements) == ["other"]
+    assert run(source, f"import plain\n{statements}") == ["other"]
+
+
+def test_a_submission_leaves_the_snapshot_of_the_run_that_it_is_typed_in(source: Path) -> None:
+    statements = f"""
+from {jobkit_snapshot.__name__} import leave
+leave(os.environ)
+import own.part
+print(own.part.WHERE, os.environ["PYTHONPATH"])
+print([name for name in os.environ if name in ({jobkit_snapshot.CODE!r}, {jobkit_snapshot.SOURCE!r})])
+"""
+    package = str(Path(jobkit.__file__).parents[1])
+    paths = f"{source}/src{os.pathsep}{package}"
+    assert run(source, statements, PYTHONPATH=paths) == [f"source {paths}", "[]"]
+
+
+PYTHONS = [sys.executable, *sorted(map(str, Path.home().glob(".pyenv/versions/3.*/bin/python")))]
+
+
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda python: Path(python).parents[1].name)
+def test_a_program_in_any_python_runs_the_snapshot_with_its_options(source: Path, python: str) -> None:
+    text = "import sys, plain; print(__file__, sys.argv[1:], sys.flags.optimize, sys.warnoptions, plain.WHERE)\n"
+    write(source, {"go.py": text})
+    write(source.with_name("code"), {"go.py": text})
+    write(source.with_name("site"), {"sitecustomize.py": "print('own')\n"})
+    environment = {**os.environ, "PYTHONPATH": str(source.with_name("site"))}
+    environment |= jobkit_snapshot.environment(str(source), str(source.with_name("code")), environment)
+    words = [python, "-uO", "-W", "error", "go.py", "-c", "1"]
+    done = subprocess.run(words, cwd=source, env=environment, capture_output=True, text=True, check=False)
+    expected = f"own\n{source.with_name('code')}/go.py ['-c', '1'] 1 ['error'] code\n"
+    assert (done.stdout, done.stderr) == (expected, "")
+
+
 def test_jobkit_is_imported_from_where_it_is_installed(tmp_path: Path) -> None:
     installed = Path(jobkit.__file__).parent
     (tmp_path / "code/jobkit").mkdir(parents=True)

@@ -1,9 +1,7 @@
 """Makes a Python process of a job run the snapshot of the user's code. Python imports this file when it starts.
 
-The environment's own sitecustomize, which has the same name, runs after it.
+The environment's own sitecustomize, which has the same name, runs after it, whatever happens here.
 """
-
-from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
@@ -11,7 +9,7 @@ import os
 import sys
 
 
-def _run_own_sitecustomize() -> None:
+def _run_own_sitecustomize():  # type: () -> None
     spec = importlib.machinery.PathFinder.find_spec(__name__, sys.path)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
@@ -19,9 +17,20 @@ def _run_own_sitecustomize() -> None:
         spec.loader.exec_module(module)
 
 
-if __name__ == "sitecustomize":
-    import jobkit_snapshot  # type: ignore[import-not-found]
-
+def _leave_this_folder():  # type: () -> None
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(__file__)]
-    jobkit_snapshot.start(os.environ)
+
+
+def _use_snapshot():  # type: () -> None
+    try:
+        import jobkit_snapshot  # type: ignore[import-not-found]
+
+        _leave_this_folder()
+        jobkit_snapshot.start(os.environ)
+    except Exception:  # as a Python older than it is written for: the program runs as it would without jobkit
+        _leave_this_folder()
+
+
+if __name__ == "sitecustomize":
+    _use_snapshot()
     _run_own_sitecustomize()
