@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run.command_line import find_program, is_python, target
@@ -28,7 +29,7 @@ class Checked:
     """What a check of a task or a command has found."""
 
     files: list[Path] = field(default_factory=list)
-    """The user's own Python files and extension modules that it imports at its start, relative to `root`."""
+    """The user's own Python files and extension modules that it imports, at its start or later, relative to `root`."""
     warnings: list[str] = field(default_factory=list)
     """A line for each thing that may be as it should, or not."""
 
@@ -37,7 +38,8 @@ def check_task(task: str, root: Path, *, has_setup: bool = False) -> Checked:
     """Check that `module:callable` can be imported from `root`.
 
     Looked at: the module is there, it and the modules of the user's own that it imports at their top are valid Python,
-    what they import at their top can be found, and the callable is defined. A missing package is a warning where the
+    what they import at their top can be found, and the callable is defined. What they import elsewhere, in a function
+    or a `try`, may be missing. A missing package is a warning where the
     job `has_setup`: shell lines that may provide it. So is a package in a folder that is neither installed nor copied.
     Raises InvalidValue, or InputError for a file of the user's, saying which of these is not so.
     """
@@ -56,6 +58,7 @@ def check_task(task: str, root: Path, *, has_setup: bool = False) -> Checked:
     defined = own.check_file(file, module)
     if defined is not None and name not in defined:
         raise InvalidValue("task", f"{task}: {file} defines no {name!r}{nearest(name, defined)}")
+    own.look_for_later_imports()
     return own.found
 
 
@@ -75,8 +78,8 @@ def check_command(command: list[str], root: Path, *, has_setup: bool = False) ->
         hint = "" if "/" in program else nearest(program, ["python", "torchrun", "accelerate", "bash"])
         raise InvalidValue("command", f"{program}: {what}{hint}")
     if not is_python(program):
-        named = (Path(word) for word in command[1:] if word.endswith(".py"))
-        return Checked(files=[one for one in named if not one.is_absolute() and (root / one).is_file()][:1])
+        named = (root / word for word in command[1:] if word.endswith(".py"))
+        return _imports_of_script(next((one for one in named if one.is_file()), None), root)
     runs = target(command)
     if runs is None:
         raise InvalidValue("command", f"{program} with nothing to run: name a script, -m module or -c statements")
@@ -105,6 +108,18 @@ def check_command(command: list[str], root: Path, *, has_setup: bool = False) ->
     elif runs.kind == "module":
         own.check(module.split(".")[0])
     own.note(file)
+    own.look_for_later_imports()
+    return own.found
+
+
+def _imports_of_script(file: Path | None, root: Path) -> Checked:
+    """What a script imports that another program, as torchrun, is to run."""
+    if file is None:
+        return Checked()
+    own = _OwnModules(root, file.parent, refuses=False)
+    with contextlib.suppress(InputError):
+        own.check_file(file, "__main__")
+    own.look_for_later_imports()
     return own.found
 
 
@@ -196,6 +211,8 @@ class _OwnModules:
         """The names that a file's module defines at its top; None where a star import leaves that open."""
         self._told: set[str] = set()
         """Packages of somebody else's that there is a warning about."""
+        self._later: list[tuple[ast.stmt, str, Path]] = []
+        """Imports that are not at the top of a file, and may be meant to fail, with its module and the file."""
 
     def check(self, module: str) -> tuple[str | None, set[str] | None] | None:
         """Check a module: (its folder if it is a package, the names it defines); None for one of somebody else's."""
@@ -234,9 +251,18 @@ class _OwnModules:
             star |= isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
             with contextlib.nullcontext() if self._refuses else contextlib.suppress(InputError):
                 self._check_imports(node, module, file)
+            self._later += [(one, module, file) for one in ast.walk(node) if one is not node and _is_import(one)]
             names |= _bound(node)
         self._defined[file] = None if star else names
         return self._defined[file]
+
+    def look_for_later_imports(self) -> None:
+        """Note the files that are imported elsewhere than at a top, once all that must be there has been checked."""
+        self._refuses = self._has_setup = False
+        while self._later:
+            node, module, file = self._later.pop()
+            with contextlib.suppress(InputError):
+                self._check_imports(node, module, file)
 
     def _check_imports(self, node: ast.stmt, module: str, file: Path) -> None:
         if isinstance(node, ast.Import):
@@ -290,6 +316,10 @@ class _OwnModules:
         if package not in self._told:
             self._told.add(package)
             self.found.warnings.append(line)
+
+
+def _is_import(node: ast.AST) -> TypeGuard[ast.stmt]:
+    return isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str | None:

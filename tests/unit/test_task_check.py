@@ -10,6 +10,7 @@ from harness.in_process import Done, jobkit
 from harness.project import Project
 from harness.repository import git, repository, write
 
+from jobkit.errors import InputError
 from jobkit.submission.task_check import check_command, check_task
 
 TRAIN = "def train(ctx): pass\n"
@@ -104,6 +105,45 @@ def test_what_a_script_imports_is_needed_and_what_is_missing_is_passed_over(tmp_
     files = check_command(["python", "scripts/train.py"], tmp_path).files
     assert {file.name for file in files} == {"train.py", "part.py", "later.py", "broken.py"}
     assert files[0] == Path("scripts/train.py")
+
+
+LATER = """
+import top
+try:
+    import tried, nosuch
+    from nosuch import thing
+except ImportError:
+    pass
+
+
+def train(ctx):
+    from parts import called
+    import outerpkg.train
+    import broken
+"""
+
+
+@pytest.mark.parametrize("has_setup", [False, True])
+def test_what_is_imported_in_a_function_or_a_try_is_needed_and_may_be_missing(tmp_path: Path, has_setup: bool) -> None:
+    write(tmp_path, {"mytask.py": LATER, **dict.fromkeys(("top.py", "unused.py", "parts/__init__.py"), "")})
+    write(tmp_path, {"tried.py": "import nosuch\nimport deeper\n", "deeper.py": "", "broken.py": "x = ("})
+    write(tmp_path, {"parts/called.py": "def late():\n    from . import latest\n", "parts/latest.py": ""})
+    checked = check_task("mytask:train", tmp_path, has_setup=has_setup)
+    names = {"mytask", "top", "tried", "deeper", "broken", "parts/__init__", "parts/called", "parts/latest"}
+    assert {str(file.with_suffix("")) for file in checked.files} == names
+    assert checked.warnings == []
+
+
+def test_what_must_be_there_is_refused_although_a_function_imports_it_too(tmp_path: Path) -> None:
+    write(tmp_path, {"mytask.py": f"def late():\n    import part\nimport part\n{TRAIN}", "part.py": "import nosuch\n"})
+    with pytest.raises(InputError, match=r"part.py:1: import nosuch"):
+        check_task("mytask:train", tmp_path)
+
+
+@pytest.mark.parametrize("program", ["torchrun", "bash"])
+def test_what_a_script_of_another_program_imports_is_needed(tmp_path: Path, program: str) -> None:
+    write(tmp_path, {"train.py": "import part\n", "part.py": ""})
+    assert set(map(str, check_command([program, "train.py"], tmp_path).files)) == {"train.py", "part.py"}
 
 
 def test_a_folder_of_data_does_not_hide_an_installed_package(tmp_path: Path) -> None:
