@@ -211,6 +211,8 @@ class _OwnModules:
         """The names that a file's module defines at its top; None where a star import leaves that open."""
         self._told: set[str] = set()
         """Packages of somebody else's that there is a warning about."""
+        self._changes_path = False
+        """Whether a file that was looked at uses sys.path: what it finds by that cannot be known here."""
         self._later: list[tuple[ast.stmt, str, Path]] = []
         """Imports that are not at the top of a file, and may be meant to fail, with its module and the file."""
 
@@ -247,7 +249,9 @@ class _OwnModules:
         self.note(file)
         names: set[str] = set()
         star = False
-        for node in parse(file).body:
+        tree = parse(file)
+        self._changes_path |= any(map(_is_sys_path, ast.walk(tree)))
+        for node in tree.body:
             star |= isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
             with contextlib.nullcontext() if self._refuses else contextlib.suppress(InputError):
                 self._check_imports(node, module, file)
@@ -294,9 +298,10 @@ class _OwnModules:
         try:
             return self.check(wanted)
         except _NotInstalled as error:
-            if not self._has_setup:
+            if not self._has_setup and not self._changes_path:
                 raise InputError(f"{statement}: {error}; install it, or correct the name") from None
-            self._warn(wanted.split(".")[0], f"{statement}: {error} here; {_SETUP_MUST}")
+            where = _SETUP_MUST if self._has_setup else "the code changes sys.path itself, and must find it there"
+            self._warn(wanted.split(".")[0], f"{statement}: {error} here; {where}")
             return None
         except _NotFound as error:
             raise InputError(f"{statement}: {error}") from None
@@ -316,6 +321,15 @@ class _OwnModules:
         if package not in self._told:
             self._told.add(package)
             self.found.warnings.append(line)
+
+
+def _is_sys_path(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "path"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "sys"
+    )
 
 
 def _is_import(node: ast.AST) -> TypeGuard[ast.stmt]:

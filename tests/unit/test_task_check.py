@@ -179,3 +179,12 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
 def test_folders_without_init_are_packages_within_each_other(tmp_path: Path) -> None:
     write(tmp_path, {"mytask.py": f"import a.b.c\nfrom a.b.c import part\n{TRAIN}", "a/b/c/part.py": ""})
     assert {str(file) for file in check_task("mytask:train", tmp_path).files} == {"mytask.py", "a/b/c/part.py"}
+
+
+def test_a_package_that_the_code_finds_by_sys_path_may_be_there(tmp_path: Path) -> None:
+    write(tmp_path, {"mytask.py": f"import sys\nsys.path.insert(0, 'third')\nimport vendored\n{TRAIN}"})
+    (warning,) = check_task("mytask:train", tmp_path).warnings
+    assert "mytask.py:3: import vendored" in warning and "sys.path" in warning
+    write(tmp_path, {"mytask.py": f"import vendored\n{TRAIN}"})
+    with pytest.raises(InputError, match="no module 'vendored'"):
+        check_task("mytask:train", tmp_path)
