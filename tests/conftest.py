@@ -17,6 +17,7 @@ from harness.reference import weights_of
 from slurm_cluster import Cluster, MissingPackages, wait_until
 from xdist.scheduler import LoadScopeScheduling
 
+from jobkit.log import log
 from jobkit.supervisor.parents import TASK_MODULES, WARM_PARENT, Parent
 
 WARM_MODULES = (*TASK_MODULES, "torch.distributed.fsdp", "torch.distributed.pipelining", "harness.ranks", "pytest")
@@ -90,6 +91,17 @@ def slurm() -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """Undo what a command in the test's own process set up: pytest records a logger that keeps its lines to itself,
+    and a later test that lets them through would see each twice."""
+    handlers, level, propagates = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:] = handlers
+    log.setLevel(level)
+    log.propagate = propagates
 
 
 @pytest.fixture(autouse=True)
