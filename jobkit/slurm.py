@@ -366,6 +366,11 @@ def cluster(timeout: float = ANSWER_SECONDS) -> str:
     return _cluster(os.environ.get("SLURM_CONF"), timeout)
 
 
+def name_of(cluster: str) -> str:
+    """The ClusterName in what `cluster` returns."""
+    return cluster.partition("@")[0]
+
+
 @cache
 def _cluster(conf: str | None, timeout: float) -> str:
     fields = dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", command("scontrol", "show", "config", timeout=timeout), re.M))

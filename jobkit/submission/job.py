@@ -176,7 +176,7 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
     """
     seconds = CANCEL_SECONDS if grace else 0.0
     with run.submission_lock():
-        status = _settled_if_possible(run)
+        status = _if_slurm_answers(settle, run)
         if status.submitting:
             status = reconcile(run)
         if not is_active(run, status):
@@ -201,10 +201,10 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         return run.status()
 
 
-def _settled_if_possible(run: RunDir) -> Status:
-    """As `settle`; of a run that trains what its files say where Slurm does not answer: its supervisor can be told."""
+def _if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:
+    """What `look` returns; of a run that trains what its files say where Slurm is away: its supervisor can be told."""
     try:
-        return settle(run)
+        return look(run)
     except SchedulerError as error:
         status = run.status()
         if status.state != State.RUNNING:
@@ -252,21 +252,13 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
     Without `grace` its ranks are killed on the spot. Returns the status when that attempt has ended, or after
     STOP_SECONDS. Raises JobkitError for a run that is not running.
     """
-    status = _observed_if_possible(run)
+    status = _if_slurm_answers(observe, run)
     attempt = status.attempt
     if status.state != State.RUNNING or attempt is None:
         raise JobkitError(f"{run.name} is {status.state}, not running: there is nothing to preempt")
     # Its supervisor finds the request.
     records.write(run.stop_request_file(attempt.id), StopRequest(cause="preempted", grace=None if grace else 0.0))
     return wait(run, lambda now: now.attempts[attempt.id - 1].ended is not None, STOP_SECONDS)
-
-
-def _observed_if_possible(run: RunDir) -> Status:
-    try:
-        return observe(run)
-    except SchedulerError as error:
-        log.warning("%s; the run is told through its directory", error)
-        return run.status()
 
 
 def _signal_supervisor(run: RunDir) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jobkit import slurm
@@ -30,30 +30,29 @@ UNDER_WAY = (State.QUEUED, State.HELD, State.RUNNING)
 
 def observe(run: RunDir) -> Status:
     """The run's status as it is now, its job's state included; nothing is written. Raises SchedulerError."""
-    status = run.status()
-    if not _is_asked_about(status):
-        return status
-    if status.scheduler != "slurm":
-        return status if has_supervisor(run) else _with_end(run, None)
-    job = slurm.show_job(str(status.job_id))
-    return _with_job(run, status, job)
+    return _looked_at(run, run.status(), slurm.show_job)
 
 
 def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
     """As `observe` of many runs whose status was read, with one question to Slurm; raises SchedulerError."""
     on_slurm = [run for run, status in found if status.scheduler == "slurm" and _is_asked_about(status, LIST_SECONDS)]
-    jobs: Mapping[str, slurm.JobInfo] = {}
-    if on_slurm:
-        jobs = {job.job_id: job for job in slurm.jobs_of(_owners(on_slurm), LIST_SECONDS)}
+    listed = slurm.jobs_of(_owners(on_slurm), LIST_SECONDS) if on_slurm else ()
+    jobs = {job.job_id: job for job in listed}
+    return [_looked_at(run, status, jobs.get, LIST_SECONDS) for run, status in found]
 
-    def one(run: RunDir, status: Status) -> Status:
-        if not _is_asked_about(status, LIST_SECONDS):
-            return status
-        if status.scheduler != "slurm":
-            return status if has_supervisor(run) else _with_end(run, None)
-        return _with_job(run, status, jobs.get(str(status.job_id)))
 
-    return [one(run, status) for run, status in found]
+def _looked_at(
+    run: RunDir,
+    status: Status,
+    find_job: Callable[[str], slurm.JobInfo | None],
+    timeout: float = slurm.ANSWER_SECONDS,
+) -> Status:
+    """A run's status with what has become of its job; `find_job` says what Slurm knows of one."""
+    if not _is_asked_about(status, timeout):
+        return status
+    if status.scheduler != "slurm":
+        return status if has_supervisor(run) else _with_end(run, None)
+    return _with_job(run, status, find_job(str(status.job_id)))
 
 
 def _owners(runs: Sequence[RunDir]) -> set[str]:

@@ -104,14 +104,17 @@ def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
 def _refuse_second_job(run: RunDir, before: status.Status, job_id: str, scheduler: str) -> None:
     """Two jobs of one run may be in the queue, after a controller that gave no answer or on two clusters: the one that
     was submitted last runs it."""
-    other = before.job_id
-    if scheduler != "slurm" or before.scheduler != "slurm" or other in (None, job_id):
-        return
-    if before.state not in (State.QUEUED, State.RUNNING):
+    other, there = before.job_id, before.slurm_cluster
+    if scheduler != "slurm" or before.scheduler != "slurm" or before.state not in (State.QUEUED, State.RUNNING):
         return
     with contextlib.suppress(SchedulerError):
-        if before.slurm_cluster is not None and before.slurm_cluster != slurm.cluster():
-            raise NotRunnable(f"it was submitted to {before.slurm_cluster} since, as job {other}")
+        here = slurm.cluster()
+        # One with this job's id is another cluster's by its name alone: slurmctld may have moved to another host.
+        is_other = there not in (None, here) and (other != job_id or slurm.name_of(str(there)) != slurm.name_of(here))
+        if is_other:
+            raise NotRunnable(f"it was submitted to {there} since{f', as job {other}' if other else ''}")
+    if other in (None, job_id):
+        return
     job = ask(str(other))
     if job is not None and job.state in ("PENDING", "RUNNING") and job.runs(run.batch_script):
         raise NotRunnable(f"job {other} is to run it, or does")

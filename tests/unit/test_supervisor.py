@@ -665,20 +665,30 @@ def test_a_file_server_that_is_away_is_waited_for_as_long_as_before(
 
 
 @pytest.mark.parametrize(
-    ("here", "other", "runs"),
+    ("here", "submitted", "other", "runs"),
     [
-        ("b@b:1", None, True),
-        ("a@a:1", None, False),  # the newest submission was made to another cluster
-        ("b@b:1", info(job_id="8"), False),
-        ("b@b:1", info(job_id="8", state="COMPLETED"), True),
-        ("b@b:1", info(job_id="8", script="/elsewhere"), True),
+        ("b@b:1", "8", None, True),
+        ("a@a:1", "8", None, False),  # the newest submission was made to another cluster
+        ("b@c:1", "8", None, False),
+        ("a@a:1", "7", None, False),  # and its job there has the same id
+        ("b@c:1", "7", None, True),  # the controller has moved
+        ("a@a:1", None, None, False),  # a submission there is just being made
+        ("b@b:1", "8", info(job_id="8"), False),
+        ("b@b:1", "8", info(job_id="8", state="COMPLETED"), True),
+        ("b@b:1", "8", info(job_id="8", script="/elsewhere"), True),
     ],
 )
 def test_only_the_job_that_was_submitted_last_runs_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, here: str, other: slurm.JobInfo | None, runs: bool
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    here: str,
+    submitted: str | None,
+    other: slurm.JobInfo | None,
+    runs: bool,
 ) -> None:
     run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster="b@b:1")
-    run.record(Event.SUBMITTED, job_id="8")
+    if submitted is not None:
+        run.record(Event.SUBMITTED, job_id=submitted)
     monkeypatch.setattr(slurm, "cluster", lambda: here)
     monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: other)
     if runs:
