@@ -217,12 +217,17 @@ def asking(project: Project, folder: Path) -> Path:
     return said
 
 
-def test_a_list_of_many_runs_asks_slurm_once(tmp_path: Path, slurm: Cluster) -> None:
-    project = Project(tmp_path, slurm.env)
+def with_three_runs(path: Path, cluster: Cluster) -> tuple[Project, Path]:
+    """A project with runs that are held, and the file in which each further question to Slurm is a line."""
+    project = Project(path, cluster.env)
     for lr in ("1", "2", "3"):
         project.submit("--cluster", "slurm", *HELD, f"params.lr={lr}")
-    (tmp_path / "bin").mkdir()
-    said = asking(project, tmp_path / "bin")
+    (path / "bin").mkdir()
+    return project, asking(project, path / "bin")
+
+
+def test_a_list_of_many_runs_asks_slurm_once(tmp_path: Path, slurm: Cluster) -> None:
+    project, said = with_three_runs(tmp_path, slurm)
     printed = project.jobkit("list").stdout
     assert printed.count(" held ") == 3
     assert [line.split()[0] for line in said.read_text().splitlines()] == ["scontrol", "squeue"]
@@ -231,11 +236,7 @@ def test_a_list_of_many_runs_asks_slurm_once(tmp_path: Path, slurm: Cluster) -> 
 
 
 def test_a_controller_that_is_mute_delays_a_list_once(tmp_path: Path, other: Cluster) -> None:
-    project = Project(tmp_path, other.env)
-    for lr in ("1", "2", "3"):
-        project.submit("--cluster", "slurm", *HELD, f"params.lr={lr}")
-    (tmp_path / "bin").mkdir()
-    said = asking(project, tmp_path / "bin")
+    project, said = with_three_runs(tmp_path, other)
     controller = other.daemons()["slurmctld"]
     controller.send(signal.SIGSTOP)
     try:

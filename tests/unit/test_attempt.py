@@ -1,0 +1,139 @@
+"""The beginning and the end of an attempt: which job may begin one, and how the end of a command is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from harness.supervised import causes, info
+
+from jobkit import slurm
+from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run.config import Config
+from jobkit.run.events import Event
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
+from jobkit.supervisor.attempt import NotRunnable, begin, end
+from jobkit.supervisor.diagnosis import FirstFailure, Notice
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "toy-12345678")
+    run.path.mkdir()
+    run.write_config(Config(name="toy", task="m:f"))
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    return run
+
+
+# Jobs that start late
+
+
+@pytest.mark.parametrize(
+    ("here", "submitted", "other", "runs"),
+    [
+        ("b@b:1", "8", None, True),
+        ("a@a:1", "8", None, False),  # the newest submission was made to another cluster
+        ("b@c:1", "8", None, False),
+        ("a@a:1", "7", None, False),  # and its job there has the same id
+        ("b@c:1", "7", None, True),  # the controller has moved
+        ("a@a:1", None, None, False),  # a submission there is just being made
+        ("b@b:1", "8", info(job_id="8"), False),
+        ("b@b:1", "8", info(job_id="8", state="COMPLETED"), True),
+        ("b@b:1", "8", info(job_id="8", script="/elsewhere"), True),
+    ],
+)
+def test_only_the_job_that_was_submitted_last_runs_it(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    here: str,
+    submitted: str | None,
+    other: slurm.JobInfo | None,
+    runs: bool,
+) -> None:
+    run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster="b@b:1")
+    if submitted is not None:
+        run.record(Event.SUBMITTED, job_id=submitted)
+    monkeypatch.setattr(slurm, "cluster", lambda: here)
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: other)
+    if runs:
+        assert begin(run, job_id="7", scheduler="slurm").number == 1
+    else:
+        with pytest.raises(NotRunnable):
+            begin(run, job_id="7", scheduler="slurm")
+
+
+def test_a_run_that_was_cancelled_between_two_attempts_is_cancelled(run: RunDir) -> None:
+    run.record(Event.CANCEL_REQUESTED, grace=600.0)
+    with pytest.raises(NotRunnable):
+        begin(run, job_id="7", scheduler="slurm")
+    assert run.status().state == State.CANCELLED
+
+
+# What a command that reports nothing was told
+
+USR2, TERM = 12, 15
+EARLY, LATE = info(end=400.0, elapsed=77.0), info(end=400.0, elapsed=300.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "first", "job", "cause"),
+    [
+        (None, None, LATE, "finished"),
+        (USR2, None, LATE, "timeout"),
+        (USR2, None, EARLY, "signal"),
+        (TERM, None, EARLY, "signal"),
+        (TERM, None, info(preempt_time=1.0), "preempted"),
+        (USR2, None, None, "signal"),
+        (USR2, FirstFailure(rank=0, code=128 + USR2), LATE, "timeout"),
+        (TERM, FirstFailure(rank=0, code=128 + TERM), EARLY, "signal"),
+        (None, FirstFailure(rank=0, code=128 + TERM), EARLY, "crashed"),
+        (USR2, FirstFailure(rank=0, code=1), LATE, "crashed"),
+        (None, FirstFailure(rank=0, signal=TERM), EARLY, "signal"),
+        (USR2, FirstFailure(rank=0, signal=9), LATE, "killed"),
+    ],
+)
+def test_the_end_of_a_silent_command_is_read_by_what_it_was_told(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    told: int | None,
+    first: FirstFailure | None,
+    job: slurm.JobInfo | None,
+    cause: str,
+) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    begin(run, job_id="7", scheduler="slurm")
+    end(run, 1, "7", first=first, job=job, all_returned=first is None, told=told and Notice(told, 30.0))
+    assert causes(run) == [cause]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "delay", "cause"), [(150.0, 90, "timeout"), (160.0, 90, "finished"), (160.0, 600, "timeout")]
+)
+def test_a_notice_that_a_silent_command_has_survived_was_not_its_end(
+    run: RunDir, seconds: float, delay: int, cause: str
+) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    run.submitit.mkdir(parents=True, exist_ok=True)
+    run.batch_script.write_text(f"#!/bin/bash\n#SBATCH --signal=USR2@{delay}\n")
+    begin(run, job_id="7", scheduler="slurm")
+    end(run, 1, "7", job=LATE, all_returned=True, told=Notice(USR2, seconds))
+    assert causes(run) == [cause]
+
+
+def test_exit_code_75_of_a_silent_command_is_not_taken_for_a_full_disk(run: RunDir) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    begin(run, job_id="7", scheduler="local")
+    end(run, 1, "7", first=FirstFailure(rank=0, code=EXIT_RESUMABLE))
+    assert causes(run) == ["crashed"]
+
+
+def test_a_command_that_reports_its_steps_says_itself_what_it_was_told(run: RunDir) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    begin(run, job_id="7", scheduler="slurm")
+    run.record(Event.RESUMED, attempt=1, step=0)
+    end(run, 1, "7", job=EARLY, all_returned=True, told=Notice(USR2, 30.0))
+    assert causes(run) == ["finished"]
