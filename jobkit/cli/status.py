@@ -23,7 +23,9 @@ SAMPLES_SHOWN = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--json", action="store_true", help="for programs: the same as status.json")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: status.json, with what has become of the job"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

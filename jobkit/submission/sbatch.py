@@ -111,7 +111,8 @@ def patiently(ask: Callable[[], T], *, is_question: bool = True) -> T:
             unknown = isinstance(error, SchedulerTimeout) and not is_question
             if pause is None or unknown or not slurm.is_away(error):
                 raise
-            log.warning("%s; trying again in %s s", error, pause)
+            if pause == RETRY_SECONDS[0]:
+                log.warning("%s; trying again for a minute or two, Ctrl-C ends it", error)
             time.sleep(pause)
     raise AssertionError("unreachable")
 
