@@ -23,9 +23,7 @@ SAMPLES_SHOWN = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="for programs: status.json, with what has become of the job"
-    )
+    parser.add_argument("--json", action="store_true", help="for programs: status.json and what became of the job")
 
 
 def run(arguments: argparse.Namespace) -> int:
