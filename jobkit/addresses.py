@@ -42,7 +42,7 @@ def answering(file: Path) -> Iterator[tuple[str, int, str]]:
     """
     deadline = time.monotonic() + RENDEZVOUS_SECONDS
     while time.monotonic() < deadline:
-        found = read_json(file)
+        found = read_json(file, fresh=True)
         for address in found["addresses"] if isinstance(found, dict) else ():
             with contextlib.suppress(OSError):
                 # Not longer: a firewall that drops packets never answers, and the next address may.

@@ -195,9 +195,14 @@ def show_job(job_id: str, timeout: float = ANSWER_SECONDS) -> JobInfo | None:
     return replace(job, elapsed=job.elapsed + clock_offset())
 
 
-@cache
 def clock_offset() -> float:
     """Seconds by which the controller's clock is ahead of this machine's; 0 where they agree, or where none is told."""
+    # Asked again where this machine's clock was set in the meantime.
+    return _clock_offset(round(time.time() - time.monotonic()))
+
+
+@cache
+def _clock_offset(set_to: int) -> float:
     before = time.time()
     try:
         answer = command("sdiag")
@@ -404,7 +409,8 @@ def jobs_with(script: Path) -> list[str]:
     """Ids of this user's queued and running jobs that were submitted with a batch script; its name may be another's."""
     alive = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"  # not one that is completing
     rows = command("squeue", "--noheader", "--me", alive, "--format=%i|%o").splitlines()
-    return [job_id for job_id, _, found in (row.partition("|") for row in rows) if _are_same(Path(found), script)]
+    found = ((job_id, Path(path)) for job_id, _, path in (row.partition("|") for row in rows))
+    return [job_id for job_id, path in found if path.name == script.name and _are_same(path, script)]
 
 
 def release(job_id: str) -> None:

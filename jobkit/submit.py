@@ -198,14 +198,14 @@ def _report(outcome: Outcome, follow: bool) -> int:
 def _note(outcome: Outcome) -> str:
     """What else there is to know of a run that is under way already."""
     from jobkit.run.status import State
-    from jobkit.submission.observer import is_here
+    from jobkit.submission.observer import can_be_asked
 
     status = outcome.status
     if outcome.released:
         return f"the job was held ({status.waits_for}): released"
     if status.state == State.HELD:
         return f"the job is held ({status.waits_for}): scontrol release {status.job_id}"
-    if status.scheduler == "slurm" and not is_here(status):
+    if status.scheduler == "slurm" and not can_be_asked(status):
         gone = f"if that is gone: python -m jobkit cancel {outcome.run.name}, then the same command"
         where = status.slurm_cluster or "a cluster that an earlier jobkit did not write down"
         return f"the job is on {where}, which cannot be asked from here; {gone}"

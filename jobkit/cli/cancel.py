@@ -10,7 +10,6 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.duration import format_seconds
 from jobkit.run.status import State
 from jobkit.submission import job
-from jobkit.submission.observer import is_active, observe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
     found = chosen_run(arguments)
-    before = observe(found)
-    if not is_active(found, before):
-        print(f"{found.name} is {before.state} already; nothing to cancel")
-        return EXIT_FINISHED
 
     def tell() -> None:
         seconds = format_seconds(job.CANCEL_SECONDS)
@@ -32,9 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     grace = not arguments.no_grace
     status = job.cancel(found, grace=grace, on_wait=tell if grace else lambda: None)
+    if status is None:
+        print(f"{found.name} is {found.status().state} already; nothing to cancel")
+        return EXIT_FINISHED
     if status.state != State.CANCELLED:
         print(f"{found.name} is still {status.state}: it was asked to stop; python -m jobkit status {found.name}")
-        return EXIT_FAILED if status.state in (State.QUEUED, State.RUNNING) else EXIT_FINISHED
+        return EXIT_FAILED if status.state.is_under_way else EXIT_FINISHED
     safe = (
         f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
     )

@@ -14,9 +14,6 @@ from jobkit.run.rundir import FoundRun, RunDir, all_runs
 from jobkit.run.status import State, Status
 from jobkit.submission import observer
 
-SETTLED = (State.FINISHED, State.FAILED, State.CANCELLED, State.INTERRUPTED)
-"""Of such a run no job is thought to be under way: what was recorded of it holds."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs: a list of {run, ...status}")
@@ -66,7 +63,7 @@ def _read(run: RunDir) -> tuple[RunDir, Status] | None:
 def _recorded(run: FoundRun) -> dict[str, Any] | None:
     """The status that was recorded, where it holds."""
     recorded = run.recorded_status()
-    holds = recorded is not None and recorded["state"] in SETTLED and not recorded["submitting"]
+    holds = recorded is not None and not (State(recorded["state"]).is_under_way or recorded["submitting"])
     return recorded if holds else None
 
 

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             f"{found.name}: the value of {', '.join(lacking)} is its owner's alone; submit it with your own"
         )
-    if not status.command:
+    if status.submissions and not status.command:
         raise InputError(f"{found.name} was started by a script with jobkit.init: start that again, to continue it")
     newest = next(reversed([*versions(found.path.parent, run_name(config))]), None)
     if newest is None:

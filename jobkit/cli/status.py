@@ -49,7 +49,7 @@ def describe(run: RunDir, status: Status) -> list[str]:
         lines[0] = (
             f"{run.name}: probably {status.probably}, {status.steps} ({job_gone} is gone, and nobody recorded why)"
         )
-    if status.state in (State.QUEUED, State.HELD, State.RUNNING):
+    if status.state.is_under_way:
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
     if status.state == State.HELD:
         lines.append(f"  held: {status.waits_for} (Slurm's word); to release it: {status.how_to_continue}")

@@ -51,8 +51,9 @@ class Backlog:
 
     def flush(self, write: Callable[[bytes], int | None]) -> None:
         """Let `write` append what waits; it returns how many bytes it has written, None for all, or raises."""
-        taken = write(bytes(self._waiting))
-        del self._waiting[: len(self._waiting) if taken is None else taken]
+        data = bytes(self._waiting)  # more may be added while this is written
+        taken = write(data)
+        del self._waiting[: len(data) if taken is None else taken]
         self._is_full = self._is_full and len(self._waiting) > 0
 
     def clear(self) -> None:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from jobkit.run.files import FOR_ALL
+from jobkit.run.processes import began
 
 ABANDONED_SECONDS = 30.0
 """How long a claim that does not change is respected. An fsync on a busy NFS server may take most of it; only a host
@@ -28,6 +29,9 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
 
 LONGEST_LOOK = 1.0
 """What counts at most of the seconds between two looks: who was cut off or suspended has not watched meanwhile."""
+
+_JITTER = random.SystemRandom()
+"""Not Python's own generator: rank 0 journals in the process that trains, and that one is part of a checkpoint."""
 
 _CANNOT = (errno.ENOSPC, errno.EDQUOT, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """Why there may be no claim while there is room for a line: a directory takes a block and an inode."""
@@ -93,7 +97,7 @@ def _take(claim: Path, prepared: Path, token: str) -> float:
         elif now > deadline:
             raise OSError(errno.ETIMEDOUT, f"still claimed by {holder} after {WAIT_SECONDS:.0f} s", str(claim))
         else:
-            time.sleep(random.uniform(pause / 2, pause))
+            time.sleep(_JITTER.uniform(pause / 2, pause))
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
@@ -147,12 +151,12 @@ class _Watch:
 def _token() -> str:
     """A name for one turn of this thread."""
     pid = os.getpid()
-    return f"{pid}_{_began(pid)}_{secrets.token_hex(4)}_{_host()}"
+    return f"{pid}_{began(pid)}_{secrets.token_hex(4)}_{_host()}"
 
 
 def _is_gone(holder: str) -> bool:
     """Whether a holder is a process of this host that has ended."""
-    pid, began, _, host = (holder.split("_", 3) + [""] * 3)[:4]
+    pid, since, _, host = (holder.split("_", 3) + [""] * 3)[:4]
     if host != _host() or not pid.isdecimal():
         return False
     try:
@@ -161,21 +165,8 @@ def _is_gone(holder: str) -> bool:
         return True
     except OSError:
         return False  # another user's
-    now = _began(int(pid))
-    return now != began and now != ""
-
-
-def _began(pid: int) -> str:
-    """When a process of this host began, in the kernel's own unit; `ended` where only its parent remembers it.
-
-    Empty where the kernel does not say.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    state, threads, began = fields[0], fields[17], fields[19]
-    return "ended" if state in "ZX" and int(threads) <= 1 else began
+    now = began(int(pid))
+    return now not in (since, "")
 
 
 @cache

@@ -330,7 +330,7 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
     Raises InputError, naming file, line and key, for anything that is not right.
     """
     values, lines = read_yaml(path)
-    if path.name == "config.yaml":  # a run's own, as for `jobkit resume`
+    if path.name == "config.yaml":  # it may be a run's own
         values = secrets.with_hidden(secrets.file_beside(path), values)
     own_clusters, own_lines = _user_clusters()
     with Places(path=path, lines=lines).locating_errors():

@@ -63,10 +63,10 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     write_atomic(path, json.dumps(value, indent=1) + "\n", durable=durable)
 
 
-def read_json(path: Path) -> Any:
-    """The value of a JSON file, or None where there is no such file or it is not whole."""
+def read_json(path: Path, *, fresh: bool = False) -> Any:
+    """The value of a JSON file, or None where there is no such file or it is not whole; `fresh` as by read_fresh."""
     try:
-        return json.loads(read_fresh(path))
+        return json.loads(read_fresh(path) if fresh else path.read_bytes())
     except (OSError, ValueError):
         return None
 

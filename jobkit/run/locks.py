@@ -17,7 +17,7 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What flock says where a file system has no locks, or its mount none on this host."""
 
 
-class NoLocks(InputError, NotImplementedError):
+class NoLocks(InputError):
     """The file system has no locks."""
 
 

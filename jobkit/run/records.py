@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 def read(kind: type[R], file: Path) -> R | None:
     """The record in a file; None where there is none."""
-    value = read_json(file)
+    value = read_json(file, fresh=True)  # another host may have just made it
     if not isinstance(value, dict):
         return None
     try:

@@ -69,7 +69,7 @@ def take(source: Path, files: Mapping[str, str], code_dir: Path) -> str:
 def verify(code_dir: Path, digest: str) -> list[Difference]:
     """What a crash, a hand or the run itself has changed in a snapshot."""
     root = code_dir / digest
-    files = read_json(root / MANIFEST)
+    files = read_json(root / MANIFEST, fresh=True)
     if not isinstance(files, dict):
         return [Difference(root, "no snapshot", is_program=True)]
     return [

@@ -29,6 +29,11 @@ class State(str, Enum):
 
     __str__ = str.__str__
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a job is there for the run, as far as is known."""
+        return self in (State.QUEUED, State.HELD, State.RUNNING)
+
 
 CAUSES = {
     "finished": "the training function returned",

@@ -23,7 +23,6 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission.observer import (
     ASK_SECONDS,
-    UNDER_WAY,
     can_be_asked,
     end_of,
     has_supervisor,
@@ -80,7 +79,7 @@ def settle(run: RunDir) -> Status:
     if status.probably is None:
         return status
     now = run.status()  # again: its end may have been recorded since
-    if now.state not in UNDER_WAY:
+    if not now.state.is_under_way:
         return now
     event, fields = end_of(now, status.probably)
     try:
@@ -151,14 +150,6 @@ def release(status: Status) -> bool:
 # Stopping
 
 
-def wait(run: RunDir, done: Callable[[Status], bool], seconds: float) -> Status:
-    """The first status, as the run's files tell it, that is `done`, or the one after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not done(status := run.status()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return status
-
-
 def wait_until_gone(run: RunDir, status: Status, seconds: float) -> bool:
     """Whether the job of a status has ended within so many seconds. Raises SchedulerError."""
     for pause in _growing(seconds):
@@ -168,8 +159,8 @@ def wait_until_gone(run: RunDir, status: Status, seconds: float) -> bool:
     return False
 
 
-def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lambda: None) -> Status:
-    """Stop the run for good, with a checkpoint where it is running; returns its status afterwards.
+def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lambda: None) -> Status | None:
+    """Stop the run for good, with a checkpoint where it is running; its status afterwards, None where it had ended.
 
     Its ranks get CANCEL_SECONDS to save, or without `grace` nothing; then its job is ended, whatever it does. `on_wait`
     is called where they are waited for.
@@ -180,7 +171,7 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         if status.submitting:
             status = reconcile(run)
         if not is_active(run, status):
-            return status
+            return None
         run.record(Event.CANCEL_REQUESTED, grace=seconds)
     if status.state == State.RUNNING and status.attempt:
         # Not by Slurm's scancel, which leaves them KillWait, 30 s by default: the supervisor signals them.
@@ -193,9 +184,14 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         if elsewhere and _runs_on(run, run.status()):
             raise JobkitError(f"{run.name} runs on {elsewhere}; cancel it there")
     with run.submission_lock():
-        if status.scheduler == "slurm":
-            _end_slurm_job(run, run.status())
-        status = settle(run)
+        try:
+            if status.scheduler == "slurm":
+                _end_slurm_job(run, run.status())
+            status = settle(run)
+        except SchedulerError as error:
+            if run.status().state != State.CANCELLED:
+                raise
+            log.warning("%s; the run has ended, its job ends by itself", error)
         if status.state == State.INTERRUPTED:
             run.record(Event.CANCELLED)  # it had stopped already when the cancel came
         return run.status()
@@ -226,8 +222,8 @@ def _wait_for_end(run: RunDir, seconds: float) -> None:
 
 def _runs_on(run: RunDir, status: Status) -> bool:
     if status.scheduler == "slurm":
-        return status.state in UNDER_WAY
-    return status.state in UNDER_WAY and has_supervisor(run)
+        return status.state.is_under_way
+    return status.state.is_under_way and has_supervisor(run)
 
 
 def _end_slurm_job(run: RunDir, status: Status) -> None:
@@ -235,7 +231,7 @@ def _end_slurm_job(run: RunDir, status: Status) -> None:
     if job is None or not job.runs(run.batch_script):
         # On another cluster: its job finds it so when it starts, and ends. One that runs has had its time by now, and
         # once the run is continued what is left of it has no lease.
-        if status.state in UNDER_WAY:
+        if status.state.is_under_way:
             event, fields = end_of(status, "cancelled")
             run.record(event, **fields)
         return
@@ -258,7 +254,10 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
         raise JobkitError(f"{run.name} is {status.state}, not running: there is nothing to preempt")
     # Its supervisor finds the request.
     records.write(run.stop_request_file(attempt.id), StopRequest(cause="preempted", grace=None if grace else 0.0))
-    return wait(run, lambda now: now.attempts[attempt.id - 1].ended is not None, STOP_SECONDS)
+    deadline = time.monotonic() + STOP_SECONDS
+    while run.status().attempts[attempt.id - 1].ended is None and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return run.status()
 
 
 def _signal_supervisor(run: RunDir) -> str | None:

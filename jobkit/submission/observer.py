@@ -24,9 +24,6 @@ files say the rest sooner."""
 LIST_SECONDS = 2.0
 """How long a list of all runs waits for a controller that does not answer."""
 
-UNDER_WAY = (State.QUEUED, State.HELD, State.RUNNING)
-"""States in which a job is there, as far as the journal knows."""
-
 
 def observe(run: RunDir) -> Status:
     """The run's status as it is now, its job's state included; nothing is written. Raises SchedulerError."""
@@ -93,7 +90,7 @@ class Observer:
             return status
         if time.monotonic() >= self._ask_at or status.scheduler != "slurm":
             self._ask_at = time.monotonic() + ASK_SECONDS
-            self._seen = observe(self.run)
+            self._seen = _looked_at(self.run, status, slurm.show_job)
             self.is_over = not is_active(self.run, self._seen)
             return self._seen
         if self._seen is not None and status.state == State.QUEUED and self._seen.job_id == status.job_id:
@@ -104,7 +101,7 @@ class Observer:
 
 def _is_asked_about(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
     """Whether the job of a run that is under way can be asked about from here. Raises SchedulerError."""
-    if status.submitting or status.state not in UNDER_WAY or status.job_id is None:
+    if status.submitting or not status.state.is_under_way or status.job_id is None:
         return False  # without a job's id there is none: its submission was killed before it began
     return status.scheduler != "slurm" or can_be_asked(status, timeout)
 
@@ -142,7 +139,7 @@ def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
 def _with_end(run: RunDir, job: slurm.JobInfo | None) -> Status:
     """The status of a run whose job has ended, which nobody in it could record."""
     status = run.status()  # again: its end may have been recorded while the scheduler was asked
-    if status.submitting or status.state not in UNDER_WAY:
+    if status.submitting or not status.state.is_under_way:
         return status
     cause = _cause_of_end(job)
     event, fields = end_of(status, cause)
@@ -168,7 +165,7 @@ def end_of(status: Status, cause: str) -> tuple[Event, dict[str, Any]]:
 
 def is_active(run: RunDir, status: Status) -> bool:
     """Whether more will happen to the run by itself: queued, running, or about to be requeued by its job."""
-    if status.state in UNDER_WAY:
+    if status.state.is_under_way:
         return not status.never_submitted
     return status.state == State.INTERRUPTED and status.probably is None and not is_gone(run, status)
 

@@ -65,7 +65,7 @@ def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
             line = str(error)
         if asked:
             say("cancelling the probe ...")
-            _remove(run, job.cancel(run, grace=False))
+            _remove(run, job.cancel(run, grace=False) or run.status())
             raise KeyboardInterrupt
         if observer.is_over:
             return status

@@ -104,8 +104,8 @@ def submit(
         before = Status() if is_new else job.reconcile(run)
         try:
             code = code_files.find(source, run.path.parent, needed)
-            under_way = (State.FINISHED, State.QUEUED, State.HELD, State.RUNNING)
-            starts = is_new or before.state not in under_way or before.never_submitted
+            is_done = before.state == State.FINISHED or before.state.is_under_way
+            starts = is_new or not is_done or before.never_submitted
             for remark in code.remarks if starts else ():  # before the code is read: it may be much
                 log.warning("%s", remark)
             files = snapshot.scan(source, code.sizes)

@@ -39,9 +39,9 @@ def check_task(task: str, root: Path, *, has_setup: bool = False) -> Checked:
 
     Looked at: the module is there, it and the modules of the user's own that it imports at their top are valid Python,
     what they import at their top can be found, and the callable is defined. What they import elsewhere, in a function
-    or a `try`, may be missing. A missing package is a warning where the
-    job `has_setup`: shell lines that may provide it. So is a package in a folder that is neither installed nor copied.
-    Raises InvalidValue, or InputError for a file of the user's, saying which of these is not so.
+    or a `try`, may be missing. A missing package is a warning where the job `has_setup`, shell lines that may provide
+    it, and where the code changes sys.path. So is a package in a folder that is neither installed nor copied. Raises
+    InvalidValue, or InputError for a file of the user's, saying which of these is not so.
     """
     module, _, name = task.partition(":")
     parts = module.split(".")

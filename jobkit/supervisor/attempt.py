@@ -177,10 +177,9 @@ def end(
     """Record why attempt `number` ended, unless its ranks did, and decide what comes next; the caller carries it out.
 
     `first` is the first rank to fail, where one did; `job` is Slurm's record of the job, None for a local one;
-    `all_returned` is whether every rank ended with exit code 0; `told` is how Slurm told them to stop,
-    where it did; `keeps_nodes` and `can_replace` are decide's; `noticed`
-    is when the supervisor learned of the end, in seconds since the epoch; `last_step` is how many steps the ranks had
-    done, and when. Harmless to call twice.
+    `all_returned` is whether every rank ended with exit code 0; `told` is how Slurm told them to stop, where it did;
+    `keeps_nodes` and `can_replace` are decide's; `noticed` is when the supervisor learned of the end, in seconds since
+    the epoch; `last_step` is how many steps the ranks had done, and when. Harmless to call twice.
     """
     now = run.status()
     attempt = next((one for one in now.attempts if one.id == number), None)

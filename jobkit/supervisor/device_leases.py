@@ -25,7 +25,7 @@ from pathlib import Path
 from jobkit.errors import InputError
 from jobkit.log import log
 from jobkit.run.device_kinds import SHARE, DeviceKind, of_this_machine
-from jobkit.supervisor.parents import lives
+from jobkit.run.processes import lives
 
 LEASES = "JOBKIT_LEASES"
 """Environment variable of a local run's supervisor: which variable names its devices, and their open lock files."""

@@ -60,7 +60,7 @@ class LocalJob:
     def record(self) -> None:
         return None  # no scheduler knows more
 
-    def was_away(self) -> bool:
+    def waited_for_scheduler(self) -> bool:
         return False
 
     def look(self, action: Callable[[], None]) -> None:

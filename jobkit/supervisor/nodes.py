@@ -379,21 +379,26 @@ class SlurmNodes:
         late = [name for name in self._used if name not in self._connected]
         for step in self._steps:
             if step.srun.poll() is not None and set(late).intersection(step.nodes):
-                raise self._not_started(f"srun ended with exit code {step.srun.returncode}")
+                raise self._not_started(f"srun ended with exit code {step.srun.returncode}", late)
         try:
             late += [name for name in self._used if name not in late and not self._connected[name].is_ready()]
         except ParentError as error:  # it has ended: by itself, or because srun could not start another one
-            raise self._not_started(str(error)) from None
+            raise self._not_started(str(error), self._used) from None
         if late and time.monotonic() > self._prepared_by:
-            raise self._not_started(f"no ranks could be started on {', '.join(late)} within {PARENTS_SECONDS:g} s")
+            problem = f"no ranks could be started on {', '.join(late)} within {PARENTS_SECONDS:g} s"
+            raise self._not_started(problem, late)
         return not late
 
-    def _not_started(self, problem: str) -> ParentError:
-        """What to raise where parents are missing, with what srun says of it; nodes of which it says so are lost."""
+    def _not_started(self, problem: str, nodes: Sequence[str]) -> ParentError:
+        """What to raise where parents are missing on some nodes, with what the sruns that were to start them say of it.
+
+        Nodes of which they say so are lost.
+        """
+        steps = [step for step in self._steps if set(nodes).intersection(step.nodes)]
         until = time.monotonic() + ASKING_SECONDS
         while True:
-            has_ended = any(step.srun.poll() is not None for step in self._steps)
-            said = srun_said(self.run, self._attempt)
+            has_ended = all(step.srun.poll() is not None for step in steps)
+            said = "".join(srun_said(self.run, number) for number in sorted({step.attempt for step in steps}))
             first = failed_launch(said, self._unusable)
             if first is not None or has_ended or time.monotonic() > until:
                 break

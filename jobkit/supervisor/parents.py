@@ -17,6 +17,7 @@ from typing import Any
 
 from jobkit.errors import JobkitError
 from jobkit.log import log
+from jobkit.run.processes import lives
 from jobkit.supervisor.channel import (
     Adopt,
     Adopted,
@@ -339,12 +340,3 @@ def send(pid: int, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             way(pid, number)
             return
-
-
-def lives(pid: int) -> bool:
-    """Whether a process that is not our child runs; one that nobody has waited for yet does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(") ")[2][:1] not in "ZX"

@@ -135,7 +135,7 @@ class SlurmJob:
             self._ends = math.inf if job.remaining is None else time.time() + job.remaining
         return job
 
-    def was_away(self) -> bool:
+    def waited_for_scheduler(self) -> bool:
         for number, _ in enumerate(self._tries()):
             if self.record() is not None:
                 return number > 0
@@ -376,9 +376,8 @@ class SlurmJob:
 
 
 def _own_variables() -> dict[str, str]:
-    """The environment without the job's own variables, which sbatch reads as its options."""
-    foreign = ("SLURM_", "SBATCH_", "SRUN_", "JOBKIT_", "SUBMITIT_")
-    return {key: os.environ[key] for key in os.environ if not key.startswith(foreign) or key == "SLURM_CONF"}
+    """The environment without what belongs to this job's attempt: sbatch hands it on to the next job."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("JOBKIT_", "SUBMITIT_"))}
 
 
 def in_thread(action: Callable[[], T]) -> Future[T]:

@@ -67,8 +67,8 @@ class Job(Protocol):
     def record(self) -> slurm.JobInfo | None:
         """Slurm's record of the job."""
 
-    def was_away(self) -> bool:
-        """Whether the scheduler does not answer just now; then returns when it does, or the job's time is over."""
+    def waited_for_scheduler(self) -> bool:
+        """Wait until the scheduler answers, or the job's time is over; returns whether that took any time."""
 
     def look(self, action: Callable[[], None]) -> None:
         """Do what reads the run directory; may return before it is done, and then goes on with it the next time."""
@@ -119,15 +119,15 @@ class Supervisor:
             begun = replace(begun, environment=begun.environment | keeper.environment(begun.code))
             # Before the ranks start: the imports of the process that forks them are part of the attempt's time.
             watch = AttemptWatch(self.run, begun.number, self.ranks, job)
-            watch.failed_launch = self._start(begun, watch)
+            failed_launch = self._start(begun, watch)
             watch.until_end()
             keeper.end(wait=not watch.was_told and watch.noticed is None and not watch.no_time_is_left)
             if watch.no_time_is_left:
-                code = job.leave(self._decide(watch), now=True)
+                code = job.leave(self._decide(watch, failed_launch), now=True)
                 while self.ranks.are_running():  # they may save, in the KillWait that Slurm leaves them
                     self.ranks.wait(WAIT_SECONDS)
                 return code
-        decision = self._decide(watch)
+        decision = self._decide(watch, failed_launch)
         code = job.leave(decision, now=False)
         if code is None:
             self._pause(decision.pause)
@@ -143,7 +143,8 @@ class Supervisor:
                 return None
             except ParentError as error:
                 log.warning("%s: %s", self.run.name, error)
-                if not self.job.was_away():  # srun cannot start anything without Slurm: no attempt has failed
+                # srun cannot start anything without Slurm: then no attempt has failed.
+                if not self.job.waited_for_scheduler():
                     return self._note_failed_start(begun.number, error)
                 self.ranks.close()
 
@@ -167,7 +168,7 @@ class Supervisor:
                     return  # the next attempt's first look sees to it
             self.ranks.wait(WAIT_SECONDS)
 
-    def _decide(self, watch: AttemptWatch) -> Decision:
+    def _decide(self, watch: AttemptWatch, failed_launch: FirstFailure | None) -> Decision:
         """Record the end of an attempt and decide what comes next."""
         ended = time.time()
         job = self.job.record()
@@ -177,7 +178,7 @@ class Supervisor:
                 self.run,
                 watch.attempt,
                 self.job.id,
-                first=watch.failed_launch or self.ranks.cause_of_death(job),
+                first=failed_launch or self.ranks.cause_of_death(job),
                 job=job,
                 all_returned=self.ranks.all_returned(),
                 told=self.ranks.told(),
@@ -205,8 +206,6 @@ class AttemptWatch:
         """Whether the ranks have been signalled to stop."""
         self.no_time_is_left = False
         """Whether the scheduler is ending the job for good: what comes next has to be decided at once."""
-        self.failed_launch: FirstFailure | None = None
-        """Why its ranks could not be started, where a node is to blame."""
         self._killed_at: float | None = None
         self._kill_by = math.inf
         """When ranks that have been told to stop are killed, by the monotonic clock."""

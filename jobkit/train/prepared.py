@@ -16,8 +16,7 @@ def prepare_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool 
     """Make `folder` unless it is there: `fill(temporary)` writes into a folder that is then given its name.
 
     It appears whole or not at all, however many processes and hosts ask at once. `durable=False` skips the fsync of its
-    files: for many small ones that are quickly made again. Raises OSError, or NotImplementedError on a file system
-    without locks, where nothing can be written.
+    files: for many small ones that are quickly made again. Raises OSError, or NoLocks on a file system without locks.
     """
     if is_there(folder):
         return

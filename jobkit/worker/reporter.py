@@ -65,7 +65,8 @@ class RunReporter:
         """Scalars of the step that is under way."""
         self._media: list[tuple[str, str, Any]] = []
         """Its images, videos and texts: (method of MetricLog, tag, value)."""
-        self._writing = threading.Lock()  # the training's thread, the metrics' and a checkpoint's record events
+        # The training's thread, the metrics' and a checkpoint's record events; only writing may take long.
+        self._adding, self._writing = threading.Lock(), threading.Lock()
         self._events = Backlog(MAX_UNWRITTEN_EVENTS)
         self._has_dropped_events = False
         self._status_is_old = False
@@ -86,7 +87,7 @@ class RunReporter:
         if not self._is_main:
             return False
         line = encode({"time": round(time.time(), 3), "event": event, "attempt": self._attempt, **fields})
-        with self._writing:
+        with self._adding:
             if not self._events.add(line) and not self._has_dropped_events:
                 self._has_dropped_events = True
                 log.warning("no memory is left for events that the journal cannot take: from here on they are lost")
@@ -175,9 +176,9 @@ class RunReporter:
                 check_lease(self._run, self._attempt)
             except OSError:
                 return
+            self._report(latest)  # first: the journal may be claimed by another host for a while
             with self._outage.survived():
                 self.write_journal()
-            self._report(latest)
 
     def _report(self, latest: dict[str, float]) -> None:
         own = ("perf/", "final/", "train/lr")

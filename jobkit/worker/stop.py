@@ -12,9 +12,10 @@ import time
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run.processes import lives
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import ask
-from jobkit.supervisor.parents import PARENT, lives
+from jobkit.supervisor.parents import PARENT
 
 ASK_SECONDS = 2.0
 """How long to wait for Slurm's record to name a reason: the signal can arrive before the record says why. Not longer:

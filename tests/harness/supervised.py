@@ -151,7 +151,7 @@ class Job:
     def record(self) -> slurm.JobInfo | None:
         return None
 
-    def was_away(self) -> bool:
+    def waited_for_scheduler(self) -> bool:
         return False
 
     def look(self, action: Callable[[], None]) -> None:

@@ -338,3 +338,16 @@ def test_a_cancel_ends_no_job_of_another_run(tmp_path: Path, slurm: Cluster) -> 
     assert status(run)["state"] == "cancelled"
     assert slurm.command("squeue", "-h", "-o%i").split() == [others]
     project.jobkit("cancel", second.name)
+
+
+def test_a_run_that_trains_is_cancelled_while_the_controller_is_away(tmp_path: Path, other: Cluster) -> None:
+    project = Project(tmp_path, other.env)
+    project.submit("--cluster", "slurm", *LONG)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    other.stop_controller()
+    done = project.jobkit("cancel", run.name)
+    assert "cancelled at step" in done.stdout and "through its directory" in done.stderr
+    assert status(run)["checkpoint"] == status(run)["step"]
+    other.start_controller()
+    wait_for("an empty queue", lambda: not queue(other, project), run)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -265,3 +267,13 @@ def test_a_process_of_another_container_with_the_same_host_name_is_not_taken_for
     assert not claim._is_gone(f"4194305_{began}_{nonce}_{host}x")
     assert claim._is_gone(f"4194305_{began}_{nonce}_{host}"), "beyond every process id"
     assert not claim._is_gone("somebody")
+
+
+def test_a_writer_that_waits_leaves_the_generator_of_the_training_as_it_is(tmp_path: Path) -> None:
+    journal, before = tmp_path / "events.jsonl", random.getstate()
+    with claimed(journal):
+        waiting = threading.Thread(target=Journal(journal).append, args=("checkpoint",))
+        waiting.start()
+        time.sleep(0.1)
+    waiting.join()
+    assert random.getstate() == before

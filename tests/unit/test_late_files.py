@@ -46,7 +46,7 @@ def test_the_simulated_client_does_remember(tmp_path: Path, nfs: RememberedAbsen
         ("lease.json", json.dumps({"attempt": 1}), RunDir.lease),
         ("logs/1/notice.json", REQUEST, lambda run: run.stop_request(1)),
         ("logs/1/error_0.json", REPORT, lambda run: run.failure_reports(1)),
-        ("logs/rendezvous-x.json", "[1]", lambda run: read_json(run.launch_file("x"))),
+        ("logs/rendezvous-x.json", "[1]", lambda run: read_json(run.launch_file("x"), fresh=True)),
         ("logs/1/rank_0.out", "a line", lambda run: Tail().read(run.rank_log(1, 0))),
     ],
 )
@@ -89,8 +89,8 @@ def test_ranks_find_the_address_that_rank_0_has_just_written(
     looked = threading.Event()
     real = addresses.read_json
 
-    def reading(path: Path) -> object:
-        value = real(path)
+    def reading(path: Path, *, fresh: bool = False) -> object:
+        value = real(path, fresh=fresh)
         looked.set()
         return value
 

@@ -33,7 +33,7 @@ def test_a_file_system_without_locks_is_refused_with_its_type_and_what_to_type(t
             lock()
     assert run.has_local_supervisor() is None, "nobody can know"
     assert check_runs_dir(tmp_path / "runs").state == PROBLEM
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NoLocks):
         prepare_folder(tmp_path / "data", lambda folder: pytest.fail("two would write it at once"))
 
 

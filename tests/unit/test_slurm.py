@@ -156,9 +156,9 @@ def test_within_a_job_its_time_is_counted_by_the_controllers_clock(
     text = after("00:01:40")  # by the node's clock, which may be another one
     monkeypatch.setattr(slurm, "command", answer)
     monkeypatch.setenv("SLURM_JOB_ID", "9")
-    slurm.clock_offset.cache_clear()
+    slurm._clock_offset.cache_clear()
     job = slurm.show_job("9")
-    slurm.clock_offset.cache_clear()
+    slurm._clock_offset.cache_clear()
     assert job is not None and stop_cause(job, margin=90.0) == cause
     assert abs(job.elapsed - 100 - (ahead if abs(ahead) > 1 else 0)) <= 1
 

@@ -150,7 +150,7 @@ def test_a_rank_that_dies_while_slurm_does_not_answer_is_noticed(
 def test_ranks_that_srun_could_not_start_without_slurm_are_started_when_it_is_back(run: RunDir, clock: Clock) -> None:
     ranks, job = Ranks(clock), Job()
     ranks.prepared = ParentError("srun ended with exit code 1")
-    job.was_away = lambda: bool(setattr(ranks, "prepared", True)) or not ranks.started  # type: ignore[method-assign]
+    job.waited_for_scheduler = lambda: bool(setattr(ranks, "prepared", True)) or not ranks.started  # type: ignore[method-assign]
     ranks.on_start = lambda: clock.after(5, ranks.end)
     Supervisor(run, ranks, job).supervise()
     assert ranks.started == [1] and len(causes(run)) == 1
