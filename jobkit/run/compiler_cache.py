@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from jobkit.log import log
 from jobkit.run.archive import DamagedArchive, unpack
 from jobkit.run.files import foreign_owner, is_there
+from jobkit.run.locks import NoLocks, lock_at
 from jobkit.run.rundir import RunDir
 
 FOLDER = "JOBKIT_CACHE"
@@ -114,7 +115,7 @@ def use(run: RunDir) -> None:
         if make_root(folder):
             _fill_once(folder, run)
             return
-    except (OSError, Timeout) as error:
+    except (OSError, Timeout, NoLocks) as error:
         log.warning("%s cannot be used: %s; this rank compiles for itself", folder, error)
     for name in variables(folder, {}):
         if os.environ.get(name, "").startswith(str(folder)):
@@ -200,7 +201,10 @@ def _remove_old(folder: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a folder that nobody will need; not where a process holds it, or the disk does not let us."""
-    with contextlib.suppress(OSError, Timeout), _lock(folder.parent).acquire(timeout=1):  # held while a rank fills one
+    with (
+        contextlib.suppress(OSError, Timeout, NoLocks),
+        _lock(folder.parent).acquire(timeout=1),
+    ):  # held while a rank fills one
         _remove(folder)
 
 
@@ -215,7 +219,7 @@ def _remove(folder: Path) -> None:
 
 def _lock(root: Path) -> FileLock:
     """Held while a folder is filled or removed: one lock for all of them, for its file can never be removed."""
-    return FileLock(root / "lock", mode=0o600)
+    return lock_at(root / "lock", elsewhere="let TMPDIR name another folder")
 
 
 def files_in(folder: Path) -> dict[str, int]:

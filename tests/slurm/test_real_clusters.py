@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,8 @@ def test_a_shells_own_slurm_variables_reach_neither_the_job_nor_what_is_asked(tm
     project.submit("--cluster", "slurm", "params.steps=5", *ON_ONE_NODE, "--follow")
     (run,) = project.runs
     assert (status(run)["state"], len(status(run)["attempts"])) == ("finished", 1)
+    job = slurm.job(status(run)["job_id"])
+    assert (job["JobName"], job["TimeLimit"]) == (run.name, "00:05:00")
 
 
 def test_a_job_that_exports_nothing_trains(tmp_path: Path, slurm: Cluster) -> None:
@@ -167,6 +170,8 @@ def test_a_prologs_time_counts_against_the_limit(tmp_path: Path, with_prolog: Cl
     first = status(run)["attempts"][0]
     assert (first["cause"], first["failure"]) == ("timeout", None)
     assert first["durable_step"] == first["last_step"]
+    began = datetime.fromisoformat(cluster.job(first["job_id"])["StartTime"]).timestamp()
+    assert first["ended"] < began + 60, "by its own margin, before Slurm's TERM at the limit"
 
 
 def test_a_job_that_does_not_complete_is_succeeded(tmp_path: Path, short_dir: Path) -> None:
