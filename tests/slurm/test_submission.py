@@ -118,7 +118,7 @@ def test_neither_does_one_in_a_src_layout_whose_job_has_a_package_from_its_setup
         "import library, own.part\ndef train(ctx):\n    for step in ctx.steps(2): pass\n    return own.part.__file__\n"
     )
     project.env["PYTHONPATH"] = f"{project.env.get('PYTHONPATH', '')}:{project.path}/src"
-    setup = f"clusters.slurm.setup=['export PYTHONPATH=$PYTHONPATH:{provided}']"
+    setup = f"clusters.slurm.setup=['cd /; export PYTHONPATH=$PYTHONPATH:{provided}']"
     said = project.submit("--cluster", "slurm", "clusters.slurm.hold=true", setup, "resources.nodes=1").stderr
     assert "mytask.py:1: import library: no module 'library' here" in said
     (run,) = project.runs
