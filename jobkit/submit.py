@@ -129,7 +129,7 @@ def start(
 
             _announce(outcome)
             return follow_local(outcome.run, outcome.started.supervisor, asked)
-    return _report(outcome, follow=follow and not asked)
+    return _report(outcome, command, follow=follow and not asked)
 
 
 def _continuing(arguments: argparse.Namespace) -> str:
@@ -169,7 +169,7 @@ def _announce(outcome: Outcome) -> None:
         print(f"the code changed since it was last submitted: {', '.join(outcome.code_changes[:8])}", file=sys.stderr)
 
 
-def _report(outcome: Outcome, follow: bool) -> int:
+def _report(outcome: Outcome, command: str, follow: bool) -> int:
     """Say what the submission did, and stay with the run where that was asked for."""
     from jobkit.run.status import State
 
@@ -181,7 +181,10 @@ def _report(outcome: Outcome, follow: bool) -> int:
         print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
         print(f"already finished, at step {status.step}: {run.path}")
-        print(f"for a new run of the same config: {status.command} --fresh   (in {status.cwd})")
+        from jobkit.run.secrets import MASK
+
+        again = "the same command, with" if MASK in command else command  # what is not shown has to be typed
+        print(f"for a new run of the same config: {again} --fresh")
     else:
         where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
         state = State.QUEUED if status.state == State.HELD else status.state

@@ -36,5 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     safe = (
         f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
     )
-    print(f"{found.name} cancelled at step {status.step}; {safe}\nto continue it: {status.how_to_continue}")
+    reached = max(status.step, (status.attempt.last_step if status.attempt else 0) or 0)
+    if lost := reached - (status.checkpoint or 0):
+        safe += f", the {lost} step(s) since are repeated when it goes on"
+    print(f"{found.name} cancelled at step {reached}; {safe}\nto continue it: {status.how_to_continue}")
     return EXIT_FINISHED

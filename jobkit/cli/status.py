@@ -52,7 +52,7 @@ def describe(run: RunDir, status: Status) -> list[str]:
     if status.state.is_under_way:
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
     if status.state == State.HELD:
-        lines.append(f"  held: {status.waits_for} (Slurm's word); to release it: {status.how_to_continue}")
+        lines.append(f"  held: {status.waits_for} (Slurm's word); to release it: scontrol release {status.job_id}")
     elif status.waits_for is not None:
         lines.append(f"  waiting for: {status.waits_for} (Slurm's word; `man squeue` explains it)")
     if status.state == State.RUNNING and status.cancel_at is not None:

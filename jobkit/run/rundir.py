@@ -86,6 +86,10 @@ class RunDir:
     def error_file(self, attempt: int, rank: int) -> Path:
         return self.logs(attempt) / f"error_{rank}.json"
 
+    def job_log(self, job_id: str) -> Path:
+        """What the batch script of a Slurm job printed as errors, `setup` lines included."""
+        return self.submitit / f"{job_id}_0_log.err"
+
     def srun_log(self, attempt: int) -> Path:
         """What srun itself said, which is how one learns who died first."""
         return self.logs(attempt) / "srun.err"
@@ -244,7 +248,11 @@ def all_runs(runs_dir: Path) -> list[FoundRun]:
 
 
 def _found(entry: os.DirEntry[str]) -> FoundRun | None:
-    if _stat(f"{entry.path}/{CONFIG}") is None:
+    try:
+        os.stat(f"{entry.path}/{CONFIG}")  # noqa: PTH116
+    except PermissionError:
+        pass  # another user's: whoever opens it says so
+    except OSError:
         return None
     journal = _stat(f"{entry.path}/{JOURNAL}")
     if journal is None:  # a submission that is just writing it

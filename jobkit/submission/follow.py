@@ -53,7 +53,8 @@ class Follower:
                 say(f"tracebacks: {self.run.logs(attempt.id)}/rank_*.err")
             say(safe)
             return EXIT_FAILED
-        why = f": {attempt.failure.error}" if attempt and attempt.failure and attempt.failure.error else ""
+        failure = attempt.failure.error if attempt and attempt.failure else None
+        why = f": {failure or status.error}" if failure or status.error else ""
         say(f"{status.state} at {status.steps}{why}. {safe}")
         return EXIT_RESUMABLE
 

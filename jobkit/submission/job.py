@@ -81,7 +81,7 @@ def settle(run: RunDir) -> Status:
     now = run.status()  # again: its end may have been recorded since
     if not now.state.is_under_way:
         return now
-    event, fields = end_of(now, status.probably)
+    event, fields = end_of(run, now, status.probably)
     try:
         run.record(event, **fields)
     except OSError as error:
@@ -178,7 +178,7 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         request = StopRequest(cause="cancelled", grace=seconds)
         records.write(run.stop_request_file(status.attempt.id), request)
         # A script with jobkit.init does not look for requests.
-        elsewhere = None if status.scheduler == "slurm" else _signal_supervisor(run)
+        elsewhere = None if status.scheduler == "slurm" else _signal_supervisor(run, grace=grace)
         on_wait()
         _wait_for_end(run, seconds + CLEAN_UP_SECONDS)
         if elsewhere and _runs_on(run, run.status()):
@@ -232,7 +232,7 @@ def _end_slurm_job(run: RunDir, status: Status) -> None:
         # On another cluster: its job finds it so when it starts, and ends. One that runs has had its time by now, and
         # once the run is continued what is left of it has no lease.
         if status.state.is_under_way:
-            event, fields = end_of(status, "cancelled")
+            event, fields = end_of(run, status, "cancelled")
             run.record(event, **fields)
         return
     if status.state == State.CANCELLED and wait_until_gone(run, status, CLEAN_UP_SECONDS):  # its teardown may run
@@ -260,11 +260,11 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
     return run.status()
 
 
-def _signal_supervisor(run: RunDir) -> str | None:
-    """Tell a local run's supervisor to stop; where that is on another machine, the name of it."""
+def _signal_supervisor(run: RunDir, *, grace: bool) -> str | None:
+    """Tell a local run's supervisor to stop, or to kill; where that is on another machine, the name of it."""
     lease = run.lease()
     if lease is None or lease.pid is None or lease.host != os.uname().nodename:
         return (lease.host if lease is not None else None) or "another machine"
     with contextlib.suppress(ProcessLookupError):
-        os.kill(lease.pid, signal.SIGTERM)
+        os.kill(lease.pid, signal.SIGTERM if grace else signal.SIGINT)
     return None

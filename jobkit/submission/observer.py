@@ -16,6 +16,7 @@ from jobkit import slurm
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status, apply
+from jobkit.run.tail import Tail
 
 ASK_SECONDS = 10.0
 """How often one run's job is asked about: all share a slurmctld, which answers one request at a time. The run's own
@@ -142,7 +143,9 @@ def _with_end(run: RunDir, job: slurm.JobInfo | None) -> Status:
     if status.submitting or not status.state.is_under_way:
         return status
     cause = _cause_of_end(job)
-    event, fields = end_of(status, cause)
+    if job is not None and job.state == "FAILED" and status.state != State.RUNNING:
+        cause = "crashed"  # its batch script, before any rank: as a `setup` line that fails
+    event, fields = end_of(run, status, cause)
     apply(status, {"time": time.time(), "event": event, **fields})
     status.probably = cause
     return status
@@ -153,13 +156,17 @@ def _cause_of_end(job: slurm.JobInfo | None) -> str:
     return (slurm.stop_cause(job) if job else None) or "lost"
 
 
-def end_of(status: Status, cause: str) -> tuple[Event, dict[str, Any]]:
+def end_of(run: RunDir, status: Status, cause: str) -> tuple[Event, dict[str, Any]]:
     """The event that says how a run under way ended whose job is gone."""
     attempt = status.attempt.id if status.attempt and status.state == State.RUNNING else None
     if cause == "cancelled" or status.cancel_requested:
         return Event.CANCELLED, {"attempt": attempt}
     if attempt is not None:
         return Event.INTERRUPTED, {"attempt": attempt, "cause": cause}
+    if cause == "crashed":
+        log = run.job_log(str(status.job_id))
+        said = Tail().read(log).strip().splitlines()[-2:]
+        return Event.REQUEUE_FAILED, {"error": f"job {status.job_id} could not begin: {' / '.join(said)} ({log})"}
     return Event.REQUEUE_FAILED, {"error": f"job {status.job_id} left the queue without having run ({cause})"}
 
 

@@ -71,6 +71,17 @@ def test_jobkit_cancel_is_final(tmp_path: Path) -> None:
     assert events(run)[-1]["event"] in ("interrupted", "cancelled")
 
 
+def test_a_cancel_without_grace_kills_and_says_what_is_lost(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.slow_down(attempts=1)
+    project.submit("--local", "--detach", *TWO_RANKS, "checkpoint.every=1000")
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    said = project.jobkit("cancel", run.name, "--no-grace").stdout
+    assert "it had no checkpoint, the" in said and "step(s) since are repeated" in said
+    assert (status(run)["state"], status(run)["checkpoint"]) == ("cancelled", None)
+
+
 def test_cuda_visible_devices_reaches_local_tasks_as_the_user_set_it(tmp_path: Path) -> None:
     project = Project(tmp_path, {"CUDA_VISIBLE_DEVICES": "4,5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     project.submit("--local", "params.steps=2", "resources.nodes=1")

@@ -134,3 +134,14 @@ def test_a_disk_that_refuses_writes_is_tried_three_times_and_then_the_job_ends(
         disk.remove()
     project.submit(*ALONE)
     assert causes(end_of(project)) == ["finished"], describe(run)
+
+
+def test_a_setup_line_that_fails_is_what_status_and_submit_show(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    setup = "clusters.slurm.setup=[load_no_module cuda]"
+    said = project.submit("--cluster", "slurm", "resources.nodes=1", setup, "--follow", expect=75).stderr
+    (run,) = project.runs
+    told = project.jobkit("status", run.name).stdout
+    for text in (said, told):
+        assert "could not begin" in text and "load_no_module: command not found" in text
+    assert "probably crashed" in told and str(run / "logs") in told

@@ -87,6 +87,11 @@ def test_a_run_that_may_not_be_read_is_left_out_of_the_list_and_named(project: P
     assert "x-1 is left out" in done.stderr and "events.jsonl: Permission denied" in done.stderr
 
 
+def test_a_run_whose_directory_is_closed_is_named_too(project: Project, run: RunDir) -> None:
+    run.path.chmod(0o700)
+    assert "x-1 is left out" in as_typed_by_nobody(project, "list").stderr
+
+
 @pytest.mark.parametrize("closed", ["", "events.jsonl"])
 @pytest.mark.parametrize("verb", ["status", "logs"])
 def test_what_may_not_be_read_is_said_in_a_line(project: Project, run: RunDir, verb: str, closed: str) -> None:
