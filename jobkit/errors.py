@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import Path
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -53,16 +51,6 @@ class CheckpointError(JobkitError):
 
 class DistributedError(JobkitError):
     """The tasks of an attempt do not form the one process group they were started for."""
-
-
-def not_permitted(error: PermissionError) -> str:
-    """What to tell somebody who may not read or write another user's files; raises the error where no file is meant."""
-    if error.filename is None:
-        raise error
-    whose = "another user's"
-    with contextlib.suppress(OSError, KeyError):
-        whose = f"{Path(error.filename).owner()}'s"
-    return f"{error.filename}: {error.strerror}: it is {whose}; --runs-dir or JOBKIT_RUNS choose runs of your own"
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

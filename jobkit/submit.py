@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError, not_permitted
+from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
 
 if TYPE_CHECKING:
     from jobkit.run.config import LoadedConfig
@@ -55,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except PermissionError as error:
-        print(f"error: {not_permitted(error)}", file=sys.stderr)
+    except OSError as error:
+        from jobkit.run.disk_errors import in_a_line
+
+        print(f"error: {in_a_line(error)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return interrupted()
@@ -164,7 +166,8 @@ def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool) ->
 def _announce(outcome: Outcome) -> None:
     before = outcome.status
     if outcome.started is not None and before.attempts:
-        print(f"continuing {outcome.run.name} ({before.state}) from step {before.checkpoint or 0}", file=sys.stderr)
+        kept = f" from step {before.checkpoint}" if before.checkpoint is not None else ""
+        print(f"continuing {outcome.run.name} ({before.state}){kept}", file=sys.stderr)
     if outcome.code_changes:
         print(f"the code changed since it was last submitted: {', '.join(outcome.code_changes[:8])}", file=sys.stderr)
 

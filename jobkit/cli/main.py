@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest, not_permitted
+from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
 
 VERBS = {
     "submit": "run an experiment, or continue it",
@@ -53,11 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except PermissionError as error:
-        print(f"error: {not_permitted(error)}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # `jobkit list | head`
         sys.stderr.close()
         return 0
+    except OSError as error:
+        from jobkit.run.disk_errors import in_a_line
+
+        print(f"error: {in_a_line(error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 130

@@ -17,14 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Preempt the attempt that runs, and say from where the next one will go on."""
     found = chosen_run(arguments)
-    before = found.status().attempt
-    status = job.preempt(found, grace=not arguments.no_grace)
-    ended = next((one for one in status.attempts if before and one.id == before.id), None)
-    if ended is None or ended.ended is None:
+    ended = job.preempt(found, grace=not arguments.no_grace)
+    if ended.ended is None:
         print(f"{found.name} was asked to stop and has not yet; python -m jobkit status {found.name}")
         return EXIT_FAILED
-    print(f"{found.name}: attempt {ended.id} {ended.cause} at step {ended.last_step or 0}")
+    reached = "" if ended.last_step is None else f" at step {ended.last_step}"  # it may have reported none
+    print(f"{found.name}: attempt {ended.id} {ended.cause}{reached}")
     if ended.cause == "finished":
         return EXIT_FINISHED
-    print(f"it continues by itself from step {ended.durable_step}; python -m jobkit status {found.name}")
+    kept = f" from step {ended.durable_step} or a later snapshot in memory" if ended.resumed else ""
+    print(f"it continues by itself{kept}; python -m jobkit status {found.name}")
     return EXIT_FINISHED

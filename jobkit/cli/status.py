@@ -55,9 +55,10 @@ def describe(run: RunDir, status: Status) -> list[str]:
         lines.append(f"  held: {status.waits_for} (Slurm's word); to release it: scontrol release {status.job_id}")
     elif status.waits_for is not None:
         lines.append(f"  waiting for: {status.waits_for} (Slurm's word; `man squeue` explains it)")
-    if status.state == State.RUNNING and status.cancel_at is not None:
+    if status.state.is_under_way and status.cancel_at is not None:
         left = max(0.0, status.cancel_at + (status.cancel_grace or 0.0) - time.time())
-        lines.append(f"  cancelling: its ranks have {format_seconds(left)} more to write a checkpoint")
+        ranks = f"its ranks have {format_seconds(left)} more to write a checkpoint"
+        lines.append(f"  cancelling: {ranks if status.state == State.RUNNING else 'its job ends when it starts'}")
     nodes: list[str] = []
     for attempt in status.attempts:
         lines += _attempt_lines(attempt, has_moved=attempt.nodes != nodes)

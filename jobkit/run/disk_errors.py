@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
+from pathlib import Path
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a full, read-only or dead disk answers: trying again at once would not help, later it may."""
@@ -30,3 +32,15 @@ def disk_errno(error: BaseException | None) -> int:
 def is_full(error: BaseException | None) -> bool:
     """Whether an exception, or what caused it, says that nothing can be written until a person makes room."""
     return disk_errno(error) in FULL
+
+
+def in_a_line(error: OSError) -> str:
+    """What to tell of a file that may not be touched, or of a disk that refuses; raises any other error as it is."""
+    if isinstance(error, PermissionError) and error.filename is not None:
+        whose = "another user's"
+        with contextlib.suppress(OSError, KeyError):
+            whose = f"{Path(error.filename).owner()}'s"
+        return f"{error.filename}: {error.strerror}: it is {whose}; --runs-dir or JOBKIT_RUNS choose runs of your own"
+    if error.errno in FULL:
+        return f"{error.filename2 or error.filename or 'the disk'}: {error.strerror}; make room, and repeat the command"
+    raise error

@@ -310,7 +310,7 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     """
     for candidate in (Path(text), runs_dir / text):
         if RunDir(candidate).exists():
-            return RunDir(candidate.resolve())
+            return RunDir(candidate)
     runs = all_runs(runs_dir)
     matches = [run for run in runs if run.name.startswith(text)]
     found = [re.fullmatch(rf"({re.escape(text)}-[0-9a-f]{{8}}){_VERSION}", run.name) for run in matches]

@@ -90,8 +90,9 @@ def _copy(source: Path, files: Iterable[str], folder: Path) -> dict[str, str]:
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(source / name, folder / name)
             can_be_executed = _can_be_executed(source / name)
-            if can_be_executed:
-                (folder / name).chmod((folder / name).stat().st_mode | 0o111)
+            mode = (folder / name).stat().st_mode | (0o111 if can_be_executed else 0)
+            # Not more than for the file itself: it may be a token's that only its owner may read.
+            (folder / name).chmod(mode & ((source / name).stat().st_mode | 0o700))
             copied[name] = _digest_of_content(folder / name) + ("x" if can_be_executed else "")
     write_json(folder / MANIFEST, copied, durable=False)
     return copied

@@ -263,7 +263,7 @@ def _account(status: Status) -> None:
             best_before=best,
         )
         best = max(best, last_step)
-    if status.attempts:
+    if any(attempt.resumed for attempt in status.attempts):  # of a command that reports nothing, nothing is known
         accounts = [one.account for one in status.attempts if one.account]
         status.goodput = goodput(accounts, status.attempts[0].started)
 

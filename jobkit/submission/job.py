@@ -20,7 +20,7 @@ from jobkit.run import records
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import State, Status
+from jobkit.run.status import Attempt, State, Status
 from jobkit.submission.observer import (
     ASK_SECONDS,
     can_be_asked,
@@ -99,6 +99,8 @@ def reconcile(run: RunDir) -> Status:
     if status.submitting:  # by nobody who lives: the lock is held here
         _complete_submission(run, status)
         status = settle(run)
+    if status.cancel_requested and status.state.is_under_way:
+        status = _carry_out_cancel(run, status)
     for pause in _growing(ENDING_SECONDS):
         if status.state not in (State.INTERRUPTED, State.CANCELLED, State.FAILED) or is_gone(run, status):
             return status
@@ -110,6 +112,17 @@ def reconcile(run: RunDir) -> Status:
         log.warning("job %s is still completing on %s; the run goes on without it", status.job_id, job.nodes)
         return status
     raise JobkitError(f"{run.name} is {status.state}, but its job {status.job_id} has not ended; try again later")
+
+
+def _carry_out_cancel(run: RunDir, status: Status) -> Status:
+    """End a job in the queue whose cancel was journalled and then cut off. Raises JobkitError for a run that trains."""
+    if status.state == State.RUNNING:
+        raise JobkitError(
+            f"{run.name} is being cancelled (job {status.job_id}); the same command continues it when it has ended"
+        )
+    if status.scheduler == "slurm":
+        _end_slurm_job(run, status)
+    return settle(run)
 
 
 def _growing(seconds: float) -> Iterator[float]:
@@ -176,7 +189,12 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
     if status.state == State.RUNNING and status.attempt:
         # Not by Slurm's scancel, which leaves them KillWait, 30 s by default: the supervisor signals them.
         request = StopRequest(cause="cancelled", grace=seconds)
-        records.write(run.stop_request_file(status.attempt.id), request)
+        try:
+            records.write(run.stop_request_file(status.attempt.id), request)
+        except OSError as error:
+            log.warning("%s; the ranks are signalled instead", error)
+            if status.scheduler == "slurm" and can_be_asked(status):
+                slurm.signal_steps(str(status.job_id), "TERM")
         # A script with jobkit.init does not look for requests.
         elsewhere = None if status.scheduler == "slurm" else _signal_supervisor(run, grace=grace)
         on_wait()
@@ -242,11 +260,11 @@ def _end_slurm_job(run: RunDir, status: Status) -> None:
         wait_until_gone(run, status, STOP_SECONDS)  # what has become of it is not journalled yet
 
 
-def preempt(run: RunDir, *, grace: bool = True) -> Status:
+def preempt(run: RunDir, *, grace: bool = True) -> Attempt:
     """Rehearse a preemption: the attempt that runs is stopped, and the run continues by itself as after a real one.
 
-    Without `grace` its ranks are killed on the spot. Returns the status when that attempt has ended, or after
-    STOP_SECONDS. Raises JobkitError for a run that is not running.
+    Without `grace` its ranks are killed on the spot. Returns that attempt when it has ended, or after STOP_SECONDS.
+    Raises JobkitError for a run that is not running.
     """
     status = _if_slurm_answers(observe, run)
     attempt = status.attempt
@@ -255,9 +273,9 @@ def preempt(run: RunDir, *, grace: bool = True) -> Status:
     # Its supervisor finds the request.
     records.write(run.stop_request_file(attempt.id), StopRequest(cause="preempted", grace=None if grace else 0.0))
     deadline = time.monotonic() + STOP_SECONDS
-    while run.status().attempts[attempt.id - 1].ended is None and time.monotonic() < deadline:
+    while (now := run.status().attempts[attempt.id - 1]).ended is None and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    return run.status()
+    return now
 
 
 def _signal_supervisor(run: RunDir, *, grace: bool) -> str | None:

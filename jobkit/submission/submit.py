@@ -135,8 +135,9 @@ def submit(
                 run.forget_number()
             if not isinstance(error, OSError):
                 raise
+            where = error.filename2 or error.filename or run.path
             raise InputError(
-                f"{error.filename or run.path}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
+                f"{where}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
             ) from None
 
 

@@ -18,6 +18,7 @@ from harness.quick_slurm import QUICK
 from slurm_cluster import Cluster, wait_until
 
 from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.submission import observer
 
@@ -356,3 +357,30 @@ def test_a_run_that_trains_is_cancelled_while_the_controller_is_away(tmp_path: P
     assert status(run)["checkpoint"] == status(run)["step"]
     other.start_controller()
     wait_for("an empty queue", lambda: not queue(other, project), run)
+
+
+def test_a_cancel_that_was_cut_off_is_carried_out_by_the_next_submission(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *HELD)
+    (run,) = project.runs
+    first = status(run)["job_id"]
+    RunDir(run).record(Event.CANCEL_REQUESTED, grace=600.0)  # and Slurm gave no answer
+    assert "cancelling: its job ends when it starts" in project.jobkit("status", run.name).stdout
+    project.submit("--cluster", "slurm", *HELD)
+    assert names(run)[-4:] == ["cancel_requested", "cancelled", "submitting", "submitted"]
+    assert queue(slurm, project) == [status(run)["job_id"]] != [first]
+    project.jobkit("cancel", run.name)
+
+
+def test_a_run_that_is_being_cancelled_is_not_said_to_run_on(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *LONG)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    RunDir(run).record(Event.CANCEL_REQUESTED, grace=600.0)
+    for again in ("submit", "resume"):
+        words = ("toy.yaml", "--cluster", "slurm", *LONG) if again == "submit" else (run.name,)
+        assert "is being cancelled" in project.jobkit(again, *words, expect=1).stderr
+    (run / "logs/1/notice.json").mkdir()  # a request cannot be written, as on a full disk
+    done = project.jobkit("cancel", run.name)
+    assert "signalled instead" in done.stderr and "cancelled at step" in done.stdout

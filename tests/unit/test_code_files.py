@@ -303,3 +303,13 @@ def test_another_file_that_was_changed_is_told_and_the_attempt_begins(
     begun = begin(run, job_id="7", scheduler="local")
     assert begun.environment["JOBKIT_SOURCE"] == "/elsewhere"
     assert "state.json: not as it was submitted" in caplog.text
+
+
+def test_a_copy_may_be_read_by_nobody_who_may_not_read_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "project", {"toy.yaml": "hf_token: x", "go": "", "mytask.py": ""})
+    (tmp_path / "project/toy.yaml").chmod(0o600)
+    (tmp_path / "project/go").chmod(0o700)
+    files = snapshot.scan(tmp_path / "project", map(Path, ("toy.yaml", "go", "mytask.py")))
+    copy = tmp_path / "code" / snapshot.take(tmp_path / "project", files, tmp_path / "code")
+    modes = {name: (copy / name).stat().st_mode & 0o777 for name in files}
+    assert (modes["toy.yaml"], modes["go"]) == (0o600, 0o700) and modes["mytask.py"] & 0o044

@@ -148,3 +148,13 @@ def test_a_run_is_found_by_its_job_without_reading_its_journal(tmp_path: Path, m
         assert find_run("101", tmp_path).name == "toy-00000001"
     missing(RunDir(tmp_path / "toy-00000002"))
     assert find_run("102", tmp_path).name == "toy-00000002"
+
+
+def test_a_run_behind_a_link_is_the_one_where_the_link_is(tmp_path: Path) -> None:
+    real = make(tmp_path / "elsewhere", "toy-00000000")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/toy-00000000").symlink_to(real.path)
+    found = find_run("toy-00000000", tmp_path / "runs")
+    assert found.path == tmp_path / "runs/toy-00000000"
+    with real.alive_lock():
+        assert found.has_local_supervisor()
