@@ -25,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{found.name}: attempt {ended.id} {ended.cause}{reached}")
     if ended.cause == "finished":
         return EXIT_FINISHED
-    kept = f" from step {ended.durable_step} or a later snapshot in memory" if ended.resumed else ""
+    kept = f" from step {ended.durable_step}" if ended.resumed else ""
+    if kept and ended.durable_step != ended.last_step:
+        kept += " or a later snapshot in memory"
     print(f"it continues by itself{kept}; python -m jobkit status {found.name}")
     return EXIT_FINISHED

@@ -14,10 +14,10 @@ from jobkit.supervisor.parents import WARM_PARENT
 
 @pytest.mark.parametrize("umask", [0o002, 0o077])
 def test_modes_follow_the_umask(tmp_path: Path, umask: int) -> None:
-    project = Project(tmp_path)
-    del project.env[WARM_PARENT]  # the ranks of all tests are forked by one process, with its umask
     before = os.umask(umask)
     try:
+        project = Project(tmp_path)  # with its files: the run's copy gives nobody more rights than they do
+        del project.env[WARM_PARENT]  # the ranks of all tests are forked by one process, with its umask
         project.submit(
             "--local", "params.steps=2", "resources.nodes=1", "resources.tasks_per_node=1", "checkpoint.every=1"
         )

@@ -28,11 +28,17 @@ def dry_run(project: Project, *arguments: str, expect: int = 0) -> Done:
     return jobkit(project, "submit", "toy.yaml", "--dry-run", *arguments, expect=expect)
 
 
+def only_line(done: Done) -> str:
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
 # What the setup lines of a cluster may provide
 
 
 def test_a_package_that_setup_lines_may_provide_is_a_warning(project: Project) -> None:
-    (line,) = dry_run(project, "--cluster", "slurm", SETUP).stderr.splitlines()
+    line = only_line(dry_run(project, "--cluster", "slurm", SETUP))
     for said in ("mytask.py:2: import torchh.nn: no module 'torchh' here", "`setup` lines"):
         assert said in line
 
@@ -52,7 +58,7 @@ def test_modules_of_the_users_own_are_refused_with_setup_lines_too(project: Proj
 @pytest.mark.parametrize("words", ["nosuchprogram, --fast", "python, -m, nosuchmodule"])
 def test_a_program_that_setup_lines_may_provide_is_a_warning(project: Project, words: str) -> None:
     (project.path / "toy.yaml").write_text(f"name: toy\ncommand: [{words}]\n")
-    (line,) = dry_run(project, "--cluster", "slurm", SETUP).stderr.splitlines()
+    line = only_line(dry_run(project, "--cluster", "slurm", SETUP))
     assert "nosuch" in line and "`setup` lines" in line
     assert "nosuch" in dry_run(project, "--cluster", "slurm", expect=2).stderr
 
