@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit import slurm
     from jobkit.log import configure
     from jobkit.run.config import load
-    from jobkit.run.rundir import default_runs_dir
+    from jobkit.run.runs import default_runs_dir
 
     configure()
     loaded = load(arguments.experiment, arguments.overrides, arguments.demo)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jobkit.run.rundir import RunDir, default_runs_dir, find_run
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import default_runs_dir, find_run
 
 
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:

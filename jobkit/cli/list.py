@@ -10,7 +10,8 @@ from typing import Any
 
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
-from jobkit.run.rundir import FoundRun, RunDir, all_runs
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import FoundRun, all_runs
 from jobkit.run.status import State, Status
 from jobkit.submission import observer
 

@@ -12,7 +12,8 @@ from jobkit.errors import InputError
 from jobkit.run import secrets
 from jobkit.run.config import Config, LoadedConfig, Places
 from jobkit.run.identity import run_name
-from jobkit.run.rundir import RunDir, versions
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import versions
 from jobkit.run.status import Status
 from jobkit.run.yamlfile import read_yaml
 

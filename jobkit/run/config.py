@@ -459,7 +459,10 @@ def _in_full(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # OmegaConf's word for its own error says nothing to whoever has not set a variable.
+    inner = re.fullmatch(r"\w+ raised while resolving interpolation: (['\"]?)(.*)\1", line)
+    return inner[2] if inner else line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
-from jobkit.run.rundir import RunDir, next_version, versions
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import next_version, versions
 from jobkit.run.status import State, Status
 from jobkit.submission import job
 from jobkit.submission.plan import LaunchPlan, make_plan

@@ -24,7 +24,8 @@ from jobkit.run.config import Config, load
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
 from jobkit.run.records import Failure
-from jobkit.run.rundir import RunDir, default_runs_dir
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import default_runs_dir
 from jobkit.run.status import State
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor.diagnosis import EndCause, own_failure

@@ -13,7 +13,8 @@ import pytest
 from jobkit.cli import list as list_command
 from jobkit.errors import InputError, SchedulerError
 from jobkit.run.events import Event
-from jobkit.run.rundir import RunDir, all_runs, find_run
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import all_runs, find_run
 from jobkit.run.status import Status
 
 END: dict[str, tuple[Event, ...]] = {
