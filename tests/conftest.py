@@ -28,6 +28,9 @@ WARM = pytest.StashKey[Parent]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """One process imports torch for all local runs of a session, whichever of its workers starts them."""
+    # Before anything imports torch. Its threads, one a core in each of the tests' processes, spin while they wait for
+    # each other: a test of 3 s took 250 s beside others.
+    os.environ["OMP_NUM_THREADS"] = "1"
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
     # scikit-learn sets these when it is imported, in the processes of some tests: a warm server with others refuses.
@@ -35,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # as in each run
     path = f"{tempfile.mkdtemp(prefix='jobkit-warm-')}/socket"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     # As in each test's project and run: what a library reads at its import cannot be changed afterwards.
     config.stash[WARM] = Parent.start(environment, WARM_MODULES)
     config.stash[WARM].listen(path)
