@@ -30,6 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     if status is None:
         print(f"{found.name} is {found.status().state} already; nothing to cancel")
         return EXIT_FINISHED
+    if not status.cancel_requested:
+        print(f"{found.name} was stopped, and another command has continued it since: it is {status.state}")
+        return EXIT_FINISHED
     if status.state != State.CANCELLED:
         print(f"{found.name} is still {status.state}: it was asked to stop; python -m jobkit status {found.name}")
         return EXIT_FAILED if status.state.is_under_way else EXIT_FINISHED

@@ -175,6 +175,8 @@ def wait_until_gone(run: RunDir, status: Status, seconds: float) -> bool:
 def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lambda: None) -> Status | None:
     """Stop the run for good, with a checkpoint where it is running; its status afterwards, None where it had ended.
 
+    That has no `cancel_requested` where somebody else has continued the run since.
+
     Its ranks get CANCEL_SECONDS to save, or without `grace` nothing; then its job is ended, whatever it does. `on_wait`
     is called where they are waited for.
     """
@@ -202,9 +204,12 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         if elsewhere and _runs_on(run, run.status()):
             raise JobkitError(f"{run.name} runs on {elsewhere}; cancel it there")
     with run.submission_lock():
+        now = run.status()
+        if not now.cancel_requested:  # it has stopped, and somebody else has continued it since: with another job
+            return now
         try:
             if status.scheduler == "slurm":
-                _end_slurm_job(run, run.status())
+                _end_slurm_job(run, now)
             status = settle(run)
         except SchedulerError as error:
             if run.status().state != State.CANCELLED:
@@ -228,13 +233,15 @@ def _if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:
 
 
 def _wait_for_end(run: RunDir, seconds: float) -> None:
-    """Return when a run has stopped, when its job is gone, which may not have been able to say so, or in the end."""
+    """Return when a cancelled run has stopped, when its job is gone, which may not have said so, or in the end."""
     for pause in _growing(seconds):
         ask_at = time.monotonic() + pause
-        while _runs_on(run, status := run.status()) and time.monotonic() < ask_at:
+        while (waits := _runs_on(run, status := run.status()) and status.cancel_requested) and (
+            time.monotonic() < ask_at
+        ):
             time.sleep(POLL_SECONDS)
         with contextlib.suppress(SchedulerError):
-            if not _runs_on(run, status) or (can_be_asked(status) and is_gone(run, status)):
+            if not waits or (can_be_asked(status) and is_gone(run, status)):
                 return
 
 

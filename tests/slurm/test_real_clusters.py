@@ -20,7 +20,7 @@ from slurm_cluster import Cluster, wait_until
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
-from jobkit.submission import observer
+from jobkit.submission import job, observer
 
 ON_ONE_NODE = ("resources.nodes=1", "resources.tasks_per_node=1")
 LONG = (*ON_ONE_NODE, "params.steps=4000", "params.sleep=0.05")
@@ -299,6 +299,27 @@ def test_a_cancel_leaves_a_save_the_time_it_takes(tmp_path: Path, slurm: Cluster
     assert (last["state"], last["checkpoint"]) == ("cancelled", last["step"])
     assert last["step"] >= 20
     wait_for("an empty queue", lambda: not queue(slurm, project), run)
+
+
+def test_a_cancel_leaves_the_job_of_whoever_has_continued_the_run_since(
+    tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *LONG)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 20, run)
+    monkeypatch.setattr(os, "environ", project.env)
+    continued = []
+
+    def another_command() -> None:
+        wait_for("its end", lambda: status(run)["state"] == "cancelled", run)
+        continued.append(project.submit("--cluster", "slurm", *LONG).stdout)
+
+    seen = job.cancel(RunDir(run), on_wait=another_command)
+    assert seen is not None and continued
+    assert (seen.cancel_requested, status(run)["state"] in ("queued", "running")) == (False, True)
+    assert len(queue(slurm, project)) == 1
+    project.jobkit("cancel", run.name, "--no-grace")
 
 
 def test_json_of_a_held_run_names_its_state(tmp_path: Path, slurm: Cluster) -> None:

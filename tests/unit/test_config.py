@@ -277,7 +277,7 @@ REFUSED = [
     ("clusters: {slurm: low}", ["toy.yaml:3: clusters", "a mapping"]),
     ("name: again", ["toy.yaml:3", "'name' occurs twice"]),
     ("params:\n  a: 1\n  a: 2", ["toy.yaml:5", "'a' occurs twice"]),
-    ("params: {a: '${oc.env:JOBKIT_TEST_DATA}'}", ["toy.yaml:3: params.a: Environment variable 'JOBKIT_TEST_DATA' not found"]),
+    ("params: {a: '${oc.env:JOBKIT_TEST_DATA}'}", ["toy.yaml:3: params.a: Environment variable 'JOBKIT_TEST_DATA'"]),
     ("params: {a: '${params.b}'}", ["toy.yaml:3: params.a", "params.b"]),
     ("params: {a: '${params.b}', b: '${params.a}'}", ["toy.yaml:3: params", "ecursive"]),
     ("params: {a: '???'}", ["toy.yaml:3: params.a"]),
