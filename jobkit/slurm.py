@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
@@ -55,9 +55,11 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
 def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mapping[str, str] | None = None) -> str:
     """The output of one Slurm command; raises SchedulerError with Slurm's message, in one line.
 
-    No variable of this process, or of `environment`, changes what the command does, nor how it prints times.
+    No variable of this process, or of `environment`, changes what the command does, nor how it prints times: in UTC.
     """
-    kept = without_options(os.environ if environment is None else environment) | {"SLURM_TIME_FORMAT": "standard"}
+    kept = without_options(os.environ if environment is None else environment)
+    if arguments[0] != "sbatch":  # whose --begin is meant as it is typed, and which hands the variable to the job
+        kept |= {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}  # local times are ambiguous where clocks go back
     try:
         # In a session of its own: the terminal's Ctrl-C would end an sbatch whose job is in the queue already.
         done = subprocess.run(
@@ -252,7 +254,7 @@ def _duration(text: str) -> float:
 
 def _time(text: str | None) -> float | None:
     try:
-        return datetime.fromisoformat(text or "").timestamp()
+        return datetime.fromisoformat(text or "").replace(tzinfo=timezone.utc).timestamp()
     except ValueError:  # None, Unknown, N/A
         return None
 

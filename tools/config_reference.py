@@ -41,7 +41,8 @@ A cluster entry is chosen by `--cluster NAME`. It holds
 - any option of `man sbatch`, spelled with `-` or `_`: `partition`, `account`, `qos`, `constraint`, `mem` ...;
 - any key of `resources`, which then replaces the YAML's for this cluster;
 - Submitit's `setup` and `teardown` (shell lines before and after the ranks; a line of `setup` that fails ends the
-  attempt before it trains) and `srun_args`.
+  attempt before it trains) and `srun_args`. Where the job goes into the queue again, `teardown` is cut off when its
+  time is over. A `trap ... EXIT` of `setup` is run at the end; a line that fails after it is not tried on another node.
 
 `--cluster slurm` and `--cluster local` need no entry. Entries for every project go into `~/.config/jobkit/config.yaml`
 (or `$JOBKIT_CONFIG`), under the same key `clusters:`; the YAML's own entry of a name wins.

@@ -34,7 +34,6 @@ jobkit_requeue() {
 
 # No attempt could begin on this node: end, and start again on another one.
 jobkit_elsewhere() {
-    trap - EXIT
     trap '' TERM
     local code=$1 excluded nodes=0
     echo "jobkit: $SLURMD_NODENAME cannot begin an attempt (exit code $code)" >&2
@@ -58,6 +57,32 @@ jobkit_supervisor() (
     exec "$jobkit_python" -m jobkit.supervisor "$@"
 )
 
+# The user's own last lines, in $SECONDS up to $1: what comes after them has KillWait. With nothing they have no end.
+jobkit_tear_down() {
+    local until=$1 own
+    set -m # they get a process group of their own
+    (eval "$jobkit_teardown") & # they may exit
+    own=$!
+    set +m
+    while [ -n "$until" ] && kill -0 $own 2>/dev/null; do
+        if [ "$SECONDS" -ge "$until" ]; then
+            echo "jobkit: teardown is cut off: the job's time is over, and it must be put into the queue again" >&2
+            kill -KILL -- -$own
+            break
+        fi
+        sleep 0.2
+    done
+    wait $own
+}
+
+# When the job's time is over, in $SECONDS; nothing where Slurm does not say.
+jobkit_ends_at() {
+    local record end
+    record=$(TZ=UTC SLURM_TIME_FORMAT=standard timeout 10 scontrol -o show job "$SLURM_JOB_ID" 2>/dev/null)
+    [[ $record =~ \ EndTime=([0-9]+-[0-9-]+T[0-9:]+)\  ]] || return
+    end=$(date --utc --date="${BASH_REMATCH[1]}" +%s) && echo $((SECONDS + end - $(date +%s)))
+}
+
 # Exit with the code of a supervisor that has decided, and done, what comes next; else return. Python's own exit code for
 # a bug is 1, so that of a run that has failed is another one.
 jobkit_exit_if_done() {
@@ -75,7 +100,7 @@ trap 'jobkit_elsewhere $?' EXIT
 set -e # a module that does not load must not train without it
 eval "$jobkit_setup"
 set +eu # srun's arguments may be none, which bash before 4.4 takes for an unset variable
-trap - EXIT
+[[ $(trap -p EXIT) != *jobkit_elsewhere* ]] || trap - EXIT # the user's own stays
 
 jobkit_supervisor slurm "$jobkit_run" "${jobkit_srun_args[@]}"
 jobkit_code=$?
@@ -85,7 +110,10 @@ case $jobkit_code in
 esac
 
 trap '' TERM
-(eval "$jobkit_teardown") # it may exit
+case $jobkit_code in
+    0 | "$jobkit_resumable" | "$jobkit_failed") jobkit_tear_down "" ;;
+    *) [ -z "$jobkit_teardown" ] || jobkit_tear_down "$(jobkit_ends_at)" ;; # without a requeue the run would be over
+esac
 jobkit_exit_if_done $jobkit_code
 for _ in 1 2 3; do # the supervisor may be killed at any line, and `end` is harmless to repeat
     jobkit_supervisor end "$jobkit_run"

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,30 @@ def test_setup_that_works_leaves_the_shell_as_it_was(tmp_path: Path) -> None:
     node = Node(tmp_path, teardown=["false", "echo goes on >>calls"])
     assert node.start().returncode == 0
     assert node.calls == ["slurm RUN", "goes on"]
+
+
+def test_teardown_leaves_the_requeue_the_time_after_the_limit(tmp_path: Path) -> None:
+    node = Node(tmp_path, teardown=["echo begins >>calls", f"{shutil.which('sleep')} 1000", "echo ends >>calls"])
+    over = datetime.now(timezone.utc) + timedelta(seconds=1)
+    node.say(code=77, job=f"{RUNNING} EndTime={over:%Y-%m-%dT%H:%M:%S} Deadline=N/A")
+    done = node.start()
+    assert (done.returncode, node.calls) == (0, ["slurm RUN", "begins", "end RUN"])
+    assert "teardown is cut off" in done.stderr
+
+
+def test_teardown_of_a_run_that_is_over_is_not_cut_off(tmp_path: Path) -> None:
+    node = Node(tmp_path, teardown=["echo tidy >>calls"])
+    node.say(code=0, job=f"{RUNNING} EndTime=2026-03-05T06:32:00 Deadline=N/A")
+    assert (node.start().returncode, node.calls) == (0, ["slurm RUN", "tidy"])
+
+
+def test_a_trap_of_setup_is_run_at_the_end(tmp_path: Path) -> None:
+    node = Node(tmp_path, setup=["trap 'echo cleaned >>calls' EXIT"], teardown=["echo tidy >>calls"])
+    assert (node.start().returncode, node.calls) == (0, ["slurm RUN", "tidy", "cleaned"])
+    (tmp_path / "begins").unlink()
+    node.say(code=127)
+    assert node.start().returncode == 1
+    assert node.calls[0] == "slurm RUN" and node.calls[-1] == "cleaned"
 
 
 def test_sruns_own_arguments_are_passed_on_as_they_are(tmp_path: Path) -> None:

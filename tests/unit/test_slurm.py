@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -97,7 +99,30 @@ def after(runtime: str, text: str = RUNNING) -> str:
 
 
 def at(clock: str) -> float:
-    return datetime.fromisoformat(f"2026-03-05T{clock}").timestamp()
+    return datetime.fromisoformat(f"2026-03-05T{clock}+00:00").timestamp()
+
+
+def test_times_are_asked_for_in_utc_and_sbatch_takes_them_as_they_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "America/New_York")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("scontrol", "sbatch"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "$TZ"\n')
+        (tmp_path / name).chmod(0o755)
+    assert slurm.command("scontrol") == "UTC\n"
+    assert slurm.command("sbatch") == "America/New_York\n"
+
+
+def test_a_job_in_the_night_in_which_clocks_go_back_has_its_whole_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        job = parse_job("JobId=9 JobState=RUNNING StartTime=2026-11-01T01:30:00 EndTime=2026-11-01T02:15:00")
+        assert job.limit == 45 * 60
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_jobs_record_is_read() -> None:
