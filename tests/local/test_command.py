@@ -289,6 +289,44 @@ def test_a_module_is_imported_from_the_snapshot(project: Project) -> None:
     assert printed.endswith("['--flag'] __main__\n")
 
 
+# What is left when main has returned needs the module: a pickle names the classes of __main__.
+ENDS_LATE = """\
+import atexit, pickle, sys, threading
+import pkg
+
+
+class State:
+    pass
+
+
+def save(when):
+    print(when, len(pickle.dumps(State())) > 0, __file__, pkg.__file__, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    atexit.register(save, "atexit")
+    threading.Thread(target=lambda: (threading.main_thread().join(), save("thread"))).start()
+"""
+
+
+@pytest.mark.parametrize("options", ["", "-P, ", "-E, -u, ", "-W, ignore, -S, "])
+def test_a_module_is_there_until_its_program_has_ended(project: Project, options: str) -> None:
+    if options == "-P, ":  # -P itself is of Python 3.11
+        options, project.env["PYTHONSAFEPATH"] = "", "1"
+        project.env["PYTHONPATH"] = os.pathsep.join(["libs", project.env.get("PYTHONPATH", "")])
+    folder = project.path / ("libs/pkg" if "PYTHONSAFEPATH" in project.env else "pkg")
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "train.py").write_text(ENDS_LATE)
+    command = f"command=[python, {options}-m, pkg.train, --flag]"
+    project.submit("--local", command, "resources={nodes: 1, tasks_per_node: 1}")
+    (run,) = project.runs
+    (code,) = (run / "code").glob("[0-9a-f]*")
+    copy = code / folder.relative_to(project.path)
+    expected = [f"{when} True {copy}/train.py {copy}/__init__.py ['--flag']" for when in ("thread", "atexit")]
+    assert (run / "logs/1/rank_0.out").read_text().splitlines() == expected, describe(run)
+
+
 def test_torchrun_in_a_command_starts_the_ranks(project: Project) -> None:
     (project.path / "sum.py").write_text(
         "import jobkit, torch, torch.distributed as dist\n"
