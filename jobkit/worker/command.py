@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -35,8 +37,11 @@ if not sys.path[0]:
 runpy._run_module_as_main(module)
 """
 
-_IN_SNAPSHOT = (".py", ".sh")
-"""Files named on the command line that are taken from the snapshot."""
+_IN_SNAPSHOT = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt")
+"""Files named on the command line that are taken from the snapshot: programs, and what they may be configured by."""
+
+_WRITTEN = re.compile(r"-o|(?!.*conf)(.*[-_.])?(out|save|log|dump|write|export|result|metric).*", re.IGNORECASE)
+"""Options whose file is an output, to be found where it was typed."""
 
 
 def become_command(path: str) -> NoReturn:
@@ -105,7 +110,12 @@ def in_snapshot(command: Sequence[str], source: Path, code: Path) -> list[str]:
 
     The module of `python -m` is, too, by the sitecustomize in worker/startup; here where a Python does not run that.
     """
-    words = [command[0], *(_file_in_snapshot(word, source, code) for word in command[1:])]
+    words = [command[0]]
+    for before, word in itertools.pairwise(command):
+        name, sign, value = word.rpartition("=")  # --config=conf.yaml
+        option = name if sign else before if before.startswith("-") else ""
+        copy = None if _WRITTEN.fullmatch(option) else _copy_of(value, source, code)
+        words.append(f"{name}{sign}{copy}" if copy else word)
     own = code / _relative(command[0], source)
     if "/" in command[0] and own.is_file() and os.access(own, os.X_OK):
         words[0] = str(own)
@@ -115,10 +125,13 @@ def in_snapshot(command: Sequence[str], source: Path, code: Path) -> list[str]:
     return words
 
 
-def _file_in_snapshot(word: str, source: Path, code: Path) -> str:
+def _copy_of(word: str, source: Path, code: Path) -> Path | None:
+    if not word.endswith(_IN_SNAPSHOT):
+        return None
     copy = code / _relative(word, source)
-    inside = copy.resolve().is_relative_to(code.resolve())
-    return str(copy) if word.endswith(_IN_SNAPSHOT) and inside and copy.is_file() else word
+    with contextlib.suppress(OSError):  # too long for a name: statements that end with one
+        return copy if copy.resolve().is_relative_to(code.resolve()) and copy.is_file() else None
+    return None
 
 
 def _is_unreached(option: str) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness.project import Project, assert_each_step_once, describe, events, names, status, step, wait_for, weights
+from harness.repository import write
 from slurm_cluster import Cluster
 
 from jobkit.run.command_line import target
@@ -254,16 +255,21 @@ def test_what_a_python_runs_is_told_by_its_words(command: list[str], expected: t
 
 def test_the_users_files_are_taken_from_the_snapshot(tmp_path: Path) -> None:
     code = tmp_path / "code"
-    (code / "scripts").mkdir(parents=True)
-    for name in ("train.py", "scripts/run.sh", "config.json", "go"):
-        (code / name).touch()
+    names = ("train.py", "scripts/run.sh", "config.json", "conf/a.yaml", "results.json", "data.csv", "go")
+    write(code, dict.fromkeys(names, ""))
     (tmp_path / "outside.py").touch()
     source, copy = tmp_path / "source", str(code / "train.py")
 
     def taken(*words: str) -> list[str]:
         return in_snapshot(words, source, code)
 
-    assert taken("python", "train.py", "--file", "config.json") == ["python", copy, "--file", "config.json"]
+    assert taken("python", "train.py", "--file", "config.json") == ["python", copy, "--file", f"{code}/config.json"]
+    for option in ("--config=", "-c=", "config=", "--log-config=", "--layout="):
+        assert taken("python", f"{option}conf/a.yaml")[1] == f"{option}{code}/conf/a.yaml"
+    for unchanged in (["--output=results.json"], ["--eval.out", "results.json"], ["-o", "results.json"]):
+        assert taken("python", *unchanged)[1:] == unchanged, "it would be written where nobody looks for it"
+    for unchanged in (["--data", "data.csv"], ["--config=../conf/a.yaml"], ["-c", f"# {'long' * 99}\nrun train.py"]):
+        assert taken("bash", *unchanged)[1:] == unchanged
     assert taken("torchrun", "--nproc-per-node=2", "train.py")[-1] == copy
     assert taken("bash", "scripts/run.sh", "none.py") == ["bash", str(code / "scripts/run.sh"), "none.py"]
     assert taken("python", "../outside.py", "/train.py") == ["python", "../outside.py", "/train.py"]
@@ -273,6 +279,23 @@ def test_the_users_files_are_taken_from_the_snapshot(tmp_path: Path) -> None:
     (code / "go").chmod(0o755)
     assert taken("./go") == [str(code / "./go")]
     assert taken(f"{source}/go") == [str(code / "go")]
+
+
+def test_a_config_that_is_edited_while_the_job_waits_is_read_as_it_was_submitted(
+    project: Project, slurm: Cluster
+) -> None:
+    project.env.update(slurm.env)
+    (project.path / "conf.yaml").write_text("submitted\n")
+    (project.path / "run.sh").write_text('cat "$1" "${2#--more=}"; echo of the script\n')
+    command = "command=[bash, run.sh, conf.yaml, --more=conf.yaml]"
+    one = "resources={nodes: 1, tasks_per_node: 1}"
+    project.submit("--cluster", "slurm", command, one, "clusters.slurm.hold=true")
+    (run,) = project.runs
+    (project.path / "conf.yaml").write_text("edited\n")
+    (project.path / "run.sh").write_text("echo edited\n")
+    slurm.command("scontrol", "release", status(run)["job_id"])
+    wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
+    assert (run / "logs/1/rank_0.out").read_text() == "submitted\nsubmitted\nof the script\n"
 
 
 def test_a_module_is_imported_from_the_snapshot(project: Project) -> None:
