@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
+if sys.argv[:1] == ["-m"] and "jobkit" in sys.orig_argv[-len(sys.argv)].removeprefix("-m").split(".")[:1]:
+    # `python -m jobkit`, typed in a folder whose secrets.py or queue.py is not the standard library's.
+    from jobkit.start import leave_current_folder
+
+    leave_current_folder()
+
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154
 # What a batch script runs, on the first node of its job. sbatch.py puts before it:
 #   jobkit_setup, jobkit_teardown   the user's own lines: texts, since in a function `declare -x` would be local to it
-#   jobkit_python, jobkit_run, jobkit_failed_starts, jobkit_srun_args, jobkit_blind_restarts,
+#   jobkit_python, jobkit_start, jobkit_run, jobkit_failed_starts, jobkit_srun_args, jobkit_blind_restarts,
 #   jobkit_resumable, jobkit_failed, jobkit_start_again   exit codes of the supervisor
 # The supervisor does the work. Here is what must go on where Python does not: a mount that is broken on this node, a
 # module that is not there, a supervisor that was killed. Slurm copies the script, so that no mount can hide it.
@@ -51,10 +51,10 @@ jobkit_elsewhere() {
     exit 1
 }
 
-# `python -m jobkit.supervisor ARGUMENTS`. SIGTERM is ignored until Python takes it: during the imports it would kill.
+# The supervisor with these arguments. SIGTERM is ignored until Python takes it: during the imports it would kill.
 jobkit_supervisor() (
     trap '' TERM
-    exec "$jobkit_python" -m jobkit.supervisor "$@"
+    exec "$jobkit_python" -u "$jobkit_start" jobkit.supervisor.main "$@"
 )
 
 # The user's own last lines, in $SECONDS up to $1: what comes after them has KillWait. With nothing they have no end.

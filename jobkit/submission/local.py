@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -16,6 +15,7 @@ from submitit.core.utils import DelayedSubmission
 from submitit.local import local as submitit_local
 
 from jobkit.run.rundir import RunDir
+from jobkit.start import words
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import hand_over
 from jobkit.supervisor.device_leases import Leases, take
@@ -43,7 +43,7 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
         foreground_pipe = {} if self.foreground_pipe is None else {FOREGROUND_PIPE: str(self.foreground_pipe)}
         with self.run.supervisor_log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jobkit.supervisor", "local", str(self.run.path)],
+                words("jobkit.supervisor.main", "local", str(self.run.path)),
                 env={**os.environ, **self.leases.environment, **foreground_pipe},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

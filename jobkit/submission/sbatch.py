@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from submitit.core.utils import DelayedSubmission
 from submitit.slurm import slurm as submitit_slurm
 
-from jobkit import slurm
+from jobkit import slurm, start
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run import secrets
@@ -70,6 +70,7 @@ def _definitions(plan: LaunchPlan) -> list[str]:
     run, parameters = RunDir(plan.run), plan.parameters
     values = {
         "python": sys.executable,
+        "start": start.FILE,
         "run": str(run.path),
         "failed_starts": str(run.failed_starts),
         "blind_restarts": str(BLIND_RESTARTS),

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib.machinery
 import importlib.util
+import re
 import sys
 import sysconfig
 from dataclasses import dataclass, field
@@ -67,9 +68,30 @@ def check_command(command: list[str], root: Path, *, has_setup: bool = False) ->
 
     Looked at: the program is there; for a Python, that its script is and can be parsed, or that its module is found.
     What they import is not refused: a script may extend sys.path first. A missing program or module is a warning where
-    the job `has_setup`: shell lines that may provide it.
+    the job `has_setup`: shell lines that may provide it. So is a shell script that keeps the snapshot from its Pythons.
     Raises InvalidValue, or InputError for a file of the user's, saying which of these is not so.
     """
+    checked = _check_program(command, root, has_setup)
+    scripts = [word for word in command if word.endswith(".sh") and (root / word).is_file()]
+    checked.warnings += [line for word in scripts if (line := _loses_snapshot(root / word)) is not None]
+    return checked
+
+
+_NEW_PYTHONPATH = re.compile(r"^[^#\n]*\b(unset\b[^#\n]*\bPYTHONPATH\b|PYTHONPATH=(?!.*PYTHONPATH))", re.MULTILINE)
+
+
+def _loses_snapshot(script: Path) -> str | None:
+    """What to say of a shell script that replaces PYTHONPATH, by which Python comes to import from the snapshot."""
+    text = script.read_text(errors="replace")
+    found = _NEW_PYTHONPATH.search(text)
+    if found is None:
+        return None
+    place = f"{script}:{text.count(chr(10), 0, found.end()) + 1}"
+    what = "PYTHONPATH without $PYTHONPATH: what is started there imports the code as it is then, not as submitted"
+    return f"{place}: {what}; write PYTHONPATH=...:$PYTHONPATH"
+
+
+def _check_program(command: list[str], root: Path, has_setup: bool) -> Checked:
     program = command[0]
     if find_program(program) is None:
         what = "no such program, or it may not be executed" if "/" in program else "no such program on PATH"

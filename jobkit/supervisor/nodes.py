@@ -7,14 +7,13 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from jobkit import slurm
+from jobkit import slurm, start
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
 from jobkit.run import layout
@@ -368,7 +367,7 @@ class SlurmNodes:
             f"--output={logs}/node_%N.out",
             f"--error={logs}/node_%N.err",
             *guard,
-            *(sys.executable, "-u", "-m", "jobkit.worker.parent", str(self.run.path)),
+            *start.words("jobkit.worker.parent", str(self.run.path)),
         ]
 
     def are_prepared(self) -> bool:

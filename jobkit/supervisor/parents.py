@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobkit import start
 from jobkit.errors import JobkitError
 from jobkit.log import log
 from jobkit.run.processes import lives
@@ -108,7 +109,7 @@ class Parent:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "jobkit.worker.parent", str(theirs.fileno()), *preload],
+                start.words("jobkit.worker.parent", str(theirs.fileno()), *preload),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

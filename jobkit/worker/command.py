@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -23,14 +25,23 @@ from jobkit.worker.launcher import Topology, topology_of
 from jobkit.worker.startup import jobkit_snapshot
 from jobkit.worker.stop import STOP_SIGNALS
 
-# What `python -m` does, with the snapshot where it would put the current folder.
-_RUN_MODULE = (
-    "import runpy, sys; sys.path[0] = sys.argv.pop(1); "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
+_UNREACHED = "ES"
+"""Options of a Python that runs no sitecustomize of ours, and yet looks in the current folder."""
 
-_IN_SNAPSHOT = (".py", ".sh")
-"""Files named on the command line that are taken from the snapshot."""
+# What `python -m` does, by the function that does it, with the snapshot where it would put the current folder.
+_RUN_MODULE = """\
+import runpy, sys
+code, module = sys.argv.pop(1), sys.argv.pop(1)
+if not sys.path[0]:
+    sys.path[0] = code
+runpy._run_module_as_main(module)
+"""
+
+_IN_SNAPSHOT = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt")
+"""Files named on the command line that are taken from the snapshot: programs, and what they may be configured by."""
+
+_WRITTEN = re.compile(r"-o|(?!.*conf)(.*[-_.])?(out|save|log|dump|write|export|result|metric).*", re.IGNORECASE)
+"""Options whose file is an output, to be found where it was typed."""
 
 
 def become_command(path: str) -> NoReturn:
@@ -95,21 +106,36 @@ def _ask_for_port(topology: Topology, file: Path) -> tuple[str, int]:
 
 
 def in_snapshot(command: Sequence[str], source: Path, code: Path) -> list[str]:
-    """`command`, typed in `source`, with the user's files, and the modules of `-m`, taken from the snapshot `code`."""
-    words = [command[0], *(_file_in_snapshot(word, source, code) for word in command[1:])]
+    """`command`, typed in `source`, with the user's files taken from the snapshot `code`.
+
+    The module of `python -m` is, too, by the sitecustomize in worker/startup; here where a Python does not run that.
+    """
+    words = [command[0]]
+    for before, word in itertools.pairwise(command):
+        name, sign, value = word.rpartition("=")  # --config=conf.yaml
+        option = name if sign else before if before.startswith("-") else ""
+        copy = None if _WRITTEN.fullmatch(option) else _copy_of(value, source, code)
+        words.append(f"{name}{sign}{copy}" if copy else word)
     own = code / _relative(command[0], source)
     if "/" in command[0] and own.is_file() and os.access(own, os.X_OK):
         words[0] = str(own)
     runs = target(command) if is_python(command[0]) else None
-    if runs is not None and runs.kind == "module":
+    if runs is not None and runs.kind == "module" and any(map(_is_unreached, command[1 : runs.index - 1])):
         words[runs.index - 1 : runs.index + 1] = ["-c", _RUN_MODULE, str(code), runs.text]
     return words
 
 
-def _file_in_snapshot(word: str, source: Path, code: Path) -> str:
+def _copy_of(word: str, source: Path, code: Path) -> Path | None:
+    if not word.endswith(_IN_SNAPSHOT):
+        return None
     copy = code / _relative(word, source)
-    inside = copy.resolve().is_relative_to(code.resolve())
-    return str(copy) if word.endswith(_IN_SNAPSHOT) and inside and copy.is_file() else word
+    with contextlib.suppress(OSError):  # too long for a name: statements that end with one
+        return copy if copy.resolve().is_relative_to(code.resolve()) and copy.is_file() else None
+    return None
+
+
+def _is_unreached(option: str) -> bool:
+    return option.startswith("-") and option[1:2] not in "-WX" and not set(_UNREACHED).isdisjoint(option)
 
 
 def _relative(word: str, source: Path) -> str:

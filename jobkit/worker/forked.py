@@ -1,6 +1,6 @@
 """What a process that a parent has forked does to become what a program of its own would be, and to end as one.
 
-Where a fork would be no good, `python -u -m jobkit.worker.forked MODULE:FUNCTION ARGUMENTS` does it in a new Python.
+Where a fork would be no good, `jobkit/start.py jobkit.worker.forked MODULE:FUNCTION ARGUMENTS` does it in a new Python.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jobkit import start
 from jobkit.run.files import is_there
 from jobkit.run.slots import SLOTS, environment_of
 from jobkit.supervisor.channel import Fork
@@ -74,8 +75,8 @@ def _open_log(file: Path) -> int:
 
 def start_anew(request: Fork) -> NoReturn:
     """Run the call in a new Python."""
-    words = [sys.executable, "-u", "-m", "jobkit.worker.forked", request.target, json.dumps(request.arguments)]
-    os.execv(sys.executable, words)
+    words = start.words("jobkit.worker.forked", request.target, json.dumps(request.arguments))
+    os.execv(words[0], words)
 
 
 def run_call(target: str, arguments: Sequence[Any]) -> None:
@@ -112,10 +113,13 @@ def take_output(files: Sequence[int]) -> None:
 
 
 def take_place(environment: Mapping[str, str], cwd: str) -> None:
-    """Replace the environment and the current folder, and with them where modules come from."""
+    """Replace the environment and the current folder, and with the environment where modules come from.
+
+    Not from the folder: the user's code is imported from a snapshot of it, which a rank puts there.
+    """
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    own = [cwd, *(str(Path(cwd, path)) for path in paths if path)]
-    sys.path[:] = [*own, *(entry for entry in sys.path[1:] if entry not in own)]  # the first is the folder until now
+    own = [str(Path(cwd, path)) for path in paths if path and Path(cwd, path) != Path(cwd)]
+    sys.path[:] = [*own, *(entry for entry in sys.path if entry not in own)]
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
@@ -156,5 +160,7 @@ def end(returncode: int) -> NoReturn:
     os._exit(returncode & 0xFF)
 
 
-if __name__ == "__main__":
-    run_and_end(lambda: run_call(sys.argv[1], json.loads(sys.argv[2])))
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run one call, and end as a program does."""
+    target, written = arguments
+    run_and_end(lambda: run_call(target, json.loads(written)))

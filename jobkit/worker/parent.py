@@ -1,4 +1,4 @@
-"""`python -u -m jobkit.worker.parent WHERE [MODULE ...]`: imports modules once and forks ranks that have them.
+"""`jobkit/start.py jobkit.worker.parent WHERE [MODULE ...]`: imports modules once and forks ranks that have them.
 
 WHERE is one end of a Unix socket, or the run directory of the Slurm job in which srun has started this process on each
 node. jobkit/supervisor/parents.py has the other end and says which processes to start; this one serves until that end
@@ -357,7 +357,3 @@ def _outlive_supervisor(run: RunDir, parent: Parent) -> None:
         if time.monotonic() > until or run.owner() not in (parent.attempt, None):
             parent.signal_ranks(signal.SIGKILL)
         time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

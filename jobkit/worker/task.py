@@ -111,7 +111,7 @@ def _tell_imports(rank: Rank, before: Collection[str]) -> Callable[[], None]:
 def _use_snapshot(source: str, code: str) -> None:
     """Import the user's modules from the snapshot, not from the folder `source`, where they may have changed since."""
     os.environ.update(environment(source, code, os.environ))  # for what this rank starts
-    sys.path[:] = [code, *filter(None, sys.path)]
+    sys.path[:] = [source, *filter(None, sys.path)]
     SnapshotFinder(source, code).use()
 
 

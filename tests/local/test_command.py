@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness.project import Project, assert_each_step_once, describe, events, names, status, step, wait_for, weights
+from harness.repository import write
 from slurm_cluster import Cluster
 
 from jobkit.run.command_line import target
@@ -254,16 +255,21 @@ def test_what_a_python_runs_is_told_by_its_words(command: list[str], expected: t
 
 def test_the_users_files_are_taken_from_the_snapshot(tmp_path: Path) -> None:
     code = tmp_path / "code"
-    (code / "scripts").mkdir(parents=True)
-    for name in ("train.py", "scripts/run.sh", "config.json", "go"):
-        (code / name).touch()
+    names = ("train.py", "scripts/run.sh", "config.json", "conf/a.yaml", "results.json", "data.csv", "go")
+    write(code, dict.fromkeys(names, ""))
     (tmp_path / "outside.py").touch()
     source, copy = tmp_path / "source", str(code / "train.py")
 
     def taken(*words: str) -> list[str]:
         return in_snapshot(words, source, code)
 
-    assert taken("python", "train.py", "--file", "config.json") == ["python", copy, "--file", "config.json"]
+    assert taken("python", "train.py", "--file", "config.json") == ["python", copy, "--file", f"{code}/config.json"]
+    for option in ("--config=", "-c=", "config=", "--log-config=", "--layout="):
+        assert taken("python", f"{option}conf/a.yaml")[1] == f"{option}{code}/conf/a.yaml"
+    for unchanged in (["--output=results.json"], ["--eval.out", "results.json"], ["-o", "results.json"]):
+        assert taken("python", *unchanged)[1:] == unchanged, "it would be written where nobody looks for it"
+    for unchanged in (["--data", "data.csv"], ["--config=../conf/a.yaml"], ["-c", f"# {'long' * 99}\nrun train.py"]):
+        assert taken("bash", *unchanged)[1:] == unchanged
     assert taken("torchrun", "--nproc-per-node=2", "train.py")[-1] == copy
     assert taken("bash", "scripts/run.sh", "none.py") == ["bash", str(code / "scripts/run.sh"), "none.py"]
     assert taken("python", "../outside.py", "/train.py") == ["python", "../outside.py", "/train.py"]
@@ -273,6 +279,23 @@ def test_the_users_files_are_taken_from_the_snapshot(tmp_path: Path) -> None:
     (code / "go").chmod(0o755)
     assert taken("./go") == [str(code / "./go")]
     assert taken(f"{source}/go") == [str(code / "go")]
+
+
+def test_a_config_that_is_edited_while_the_job_waits_is_read_as_it_was_submitted(
+    project: Project, slurm: Cluster
+) -> None:
+    project.env.update(slurm.env)
+    (project.path / "conf.yaml").write_text("submitted\n")
+    (project.path / "run.sh").write_text('cat "$1" "${2#--more=}"; echo of the script\n')
+    command = "command=[bash, run.sh, conf.yaml, --more=conf.yaml]"
+    one = "resources={nodes: 1, tasks_per_node: 1}"
+    project.submit("--cluster", "slurm", command, one, "clusters.slurm.hold=true")
+    (run,) = project.runs
+    (project.path / "conf.yaml").write_text("edited\n")
+    (project.path / "run.sh").write_text("echo edited\n")
+    slurm.command("scontrol", "release", status(run)["job_id"])
+    wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
+    assert (run / "logs/1/rank_0.out").read_text() == "submitted\nsubmitted\nof the script\n"
 
 
 def test_a_module_is_imported_from_the_snapshot(project: Project) -> None:
@@ -287,6 +310,44 @@ def test_a_module_is_imported_from_the_snapshot(project: Project) -> None:
     printed = (run / "logs" / "1" / "rank_0.out").read_text()
     assert printed.startswith(f"here {run}/code/")
     assert printed.endswith("['--flag'] __main__\n")
+
+
+# What is left when main has returned needs the module: a pickle names the classes of __main__.
+ENDS_LATE = """\
+import atexit, pickle, sys, threading
+import pkg
+
+
+class State:
+    pass
+
+
+def save(when):
+    print(when, len(pickle.dumps(State())) > 0, __file__, pkg.__file__, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    atexit.register(save, "atexit")
+    threading.Thread(target=lambda: (threading.main_thread().join(), save("thread"))).start()
+"""
+
+
+@pytest.mark.parametrize("options", ["", "-P, ", "-E, -u, ", "-W, ignore, -S, "])
+def test_a_module_is_there_until_its_program_has_ended(project: Project, options: str) -> None:
+    if options == "-P, ":  # -P itself is of Python 3.11
+        options, project.env["PYTHONSAFEPATH"] = "", "1"
+        project.env["PYTHONPATH"] = os.pathsep.join(["libs", project.env.get("PYTHONPATH", "")])
+    folder = project.path / ("libs/pkg" if "PYTHONSAFEPATH" in project.env else "pkg")
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "train.py").write_text(ENDS_LATE)
+    command = f"command=[python, {options}-m, pkg.train, --flag]"
+    project.submit("--local", command, "resources={nodes: 1, tasks_per_node: 1}")
+    (run,) = project.runs
+    (code,) = (run / "code").glob("[0-9a-f]*")
+    copy = code / folder.relative_to(project.path)
+    expected = [f"{when} True {copy}/train.py {copy}/__init__.py ['--flag']" for when in ("thread", "atexit")]
+    assert (run / "logs/1/rank_0.out").read_text().splitlines() == expected, describe(run)
 
 
 def test_torchrun_in_a_command_starts_the_ranks(project: Project) -> None:

@@ -144,6 +144,32 @@ def test_a_run_submitted_within_a_run_has_a_snapshot_of_its_own(tmp_path: Path) 
     assert_all_in_snapshot(inner, "mytask", "part")
 
 
+# Files with names of the standard library's
+
+
+BROKEN = "raise RuntimeError('this is not the module of the standard library')\n"
+
+
+@pytest.mark.parametrize("way", ["folder", "PYTHONPATH"])
+def test_files_named_as_modules_of_the_standard_library_hide_none_from_jobkit(tmp_path: Path, way: str) -> None:
+    project = Project(tmp_path)
+    write(tmp_path, {"secrets.py": BROKEN, "queue.py": BROKEN, "select.py": BROKEN, "profile.py": BROKEN})
+    (tmp_path / "mytask.py").write_text("def train(ctx):\n    for step in ctx.steps(2): pass\n")
+    project.env["JOBKIT_WARM_PARENT"] = ""  # it has imported all that there is
+    if way == "PYTHONPATH":
+        project.env["PYTHONPATH"] = os.pathsep.join([".", project.env.get("PYTHONPATH", "")])
+    project.submit("--local", *ONE)
+    assert status(project.runs[0])["state"] == "finished", describe(project.runs[0])
+
+
+def test_a_command_starts_beside_files_named_as_modules_of_the_standard_library(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    write(tmp_path, {"secrets.py": BROKEN, "queue.py": BROKEN, "train.py": "print('trains')\n"})
+    (tmp_path / "toy.yaml").write_text("name: toy\ncommand: [python, train.py]\n")
+    project.submit("--local")
+    assert (project.runs[0] / "logs/1/rank_0.out").read_text() == "trains\n"
+
+
 # Not the project's own files
 
 

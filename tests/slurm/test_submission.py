@@ -299,3 +299,13 @@ def queued_here(cluster: Cluster, project: Project) -> list[str]:
     """Jobs submitted in this project's folder, those of no run that is left included."""
     lines = cluster.command("squeue", "--noheader", "--format=%i %Z").splitlines()
     return [line for line in lines if str(project.path) in line]
+
+
+def test_a_file_that_is_made_while_the_job_waits_hides_no_module_from_it(project: Project, slurm: Cluster) -> None:
+    project.submit("--cluster", "slurm", "clusters.slurm.hold=true", "params.steps=2")
+    (run,) = project.runs
+    for name in ("secrets", "types", "operator", "queue"):
+        (project.path / f"{name}.py").write_text("raise RuntimeError('not the standard library')\n")
+    slurm.command("scontrol", "release", status(run)["job_id"])
+    wait_for("the end", lambda: status(run)["attempts"] and status(run)["attempts"][-1]["cause"], run)
+    assert status(run)["state"] == "finished", describe(run)

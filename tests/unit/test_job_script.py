@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jobkit import start
 from jobkit.run.config import Config, Resources
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan, make_plan
@@ -90,7 +91,7 @@ class Node:
     @property
     def calls(self) -> list[str]:
         """What was called, less the questions."""
-        run, module = str(self.run.path), "python -m jobkit.supervisor "
+        run, module = str(self.run.path), f"python -u {start.FILE} jobkit.supervisor.main "
         text = (self.folder / "calls").read_text().replace(run, "RUN").replace(module, "")
         return [line for line in text.splitlines() if not line.startswith(("sinfo", "sleep", "scontrol -o show"))]
 

@@ -194,3 +194,23 @@ def test_a_package_that_the_code_finds_by_sys_path_may_be_there(tmp_path: Path) 
     write(tmp_path, {"mytask.py": f"import vendored\n{TRAIN}"})
     with pytest.raises(InputError, match="no module 'vendored'"):
         check_task("mytask:train", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_told"),
+    [
+        ("PYTHONPATH=src python train.py", True),
+        ('export A=1 PYTHONPATH="$PWD"', True),
+        ("unset PYTHONPATH", True),
+        ("PYTHONPATH=src:$PYTHONPATH python train.py", False),
+        ("export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}src", False),
+        ("# PYTHONPATH=src", False),
+        ("MY_PYTHONPATH=src", False),
+    ],
+)
+def test_a_shell_script_that_keeps_the_snapshot_from_its_programs_is_named(
+    tmp_path: Path, line: str, is_told: bool
+) -> None:
+    (tmp_path / "run.sh").write_text(f"set -e\n{line}\necho $PYTHONPATH\n")
+    warnings = check_command(["bash", "run.sh"], tmp_path).warnings
+    assert [f"{tmp_path}/run.sh:2: PYTHONPATH without $PYTHONPATH" in one for one in warnings] == [True] * is_told

@@ -1,4 +1,4 @@
-"""`python -m jobkit.supervisor local RUN`, `... slurm RUN [SRUN_ARGUMENT ...]`, `... end RUN [ATTEMPT]`.
+"""`jobkit/start.py jobkit.supervisor.main local RUN`, `... slurm RUN [SRUN_ARGUMENT ...]`, `... end RUN [ATTEMPT]`.
 
 `local` is started by a submission, `slurm` and `end` by the batch script (submission/job.sh); `end` finishes what a
 supervisor of the job has left: the end of its attempt, where it was killed, and the requeue.
@@ -7,7 +7,6 @@ supervisor of the job has left: the end of its attempt, where it was killed, and
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,7 +71,3 @@ def main(arguments: Sequence[str]) -> int:
         log.warning("%s", error)
         return EXIT_FAILED  # to a batch script as an error of Python's: another node may have locks
     return EXIT_DECIDED if code == EXIT_FAILED else code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
