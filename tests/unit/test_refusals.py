@@ -144,6 +144,11 @@ SLURM_MISTAKES = [
         ["clusters.slurm.setup: found 5"],
         ["clusters.slurm.setup=5"],
     ),
+    Mistake(
+        "a delay of the signal that is no number of seconds",
+        ["clusters.slurm.signal_delay_s: found '2min'", "seconds"],
+        ["clusters.slurm.signal_delay_s=2min"],
+    ),
 ]
 
 
