@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -21,6 +23,29 @@ def began(pid: int) -> str:
         return ""
     state, threads, started = fields[0], fields[17], fields[19]
     return "ended" if state in "ZX" and int(threads) <= 1 else started
+
+
+def catching(number: int, leaders: Collection[int]) -> list[int]:
+    """The processes that catch a signal, of those in the sessions of some leaders and of all that they have started."""
+    known = {int(entry.name): _fields(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
+    found, new = set[int](), set(leaders)
+    while new:
+        found |= new
+        new = {pid for pid, fields in known.items() if fields and _is_of(fields, found)} - found
+    return [pid for pid in sorted(found) if _catches(pid, number)]
+
+
+def _is_of(fields: list[str], processes: Collection[int]) -> bool:
+    parent, session = int(fields[1]), int(fields[3])
+    return parent in processes or session in processes
+
+
+def _catches(pid: int, number: int) -> bool:
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def _fields(pid: int) -> list[str]:

@@ -48,3 +48,49 @@ def test_a_command_that_ends_well_when_it_is_told_to_stop_has_not_finished(proje
     project.jobkit("preempt", run.name)
     wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["timeout", "preempted", "preempted", "finished"], describe(run)
+
+
+IN_TURN = """\
+[ ! -e "$JOBKIT_RUN/survived" ] || exit 0
+trap 'touch "$JOBKIT_RUN/told"; until [ -e "$JOBKIT_RUN/survived" ]; do sleep 0.1; done; exit 0' USR2
+if [ "$RANK" = 1 ]; then
+    trap - USR2
+    until [ -e "$JOBKIT_RUN/told" ]; do sleep 0.1; done
+    exec touch "$JOBKIT_RUN/survived"
+fi
+while :; do sleep 0.1; done
+"""
+
+
+def test_the_notice_comes_as_early_as_the_cluster_says_and_does_not_end_what_does_not_catch_it(
+    project: Project,
+) -> None:
+    (project.path / "train.sh").write_text(IN_TURN)
+    entry = ("resources.time=5min", "resources.tasks_per_node=2", "clusters.slurm.signal_delay_s=292")
+    project.submit("--cluster", "slurm", *entry)
+    (run,) = project.runs
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["timeout", "finished"], describe(run)
+    assert status(run)["attempts"][1]["began"] == "requeued"  # in place it would have had no time
+
+
+def test_a_shell_that_fails_because_its_program_was_told_to_stop_is_not_held_against_its_node(
+    project: Project, slurm: Cluster
+) -> None:
+    trap_and_fail = SCRIPT.replace("trap 'exit 0' TERM USR2", "trap : USR2").replace("sleep 0.1", "sleep 9 || exit 1")
+    (project.path / "train.sh").write_text(trap_and_fail)
+    project.submit("--cluster", "slurm")
+    (run,) = project.runs
+    slurm.command("scancel", "--signal=USR2", reach(run, 1))
+    (run / "done").touch()
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["timeout", "finished"], describe(run)
+
+
+def test_exit_code_75_of_a_rank_that_was_told_nothing_is_its_failure(project: Project) -> None:
+    (project.path / "train.sh").write_text('[ "$RANK" = 0 ] || exit 75\nwhile :; do sleep 0.1; done\n')
+    project.submit("--cluster", "slurm", "resources.tasks_per_node=2", "retry.crash=1")
+    (run,) = project.runs
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["crashed"], describe(run)
+    assert "rank 1 ended with exit code 75" in status(run)["error"]
