@@ -17,13 +17,17 @@ echo ready >>"$JOBKIT_RUN/ready"
 
 @pytest.fixture
 def project(tmp_path: Path, slurm: Cluster) -> Project:
-    made = Project(tmp_path, slurm.env)
-    (made.path / "train.sh").write_text(SCRIPT)
-    (made.path / "toy.yaml").write_text(
+    return made(tmp_path, slurm, SCRIPT)
+
+
+def made(folder: Path, cluster: Cluster, script: str) -> Project:
+    project = Project(folder, cluster.env)
+    (project.path / "train.sh").write_text(script)
+    (project.path / "toy.yaml").write_text(
         "name: toy\ncommand: [bash, train.sh]\n"
         'resources: {nodes: 1, tasks_per_node: 1, time: "0:01:00"}\nclusters: {slurm: {partition: low}}\n'
     )
-    return made
+    return project
 
 
 def reach(run: Path, attempt: int) -> str:
@@ -48,6 +52,20 @@ def test_a_command_that_ends_well_when_it_is_told_to_stop_has_not_finished(proje
     project.jobkit("preempt", run.name)
     wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["timeout", "preempted", "preempted", "finished"], describe(run)
+
+
+def test_a_preemption_is_told_by_sigterm_where_slurm_sends_others_a_user_signal(
+    tmp_path: Path, short_dir: Path
+) -> None:
+    with Cluster(short_dir, nodes=1, cred_expire=5, user_signal=True) as cluster:
+        project = made(tmp_path, cluster, SCRIPT.replace("TERM USR2", "TERM"))
+        project.submit("--cluster", "slurm")
+        (run,) = project.runs
+        cluster.preempt(reach(run, 1))
+        (run / "done").touch()
+        wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["preempted", "finished"], describe(run)
+    assert "User defined signal" not in (run / "logs" / "1" / "rank_0.err").read_text()
 
 
 IN_TURN = """\
