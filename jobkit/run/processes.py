@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
+from functools import cache
 from pathlib import Path
 
 
@@ -29,3 +33,41 @@ def _fields(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+# Which process, for others that share files: `<its id>_<when it began>_<where>`
+
+
+def named(pid: int) -> str:
+    """What tells a process of this host from all others, now and later, on whichever host."""
+    return f"{pid}_{began(pid)}_{_here()}"
+
+
+def seen_here(name: str) -> int | None:
+    """The id of a process that was named, whether it lives or not; None for one that has another id here, or none."""
+    pid, _, where = (name.split("_", 2) + [""] * 2)[:3]
+    return int(pid) if where == _here() and pid.isdecimal() else None
+
+
+def is_gone(name: str) -> bool:
+    """Whether a process that was named is one that is seen here, and has ended."""
+    pid = seen_here(name)
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # another user's
+    return began(pid) not in (name.split("_", 2)[1], "")
+
+
+@cache
+def _here() -> str:
+    """What processes have in common that see each other's ids: two containers may share the name of a host."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}_{boot[:8]}_{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}_{secrets.token_hex(8)}"  # of no other: nobody takes it for gone

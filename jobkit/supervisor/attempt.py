@@ -19,7 +19,7 @@ from pathlib import Path
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
-from jobkit.run import records, secrets, snapshot, status
+from jobkit.run import processes, records, secrets, snapshot, status
 from jobkit.run.events import Event
 from jobkit.run.files import foreign_owner, is_there, write_atomic
 from jobkit.run.records import Lease, StopRequest
@@ -71,7 +71,8 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         node = os.environ.get("SLURMD_NODENAME") if scheduler == "slurm" else None
         host = socket.gethostname()
         # Before the journal: from here on an older attempt that still lives publishes and journals nothing.
-        records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
+        process = processes.named(os.getpid())
+        records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, process=process, node=node))
         # Submitit, in the ranks, looks for its pickle by the id of the job, which was not known when it was written.
         if pickled.exists():
             write_atomic(run.submitit / f"{job_id}_submitted.pkl", pickled.read_bytes())
