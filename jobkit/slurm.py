@@ -63,7 +63,7 @@ def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mappi
     try:
         # In a session of its own: the terminal's Ctrl-C would end an sbatch whose job is in the queue already.
         done = subprocess.run(
-            arguments, capture_output=True, text=True, timeout=timeout, check=False, env=kept, start_new_session=True
+            arguments, capture_output=True, timeout=timeout, check=False, env=kept, start_new_session=True
         )
     except FileNotFoundError:
         raise SchedulerError(
@@ -74,10 +74,15 @@ def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mappi
             f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (`scontrol ping`){_NO_SLURM}"
         ) from None
     if done.returncode:
-        words = done.stderr or done.stdout
+        words = _as_text(done.stderr or done.stdout)
         unknown = done.returncode < 0 or any(one in words for one in _UNKNOWN_OUTCOME)
         raise (SchedulerTimeout if unknown else SchedulerError)(explain(arguments[0], words))
-    return done.stdout
+    return os.fsdecode(done.stdout)  # names of files are whole in it, whatever is in a site's banner
+
+
+def _as_text(output: str | bytes) -> str:
+    """An output to be shown: a banner may be in another encoding than UTF-8."""
+    return os.fsencode(output).decode(errors="replace")
 
 
 # A controller that is stopped or too busy says neither yes nor no, and may do it later.
@@ -151,6 +156,11 @@ class JobInfo:
     def runs(self, script: Path) -> bool:
         """Whether it is a job of this batch script: another cluster, or one that counts anew, has the same ids."""
         return not self.script or _are_same(Path(self.script), script)
+
+    def was_moved_to(self, script: Path) -> bool:
+        """Whether it may be a job of this batch script under an earlier path, of a folder that was renamed since."""
+        before = Path(self.script)
+        return before.parts[-3:] == script.parts[-3:] and before != script and not os.path.lexists(before)
 
     @property
     def held(self) -> bool:
@@ -337,7 +347,7 @@ def submit(script: str, *options: str, environment: Mapping[str, str] | None = N
     answer = command("sbatch", "--parsable", *options, script, environment=environment)
     job_id = job_id_of(answer)
     if job_id is None:
-        words = "; ".join(line.strip() for line in answer.splitlines() if line.strip())
+        words = "; ".join(line.strip() for line in _as_text(answer).splitlines() if line.strip())
         raise SchedulerTimeout(f"sbatch gave no job's id, and may have queued the job: {words or 'it printed nothing'}")
     return job_id
 

@@ -33,6 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not status.cancel_requested:
         print(f"{found.name} was stopped, and another command has continued it since: it is {status.state}")
         return EXIT_FINISHED
+    if status.state in (State.FINISHED, State.FAILED):
+        print(f"{found.name} {status.state} at step {status.step}, before it could be cancelled")
+        return EXIT_FINISHED
     if status.state != State.CANCELLED:
         print(f"{found.name} is still {status.state}: it was asked to stop; python -m jobkit status {found.name}")
         return EXIT_FAILED if status.state.is_under_way else EXIT_FINISHED

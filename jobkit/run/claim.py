@@ -7,15 +7,13 @@ import fcntl
 import os
 import random
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 from jobkit.run.files import FOR_ALL
-from jobkit.run.processes import began
+from jobkit.run.processes import is_gone, named
 
 ABANDONED_SECONDS = 30.0
 """How long a claim that does not change is respected. An fsync on a busy NFS server may take most of it; only a host
@@ -90,7 +88,9 @@ def _take(claim: Path, prepared: Path, token: str) -> float:
         if _is_taken(claim, prepared, token):
             return now
         holder = _holder(claim)
-        if holder is not None and (_is_gone(holder) or watch.seconds(holder, now) > ABANDONED_SECONDS):
+        if holder is not None and (
+            is_gone(holder.rpartition("_")[0]) or watch.seconds(holder, now) > ABANDONED_SECONDS
+        ):
             with suppress(FileNotFoundError):  # removed by somebody else
                 (claim / holder).unlink()
             watch = _Watch()
@@ -145,38 +145,9 @@ class _Watch:
         return self._seconds
 
 
-# Who holds a claim: `<process>_<when it began>_<nonce>_<host>`
-
-
 def _token() -> str:
-    """A name for one turn of this thread."""
-    pid = os.getpid()
-    return f"{pid}_{began(pid)}_{secrets.token_hex(4)}_{_host()}"
-
-
-def _is_gone(holder: str) -> bool:
-    """Whether a holder is a process of this host that has ended."""
-    pid, since, _, host = (holder.split("_", 3) + [""] * 3)[:4]
-    if host != _host() or not pid.isdecimal():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False  # another user's
-    now = began(int(pid))
-    return now not in (since, "")
-
-
-@cache
-def _host() -> str:
-    """What processes have in common that see each other's ids: two containers may share the name of a host."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()}_{boot[:8]}_{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return f"{socket.gethostname()}_{secrets.token_hex(8)}"  # of no other: nobody takes it for gone
+    """A name for one turn of this thread: which process it is of, and a nonce."""
+    return f"{named(os.getpid())}_{secrets.token_hex(4)}"
 
 
 # A file system without room for a claim

@@ -136,8 +136,8 @@ class Lease:
     attempt: int
     job_id: str | None = None
     host: str | None = None
-    pid: int | None = None
-    """Of the process that began the attempt, on `host`."""
+    process: str | None = None
+    """Which process began the attempt, as run/processes.py names it."""
     node: str | None = None
     """Slurm's name of the node that the batch script runs on."""
 

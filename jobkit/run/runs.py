@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, nearest
+from jobkit.run.files import is_there
 from jobkit.run.rundir import BESIDE, CONFIG, JOURNAL, NUMBERED, STATUS, VERSION, RunDir
 
 
@@ -118,17 +119,21 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     The name in the YAML means the newest version of its only run; others only begin with it.
     """
     for candidate in (Path(text), runs_dir / text):
-        if RunDir(candidate).exists():
+        if _is_run(RunDir(candidate), runs_dir):
             return RunDir(candidate)
     runs = all_runs(runs_dir)
     matches = [run for run in runs if run.name.startswith(text)]
+    if re.fullmatch(r"[0-9]+", text) and (of_job := _of_job(text, runs)):
+        if {run.name for run in (*of_job, *matches)} != {of_job[0].name}:
+            has = f"the job of {', '.join(run.name for run in of_job)}"
+            begins = f" and the beginning of {', '.join(run.name for run in matches[:5])}" if matches else ""
+            raise InputError(f"{text!r} is ambiguous: {has}{begins}; name the run")
+        return of_job[0].open()
     found = [re.fullmatch(rf"({re.escape(text)}-[0-9a-f]{{8}}){VERSION}", run.name) for run in matches]
     own = {match[1] for match in found if match}
     if len(own) == 1:
         (name,) = own
         return list(versions(runs_dir, name))[-1]
-    if re.fullmatch(r"\d+", text):
-        matches = matches or [run for run in runs if text in _job_ids(run)]
     if len(matches) == 1:
         return matches[0].open()
     if matches:
@@ -137,8 +142,20 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     raise InputError(f"no run {text!r} in {runs_dir}{nearest(text, names)}; `python -m jobkit list` shows them")
 
 
-def _job_ids(run: FoundRun) -> set[str | None]:
-    """Those of all its attempts, and of a job that waits."""
-    recorded = run.recorded_status()
-    status = run.open().status().as_dict() if recorded is None else recorded
-    return {status.get("job_id"), *(attempt.get("job_id") for attempt in status.get("attempts", ()))}
+def _is_run(run: RunDir, runs_dir: Path) -> bool:
+    """Whether a folder is a run: outside the runs directory it may be any project's that has a config.yaml."""
+    return run.exists() and (run.path.parent == runs_dir or is_there(run.journal.path))
+
+
+def _of_job(job_id: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
+    """The runs that have a job now, else those that have had it: Slurm may count anew, and so do other clusters."""
+    statuses = [(run, _status(run)) for run in runs]
+    now = [run for run, status in statuses if status.get("job_id") == job_id]
+    return now or [run for run, status in statuses if job_id in (one.get("job_id") for one in status["attempts"])]
+
+
+def _status(run: FoundRun) -> dict[str, Any]:
+    try:
+        return run.recorded_status() or run.open().status().as_dict()
+    except OSError:  # another user's: its jobs are theirs
+        return {"attempts": ()}

@@ -44,7 +44,7 @@ CAUSES = {
     "user": "Ctrl-C, or SIGTERM to a local run",
     "crashed": "an exception, or an exit code other than 0",
     "out_of_memory": "the host's or the GPU's memory was too small",
-    "killed": "a rank, or all, got SIGKILL from outside",
+    "killed": "a rank, or all, died of a signal from outside",
     "hang": "no step in the time that `watchdog` allows",
     "node_failure": "a node died",
     "disk": "the run directory's disk is full, read-only or gone",

@@ -12,11 +12,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
-from jobkit.run import records
+from jobkit.run import processes, records
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
@@ -252,7 +253,12 @@ def _runs_on(run: RunDir, status: Status) -> bool:
 
 
 def _end_slurm_job(run: RunDir, status: Status) -> None:
+    if status.state in (State.FINISHED, State.FAILED):
+        return  # before it could be cancelled: its job ends by itself, with all the time that its teardown takes
     job = slurm.show_job(status.job_id) if status.job_id is not None and can_be_asked(status) else None
+    if job is not None and is_here(status) and job.was_moved_to(run.batch_script):
+        submitted = Path(job.script).parents[2]
+        raise JobkitError(f"job {job.job_id} was submitted as {submitted}; move it back, or scancel {job.job_id}")
     if job is None or not job.runs(run.batch_script):
         # On another cluster: its job finds it so when it starts, and ends. One that runs has had its time by now, and
         # once the run is continued what is left of it has no lease.
@@ -288,8 +294,13 @@ def preempt(run: RunDir, *, grace: bool = True) -> Attempt:
 def _signal_supervisor(run: RunDir, *, grace: bool) -> str | None:
     """Tell a local run's supervisor to stop, or to kill; where that is on another machine, the name of it."""
     lease = run.lease()
-    if lease is None or lease.pid is None or lease.host != os.uname().nodename:
+    if lease is None or lease.process is None:
         return (lease.host if lease is not None else None) or "another machine"
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(lease.pid, signal.SIGTERM if grace else signal.SIGINT)
+    pid = processes.seen_here(lease.process)
+    if pid is None:
+        is_container = lease.host == os.uname().nodename  # its processes have other numbers here, which others have too
+        return f"{lease.host}, in another container" if is_container else str(lease.host)
+    if not processes.is_gone(lease.process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM if grace else signal.SIGINT)
     return None

@@ -14,6 +14,7 @@ from typing import Any
 from submitit.core.utils import DelayedSubmission
 from submitit.local import local as submitit_local
 
+from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.start import words
 from jobkit.submission.plan import LaunchPlan
@@ -62,7 +63,10 @@ def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
     try:
         job = LocalExecutor(plan, read_end, leases).submit(Worker(str(plan.run)))
         process: subprocess.Popen[bytes] = job._process
-        leases.sign(plan.run, process.pid)
+        try:
+            leases.sign(plan.run, process.pid)
+        except OSError as error:  # the supervisor is there: the signature only tells others who has its devices
+            log.warning("who has the devices of %s cannot be written down: %s", plan.run.name, error)
     finally:
         leases.close()
     if read_end is not None:

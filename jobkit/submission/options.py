@@ -83,6 +83,8 @@ def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dic
             resources[key] = value
         elif key == "additional_parameters":
             additional.update(_additional(value, full_key))
+        elif key == "signal_delay_s" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise InvalidValue(full_key, f"found {value!r}, expected a number of seconds")
         elif key in submitit:
             texts = key in ("setup", "teardown", "srun_args")
             parameters[key] = _texts(key, value, full_key) if texts else _scalar(value, full_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 import time
@@ -50,6 +51,8 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         text: str = submitit_slurm._make_sbatch_string(
             command=JOB_SCRIPT.read_text(), folder=self.folder, **{**self.parameters, **ours}
         )
+        if self.plan.config.command:  # its supervisor gives the notice, to what catches it (supervisor/time_limit.py)
+            text = re.sub(r"^#SBATCH --signal=.*\n", "", text, flags=re.MULTILINE)
         return text
 
     def _internal_process_submissions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shlex
 import shutil
 import sys
@@ -49,6 +50,7 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
 
     Returns the user's own files that it imports at its start, relative to `source`.
     """
+    _check_path(plan)
     config, has_setup = plan.config, bool(plan.parameters.get("setup"))
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
@@ -65,6 +67,18 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
     for line in checked.warnings:
         log.warning("%s", line)
     return checked.files
+
+
+NOT_IN_PATHS = {"local": r"%[jtAa]", "slurm": r"%\d*[A-Za-z%]|\\"}
+"""What a run directory's path may not have, by scheduler: Submitit puts numbers of the job for some signs, and Slurm
+for more; `%%` does not keep srun from it, and a backslash keeps Slurm from naming logs after jobs at all."""
+
+
+def _check_path(plan: LaunchPlan) -> None:
+    """Refuse a run directory whose path Submitit or Slurm would not take as it is: no job would find it."""
+    if found := re.search(NOT_IN_PATHS[plan.scheduler], str(plan.run)):
+        where, what = f"runs directory {plan.run.parent}", f"{found[0]} stands for something else in a job's paths"
+        raise InputError(f"{where}: {what}; set --runs-dir or JOBKIT_RUNS")
 
 
 def choose_run(config: Config, runs_dir: Path, fresh: bool) -> RunDir:

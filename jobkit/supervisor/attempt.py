@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
-import re
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from pathlib import Path
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
-from jobkit.run import records, secrets, snapshot, status
+from jobkit.run import processes, records, secrets, snapshot, status
 from jobkit.run.events import Event
 from jobkit.run.files import foreign_owner, is_there, write_atomic
 from jobkit.run.records import Lease, StopRequest
@@ -71,7 +71,8 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
         node = os.environ.get("SLURMD_NODENAME") if scheduler == "slurm" else None
         host = socket.gethostname()
         # Before the journal: from here on an older attempt that still lives publishes and journals nothing.
-        records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, pid=os.getpid(), node=node))
+        process = processes.named(os.getpid())
+        records.write(run.lease_file, Lease(attempt=number, job_id=job_id, host=host, process=process, node=node))
         # Submitit, in the ranks, looks for its pickle by the id of the job, which was not known when it was written.
         if pickled.exists():
             write_atomic(run.submitit / f"{job_id}_submitted.pkl", pickled.read_bytes())
@@ -188,14 +189,18 @@ def end(
     if attempt.ended is None:
         config = run.config()
         is_silent = bool(config.command) and attempt.resumed is None
-        signalled = _last_notice(run, told) if is_silent else None  # the others say themselves what it meant
+        notice = _last_notice(run, told, job) if config.command else None
+        signalled = notice if is_silent else None  # the others say themselves what it meant
         stopped = run.stop_request(number) is not None or (job is not None and slurm.stop_cause(job) is not None)
         if all_returned and config.command and signalled is None and not stopped:
             # A command without jobkit.init reports by its exit code alone: 0 is done, unless it was told to stop.
             run.record(Event.FINISHED, attempt=number)
         else:
             cause = diagnosis.diagnose(run, number, config.resources.nodes, first, job, is_silent=is_silent)
-            cause = _cause_of_signal(cause, _signal_of_end(first, signalled), job) if config.command else cause
+            died_of_it = first is not None and first.signal is not None and first.signal == notice
+            has_exited = first is None or first.code is not None  # a shell whose program died of it exits with any code
+            if notice is not None and (died_of_it or (is_silent and has_exited)):
+                cause = _cause_of_notice(run, cause, notice, job)
             _record_end(run, number, cause, noticed, last_step)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
@@ -230,29 +235,27 @@ def request_stop(run: RunDir, attempt: int, request: StopRequest, *, replace: bo
             records.write(run.stop_request_file(attempt), request)
 
 
-def _last_notice(run: RunDir, told: Notice | None) -> int | None:
+def notice_margin(run: RunDir, limit: float | None) -> float:
+    """How many seconds before its time limit of `limit` a command that reports nothing is told of it: a stop's margin,
+    or more where its cluster's entry gives it more."""
+    entry = run.config().clusters.get(str(run.status().cluster), {})
+    delay = next((value for key, value in entry.items() if key.replace("-", "_") == "signal_delay_s"), 0)
+    return max(delay, slurm.stop_margin(math.inf if limit is None else limit))
+
+
+def _last_notice(run: RunDir, told: Notice | None, job: slurm.JobInfo | None) -> int | None:
     """The signal of a notice that its command may have ended for; one that it has survived for longer was none."""
-    delay = 0
-    with contextlib.suppress(OSError):  # how long before the limit Slurm gives notice, where the YAML says
-        found = re.search(r"--signal=\w+@(\d+)", run.batch_script.read_text())
-        delay = int(found[1]) if found else 0
-    longest = max(delay, slurm.MAX_MARGIN_SECONDS) + slurm.EARLY_SIGNAL_SECONDS + 5  # the signal's own way
+    margin = notice_margin(run, job.limit if job is not None else None)
+    longest = margin + slurm.EARLY_SIGNAL_SECONDS + 5  # the signal's own way
     return told.signal if told is not None and told.seconds <= longest else None
 
 
-def _signal_of_end(first: FirstFailure | None, told: int | None) -> int | None:
-    """The signal that a command ended of, or for; `told` is that by which Slurm told it to stop."""
-    if first is None:
-        return told  # its exit codes are 0, or 75
-    return told if first.code is not None and first.code - 128 == told else first.signal  # as a shell ends for it
-
-
-def _cause_of_signal(cause: EndCause, number: int | None, job: slurm.JobInfo | None) -> EndCause:
-    """What the signal meant that a command ended of: without jobkit.init, that is how it stops."""
+def _cause_of_notice(run: RunDir, cause: EndCause, number: int, job: slurm.JobInfo | None) -> EndCause:
+    """What the signal meant that a command ended of, or for: without jobkit.init, that is how it stops."""
     says_why = cause.cause not in ("killed", "crashed") or cause.failure.traceback is not None
     if says_why or number not in (signal.SIGTERM, signal.SIGUSR2):
         return cause
-    near_limit = job is not None and slurm.early_timeout_signal(job, slurm.stop_margin(job.limit or 0.0))
+    near_limit = job is not None and slurm.early_timeout_signal(job, notice_margin(run, job.limit))
     return EndCause("timeout" if number == signal.SIGUSR2 and near_limit else "signal")
 
 

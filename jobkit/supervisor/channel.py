@@ -108,14 +108,15 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """Of a parent: Slurm has signalled its step, which tells the processes to stop."""
+    """Of a parent: its processes are told to stop, by a signal of Slurm's to its step or by a notice."""
 
     signal: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
-    """To a parent: send its processes a signal, by its name without SIG; all but TERM reach what they have started."""
+    """To a parent: send its processes a signal, by its name without SIG; all but TERM reach what they have started, and
+    USR2, a notice, only those of them that catch it."""
 
     keys: list[int]
     name: str

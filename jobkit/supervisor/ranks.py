@@ -40,7 +40,10 @@ class Ranks(Protocol):
         """Whether any rank has not ended."""
 
     def signal(self, name: str) -> None:
-        """Send a signal, by its name without SIG, to every rank; all but TERM reach what a rank has started, too."""
+        """Send a signal, by its name without SIG, to every rank; all but TERM reach what a rank has started, too.
+
+        USR2 is a notice: only those of its processes get it that catch it, and `told` is set where any does.
+        """
 
     def first_failure(self) -> FirstFailure | None:
         """The first rank or node that ended as it should not, while others may run."""
@@ -83,9 +86,12 @@ class ForkedRanks:
         self._told = False
         """Whether they have been signalled to stop."""
         self._first: FirstFailure | None = None
+        self._attempt = 0
+        self._is_command = False
 
     def prepare(self, begun: Begun) -> None:
         self._ranks, self._told, self._first = [], False, None
+        self._attempt, self._is_command = begun.number, bool(self.run.config().command)
         self.nodes.prepare(begun)
 
     def are_prepared(self) -> bool:
@@ -144,6 +150,8 @@ class ForkedRanks:
             # Exit code 75 and SIGKILL are what was asked for once they have been told to stop.
             told = self._told or gone is not None
             asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if told else self.nodes.codes_of_a_stop
+            if not told and EXIT_RESUMABLE in codes and not self._say_by_code():
+                asked_for = ()
             dead = [(code, rank) for rank, code in enumerate(codes) if code and code not in asked_for]
             if dead:
                 code, rank = min(dead, key=lambda one: one[0] > 0)
@@ -154,6 +162,14 @@ class ForkedRanks:
                     rank=rank, node=parent.node, signal=by, code=None if by else code, out_of_memory=oom
                 )
         return self._first
+
+    def _say_by_code(self) -> bool:
+        """Whether exit code 75 says that a rank has stopped as it was told: that of a command which was told nothing,
+        and does not report, means what it wants."""
+        if not self._is_command or self.told() is not None:
+            return True
+        progress = self.run.progress()
+        return progress is not None and progress.attempt == self._attempt
 
     def cause_of_death(self, job: slurm.JobInfo | None) -> FirstFailure | None:
         while (first := self.first_failure()) is None and self.nodes.is_asking:

@@ -184,11 +184,12 @@ def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
 def _since_silent_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
     """The last attempts of a command that reports nothing, all of which failed.
 
-    One that the scheduler had to end was running: nobody knows how far it came, so it is not held against the run.
+    One that the scheduler had to end was running: nobody knows how far it came, so it is not held against the run. Of
+    one that another program ended by a signal, which may be what ends each of them, that is not said.
     """
     first = 0
     for number, attempt in enumerate(attempts, start=1):
-        if BUDGETS.get(attempt.cause or "lost") in ("preemption", "time_limit"):
+        if attempt.cause in ("preempted", "timeout"):
             first = number
     return attempts[first:]
 

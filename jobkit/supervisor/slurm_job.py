@@ -26,7 +26,7 @@ from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
-from jobkit.supervisor.attempt import ask, end, request_stop
+from jobkit.supervisor.attempt import ask, end, notice_margin, request_stop
 from jobkit.supervisor.diagnosis import first_failure_of_job, srun_said_about
 from jobkit.supervisor.nodes import end_steps, nodes_to_use
 from jobkit.supervisor.retry import Decision
@@ -125,7 +125,7 @@ class SlurmJob:
         return ends
 
     def time_limit(self) -> TimeLimit:
-        return SlurmTimeLimit(self.id)
+        return SlurmTimeLimit(self.run, self.id)
 
     def record(self) -> slurm.JobInfo | None:
         return self._see(ask(self.id))
@@ -206,7 +206,10 @@ class SlurmJob:
         if record.state != "RUNNING" or record.limit is None:
             return False
         # An attempt that would be stopped before it has done more than the last one repeats is a waste.
-        needed = slurm.stop_margin(record.limit) + self.run.status().seconds_to_progress
+        status = self.run.status()
+        needed = slurm.stop_margin(record.limit) + status.seconds_to_progress
+        if self.run.config().command and (status.attempt is None or status.attempt.resumed is None):
+            needed = notice_margin(self.run, record.limit)  # it would be ended without a notice
         return slurm.stop_cause(record, needed) is None
 
     def can_replace(self, record: slurm.JobInfo | None, nodes: Sequence[str]) -> bool | None:

@@ -204,6 +204,7 @@ class AttemptWatch:
         self.watchdog: Watch | None = None
         self.was_told = False
         """Whether the ranks have been signalled to stop."""
+        self._gave_notice = False
         self.no_time_is_left = False
         """Whether the scheduler is ending the job for good: what comes next has to be decided at once."""
         self._killed_at: float | None = None
@@ -261,6 +262,9 @@ class AttemptWatch:
             self._stop_ranks(StopRequest(cause="timeout", grace=0))
         elif self.limit.is_near():
             self._stop_ranks(StopRequest(cause="timeout"))
+        elif self._is_silent() and self.limit.gives_notice() and not self._gave_notice:
+            self.ranks.signal("USR2")
+            self._gave_notice = True
         self._learn()
         self.watchdog = self.watchdog or Watch.of(self.run, self.attempt)
         if error := self.watchdog.look():
@@ -309,5 +313,9 @@ class AttemptWatch:
         progress = self.run.progress()
         if progress is not None and progress.attempt == self.attempt:
             return progress.stopping
-        # A command without jobkit.init reports nothing: from its notice on it may be saving.
-        return self._is_command and (self.was_told or self.ranks.told() is not None)
+        return self._is_command  # nobody knows: it may be saving, or be done in a moment
+
+    def _is_silent(self) -> bool:
+        """Whether the ranks are a command's that has not reported anything."""
+        progress = self.run.progress() if self._is_command else None
+        return self._is_command and (progress is None or progress.attempt != self.attempt)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.log import configure
+from jobkit.run.processes import catching
 from jobkit.run.rundir import RunDir
 from jobkit.run.slots import last_step, make_slots
 from jobkit.supervisor.channel import (
@@ -145,6 +146,8 @@ class Parent:
                 self._try_imports(message.modules)
             case Begins():
                 self.attempt = message.attempt
+            case Signal(name="USR2"):
+                self._give_notice([pid for pid, key in self._ranks.items() if key in message.keys])
             case Signal():
                 self._kills_strays = message.name == "KILL"
                 for pid, key in self._ranks.items():
@@ -256,6 +259,14 @@ class Parent:
     def signal_ranks(self, number: int) -> None:
         for pid in self._ranks:
             send(pid, number)
+
+    def _give_notice(self, ranks: Sequence[int]) -> None:
+        """Send SIGUSR2 to what catches it of some ranks: the rest would die of it, and may be done in time."""
+        if told := catching(signal.SIGUSR2, ranks):
+            self._tell(Told(signal=signal.SIGUSR2))  # first, as where Slurm sends it
+        for pid in told:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
 
     def _tell(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone, as the next look will say

@@ -137,7 +137,16 @@ def test_a_script_without_init_is_preempted_and_starts_again_on_slurm(project: P
     assert [one["GROUP_RANK"] for one in told(run, attempt=2)] == ["0", "0", "1", "1"]
 
 
-def test_a_signal_of_somebodys_own_does_not_count_as_a_crash(project: Project) -> None:
+def test_a_script_that_ends_itself_with_the_signal_to_stop_has_failed(project: Project) -> None:
+    (project.path / "kill.sh").write_text("trap 'kill 0' EXIT\nsleep 100 &\nexit 1\n")
+    one = ("resources.nodes=1", "resources.tasks_per_node=1", "retry.crash=2")
+    project.submit("--local", "command=[bash, kill.sh]", *one, expect=1)
+    (run,) = project.runs
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["killed", "killed"], describe(run)
+    assert "rank 0 was killed by signal 15" in status(run)["error"]
+
+
+def test_a_signal_of_somebodys_own_counts_as_a_kill_and_it_starts_again(project: Project) -> None:
     project.env["WAIT"] = "1"
     with project.start("submit", "toy.yaml", "--local", "resources.nodes=1", "resources.tasks_per_node=1") as process:
         wait_for("its start", lambda: project.runs and (project.runs[0] / "told_1_0.json").exists())
@@ -145,7 +154,7 @@ def test_a_signal_of_somebodys_own_does_not_count_as_a_crash(project: Project) -
         (rank,) = [int(pid) for pid in ranks_of(run)]
         os.kill(rank, signal.SIGTERM)
         assert process.wait(60) == 0
-    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["signal", "finished"]
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["killed", "finished"]
 
 
 def ranks_of(run: Path) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,9 @@ from harness.project import (
     weights,
 )
 from harness.reference import STEPS
+
+from jobkit.run.rundir import RunDir
+from jobkit.submission import job
 
 TWO_RANKS = ("resources.tasks_per_node=1",)
 
@@ -173,3 +178,26 @@ def test_a_run_killed_after_its_loop_finishes_all_the_same(
     assert causes(run) == ["crashed", "finished"] and status(run)["attempts"][1]["first_step"] == STEPS - 1
     assert weights(run) == uninterrupted(2)
     assert logged_steps(run) == list(range(STEPS))
+
+
+# A process namespace of its own under the same host name, as a container has that shares the host's network.
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def test_a_cancel_signals_no_process_that_only_has_the_number_of_one_in_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if subprocess.run([*CONTAINER, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("a container needs root")
+    project = Project(tmp_path)
+    words = [*CONTAINER, sys.executable, "-m", "jobkit", "submit", "toy.yaml", "--local", *TWO_RANKS]
+    project.slow_down(attempts=1)
+    with subprocess.Popen(words, cwd=project.path, env=project.env, stdout=subprocess.DEVNULL) as container:
+        wait_for("some steps", lambda: bool(project.runs) and step(project.runs[0]) >= 3)
+        (run,) = project.runs
+        signalled: list[int] = []
+        monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid) if number else None)
+        assert job.cancel(RunDir(run)) is not None, "its supervisor finds the request in the run directory"
+        monkeypatch.undo()
+        container.wait(60)
+    assert (signalled, status(run)["state"]) == ([], "cancelled")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.in_process import jobkit
 from harness.processes import ranks_of
 from harness.project import Project, status, wait_for
 
@@ -432,3 +433,21 @@ def test_what_stands_in_for_nvml_has_its_names() -> None:
 def test_the_variable_of_a_supervisor_is_not_one_of_the_users(environ: dict[str, str]) -> None:
     leases = take("auto", 1, A, environ)
     assert set(leases.environment) == {"CUDA_VISIBLE_DEVICES", LEASES}
+
+
+def test_a_full_disk_of_the_locks_does_not_lose_a_run_that_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = []
+
+    def full(leases: Leases, run: Path, pid: int) -> None:
+        signed.append(pid)
+        with Path("/dev/full").open("wb", buffering=0) as file:
+            file.write(b"x")
+
+    monkeypatch.setattr(Leases, "sign", full)
+    project = Project(tmp_path)
+    jobkit(project, "submit", "toy.yaml", "--local", "--detach", "resources.nodes=1", "params.steps=2")
+    (run,) = project.runs
+    wait_for("the end", lambda: status(run).get("state") == "finished", run)
+    assert signed == [int(status(run)["job_id"])]

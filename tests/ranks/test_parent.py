@@ -94,6 +94,12 @@ def wait_for_signal(file: str) -> None:
         time.sleep(10)
 
 
+def wait_for_notice(shell: str) -> None:
+    """Become a shell that runs this line."""
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    os.execv("/bin/bash", ["bash", "-c", shell])
+
+
 def become(file: str) -> None:
     os.execv("/bin/sh", ["sh", "-c", f"readlink /proc/$$/fd/* >{file}; exit 4"])
 
@@ -337,3 +343,20 @@ def test_what_ranks_have_imported_is_imported_before_the_next_fork_but_for_what_
     assert "because it makes a lock of multiprocessing, which all ranks would share: locked" in caplog.text
     assert "because it installs a signal handler: deaf" in caplog.text
     assert "writing.log open: writing" in caplog.text
+
+
+def test_a_notice_ends_nothing_that_does_not_catch_it(tmp_path: Path) -> None:
+    catches = "trap 'exit 3' USR2; touch ready; until [ -e end ]; do sleep 0.1; done"
+    hidden = f'setsid bash -c "{catches}"; [ $? = 3 ] && touch told; until [ -e end ]; do sleep 0.1; done'
+    with started() as client:
+        forks = Forks(client, tmp_path)
+        plain = forks.fork("wait_for_notice", "until [ -e end ]; do sleep 0.1; done")
+        client.signal("USR2", [plain])  # nobody catches it
+        catching = forks.fork("wait_for_notice", hidden)
+        wait_for("the trap", (tmp_path / "ready").exists)
+        assert client.told is None  # else what it does from here on would count as told
+        client.signal("USR2", [plain, catching])
+        wait_for("what its shell has started", (tmp_path / "told").exists)
+        (tmp_path / "end").touch()
+        assert (forks.returncode(plain), forks.returncode(catching)) == (0, 0)
+        assert client.told == signal.SIGUSR2

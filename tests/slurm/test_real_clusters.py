@@ -405,3 +405,59 @@ def test_a_run_that_is_being_cancelled_is_not_said_to_run_on(tmp_path: Path, slu
     (run / "logs/1/notice.json").mkdir()  # a request cannot be written, as on a full disk
     done = project.jobkit("cancel", run.name)
     assert "signalled instead" in done.stderr and "cancelled at step" in done.stdout
+
+
+def test_a_cancel_of_a_run_that_was_moved_while_it_trains_is_refused(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *LONG)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    number = status(run)["job_id"]
+    run.parent.rename(tmp_path / "old")
+    said = project.jobkit("cancel", "toy", "--runs-dir", "old", expect=1)
+    assert f"job {number} was submitted as {run}; move it back, or scancel {number}" in said.stderr
+    moved = tmp_path / "old" / run.name
+    assert status(moved)["state"] == "running" and names(moved)[-1] == "cancel_requested"
+    assert slurm.job(number)["JobState"] == "RUNNING"
+    moved.parent.rename(run.parent)
+    assert "cancelled at step" in project.jobkit("cancel", "toy").stdout
+    wait_for("an empty queue", lambda: not queue(slurm, project), run)
+
+
+def test_a_cancel_leaves_the_teardown_of_a_run_that_has_finished_since_its_time(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    (project.path / "mytask.py").write_text(
+        "import pathlib\nimport time\n\n\n"
+        "def train(ctx):\n"
+        "    for _ in ctx.steps(5):\n"
+        "        pass\n"
+        "    (ctx.run_dir / 'loop-done').touch()\n"
+        "    while '\"cancel_requested\"' not in (ctx.run_dir / 'events.jsonl').read_text():\n"
+        "        time.sleep(0.1)\n"
+    )
+    teardown = f"until [ -e {tmp_path}/told ]; do sleep 0.2; done; touch {tmp_path}/copied"
+    project.submit("--cluster", "slurm", *ON_ONE_NODE, f"clusters.slurm.teardown=['{teardown}']")
+    (run,) = project.runs
+    wait_for("the end of the loop", (run / "loop-done").exists, run)
+    said = project.jobkit("cancel", run.name)
+    assert "finished at step 5, before it could be cancelled" in said.stdout
+    (tmp_path / "told").touch()
+    wait_for("an empty queue", lambda: not queue(slurm, project), run)
+    assert (tmp_path / "copied").exists() and status(run)["state"] == "finished"
+
+
+def test_a_banner_that_is_no_utf_8_hides_no_job(tmp_path: Path, slurm: Cluster) -> None:
+    (tmp_path / "bin").mkdir()
+    banner = b"#!/bin/sh\nprintf 'Willkommen in T\\374bingen\\n'\nprintf 'T\\374bingen\\n' >&2\n"
+    for program in ("sbatch", "squeue"):
+        shim = tmp_path / "bin" / program
+        shim.write_bytes(banner + f'exec {shutil.which(program)} "$@"\n'.encode())
+        shim.chmod(0o755)
+    project = Project(tmp_path, {**slurm.env, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"})
+    project.submit("--cluster", "slurm", *HELD)
+    (run,) = project.runs
+    assert queue(slurm, project) == [status(run)["job_id"]]
+    assert "held" in listed(project, run)
+    said = project.submit("--cluster", "slurm", *HELD, "params.lr=2", "clusters.slurm.partition=none", expect=2)
+    assert "T\ufffdbingen; " in said.stderr and "invalid partition" in said.stderr
+    project.jobkit("cancel", run.name)

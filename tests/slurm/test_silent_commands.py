@@ -17,13 +17,17 @@ echo ready >>"$JOBKIT_RUN/ready"
 
 @pytest.fixture
 def project(tmp_path: Path, slurm: Cluster) -> Project:
-    made = Project(tmp_path, slurm.env)
-    (made.path / "train.sh").write_text(SCRIPT)
-    (made.path / "toy.yaml").write_text(
+    return made(tmp_path, slurm, SCRIPT)
+
+
+def made(folder: Path, cluster: Cluster, script: str) -> Project:
+    project = Project(folder, cluster.env)
+    (project.path / "train.sh").write_text(script)
+    (project.path / "toy.yaml").write_text(
         "name: toy\ncommand: [bash, train.sh]\n"
         'resources: {nodes: 1, tasks_per_node: 1, time: "0:01:00"}\nclusters: {slurm: {partition: low}}\n'
     )
-    return made
+    return project
 
 
 def reach(run: Path, attempt: int) -> str:
@@ -48,3 +52,63 @@ def test_a_command_that_ends_well_when_it_is_told_to_stop_has_not_finished(proje
     project.jobkit("preempt", run.name)
     wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["timeout", "preempted", "preempted", "finished"], describe(run)
+
+
+def test_a_preemption_is_told_by_sigterm_where_slurm_sends_others_a_user_signal(
+    tmp_path: Path, short_dir: Path
+) -> None:
+    with Cluster(short_dir, nodes=1, cred_expire=5, user_signal=True) as cluster:
+        project = made(tmp_path, cluster, SCRIPT.replace("TERM USR2", "TERM"))
+        project.submit("--cluster", "slurm")
+        (run,) = project.runs
+        cluster.preempt(reach(run, 1))
+        (run / "done").touch()
+        wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["preempted", "finished"], describe(run)
+    assert "User defined signal" not in (run / "logs" / "1" / "rank_0.err").read_text()
+
+
+IN_TURN = """\
+[ ! -e "$JOBKIT_RUN/survived" ] || exit 0
+trap 'touch "$JOBKIT_RUN/told"; until [ -e "$JOBKIT_RUN/survived" ]; do sleep 0.1; done; exit 0' USR2
+if [ "$RANK" = 1 ]; then
+    trap - USR2
+    until [ -e "$JOBKIT_RUN/told" ]; do sleep 0.1; done
+    exec touch "$JOBKIT_RUN/survived"
+fi
+while :; do sleep 0.1; done
+"""
+
+
+def test_the_notice_comes_as_early_as_the_cluster_says_and_does_not_end_what_does_not_catch_it(
+    project: Project,
+) -> None:
+    (project.path / "train.sh").write_text(IN_TURN)
+    entry = ("resources.time=5min", "resources.tasks_per_node=2", "clusters.slurm.signal_delay_s=292")
+    project.submit("--cluster", "slurm", *entry)
+    (run,) = project.runs
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["timeout", "finished"], describe(run)
+    assert status(run)["attempts"][1]["began"] == "requeued"  # in place it would have had no time
+
+
+def test_a_shell_that_fails_because_its_program_was_told_to_stop_is_not_held_against_its_node(
+    project: Project, slurm: Cluster
+) -> None:
+    trap_and_fail = SCRIPT.replace("trap 'exit 0' TERM USR2", "trap : USR2").replace("sleep 0.1", "sleep 9 || exit 1")
+    (project.path / "train.sh").write_text(trap_and_fail)
+    project.submit("--cluster", "slurm")
+    (run,) = project.runs
+    slurm.command("scancel", "--signal=USR2", reach(run, 1))
+    (run / "done").touch()
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["timeout", "finished"], describe(run)
+
+
+def test_exit_code_75_of_a_rank_that_was_told_nothing_is_its_failure(project: Project) -> None:
+    (project.path / "train.sh").write_text('[ "$RANK" = 0 ] || exit 75\nwhile :; do sleep 0.1; done\n')
+    project.submit("--cluster", "slurm", "resources.tasks_per_node=2", "retry.crash=1")
+    (run,) = project.runs
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["crashed"], describe(run)
+    assert "rank 1 ended with exit code 75" in status(run)["error"]

@@ -91,8 +91,12 @@ EARLY, LATE = info(end=400.0, elapsed=77.0), info(end=400.0, elapsed=300.0)
         (USR2, FirstFailure(rank=0, code=128 + USR2), LATE, "timeout"),
         (TERM, FirstFailure(rank=0, code=128 + TERM), EARLY, "signal"),
         (None, FirstFailure(rank=0, code=128 + TERM), EARLY, "crashed"),
-        (USR2, FirstFailure(rank=0, code=1), LATE, "crashed"),
-        (None, FirstFailure(rank=0, signal=TERM), EARLY, "signal"),
+        (USR2, FirstFailure(rank=0, code=1), LATE, "timeout"),  # of a shell whose program died of it
+        (TERM, FirstFailure(rank=0, code=1), EARLY, "signal"),
+        (None, FirstFailure(rank=0, code=1), LATE, "crashed"),
+        (TERM, FirstFailure(rank=0, signal=TERM), EARLY, "signal"),
+        (None, FirstFailure(rank=0, signal=TERM), EARLY, "killed"),  # nobody told it to stop
+        (None, FirstFailure(rank=0, signal=TERM), info(preempt_time=1.0), "preempted"),
         (USR2, FirstFailure(rank=0, signal=9), LATE, "killed"),
     ],
 )
@@ -117,10 +121,25 @@ def test_a_notice_that_a_silent_command_has_survived_was_not_its_end(
     run: RunDir, seconds: float, delay: int, cause: str
 ) -> None:
     run.write_config(Config(name="toy", command=["train"]))
-    run.submitit.mkdir(parents=True, exist_ok=True)
-    run.batch_script.write_text(f"#!/bin/bash\n#SBATCH --signal=USR2@{delay}\n")
+    submitted_with(run, delay)
     begin(run, job_id="7", scheduler="slurm")
     end(run, 1, "7", job=LATE, all_returned=True, told=Notice(USR2, seconds))
+    assert causes(run) == [cause]
+
+
+def submitted_with(run: RunDir, delay: int) -> None:
+    run.write_config(Config(name="toy", command=["train"], clusters={"slurm": {"signal-delay-s": delay}}))
+    run.record(Event.SUBMITTING, cluster="slurm", scheduler="slurm")
+
+
+@pytest.mark.parametrize(("remaining", "cause"), [(210.0, "timeout"), (400.0, "signal")])
+def test_a_notice_as_early_as_the_cluster_gives_it_is_the_time_limit(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, remaining: float, cause: str
+) -> None:
+    submitted_with(run, 180)
+    begin(run, job_id="7", scheduler="slurm")
+    job = info(end=1000.0, elapsed=1000.0 - remaining)
+    end(run, 1, "7", job=job, all_returned=True, told=Notice(USR2, 30.0))
     assert causes(run) == [cause]
 
 

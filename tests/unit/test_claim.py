@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from jobkit.run import claim
+from jobkit.run import claim, processes
 from jobkit.run.claim import claimed
 from jobkit.run.journal import Journal
 
@@ -145,7 +145,7 @@ def claim_of(file: Path, holder: str) -> Path:
 def test_the_claim_of_another_host_is_broken_when_it_has_not_changed_for_long(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim_of(file, "1_1_abcd_elsewhere")
+    claim_of(file, "1_1_elsewhere_abcd")
     monkeypatch.setattr(claim, "ABANDONED_SECONDS", 0.05)
     Journal(file).append("next")
     assert names(file.parent) == [file.name]
@@ -165,9 +165,9 @@ def test_who_was_suspended_has_not_watched_meanwhile() -> None:
 
 
 def test_a_claim_is_given_up_with_an_error_that_names_its_holder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim_of(file, "1_1_abcd_elsewhere")
+    claim_of(file, "1_1_elsewhere_abcd")
     monkeypatch.setattr(claim, "WAIT_SECONDS", 0.0)
-    with pytest.raises(OSError, match="still claimed by 1_1_abcd_elsewhere"):
+    with pytest.raises(OSError, match="still claimed by 1_1_elsewhere_abcd"):
         Journal(file).append("next")
     assert not file.exists() and names(file.parent) == ["events.jsonl.claim"]
 
@@ -260,13 +260,13 @@ def test_threads_of_one_process_take_turns(file: Path) -> None:
 
 
 def test_a_process_of_another_container_with_the_same_host_name_is_not_taken_for_gone() -> None:
-    own = claim._token()
-    pid, began, nonce, host = own.split("_", 3)
-    assert not claim._is_gone(own)
-    assert claim._is_gone(f"{pid}_1_{nonce}_{host}"), "another process has its id by now"
-    assert not claim._is_gone(f"4194305_{began}_{nonce}_{host}x")
-    assert claim._is_gone(f"4194305_{began}_{nonce}_{host}"), "beyond every process id"
-    assert not claim._is_gone("somebody")
+    own = processes.named(os.getpid())
+    pid, began, where = own.split("_", 2)
+    assert not processes.is_gone(own) and processes.seen_here(own) == os.getpid()
+    assert processes.is_gone(f"{pid}_1_{where}"), "another process has its id by now"
+    assert not processes.is_gone(f"4194305_{began}_{where}x")
+    assert processes.is_gone(f"4194305_{began}_{where}"), "beyond every process id"
+    assert not processes.is_gone("somebody") and processes.seen_here("somebody") is None
 
 
 def test_a_writer_that_waits_leaves_the_generator_of_the_training_as_it_is(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         monkeypatch.delenv(name)
     run = RunDir(tmp_path / "runs" / "toy-1.5b-12345678")
     run.path.mkdir(parents=True)
-    write(run.lease_file, Lease(attempt=1, job_id="1", host="here", pid=1, node=None))
+    write(run.lease_file, Lease(attempt=1, job_id="1", host="here", node=None))
     return run
 
 
@@ -216,7 +216,7 @@ def test_what_is_too_large_is_not_saved_and_said_once(
 
 def test_an_attempt_that_has_lost_the_run_saves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     put(use(run, monkeypatch) / "triton/kernel", "code")
-    write(run.lease_file, Lease(attempt=2, job_id="1", host="there", pid=1, node=None))
+    write(run.lease_file, Lease(attempt=2, job_id="1", host="there", node=None))
     save(run)
     assert not run.compiled.exists()
 

@@ -159,3 +159,36 @@ def test_a_run_behind_a_link_is_the_one_where_the_link_is(tmp_path: Path) -> Non
     assert found.path == tmp_path / "runs/toy-00000000"
     with real.alive_lock():
         assert found.has_local_supervisor()
+
+
+def test_a_number_is_a_job_before_it_is_the_beginning_of_a_name(tmp_path: Path) -> None:
+    make(tmp_path, "a-00000000", job="5")
+    make(tmp_path, "b-00000000", job="51")
+    assert find_run("5", tmp_path).name == "a-00000000"
+    later = make(tmp_path, "c-00000000", job="4")
+    later.record(Event.REQUEUED, job_id="5")
+    later.record(Event.STARTED, attempt=2, job_id="5")
+    earlier = RunDir(tmp_path / "a-00000000")
+    earlier.record(Event.SUBMITTING, cluster="h100", scheduler="slurm")
+    earlier.record(Event.SUBMITTED, job_id="6")
+    assert find_run("5", tmp_path).name == "c-00000000", "who has it now, before who has had it"
+    make(tmp_path, "5b-lm-00000000")
+    with pytest.raises(InputError, match="'5' is ambiguous: the job of c-00000000 and the beginning of 5b-lm-00000000"):
+        find_run("5", tmp_path)
+    assert find_run("5b", tmp_path).name == "5b-lm-00000000"
+    make(tmp_path, "4-00000000", job="4")
+    assert find_run("4", tmp_path).name == "4-00000000"
+
+
+def test_a_folder_of_the_project_with_a_config_is_not_taken_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, runs = tmp_path / "project", tmp_path / "project/runs"
+    make(runs, "toy-00000000")
+    (project / "toy").mkdir()
+    (project / "toy/config.yaml").write_text("a: 1\n")  # as Hydra's users have
+    monkeypatch.chdir(project)
+    for text in ("toy", "runs/toy-00000000", str(runs / "toy-00000000")):
+        assert find_run(text, runs).name == "toy-00000000"
+    with pytest.raises(InputError, match="no run"):
+        find_run(str(project / "toy"), runs)

@@ -54,6 +54,11 @@ def test_the_stop_signal_comes_within_the_time_limit(written: str) -> None:
     assert 0 < before < int(lines["time"]) * 60
 
 
+def test_slurm_does_not_signal_a_command() -> None:
+    config = Config(name="toy", command=["train"], clusters={"slurm": {"signal_delay_s": 300}})
+    assert "signal" not in sbatch_lines(make_plan(Path("/runs/toy-12345678"), config, "slurm"))
+
+
 def test_a_cluster_may_have_resources_of_its_own() -> None:
     entry = {"nodes": 4, "tasks_per_node": 8, "time": "2h", "cpus-per-task": 6}
     made = plan({"h100": entry}, "h100", nodes=1, gpus_per_task=1)

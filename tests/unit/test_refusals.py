@@ -122,6 +122,9 @@ MISTAKES = [
     Mistake("a runs directory below a file", ["toy.yaml/runs", "--runs-dir"], ["--runs-dir", "toy.yaml/runs"]),
     Mistake("a runs directory nobody can make", ["/proc/runs", "--runs-dir"], ["--runs-dir", "/proc/runs"]),
     Mistake(
+        "a runs directory with a sign of Submitit's", ["run%j: %j", "--runs-dir"], ["--runs-dir", "run%j", "--dry-run"]
+    ),
+    Mistake(
         "a file where the run directory should be",
         ["runs", "--runs-dir"],
         ["params={}"],
@@ -137,12 +140,27 @@ SLURM_MISTAKES = [
         ["clusters.slurm.partion", "did you mean 'partition'?"],
         ["clusters.slurm.partion=low"],
     ),
+    Mistake(
+        "a runs directory with a sign of Slurm's",
+        ["a\\b: \\ stands", "JOBKIT_RUNS"],
+        ["--runs-dir", "a\\b", "--dry-run"],
+    ),
+    Mistake(
+        "a runs directory with a pattern of Slurm's",
+        ["run%4u: %4u", "JOBKIT_RUNS"],
+        ["--runs-dir", "run%4u", "--dry-run"],
+    ),
     Mistake("an option that jobkit sets", ["clusters.slurm.output", "jobkit logs"], ["clusters.slurm.output=x"]),
     Mistake("an unknown scheduler", ["clusters.slurm.scheduler", "slurm, local"], ["clusters.slurm.scheduler=pbs"]),
     Mistake(
         "setup that is no text",
         ["clusters.slurm.setup: found 5"],
         ["clusters.slurm.setup=5"],
+    ),
+    Mistake(
+        "a delay of the signal that is no number of seconds",
+        ["clusters.slurm.signal_delay_s: found '2min'", "seconds"],
+        ["clusters.slurm.signal_delay_s=2min"],
     ),
 ]
 
@@ -246,6 +264,12 @@ def test_a_dry_run_leaves_nothing_behind_and_refuses_the_same(project: Project) 
             ["did you mean 'mytask'?"],
         )
     assert not (project.path / "runs").exists()
+
+
+def test_a_percent_sign_that_means_nothing_is_part_of_a_path(project: Project) -> None:
+    for place, folder in ((["--local"], "50% of 100%d"), (["--cluster", "slurm"], "50% of 5%_x")):
+        done = jobkit(project, "submit", "toy.yaml", "--dry-run", *place, "--runs-dir", folder)
+        assert f"{folder}/toy-" in done.stdout
 
 
 def test_local_and_cluster_together_are_refused(project: Project) -> None:

@@ -203,7 +203,8 @@ SILENT: list[tuple[str, Sequence[Attempt], bool]] = [
     ("three kills and hangs in a row", [QUIET_CRASH, ended("killed", None), ended("hang", None)], False),
     ("three crashes, a time limit between", [QUIET_CRASH, QUIET_CRASH, QUIET_TIMEOUT, QUIET_CRASH], True),
     ("three crashes, a preemption between", [QUIET_CRASH, QUIET_PREEMPTION, QUIET_CRASH, QUIET_CRASH], True),
-    ("three crashes, a signal between", [QUIET_CRASH, QUIET_CRASH, QUIET_SIGNAL, QUIET_CRASH], True),
+    ("three crashes, a signal between", [QUIET_CRASH, QUIET_CRASH, QUIET_SIGNAL, QUIET_CRASH], False),
+    ("a hundred signals", [QUIET_SIGNAL] * 100, True),
     ("three crashes since a time limit", [QUIET_TIMEOUT, *[QUIET_CRASH] * 3], False),
     ("three crashes, a dead node between", [QUIET_CRASH, QUIET_CRASH, ended("lost", None), QUIET_CRASH], False),
     ("ten dead nodes in a row", [ended("node_failure", None)] * 10, False),
@@ -234,6 +235,12 @@ def test_a_command_that_reports_nothing_may_be_forbidden_to_run_out_of_time() ->
 def test_a_time_limit_ends_the_growing_pauses_of_a_command_that_reports_nothing() -> None:
     attempts = [*[ended("killed", None)] * 2, QUIET_TIMEOUT, ended("killed", None)]
     assert decide(attempts, is_command=True, keeps_nodes=lambda without: True).pause == 0
+
+
+def test_a_command_that_signals_end_again_and_again_waits_longer_each_time() -> None:
+    attempts = [QUIET_SIGNAL] * 4
+    pauses = [decide(attempts[:n], is_command=True, keeps_nodes=lambda without: True).pause for n in (1, 2, 3, 4)]
+    assert pauses == sorted(set(pauses)) and pauses[0] == 0
 
 
 BUDGET_ROWS: list[tuple[str, RetryConfig, Sequence[Attempt], bool]] = [

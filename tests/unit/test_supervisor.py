@@ -181,12 +181,27 @@ def test_under_slurm_the_supervisor_keeps_a_part_of_the_margin_to_decide_in(
     monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: info(elapsed=next(elapsed)))
     monkeypatch.setattr(slurm, "stop_margin", lambda limit: 12.0)
     ranks, job = Ranks(clock), Job()
-    job.limit = SlurmTimeLimit("7")
+    job.limit = SlurmTimeLimit(run, "7")
     progress = Progress(attempt=1, time=0.0, stopping=stopping)
     ranks.on_start = lambda: records.write(run.progress_file, progress)
     Supervisor(run, ranks, job).supervise()
     ((name, when),) = ranks.sent
     assert name == "KILL" and killed_at <= when <= killed_at + 2
+    assert causes(run) == ["timeout"]
+
+
+def test_a_command_that_reports_nothing_is_told_of_the_limit_and_may_run_until_shortly_before_it(
+    run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_config(Config(name="toy", command=["train"]))
+    elapsed = iter([0.0, 60.25, 120.5])
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: info(elapsed=next(elapsed)))
+    monkeypatch.setattr(slurm, "stop_margin", lambda limit: 12.0)
+    ranks, job = Ranks(clock), Job()
+    job.limit = SlurmTimeLimit(run, "7")
+    Supervisor(run, ranks, job).supervise()
+    (notice, told_at), (end, killed_at) = ranks.sent
+    assert (notice, end) == ("USR2", "KILL") and 88 <= told_at < 90 and 98 <= killed_at < 100
     assert causes(run) == ["timeout"]
 
 
