@@ -7,14 +7,17 @@ import os
 import stat
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jobkit.errors import InputError
 
 COMPILED_SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 """Of extension modules: they are imported as Python files are, and git seldom knows them."""
+
+_MODULES = (".py", *COMPILED_SUFFIXES)
 
 _PROGRAMS = ".py .pyi .pyx .c .cc .cpp .cu .cuh .h .hpp .sh"
 PROGRAM_SUFFIXES = (*_PROGRAMS.split(), *COMPILED_SUFFIXES)
@@ -57,7 +60,8 @@ def find(source: Path, skip: Path, needed: Iterable[Path] = ()) -> CodeFiles:
     """The code below `source`: the files git tracks or would, in submodules and nested clones too; without git, source.
 
     Links to folders are followed. A file that git ignores is code if it is one of `needed`, and then what looks like
-    source beside it is, too. Nothing below `skip` (the runs directory) is code, nor is a big file that is no program.
+    source beside it is, too; so are modules beside Python files and below packages. Nothing below `skip` (the runs
+    directory) is code, nor is a big file that is no program.
     Raises InputError when there are too many files for this to be a project's folder.
     """
     search = _Search(source, skip.resolve())
@@ -65,7 +69,7 @@ def find(source: Path, skip: Path, needed: Iterable[Path] = ()) -> CodeFiles:
     required = set(needed)
     for name in required:
         search.add_needed(name)
-    search.add_compiled()
+    search.add_modules()
     if len(search.sizes) > MAX_FILES:
         ((folder, count),) = Counter(name.parts[0] for name in search.sizes).most_common(1)
         where = "run the command in the project's own folder, or let git ignore what is no code"
@@ -109,8 +113,10 @@ class _TooMuch(Exception):
 class _Search:
     """Collects the code below `source`. Folders are given by their names relative to it and by their real paths."""
 
-    def __init__(self, source: Path, skip: Path, *, is_linked: bool = False) -> None:
-        self._source, self._skip, self._is_linked = source, skip, is_linked
+    def __init__(self, source: Path, skip: Path, *, is_limited: bool = False, only_modules: bool = False) -> None:
+        self._source, self._skip, self._is_limited = source, skip, is_limited
+        self._only_modules = only_modules
+        """Whether only what an import can name is code, where no git says what is."""
         self._looked_at = 0
         self.sizes: dict[Path, int] = {}
         self.remarks: list[str] = []
@@ -137,12 +143,29 @@ class _Search:
         self._walk(folder, real, (self._source.resolve(), real))
         self._add(name, (self._source / name).resolve(), ())
 
-    def add_compiled(self) -> None:
-        """Add the extension modules beside Python files: they are built in place, and git ignores them."""
-        for folder in {name.parent for name in self.sizes if name.suffix == ".py"}:
-            for entry in os.scandir(self._source / folder):
-                if entry.name.endswith(COMPILED_SUFFIXES):
-                    self._add(folder / entry.name, Path(entry.path), ())
+    def add_modules(self) -> None:
+        """Add the modules beside Python files, and below packages: those made in place are ignored by git.
+
+        An import at run time may name them, and a shell script may lead there. The top of a repository has folders
+        that are no packages, with environments and results: of it only what is beside the others is added.
+        """
+        folders = {name.parent for name in self.sizes if name.suffix == ".py"}
+        for folder in folders:
+            real = (self._source / folder).resolve()
+            is_top = folder == Path() or (real / ".git").exists()
+            for entry in _entries(real):
+                name, there = folder / entry.name, real / entry.name
+                if entry.name.endswith(_MODULES):
+                    self._add(name, there, ())
+                elif not is_top and name not in folders and entry.is_dir(follow_symlinks=False):
+                    self._add_package(name, there)
+
+    def _add_package(self, name: Path, real: Path) -> None:
+        """Add the modules of a folder that may be a package, unless it is a data set."""
+        behind = _Search(self._source, self._skip, is_limited=True, only_modules=True)
+        if behind._may_have_code(real):
+            what = f"{name} has too much for code, so what git ignores there is not in the code snapshot"
+            self._take_over(behind, partial(behind._walk, name, real, (real,)), what)
 
     def _add(self, name: Path, real: Path, followed: tuple[Path, ...]) -> None:
         if real == self._skip or self._skip in real.parents:
@@ -174,22 +197,27 @@ class _Search:
             return
         if any(target == one or target in one.parents for one in followed):
             return  # the link leads back
-        behind = _Search(self._source, self._skip, is_linked=True)
+        behind = _Search(self._source, self._skip, is_limited=True)
+        what = f"{name}, a link to {target}, leads to too much for code, so it is not in the code snapshot"
+        self._take_over(behind, partial(behind.add_folder, name, target, followed), f"{what}: link the package itself")
+
+    def _take_over(self, behind: _Search, search: Callable[[], None], remark: str) -> None:
+        """Add what another search finds, unless that is a data set: with Python files in it there is a remark."""
         try:
-            behind.add_folder(name, target, followed)
+            search()
             copied = [size for one, size in behind.sizes.items() if not _is_big_data(one, size)]
             if len(behind.sizes) > MAX_FILES or sum(copied) > MUCH_BYTES:
                 raise _TooMuch
         except _TooMuch:
             if any(one.suffix == ".py" for one in behind.sizes):
-                what = f"{name}, a link to {target}, leads to too much for code, so it is not in the code snapshot"
-                self.remarks.append(f"{what}: link the package itself")
+                self.remarks.append(remark)
             return
         self.sizes.update(behind.sizes)
         self.remarks += behind.remarks
 
     def _walk(self, name: Path, real: Path, followed: tuple[Path, ...]) -> None:
         """Add what looks like source."""
+        suffixes = _MODULES if self._only_modules else SOURCE_SUFFIXES
         waiting = [(name, real)]
         while waiting:
             name, real = waiting.pop()
@@ -197,18 +225,23 @@ class _Search:
                 here, there = name / entry.name, real / entry.name
                 is_link = entry.is_symlink()
                 if not (there.is_dir() if is_link else entry.is_dir()):
-                    if entry.name.endswith(SOURCE_SUFFIXES):
+                    if entry.name.endswith(suffixes):
                         self._add(here, there, followed)
-                elif not entry.name.startswith(_SKIPPED) and there != self._skip and not _is_environment(there):
+                elif self._may_have_code(there):
                     if is_link:
                         self._add(here, there, followed)
                     else:
                         waiting.append((here, there))
                 self._count()
 
+    def _may_have_code(self, folder: Path) -> bool:
+        if folder.name.startswith(_SKIPPED) or (self._only_modules and not folder.name.isidentifier()):
+            return False
+        return folder != self._skip and not _is_environment(folder)
+
     def _count(self) -> None:
         self._looked_at += 1
-        if self._is_linked and (len(self.sizes) > MAX_LINKED_FILES or self._looked_at > MAX_FILES):
+        if self._is_limited and (len(self.sizes) > MAX_LINKED_FILES or self._looked_at > MAX_FILES):
             raise _TooMuch
         if self._looked_at > 20 * MAX_FILES:
             where = "run the command in the project's own folder"

@@ -192,6 +192,18 @@ def test_a_task_imports_from_submodules_clones_and_links(tmp_path: Path) -> None
     assert_all_in_snapshot(project.runs[0], "cloned.part", "linked.part", "parts.part")
 
 
+def test_modules_that_git_ignores_are_there_for_shell_scripts_and_imports_by_name(tmp_path: Path) -> None:
+    files = {"pkg/__init__.py": "from ._version import VERSION\n", "nsp/a.py": "", "train.sh": "python train.py\n"}
+    imports = "import pkg, importlib\ngen = importlib.import_module('nsp.gen.g')\n"
+    files["train.py"] = f"{imports}print('gen', gen.__file__)\nprint('pkg', pkg.__file__, flush=True)\n"
+    files["toy.yaml"] = "name: toy\ncommand: [bash, train.sh]\n"
+    project = Project(tmp_path)
+    repository(tmp_path, {**files, ".gitignore": "runs\n_version.py\ngen\n"})
+    write(tmp_path, {"pkg/_version.py": "VERSION = 1\n", "nsp/gen/g.py": ""})
+    project.submit("--local")
+    assert_all_in_snapshot(project.runs[0], "gen", "pkg")
+
+
 # What is said of it
 
 

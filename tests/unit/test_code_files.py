@@ -167,6 +167,24 @@ def test_what_the_task_imports_is_copied_with_what_lies_beside_it_although_git_i
     assert "out/made.py" not in found(project, "pkg/_version.py")
 
 
+def test_modules_of_a_package_are_copied_although_git_ignores_them(tmp_path: Path) -> None:
+    project = repository(tmp_path / "project", {"train.py": "", "pkg/a.py": "", ".gitignore": "_*.py\ngen\nout\n"})
+    modules = ("_local.py", "pkg/_version.py", "pkg/gen/g.py", "pkg/gen/deep/h.py", f"pkg/gen/_fast{EXTENSION}")
+    write(project, dict.fromkeys(modules, ""))
+    others = ("out/made.py", "pkg/out/data.txt", "pkg/out/run-1/made.py", "pkg/out/env/pyvenv.cfg", "pkg/out/env/a.py")
+    write(project, dict.fromkeys([*others, "pkg/gen/.cache/a.py", "pkg/gen/__pycache__/a.py"], ""))
+    assert found(project) == {".gitignore", "train.py", "pkg/a.py", *modules}
+    assert not remarks(project)
+
+
+def test_a_data_set_in_a_package_is_not_copied_and_named_where_it_has_python_files(tmp_path: Path) -> None:
+    project = repository(tmp_path / "project", {"pkg/a.py": "", ".gitignore": "images\nprograms\n"})
+    for number in range(code_files.MAX_LINKED_FILES + 1):
+        write(project / "pkg", {f"images/{number}.png": "", f"programs/p{number}.py": ""})
+    assert found(project) == {".gitignore", "pkg/a.py"}
+    assert remarks(project).startswith("pkg/programs has too much for code")
+
+
 @pytest.mark.parametrize("is_repository", [True, False])
 def test_an_extension_module_built_in_place_is_copied(tmp_path: Path, is_repository: bool) -> None:
     project = tmp_path / "project"
