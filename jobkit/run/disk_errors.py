@@ -13,6 +13,14 @@ DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, err
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Those of them that stay until a person makes room; the others may be one node's."""
 
+AWAY = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+)
+"""What a file server answers, or its mount says for it, while it is away; or a disk that is dying."""
+
+NO_PATH = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR})
+"""What is said of a path that a person has mistyped."""
+
 # What libraries written in Rust, safetensors among them, make of an OSError.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
@@ -35,12 +43,17 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def in_a_line(error: OSError) -> str:
-    """What to tell of a file that may not be touched, or of a disk that refuses; raises any other error as it is."""
+    """What to tell of a file that may not be touched, a disk that refuses or is away; raises any other as it is."""
     if isinstance(error, PermissionError) and error.filename is not None:
         whose = "another user's"
         with contextlib.suppress(OSError, KeyError):
             whose = f"{Path(error.filename).owner()}'s"
         return f"{error.filename}: {error.strerror}: it is {whose}; --runs-dir or JOBKIT_RUNS choose runs of your own"
+    where = error.filename2 or error.filename or "the disk"
     if error.errno in FULL:
-        return f"{error.filename2 or error.filename or 'the disk'}: {error.strerror}; make room, and repeat the command"
+        return f"{where}: {error.strerror}; make room, and repeat the command"
+    if error.errno in AWAY:
+        return f"{where}: {error.strerror}; repeat the command when its file system answers again"
+    if error.errno in NO_PATH:
+        return f"{where}: {error.strerror}"
     raise error

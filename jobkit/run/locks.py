@@ -6,15 +6,22 @@ import contextlib
 import errno
 import fcntl
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from jobkit.errors import InputError
-from jobkit.run.files import FOR_ALL
+from jobkit.log import log
+from jobkit.run.files import FOR_ALL, write_atomic
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What flock says where a file system has no locks, or its mount none on this host."""
+
+
+TOLD_AFTER_SECONDS = 2.0
+"""How long a command waits for another one without a word: most hold a lock for less."""
 
 
 class NoLocks(InputError):
@@ -39,6 +46,39 @@ def lock_at(file: Path, elsewhere: str) -> FileLock:
             f"do the same work at once. Mount it with them (nfs: without nolock; lustre: with flock), or {elsewhere}"
         ) from None
     return FileLock(file)
+
+
+@contextlib.contextmanager
+def held(lock: FileLock, what: str) -> Iterator[None]:
+    """Hold a lock; who waits for it is told by whom it is held, who may stand still. `what` is what that one does."""
+    file = Path(lock.lock_file)
+    try:
+        lock.acquire(timeout=TOLD_AFTER_SECONDS)
+    except Timeout:
+        log.warning("%s is %s, and is waited for; Ctrl-C ends that", _who_holds(file), what)
+        lock.acquire()
+    try:
+        with contextlib.suppress(OSError):  # beside the lock, which whoever tries to get it empties
+            write_atomic(_name_file(file), f"process {os.getpid()} on {socket.gethostname()}", durable=False)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            _name_file(file).unlink()
+        lock.release()
+
+
+def _name_file(lock: Path) -> Path:
+    return lock.with_name(f"{lock.name}.holder")
+
+
+def _who_holds(lock: Path) -> str:
+    try:
+        who = _name_file(lock).read_text()
+        with contextlib.suppress(KeyError):  # a user that this machine does not know
+            who += f", of user {_name_file(lock).owner()},"
+    except OSError:
+        return "a process that has not left its name"
+    return who
 
 
 def is_free(file: Path) -> bool:

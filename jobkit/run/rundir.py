@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jobkit.run.events import Event
 from jobkit.run.files import is_there, write_json
 from jobkit.run.fold import fold
 from jobkit.run.journal import Journal
-from jobkit.run.locks import is_free, lock_at
+from jobkit.run.locks import held, is_free, lock_at
 from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
 from jobkit.run.status import Status, complete
 
@@ -100,11 +100,12 @@ class RunDir:
     def stop_request_file(self, attempt: int) -> Path:
         return self.logs(attempt) / "notice.json"
 
-    def submission_lock(self) -> FileLock:
-        """Held while deciding about, and making, one submission."""
+    def submission_lock(self) -> AbstractContextManager[None]:
+        """Held while deciding about, and making, one submission; after a while it says who is waited for."""
         # One for all versions of a run: to make the next one is to decide about this one.
         name = self.path.resolve().name
-        return self._lock("submit", re.sub(f"(-[0-9a-f]{{8}}){VERSION}$", r"\1", name))
+        name = re.sub(f"(-[0-9a-f]{{8}}){VERSION}$", r"\1", name)
+        return held(self._lock("submit", name), f"at work on {name}")
 
     def alive_lock(self) -> FileLock:
         """Held by a local attempt's supervisor as long as it lives: the kernel releases it however that ends."""

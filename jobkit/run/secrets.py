@@ -1,6 +1,6 @@
 """Values that are nobody else's business, by the names that they have: masked in what others can read, kept apart.
 
-A name says so by one of its words, as in `hf_token`, `apiKey` or `WANDB_API_KEY`. Texts alone are masked: a number
+A name says so by one of its words, as in `hf_token`, `apiKey` or `WANDB_APIKEY`. Texts alone are masked: a number
 under such a name, as in `key: 3`, is none.
 """
 
@@ -18,15 +18,30 @@ from jobkit.run.files import FOR_OWNER, read_fresh, write_atomic
 MASK = "***"
 """What is shown instead."""
 
-_WORDS = "token key keys password passwords passwd secret secrets credential credentials"
-WORDS = frozenset(_WORDS.split())  # not `tokens`, which are counted
+_SECRET = re.compile(
+    r"(?:token|passwords?|passwd|passphrase|pwd|secrets?|credentials?|(?:^|_)keys?|(?:^|_)authorization"
+    r"|(?:api|access|secret|private|auth|ssh|account|signing|encryption|pass)_?keys?"  # not `monkey`
+    r"|(?:hf|api|auth|access|refresh|bearer)_?tokens"  # others are counted
+    r"|(?:db|database|user|admin|root|login|smtp|mail|ftp|proxy|mysql|postgres|pg|redis|mongo)_?pass"  # others are runs
+    r")(?=_|$)"
+)
+"""Ends of words, which may be written as one, by which a name says that its value is secret."""
+
+_COUNTED = re.compile(r"(?<![a-z])(?:n|num|max|min|d)_(?:key|token)s?(?=_|$)|(?<![a-z])keys?_(?:dim|size|len|length)")
+"""What only has such a word, as sizes of models do."""
 
 _VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|,(?![\w.-]+=)|[^\s,;&|'"\\])+"""
 _ASSIGNED = re.compile(rf"([A-Za-z_][\w.-]*)=({_VALUE})")
 """`NAME=value`, as a shell, `export:` of sbatch and a program's options have it."""
 
-_SPACED = re.compile(rf"(?<!\S)(--?([A-Za-z][\w.-]*)\s+)(?!-)({_VALUE})")
-"""`--name value` within a text, as in `bash -c "train --token abc"`."""
+_SPACED = re.compile(rf"(?<!\S)(--?([A-Za-z][\w.-]*)\s+|setenv\s+(\w+)\s+)(?!--)({_VALUE})")
+"""`--name value` within a text, as in `bash -c "train --token abc"`, and csh's `setenv NAME value`."""
+
+_HEADER = re.compile(r"\b(Authorization|\w+(?:-\w+)+)(:\s*)([^'\"\n]+)", re.IGNORECASE)
+"""`Name: value` of HTTP; its name has a hyphen, unlike a word before a colon in a sentence."""
+
+_IN_URL = re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(?=@)")
+"""A URL up to the password in it."""
 
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)")
 
@@ -36,8 +51,10 @@ Place = tuple[str | int, ...]
 
 def is_secret(name: str) -> bool:
     """Whether a name says that its value is secret."""
-    parts = re.split(r"[^A-Za-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name))
-    return any(part.lower() in WORDS for part in parts)
+    if name in ("PWD", "OLDPWD"):  # a shell's folders
+        return False
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+", "_", name).lower()
+    return _SECRET.search(_COUNTED.sub("", words)) is not None
 
 
 def masked(value: Any, name: str = "") -> Any:
@@ -49,7 +66,12 @@ def masked(value: Any, name: str = "") -> Any:
         return _masked_words(value, name if hidden else "")
     if not isinstance(value, str) or not value:
         return value
-    return MASK if hidden else _SPACED.sub(_mask_spaced, _ASSIGNED.sub(_mask_assigned, value))
+    return MASK if hidden else _masked_text(value)
+
+
+def _masked_text(text: str) -> str:
+    text = _SPACED.sub(_mask_spaced, _ASSIGNED.sub(_mask_assigned, text))
+    return _IN_URL.sub(rf"\1{MASK}", _HEADER.sub(_mask_header, text))
 
 
 def _masked_words(values: Sequence[Any], name: str) -> list[Any]:
@@ -58,7 +80,7 @@ def _masked_words(values: Sequence[Any], name: str) -> list[Any]:
     before = ""
     for value in values:
         option = _OPTION.fullmatch(before)
-        is_value = isinstance(value, str) and not value.startswith("-")
+        is_value = isinstance(value, str) and not value.startswith("--")  # a value may begin with one
         found.append(masked(value, option[1] if option and is_value and not name else name))
         before = value if isinstance(value, str) else ""
     return found
@@ -70,8 +92,13 @@ def _mask_assigned(match: re.Match[str]) -> str:
 
 
 def _mask_spaced(match: re.Match[str]) -> str:
-    option, name, value = match.groups()
-    return f"{option}{MASK if is_secret(name) else value}"
+    before, option, variable, value = match.groups()
+    return f"{before}{MASK if is_secret(option or variable) else value}"
+
+
+def _mask_header(match: re.Match[str]) -> str:
+    name, colon, value = match.groups()
+    return f"{name}{colon}{MASK if is_secret(name) else value}"
 
 
 def masked_override(text: str, value: Any) -> str:

@@ -10,9 +10,32 @@ import yaml
 
 from jobkit.errors import InputError
 
+DEEPEST = 40
+"""How many values may lie within each other: what reads them calls itself for each."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 less its traps: `1e-3` is a number, `1:00:00` and a date are texts, a key is one and stands once."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            here = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, f"more than {DEEPEST} values within each other", here)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        self.deep_construct = True  # so that a value that is within itself is refused
+        return super().construct_document(node)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value: int = super().construct_yaml_int(node)
+        str(value)  # ValueError for one, in hexadecimal, that Python does not print
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -33,6 +56,7 @@ def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 _INT, _FLOAT, _MERGE = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:merge"
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT, "tag:yaml.org,2002:timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

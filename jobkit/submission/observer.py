@@ -70,7 +70,11 @@ def _owner(run: RunDir) -> int:
     try:
         return run.batch_script.stat().st_uid
     except OSError:
+        pass
+    try:
         return run.path.stat().st_uid
+    except FileNotFoundError:  # removed since it was listed
+        return os.getuid()
 
 
 class Observer:

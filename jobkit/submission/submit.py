@@ -62,8 +62,12 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
     else:
         checked = check_task(config.task, source, has_setup=has_setup)
     for path in config.inputs:
-        if not Path(path).expanduser().exists():
-            raise InvalidValue("inputs", f"{path}: no such file or directory; the task needs it to start")
+        try:
+            problem = "" if Path(path).expanduser().exists() else "no such file or directory"
+        except (OSError, ValueError, RuntimeError) as error:  # too long, not to be looked at, or `~` of nobody
+            problem = getattr(error, "strerror", None) or str(error)
+        if problem:
+            raise InvalidValue("inputs", f"{path}: {problem}; the task needs it to start")
     for line in checked.warnings:
         log.warning("%s", line)
     return checked.files

@@ -461,3 +461,18 @@ def test_a_banner_that_is_no_utf_8_hides_no_job(tmp_path: Path, slurm: Cluster) 
     said = project.submit("--cluster", "slurm", *HELD, "params.lr=2", "clusters.slurm.partition=none", expect=2)
     assert "T\ufffdbingen; " in said.stderr and "invalid partition" in said.stderr
     project.jobkit("cancel", run.name)
+
+
+def test_a_run_that_is_removed_while_slurm_is_asked_fails_no_list(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *HELD)
+    (run,) = project.runs
+    project.submit("--cluster", "slurm", *HELD, "params.lr=2")
+    (second,) = set(project.runs) - {run}
+    (tmp_path / "bin").mkdir()
+    shim = tmp_path / "bin/scontrol"
+    shim.write_text(f'#!/bin/sh\nrm -rf {run}\nexec {shutil.which("scontrol")} "$@"\n')
+    shim.chmod(0o755)
+    project.env["PATH"] = f"{tmp_path / 'bin'}:{project.env['PATH']}"
+    assert " held " in listed(project, second)
+    assert not run.exists()

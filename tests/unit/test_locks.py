@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import getpass
 import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from harness.in_process import jobkit
 from harness.project import Project
 
+from jobkit.run.events import Event
 from jobkit.run.locks import NoLocks, is_free, lock_at
 from jobkit.run.rundir import RunDir
 from jobkit.submission.checks import PROBLEM, check_runs_dir
@@ -61,3 +67,28 @@ def test_whether_a_lock_is_free_is_found_without_writing(tmp_path: Path) -> None
         assert run.has_local_supervisor() is True
     assert run.has_local_supervisor() is False
     assert is_free(tmp_path / ".locks" / "x.alive")
+
+
+def test_who_waits_for_a_command_that_stands_still_is_told_which_and_goes_on_after_it(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    run = RunDir(tmp_path / "runs/toy-00000000")
+    run.path.mkdir(parents=True)
+    run.config_file.write_text("name: toy\n")
+    run.record(Event.FINISHED)
+    code = (
+        "import os, signal, sys\nfrom jobkit.run.rundir import RunDir\n"
+        "with RunDir(sys.argv[1]).submission_lock():\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(run.path)]) as stopped:
+        os.waitpid(stopped.pid, os.WUNTRACED)
+        command = project.start("cancel", "toy")
+        assert command.stderr is not None
+        said = command.stderr.readline()
+        assert f"process {stopped.pid} on {socket.gethostname()}, of user {getpass.getuser()}, is at work on" in said
+        assert run.name in said and command.poll() is None
+        stopped.send_signal(signal.SIGCONT)
+        printed, _ = command.communicate(timeout=60)
+        assert command.returncode == 0 and "finished already" in printed
+    with run.submission_lock():
+        assert (tmp_path / "runs/.locks" / f"{run.name}.submit.holder").exists()
+    assert not list((tmp_path / "runs/.locks").glob("*.holder"))

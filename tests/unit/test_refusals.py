@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,6 +55,15 @@ MISTAKES = [
     ),
     Mistake("an unknown precision", ["precision: found 'fp8'", "fp32, bf16"], ["precision=fp8"]),
     Mistake("an unset variable", ["params.data", "JOBKIT_TEST_NOT_SET"], ["params.data=${oc.env:JOBKIT_TEST_NOT_SET}"]),
+    Mistake("a value within itself", ["toy.yaml:1", "recursive"], files={"toy.yaml": "a: &a [*a]\n"}),
+    Mistake(
+        "hundreds of lists within each other",
+        ["toy.yaml:3: not valid YAML: more than 40 values within each other"],
+        files={"toy.yaml": f"{SHORT}params: {'[' * 600}{']' * 600}\n"},
+    ),
+    Mistake(
+        "a number without end", ["toy.yaml", "digits"], files={"toy.yaml": f"{SHORT}params: {{a: 0x{'f' * 6000}}}\n"}
+    ),
     # Overrides and options
     Mistake("an override without a value", ["'fast'", "key=value"], ["fast"]),
     Mistake("an override that is no YAML", ["params.a=[1", "not valid YAML"], ["params.a=[1"]),
@@ -107,6 +118,8 @@ MISTAKES = [
         ["mytask.py:1", "import .other", "relative"],
         files={"mytask.py": f"from . import other\n{TRAIN}", "other.py": ""},
     ),
+    Mistake("an input of nobody's", ["inputs", "~nosuchuser/x", "home"], ["inputs=[~nosuchuser/x]"]),
+    Mistake("an input whose name is too long", ["inputs", "File name too long"], [f"inputs=[{'b' * 300}]"]),
     Mistake("a missing input", ["inputs", "/no/such/data"], ["inputs=[/no/such/data]"]),
     Mistake(
         "an unknown option of a cluster that is not used",
@@ -335,3 +348,23 @@ def test_an_unknown_command_names_the_nearest(project: Project, arguments: list[
 def test_a_list_of_no_runs_is_no_mistake(project: Project) -> None:
     assert "no runs" in jobkit(project, "list").stdout
     assert jobkit(project, "list", "--json").stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("words", [["status", "a" * 300], ["cancel", "a" * 300], ["list", "--runs-dir", "a" * 300]])
+def test_a_path_that_is_too_long_is_refused_in_one_line(project: Project, words: list[str]) -> None:
+    done = jobkit(project, *words, expect=2)
+    assert_said(done, ["File name too long"])
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_a_file_server_that_is_away_is_named_in_one_line(
+    project: Project, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat(path: str, **how: object) -> None:
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(os, "scandir", stat)
+    done = jobkit(project, "list", expect=2)
+    assert_said(done, [f"{project.path / 'runs'}: {os.strerror(number)}; repeat the command"])
+    assert len(done.stderr.splitlines()) == 1

@@ -20,14 +20,19 @@ from jobkit.run.config import Config, load, masked_override
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir
 from jobkit.run.secrets import MASK, is_secret, masked
+from jobkit.run.yamlfile import read_yaml
 from jobkit.submission import sbatch
 from jobkit.submission.plan import make_plan
 from jobkit.worker.results import flat
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
     "name",
     ["token", "hf_token", "HF_TOKEN", "apiKey", "API-key", "WANDB_API_KEY", "db.password", "APIKey", "aws_secret_id"]
+    + ["apikey", "WANDB_APIKEY", "HFTOKEN", "authtoken", "accesskey", "secretkey", "hf_tokens", "passphrase", "DB_PASS"]
+    + ["pwd", "dbpassword", "hfToken", "api_keys", "sshPrivateKey", "AWSSECRETACCESSKEY", "Proxy-Authorization"]
     + ["passwd", "credential", "myCredentials", "AwsSecretAccessKey", "params.hf_token"],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -35,7 +40,22 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer", "max_tokens", "monkey", "keyboard", "wckey", "keep", "lr", "", "secretary"]
+    "name",
+    [
+        "tokenizer",
+        "max_tokens",
+        "monkey",
+        "keyboard",
+        "wckey",
+        "keep",
+        "lr",
+        "",
+        "secretary",
+        "num_tokens",
+        "new_tokens",
+    ]
+    + ["n_key", "num_keys", "key_dim", "maxToken", "n_tokens", "special_tokens", "forward_pass", "passes", "PWD"]
+    + ["tokens_per_step", "author", "keypoints", "turkey"],
 )
 def test_other_names(name: str) -> None:
     assert not is_secret(name)
@@ -55,6 +75,16 @@ def test_other_names(name: str) -> None:
         ("--export=HF_TOKEN=abc", f"--export=HF_TOKEN={MASK}"),
         ('export A="x" KEY="a\\" b"c; echo', f'export A="x" KEY={MASK}; echo'),
         ("lr=1 tokenizer=gpt2", "lr=1 tokenizer=gpt2"),
+        (["--token", "-abc", "-v"], ["--token", MASK, "-v"]),
+        (["--token", "--lr", "1"], ["--token", "--lr", "1"]),
+        ("train --token -abc --lr 1", f"train --token {MASK} --lr 1"),
+        ('curl -H "Authorization: Bearer abc" x', f'curl -H "Authorization: {MASK}" x'),
+        ("curl -H 'X-Api-Key: abc' -H 'Accept-Language: de'", f"curl -H 'X-Api-Key: {MASK}' -H 'Accept-Language: de'"),
+        ("git clone https://eve:ghp_abc@host/x", f"git clone https://eve:{MASK}@host/x"),
+        ("git clone https://eve@host:22/x ssh://h:22/a@b", "git clone https://eve@host:22/x ssh://h:22/a@b"),
+        ("setenv HF_TOKEN abc; setenv A b", f"setenv HF_TOKEN {MASK}; setenv A b"),
+        ("The key: it is a well-known one", "The key: it is a well-known one"),
+        ("train --max-tokens 512 --n-key 8", "train --max-tokens 512 --n-key 8"),
     ],
 )
 def test_what_is_masked(value: Any, shown: Any) -> None:
@@ -195,3 +225,8 @@ def test_a_masked_value_that_is_typed_again_is_refused(tmp_path: Path) -> None:
     project = Project(tmp_path)
     said = jobkit(project, "submit", "toy.yaml", "params.hf_token='***'", "--local", expect=2).stderr
     assert "command line: params.hf_token: found ***" in said and "give the value" in said and project.runs == []
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("experiments/*.yaml")), ids=lambda file: file.stem)
+def test_nothing_of_the_experiments_is_taken_for_a_secret(file: Path) -> None:
+    assert secrets.hidden_in(read_yaml(file)[0]) == []
