@@ -33,6 +33,9 @@ ANSWER_SECONDS = 30.0
 _OPTIONS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SPRIO_")
 """Variables that begin so are options of Slurm's commands, which a shell may have for jobs of its own."""
 
+EVEN_HIDDEN = ("--all",)
+"""Without it squeue, sinfo and scontrol keep what is in a partition with Hidden=YES from its users, own jobs too."""
+
 MAX_LIMIT_SECONDS = 300 * 86400.0
 """Slurm shows a job without a limit as one of 365 days."""
 
@@ -292,7 +295,8 @@ def early_timeout_signal(job: JobInfo, margin: float) -> bool:
 
 def dead_node(nodes: str) -> str | None:
     """The first of some nodes, in Slurm's notation, that is down or does not respond; None where all do."""
-    for line in command("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines():
+    rows = command("sinfo", *EVEN_HIDDEN, "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines()
+    for line in rows:
         name, _, state = line.partition(" ")
         if state.endswith("*") or state.startswith(("down", "fail")):
             return name
@@ -385,7 +389,7 @@ def _cluster(conf: str | None, timeout: float) -> str:
 
 def jobs_of(users: Collection[str], timeout: float = ANSWER_SECONDS) -> list[JobInfo]:
     """All jobs of some users that Slurm has not forgotten, in one question: less of each than show_job says."""
-    options = ["--noheader", "--states=all", f"--user={','.join(users)}", "--format=%i|%T|%r|%S|%e|%N|%o"]
+    options = [*EVEN_HIDDEN, "--noheader", "--states=all", f"--user={','.join(users)}", "--format=%i|%T|%r|%S|%e|%N|%o"]
     rows = command("squeue", *options, timeout=timeout).splitlines()
     return [_listed_job(*row.split("|", 6)) for row in rows if row.count("|") >= 6]
 
@@ -408,7 +412,7 @@ def _listed_job(job_id: str, state: str, reason: str, start: str, end: str, node
 def jobs_with(script: Path) -> list[str]:
     """Ids of this user's queued and running jobs that were submitted with a batch script; its name may be another's."""
     alive = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"  # not one that is completing
-    rows = command("squeue", "--noheader", "--me", alive, "--format=%i|%o").splitlines()
+    rows = command("squeue", *EVEN_HIDDEN, "--noheader", "--me", alive, "--format=%i|%o").splitlines()
     found = ((job_id, Path(path)) for job_id, _, path in (row.partition("|") for row in rows))
     return [job_id for job_id, path in found if path.name == script.name and _are_same(path, script)]
 
@@ -470,7 +474,7 @@ def exclude(job_id: str, nodes: str) -> None:
 
 def steps(job_id: str) -> list[str]:
     """Ids of the steps of a job that srun started and that are not over."""
-    listed = command("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i").split()
+    listed = command("squeue", *EVEN_HIDDEN, "--noheader", "--steps", f"--jobs={job_id}", "--format=%i").split()
     # Not the batch script's, an interactive one's or `extern`: they have names where srun's have numbers.
     return [step for step in listed if step.rpartition(".")[2].isdigit()]
 
