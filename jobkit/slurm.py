@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -55,16 +55,29 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if not key.startswith(_OPTIONS) or key == "SLURM_CONF"}
 
 
-def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mapping[str, str] | None = None) -> str:
+def command(
+    *arguments: str,
+    timeout: float = ANSWER_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> str:
     """The output of one Slurm command; raises SchedulerError with Slurm's message, in one line.
 
-    No variable of this process, or of `environment`, changes what the command does, nor how it prints times.
+    No variable of this process, or of `environment`, changes what the command does, nor how it prints times. It gets
+    the files `pass_fds` of this process.
     """
     kept = without_options(os.environ if environment is None else environment) | {"SLURM_TIME_FORMAT": "standard"}
     try:
         # In a session of its own: the terminal's Ctrl-C would end an sbatch whose job is in the queue already.
         done = subprocess.run(
-            arguments, capture_output=True, text=True, timeout=timeout, check=False, env=kept, start_new_session=True
+            arguments,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env=kept,
+            start_new_session=True,
+            pass_fds=pass_fds,
         )
     except FileNotFoundError:
         raise SchedulerError(
@@ -334,9 +347,11 @@ def nodes_of(partition: str | None) -> int:
     return max((int(count) for name, count in found.items() if partition or name.endswith("*")), default=0)
 
 
-def submit(script: str, *options: str, environment: Mapping[str, str] | None = None) -> str:
+def submit(
+    script: str, *options: str, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+) -> str:
     """Queue a batch script; returns the new job's id. Raises SchedulerTimeout where it may have been queued."""
-    answer = command("sbatch", "--parsable", *options, script, environment=environment)
+    answer = command("sbatch", "--parsable", *options, script, environment=environment, pass_fds=pass_fds)
     job_id = job_id_of(answer)
     if job_id is None:
         words = "; ".join(line.strip() for line in answer.splitlines() if line.strip())

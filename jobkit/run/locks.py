@@ -41,6 +41,15 @@ def lock_at(file: Path, elsewhere: str) -> FileLock:
     return FileLock(file)
 
 
+def held_by_children(lock: FileLock) -> list[int]:
+    """The files that a child process gets (`pass_fds`) so that a lock which is held lasts as long as the child does.
+
+    It still ends with its release: only where this process is killed before that is it left to the child.
+    """
+    file = lock._context.lock_file_fd
+    return [] if file is None else [file]
+
+
 def is_free(file: Path) -> bool:
     """Whether nobody holds a lock. Nothing is written, and who may only read the file can ask, too. Raises OSError."""
     opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

@@ -277,8 +277,9 @@ def apply(status: Status, event: Entry) -> None:
         case Event.SUBMITTING:
             _submitting(status, event)
         case Event.SUBMITTED:
+            if status.submitting:  # else an attempt has begun since: whichever job that is runs it
+                status.job_id = event.get("job_id")  # not the state: that job may have ended before this was written
             status.submitting = False
-            status.job_id = event.get("job_id")  # not the state: the job may have ended before this could be written
         case Event.SUBMIT_FAILED:
             status.submitting = False
             status.state, status.error = status.before_submission

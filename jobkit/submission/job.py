@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from filelock import FileLock
+
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.events import Event
+from jobkit.run.locks import held_by_children
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State, Status
@@ -61,12 +64,13 @@ class Started:
     supervisor: subprocess.Popen[bytes] | None = None
 
 
-def submit(plan: LaunchPlan, *, foreground: bool = False) -> Started:
-    """Start a plan: a job in Slurm's queue, or a supervisor on this machine."""
+def submit(plan: LaunchPlan, lock: FileLock, *, foreground: bool = False) -> Started:
+    """Start a plan: a job in Slurm's queue, or a supervisor on this machine; `lock` is the run's submission lock."""
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import submit as submit_slurm
 
-        return Started(submit_slurm(plan))
+        # sbatch may queue the job after this process was killed: until it has ended nobody may look whether it did.
+        return Started(submit_slurm(plan, held_by_children(lock)))
     from jobkit.submission.local import start
 
     supervisor = start(plan, foreground=foreground)
