@@ -56,8 +56,7 @@ def describe(run: RunDir, status: Status) -> list[str]:
     elif status.waits_for is not None:
         lines.append(f"  waiting for: {status.waits_for} (Slurm's word; `man squeue` explains it)")
     if status.state.is_under_way and status.cancel_at is not None:
-        left = max(0.0, status.cancel_at + (status.cancel_grace or 0.0) - time.time())
-        ranks = f"its ranks have {format_seconds(left)} more to write a checkpoint"
+        ranks = f"its ranks have {format_seconds(status.cancel_seconds_left)} more to write a checkpoint"
         lines.append(f"  cancelling: {ranks if status.state == State.RUNNING else 'its job ends when it starts'}")
     nodes: list[str] = []
     for attempt in status.attempts:

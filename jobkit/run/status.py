@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -178,6 +179,12 @@ class Status:
         if self.resume:
             return self.resume
         return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
+
+    @property
+    def cancel_seconds_left(self) -> float:
+        """Of what the ranks of a run that is being cancelled may take to save."""
+        seconds = self.cancel_grace or 0.0  # at most, though another host's clock may be off
+        return min(seconds, max(0.0, (self.cancel_at or 0.0) + seconds - time.time()))
 
     @property
     def seconds_to_progress(self) -> float:

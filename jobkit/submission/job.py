@@ -121,6 +121,13 @@ def reconcile(run: RunDir) -> Status:
 def _carry_out_cancel(run: RunDir, status: Status) -> Status:
     """End a job in the queue whose cancel was journalled and then cut off. Raises JobkitError for a run that trains."""
     if status.state == State.RUNNING:
+        attempt = status.attempt
+        if attempt is not None and attempt.ended is None and run.stop_request(attempt.id) is None:
+            # Its ranks have not heard of it: what they get to save begins now.
+            seconds = CANCEL_SECONDS if status.cancel_grace is None else status.cancel_grace
+            run.record(Event.CANCEL_REQUESTED, grace=seconds)
+            _tell_ranks(run, status, attempt, seconds)
+            log.warning("%s: a cancel of it was cut off, and is carried out now", run.name)
         raise JobkitError(
             f"{run.name} is being cancelled (job {status.job_id}); the same command continues it when it has ended"
         )
@@ -192,17 +199,12 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         if not is_active(run, status):
             return None
         run.record(Event.CANCEL_REQUESTED, grace=seconds)
-    if status.state == State.RUNNING and status.attempt:
-        # Not by Slurm's scancel, which leaves them KillWait, 30 s by default: the supervisor signals them.
-        request = StopRequest(cause="cancelled", grace=seconds)
-        try:
-            records.write(run.stop_request_file(status.attempt.id), request)
-        except OSError as error:
-            log.warning("%s; the ranks are signalled instead", error)
-            if status.scheduler == "slurm" and can_be_asked(status):
-                slurm.signal_steps(str(status.job_id), "TERM")
-        # A script with jobkit.init does not look for requests.
-        elsewhere = None if status.scheduler == "slurm" else _signal_supervisor(run, grace=grace)
+        status = run.status()  # again: an attempt that has begun since has not heard of it
+        elsewhere = None
+        if status.state == State.RUNNING and status.attempt:  # under the lock: a submission would tell them, too
+            elsewhere = _tell_ranks(run, status, status.attempt, seconds)
+    # The supervisor of a local run that is only queued is about to begin, and finds the cancel in the journal then.
+    if status.state == State.RUNNING or status.scheduler != "slurm":
         on_wait()
         _wait_for_end(run, seconds + CLEAN_UP_SECONDS)
         if elsewhere and _runs_on(run, run.status()):
@@ -222,6 +224,20 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         if status.state == State.INTERRUPTED:
             run.record(Event.CANCELLED)  # it had stopped already when the cancel came
         return run.status()
+
+
+def _tell_ranks(run: RunDir, status: Status, attempt: Attempt, seconds: float) -> str | None:
+    """Let the ranks of an attempt save, for so many seconds, and end; returns the machine they are on where it is none
+    that can be told from here."""
+    # Not by Slurm's scancel, which leaves them KillWait, 30 s by default: the supervisor signals them.
+    try:
+        records.write(run.stop_request_file(attempt.id), StopRequest(cause="cancelled", grace=seconds))
+    except OSError as error:
+        log.warning("%s; the ranks are signalled instead", error)
+        if status.scheduler == "slurm" and can_be_asked(status):
+            slurm.signal_steps(str(status.job_id), "TERM")
+    # A script with jobkit.init does not look for requests.
+    return None if status.scheduler == "slurm" else _signal_supervisor(run, grace=seconds > 0)
 
 
 def _if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:

@@ -77,6 +77,9 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
             write_atomic(run.submitit / f"{job_id}_submitted.pkl", pickled.read_bytes())
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
+        # A cancel since the look above has found no attempt to tell; one from here on finds this one.
+        if (now := run.status()).cancel_requested:
+            request_stop(run, number, StopRequest(cause="cancelled", grace=now.cancel_seconds_left))
         run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node
     return Begun(number, before.code, _environment(run, number, scheduler, before, config.resources.cpus_per_task))
 

@@ -23,6 +23,9 @@ from harness.project import (
 )
 from harness.reference import STEPS
 
+from jobkit.run.rundir import RunDir
+from jobkit.run.snapshot import MANIFEST
+
 TWO_RANKS = ("resources.tasks_per_node=1",)
 
 
@@ -173,3 +176,25 @@ def test_a_run_killed_after_its_loop_finishes_all_the_same(
     assert causes(run) == ["crashed", "finished"] and status(run)["attempts"][1]["first_step"] == STEPS - 1
     assert weights(run) == uninterrupted(2)
     assert logged_steps(run) == list(range(STEPS))
+
+
+def test_a_cancel_while_the_attempt_is_about_to_begin_is_carried_out(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    endless = ("--local", *TWO_RANKS, "params.steps=100000")
+    run = project.run_of(*endless[1:])
+    run.parent.mkdir()
+    with RunDir(run).begin_lock():
+        project.submit(*endless, "--detach")
+        # What the supervisor reads of the code after it has seen that nobody has cancelled the run.
+        (manifest,) = run.glob(f"code/*/{MANIFEST}")
+        content = manifest.read_text()
+        manifest.unlink()
+        os.mkfifo(manifest)
+    with manifest.open("w") as pipe:  # opens when the supervisor reads
+        cancel = project.start("cancel", run.name)
+        wait_for("the request", lambda: "cancel_requested" in names(run), run)
+        assert "started" not in names(run)
+        pipe.write(content)
+    printed, errors = cancel.communicate(timeout=600)
+    assert cancel.returncode == 0 and "cancelled at step" in printed, errors
+    assert causes(run) == ["cancelled"]
