@@ -175,6 +175,11 @@ class Status:
     """The length of the journal that it follows from: where the journal is longer by now, more has happened."""
 
     @property
+    def start(self) -> tuple[str | None, int, int]:
+        """What tells the start of the job that this speaks of from every later one."""
+        return self.job_id, self.submissions, len(self.attempts)
+
+    @property
     def how_to_continue(self) -> str:
         if self.resume:
             return self.resume

@@ -82,8 +82,8 @@ def settle(run: RunDir) -> Status:
     status = observe(run)
     if status.probably is None:
         return status
-    now = run.status()  # again: its end may have been recorded since
-    if not now.state.is_under_way:
+    now = run.status()  # again: its end may have been recorded since, or the next job may have begun
+    if not now.state.is_under_way or now.start != status.start:
         return now
     event, fields = end_of(run, now, status.probably)
     try:

@@ -137,10 +137,11 @@ def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
     return status
 
 
-def _with_end(run: RunDir, job: slurm.JobInfo | None) -> Status:
-    """The status of a run whose job has ended, which nobody in it could record."""
+def _with_end(run: RunDir, asked: Status, job: slurm.JobInfo | None) -> Status:
+    """The status of a run whose job has ended, which nobody in it could record; `asked` is the one with that job."""
     status = run.status()  # again: its end may have been recorded while the scheduler was asked
-    if status.submitting or not status.state.is_under_way:
+    # Or the next job may have begun: the end of the one that was asked about says nothing of that.
+    if status.submitting or not status.state.is_under_way or status.start != asked.start:
         return status
     cause = _cause_of_end(job)
     if job is not None and job.state == "FAILED" and status.state != State.RUNNING:
