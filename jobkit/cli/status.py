@@ -46,9 +46,8 @@ def describe(run: RunDir, status: Status) -> list[str]:
     lines = [f"{run.name}: {status.state}, {status.steps}"]
     if status.probably is not None:
         job_gone = f"job {status.job_id}" if status.scheduler == "slurm" else f"process {status.job_id}"
-        lines[0] = (
-            f"{run.name}: probably {status.probably}, {status.steps} ({job_gone} is gone, and nobody recorded why)"
-        )
+        why = f"{job_gone} is gone, and nobody recorded why" if status.job_id else "it has no job"
+        lines[0] = f"{run.name}: probably {status.probably}, {status.steps} ({why})"
     if status.state.is_under_way:
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
     if status.state == State.HELD:
