@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
@@ -33,6 +33,9 @@ ANSWER_SECONDS = 30.0
 _OPTIONS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SPRIO_")
 """Variables that begin so are options of Slurm's commands, which a shell may have for jobs of its own."""
 
+EVEN_HIDDEN = ("--all",)
+"""Without it squeue, sinfo and scontrol keep what is in a partition with Hidden=YES from its users, own jobs too."""
+
 MAX_LIMIT_SECONDS = 300 * 86400.0
 """Slurm shows a job without a limit as one of 365 days."""
 
@@ -52,10 +55,16 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if not key.startswith(_OPTIONS) or key == "SLURM_CONF"}
 
 
-def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mapping[str, str] | None = None) -> str:
+def command(
+    *arguments: str,
+    timeout: float = ANSWER_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> str:
     """The output of one Slurm command; raises SchedulerError with Slurm's message, in one line.
 
     No variable of this process, or of `environment`, changes what the command does, nor how it prints times: in UTC.
+    It gets the files `pass_fds` of this process.
     """
     kept = without_options(os.environ if environment is None else environment)
     if arguments[0] != "sbatch":  # whose --begin is meant as it is typed, and which hands the variable to the job
@@ -63,7 +72,13 @@ def command(*arguments: str, timeout: float = ANSWER_SECONDS, environment: Mappi
     try:
         # In a session of its own: the terminal's Ctrl-C would end an sbatch whose job is in the queue already.
         done = subprocess.run(
-            arguments, capture_output=True, timeout=timeout, check=False, env=kept, start_new_session=True
+            arguments,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+            env=kept,
+            start_new_session=True,
+            pass_fds=pass_fds,
         )
     except FileNotFoundError:
         raise SchedulerError(
@@ -304,7 +319,8 @@ def early_timeout_signal(job: JobInfo, margin: float) -> bool:
 
 def dead_node(nodes: str) -> str | None:
     """The first of some nodes, in Slurm's notation, that is down or does not respond; None where all do."""
-    for line in command("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines():
+    rows = command("sinfo", *EVEN_HIDDEN, "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines()
+    for line in rows:
         name, _, state = line.partition(" ")
         if state.endswith("*") or state.startswith(("down", "fail")):
             return name
@@ -342,9 +358,11 @@ def nodes_of(partition: str | None) -> int:
     return max((int(count) for name, count in found.items() if partition or name.endswith("*")), default=0)
 
 
-def submit(script: str, *options: str, environment: Mapping[str, str] | None = None) -> str:
+def submit(
+    script: str, *options: str, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+) -> str:
     """Queue a batch script; returns the new job's id. Raises SchedulerTimeout where it may have been queued."""
-    answer = command("sbatch", "--parsable", *options, script, environment=environment)
+    answer = command("sbatch", "--parsable", *options, script, environment=environment, pass_fds=pass_fds)
     job_id = job_id_of(answer)
     if job_id is None:
         words = "; ".join(line.strip() for line in _as_text(answer).splitlines() if line.strip())
@@ -397,7 +415,7 @@ def _cluster(conf: str | None, timeout: float) -> str:
 
 def jobs_of(users: Collection[str], timeout: float = ANSWER_SECONDS) -> list[JobInfo]:
     """All jobs of some users that Slurm has not forgotten, in one question: less of each than show_job says."""
-    options = ["--noheader", "--states=all", f"--user={','.join(users)}", "--format=%i|%T|%r|%S|%e|%N|%o"]
+    options = [*EVEN_HIDDEN, "--noheader", "--states=all", f"--user={','.join(users)}", "--format=%i|%T|%r|%S|%e|%N|%o"]
     rows = command("squeue", *options, timeout=timeout).splitlines()
     return [_listed_job(*row.split("|", 6)) for row in rows if row.count("|") >= 6]
 
@@ -420,7 +438,7 @@ def _listed_job(job_id: str, state: str, reason: str, start: str, end: str, node
 def jobs_with(script: Path) -> list[str]:
     """Ids of this user's queued and running jobs that were submitted with a batch script; its name may be another's."""
     alive = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"  # not one that is completing
-    rows = command("squeue", "--noheader", "--me", alive, "--format=%i|%o").splitlines()
+    rows = command("squeue", *EVEN_HIDDEN, "--noheader", "--me", alive, "--format=%i|%o").splitlines()
     found = ((job_id, Path(path)) for job_id, _, path in (row.partition("|") for row in rows))
     return [job_id for job_id, path in found if path.name == script.name and _are_same(path, script)]
 
@@ -482,7 +500,7 @@ def exclude(job_id: str, nodes: str) -> None:
 
 def steps(job_id: str) -> list[str]:
     """Ids of the steps of a job that srun started and that are not over."""
-    listed = command("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i").split()
+    listed = command("squeue", *EVEN_HIDDEN, "--noheader", "--steps", f"--jobs={job_id}", "--format=%i").split()
     # Not the batch script's, an interactive one's or `extern`: they have names where srun's have numbers.
     return [step for step in listed if step.rpartition(".")[2].isdigit()]
 

@@ -46,9 +46,8 @@ def describe(run: RunDir, status: Status) -> list[str]:
     lines = [f"{run.name}: {status.state}, {status.steps}"]
     if status.probably is not None:
         job_gone = f"job {status.job_id}" if status.scheduler == "slurm" else f"process {status.job_id}"
-        lines[0] = (
-            f"{run.name}: probably {status.probably}, {status.steps} ({job_gone} is gone, and nobody recorded why)"
-        )
+        why = f"{job_gone} is gone, and nobody recorded why" if status.job_id else "it has no job"
+        lines[0] = f"{run.name}: probably {status.probably}, {status.steps} ({why})"
     if status.state.is_under_way:
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
     if status.state == State.HELD:
@@ -56,8 +55,7 @@ def describe(run: RunDir, status: Status) -> list[str]:
     elif status.waits_for is not None:
         lines.append(f"  waiting for: {status.waits_for} (Slurm's word; `man squeue` explains it)")
     if status.state.is_under_way and status.cancel_at is not None:
-        left = max(0.0, status.cancel_at + (status.cancel_grace or 0.0) - time.time())
-        ranks = f"its ranks have {format_seconds(left)} more to write a checkpoint"
+        ranks = f"its ranks have {format_seconds(status.cancel_seconds_left)} more to write a checkpoint"
         lines.append(f"  cancelling: {ranks if status.state == State.RUNNING else 'its job ends when it starts'}")
     nodes: list[str] = []
     for attempt in status.attempts:

@@ -49,7 +49,7 @@ def lock_at(file: Path, elsewhere: str) -> FileLock:
 
 
 @contextlib.contextmanager
-def held(lock: FileLock, what: str) -> Iterator[None]:
+def held(lock: FileLock, what: str) -> Iterator[FileLock]:
     """Hold a lock; who waits for it is told by whom it is held, who may stand still. `what` is what that one does."""
     file = Path(lock.lock_file)
     try:
@@ -60,7 +60,7 @@ def held(lock: FileLock, what: str) -> Iterator[None]:
     try:
         with contextlib.suppress(OSError):  # beside the lock, which whoever tries to get it empties
             write_atomic(_name_file(file), f"process {os.getpid()} on {socket.gethostname()}", durable=False)
-        yield
+        yield lock
     finally:
         with contextlib.suppress(OSError):
             _name_file(file).unlink()
@@ -79,6 +79,15 @@ def _who_holds(lock: Path) -> str:
     except OSError:
         return "a process that has not left its name"
     return who
+
+
+def held_by_children(lock: FileLock) -> list[int]:
+    """The files that a child process gets (`pass_fds`) so that a lock which is held lasts as long as the child does.
+
+    It still ends with its release: only where this process is killed before that is it left to the child.
+    """
+    file = lock._context.lock_file_fd
+    return [] if file is None else [file]
 
 
 def is_free(file: Path) -> bool:

@@ -100,12 +100,18 @@ class RunDir:
     def stop_request_file(self, attempt: int) -> Path:
         return self.logs(attempt) / "notice.json"
 
-    def submission_lock(self) -> AbstractContextManager[None]:
+    def submission_lock(self) -> AbstractContextManager[FileLock]:
         """Held while deciding about, and making, one submission; after a while it says who is waited for."""
-        # One for all versions of a run: to make the next one is to decide about this one.
-        name = self.path.resolve().name
-        name = re.sub(f"(-[0-9a-f]{{8}}){VERSION}$", r"\1", name)
-        return held(self._lock("submit", name), f"at work on {name}")
+        return held(self._lock("submit", self._first_version), f"at work on {self._first_version}")
+
+    def is_being_submitted(self) -> bool | None:
+        """Whether somebody is making a submission; None where nobody here can know. Nothing is written."""
+        return _is_held(self._lock_file("submit", self._first_version))
+
+    @property
+    def _first_version(self) -> str:
+        # One lock for all versions of a run: to make the next one is to decide about this one.
+        return re.sub(f"(-[0-9a-f]{{8}}){VERSION}$", r"\1", self.path.resolve().name)
 
     def alive_lock(self) -> FileLock:
         """Held by a local attempt's supervisor as long as it lives: the kernel releases it however that ends."""
@@ -116,13 +122,7 @@ class RunDir:
 
         None where nobody here can know: the lock may not be read, or the file system has none. Nothing is written.
         """
-        lock = self._lock_file("alive")  # not its process id, which may be another process's by now
-        try:
-            if not is_there(lock):
-                return False
-            return not is_free(lock)
-        except OSError:
-            return None
+        return _is_held(self._lock_file("alive"))  # not its process id, which may be another process's by now
 
     def begin_lock(self) -> FileLock:
         """Held while one job decides whether it may begin the next attempt."""
@@ -199,3 +199,11 @@ class RunDir:
         files = logs.glob("error_*.json") if is_there(logs) else ()
         found = [records.read(FailureReport, file) for file in files]
         return sorted((one for one in found if one is not None), key=lambda one: one.time)
+
+
+def _is_held(lock: Path) -> bool | None:
+    """Whether a lock is held; None where it may not be read, or its file system has none."""
+    try:
+        return is_there(lock) and not is_free(lock)
+    except OSError:
+        return None

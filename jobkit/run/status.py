@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -174,10 +175,21 @@ class Status:
     """The length of the journal that it follows from: where the journal is longer by now, more has happened."""
 
     @property
+    def start(self) -> tuple[str | None, int, int]:
+        """What tells the start of the job that this speaks of from every later one."""
+        return self.job_id, self.submissions, len(self.attempts)
+
+    @property
     def how_to_continue(self) -> str:
         if self.resume:
             return self.resume
         return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
+
+    @property
+    def cancel_seconds_left(self) -> float:
+        """Of what the ranks of a run that is being cancelled may take to save."""
+        seconds = self.cancel_grace or 0.0  # at most, though another host's clock may be off
+        return min(seconds, max(0.0, (self.cancel_at or 0.0) + seconds - time.time()))
 
     @property
     def seconds_to_progress(self) -> float:
@@ -277,8 +289,9 @@ def apply(status: Status, event: Entry) -> None:
         case Event.SUBMITTING:
             _submitting(status, event)
         case Event.SUBMITTED:
+            if status.submitting:  # else an attempt has begun since: whichever job that is runs it
+                status.job_id = event.get("job_id")  # not the state: that job may have ended before this was written
             status.submitting = False
-            status.job_id = event.get("job_id")  # not the state: the job may have ended before this could be written
         case Event.SUBMIT_FAILED:
             status.submitting = False
             status.state, status.error = status.before_submission

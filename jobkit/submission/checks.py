@@ -100,8 +100,8 @@ def check_slurm(partition: str | None, nodes: int) -> Iterator[Check]:
     """The Slurm that commands here talk to, for jobs of some nodes in `partition`, or in its default one."""
     try:
         config = dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", slurm.command("scontrol", "show", "config"), re.MULTILINE))
-        listed = slurm.command("scontrol", "--oneliner", "show", "partition")
-        idle = slurm.command("sinfo", "--noheader", "--states=idle", "--format=%R %D")
+        listed = slurm.command("scontrol", *slurm.EVEN_HIDDEN, "--oneliner", "show", "partition")
+        idle = slurm.command("sinfo", *slurm.EVEN_HIDDEN, "--noheader", "--states=idle", "--format=%R %D")
     except SchedulerError as error:
         yield Check("slurm", PROBLEM, str(error), "use --local for this machine alone")
         return

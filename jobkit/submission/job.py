@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
 from jobkit.run import processes, records
 from jobkit.run.events import Event
+from jobkit.run.locks import held_by_children
 from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State, Status
@@ -62,12 +65,13 @@ class Started:
     supervisor: subprocess.Popen[bytes] | None = None
 
 
-def submit(plan: LaunchPlan, *, foreground: bool = False) -> Started:
-    """Start a plan: a job in Slurm's queue, or a supervisor on this machine."""
+def submit(plan: LaunchPlan, lock: FileLock, *, foreground: bool = False) -> Started:
+    """Start a plan: a job in Slurm's queue, or a supervisor on this machine; `lock` is the run's submission lock."""
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import submit as submit_slurm
 
-        return Started(submit_slurm(plan))
+        # sbatch may queue the job after this process was killed: until it has ended nobody may look whether it did.
+        return Started(submit_slurm(plan, held_by_children(lock)))
     from jobkit.submission.local import start
 
     supervisor = start(plan, foreground=foreground)
@@ -79,8 +83,8 @@ def settle(run: RunDir) -> Status:
     status = observe(run)
     if status.probably is None:
         return status
-    now = run.status()  # again: its end may have been recorded since
-    if not now.state.is_under_way:
+    now = run.status()  # again: its end may have been recorded since, or the next job may have begun
+    if not now.state.is_under_way or now.start != status.start:
         return now
     event, fields = end_of(run, now, status.probably)
     try:
@@ -118,6 +122,13 @@ def reconcile(run: RunDir) -> Status:
 def _carry_out_cancel(run: RunDir, status: Status) -> Status:
     """End a job in the queue whose cancel was journalled and then cut off. Raises JobkitError for a run that trains."""
     if status.state == State.RUNNING:
+        attempt = status.attempt
+        if attempt is not None and attempt.ended is None and run.stop_request(attempt.id) is None:
+            # Its ranks have not heard of it: what they get to save begins now.
+            seconds = CANCEL_SECONDS if status.cancel_grace is None else status.cancel_grace
+            run.record(Event.CANCEL_REQUESTED, grace=seconds)
+            _tell_ranks(run, status, attempt, seconds)
+            log.warning("%s: a cancel of it was cut off, and is carried out now", run.name)
         raise JobkitError(
             f"{run.name} is being cancelled (job {status.job_id}); the same command continues it when it has ended"
         )
@@ -189,17 +200,12 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         if not is_active(run, status):
             return None
         run.record(Event.CANCEL_REQUESTED, grace=seconds)
-    if status.state == State.RUNNING and status.attempt:
-        # Not by Slurm's scancel, which leaves them KillWait, 30 s by default: the supervisor signals them.
-        request = StopRequest(cause="cancelled", grace=seconds)
-        try:
-            records.write(run.stop_request_file(status.attempt.id), request)
-        except OSError as error:
-            log.warning("%s; the ranks are signalled instead", error)
-            if status.scheduler == "slurm" and can_be_asked(status):
-                slurm.signal_steps(str(status.job_id), "TERM")
-        # A script with jobkit.init does not look for requests.
-        elsewhere = None if status.scheduler == "slurm" else _signal_supervisor(run, grace=grace)
+        status = run.status()  # again: an attempt that has begun since has not heard of it
+        elsewhere = None
+        if status.state == State.RUNNING and status.attempt:  # under the lock: a submission would tell them, too
+            elsewhere = _tell_ranks(run, status, status.attempt, seconds)
+    # The supervisor of a local run that is only queued is about to begin, and finds the cancel in the journal then.
+    if status.state == State.RUNNING or status.scheduler != "slurm":
         on_wait()
         _wait_for_end(run, seconds + CLEAN_UP_SECONDS)
         if elsewhere and _runs_on(run, run.status()):
@@ -219,6 +225,20 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         if status.state == State.INTERRUPTED:
             run.record(Event.CANCELLED)  # it had stopped already when the cancel came
         return run.status()
+
+
+def _tell_ranks(run: RunDir, status: Status, attempt: Attempt, seconds: float) -> str | None:
+    """Let the ranks of an attempt save, for so many seconds, and end; returns the machine they are on where it is none
+    that can be told from here."""
+    # Not by Slurm's scancel, which leaves them KillWait, 30 s by default: the supervisor signals them.
+    try:
+        records.write(run.stop_request_file(attempt.id), StopRequest(cause="cancelled", grace=seconds))
+    except OSError as error:
+        log.warning("%s; the ranks are signalled instead", error)
+        if status.scheduler == "slurm" and can_be_asked(status):
+            slurm.signal_steps(str(status.job_id), "TERM")
+    # A script with jobkit.init does not look for requests.
+    return None if status.scheduler == "slurm" else _signal_supervisor(run, grace=seconds > 0)
 
 
 def _if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:

@@ -46,11 +46,26 @@ def _looked_at(
     timeout: float = slurm.ANSWER_SECONDS,
 ) -> Status:
     """A run's status with what has become of its job; `find_job` says what Slurm knows of one."""
+    if status.submitting:
+        return _with_cut_off_submission(run, status)
     if not _is_asked_about(status, timeout):
         return status
     if status.scheduler != "slurm":
-        return status if has_supervisor(run) else _with_end(run, None)
+        return status if has_supervisor(run) else _with_end(run, status, None)
     return _with_job(run, status, find_job(str(status.job_id)))
+
+
+def _with_cut_off_submission(run: RunDir, status: Status) -> Status:
+    """The status of a run that is being submitted, or that nobody submits any more: its command was killed."""
+    # A script with jobkit.init submits its run itself, without the lock of submissions.
+    if run.is_being_submitted() is not False or (status.scheduler != "slurm" and has_supervisor(run)):
+        return status
+    now = run.status()  # again: it may have become whole since
+    if not now.submitting or now.start != status.start:
+        return now
+    apply(now, {"time": time.time(), "event": Event.SUBMIT_FAILED})
+    now.probably, now.error = "lost", "its submission was cut off; the same command completes it"
+    return now
 
 
 def _owners(runs: Sequence[RunDir]) -> set[str]:
@@ -134,17 +149,18 @@ def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
     if job is None and _owner(run) != os.getuid() and os.getuid() != 0:
         return status  # Slurm may not show it to other users (PrivateData=jobs)
     if job is None or job.ended:
-        return _with_end(run, job)
+        return _with_end(run, status, job)
     if job.state == "PENDING":
         status.waits_for = None if job.reason in ("", "None") else job.reason
         status.state = State.HELD if job.held else State.QUEUED  # Slurm itself may have put it back
     return status
 
 
-def _with_end(run: RunDir, job: slurm.JobInfo | None) -> Status:
-    """The status of a run whose job has ended, which nobody in it could record."""
+def _with_end(run: RunDir, asked: Status, job: slurm.JobInfo | None) -> Status:
+    """The status of a run whose job has ended, which nobody in it could record; `asked` is the one with that job."""
     status = run.status()  # again: its end may have been recorded while the scheduler was asked
-    if status.submitting or not status.state.is_under_way:
+    # Or the next job may have begun: the end of the one that was asked about says nothing of that.
+    if status.submitting or not status.state.is_under_way or status.start != asked.start:
         return status
     cause = _cause_of_end(job)
     if job is not None and job.state == "FAILED" and status.state != State.RUNNING:

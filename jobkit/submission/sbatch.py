@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,8 +37,8 @@ JOB_SCRIPT = Path(__file__).with_name("job.sh")
 class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     """Submits one LaunchPlan. The script can be made, and shown, where there is no Slurm."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
-        self.plan, self.run = plan, RunDir(plan.run)
+    def __init__(self, plan: LaunchPlan, pass_fds: Sequence[int] = ()) -> None:
+        self.plan, self.run, self.pass_fds = plan, RunDir(plan.run), pass_fds
         super().__init__(self.run.submitit)
         self.update_parameters(**plan.parameters)
 
@@ -64,7 +64,7 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         delayed.dump(self.run.submitted_pickle)
         mode = FOR_OWNER if secrets.hidden_in(self.plan.parameters) else FOR_ALL
         write_atomic(self.run.batch_script, self._make_submission_file_text("", ""), mode=mode)
-        job_id = _sbatch(self.run)
+        job_id = _sbatch(self.run, self.pass_fds)
         return [submitit_slurm.SlurmJob(folder=self.folder, job_id=job_id, tasks=list(range(self._num_tasks())))]
 
 
@@ -87,13 +87,13 @@ def _definitions(plan: LaunchPlan) -> list[str]:
     return [*variables, f"jobkit_srun_args=({shlex.join(parameters.get('srun_args') or [])})"]
 
 
-def _sbatch(run: RunDir) -> str:
+def _sbatch(run: RunDir, pass_fds: Sequence[int]) -> str:
     """The id of the new job of a run's script, submitted once."""
 
     def submit() -> str:
         hand_over()
         try:
-            return slurm.submit(str(run.batch_script))
+            return slurm.submit(str(run.batch_script), pass_fds=pass_fds)
         except SchedulerTimeout as error:
             return _adopt(run, error)
         except SchedulerError:
@@ -139,6 +139,9 @@ def script(plan: LaunchPlan) -> str:
     return SlurmExecutor(plan)._make_submission_file_text("", "")
 
 
-def submit(plan: LaunchPlan) -> str:
-    """Submit a plan and return the job's id; raises SchedulerError when Slurm does not take it."""
-    return str(SlurmExecutor(plan).submit(Worker(str(plan.run))).job_id)
+def submit(plan: LaunchPlan, pass_fds: Sequence[int] = ()) -> str:
+    """Submit a plan and return the job's id; raises SchedulerError when Slurm does not take it.
+
+    sbatch gets the files `pass_fds` of this process.
+    """
+    return str(SlurmExecutor(plan, pass_fds).submit(Worker(str(plan.run))).job_id)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from filelock import FileLock
+
 from jobkit import slurm
 from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError, SchedulerTimeout
 from jobkit.log import log
@@ -115,7 +117,7 @@ def submit(
     needed = check(plan, source)
     _check_writable(runs_dir)
     _check_spares(plan)
-    with RunDir(runs_dir / run_name(config)).submission_lock():
+    with RunDir(runs_dir / run_name(config)).submission_lock() as lock:
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
         plan = plan.at(run.path)
         is_new, is_empty = not run.exists(), not run.path.exists()
@@ -146,7 +148,7 @@ def submit(
                 cwd=str(source),
                 **_how_to_resume(run, command),
             )
-            return Outcome(run, before, _start(run, plan, foreground), changed)
+            return Outcome(run, before, _start(run, plan, lock, foreground), changed)
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             if is_new and not isinstance(error, SchedulerTimeout):  # after which the job may be in the queue
                 if is_empty:
@@ -178,9 +180,9 @@ def _prepare(run: RunDir, plan: LaunchPlan, source: Path, files: Mapping[str, st
     return version
 
 
-def _start(run: RunDir, plan: LaunchPlan, foreground: bool) -> job.Started:
+def _start(run: RunDir, plan: LaunchPlan, lock: FileLock, foreground: bool) -> job.Started:
     try:
-        started = job.submit(plan, foreground=foreground)
+        started = job.submit(plan, lock, foreground=foreground)
     except SchedulerTimeout:
         raise  # the job may be in the queue: the next submission looks for it
     except (JobkitError, KeyboardInterrupt) as error:

@@ -78,6 +78,9 @@ def begin(run: RunDir, *, job_id: str, scheduler: str, launcher: str | None = No
             write_atomic(run.submitit / f"{job_id}_submitted.pkl", pickled.read_bytes())
         who = {"launcher": launcher} if launcher else {}
         run.record(Event.STARTED, attempt=number, job_id=job_id, host=host, **who)
+        # A cancel since the look above has found no attempt to tell; one from here on finds this one.
+        if (now := run.status()).cancel_requested:
+            request_stop(run, number, StopRequest(cause="cancelled", grace=now.cancel_seconds_left))
         run.failed_starts.unlink(missing_ok=True)  # last: until then the batch script would try another node
     return Begun(number, before.code, _environment(run, number, scheduler, before, config.resources.cpus_per_task))
 
@@ -104,18 +107,22 @@ def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
 
 def _refuse_second_job(run: RunDir, before: status.Status, job_id: str, scheduler: str) -> None:
     """Two jobs of one run may be in the queue, after a controller that gave no answer or on two clusters: the one that
-    was submitted last runs it."""
+    was submitted last runs it, and where that has ended no other one does."""
     other, there = before.job_id, before.slurm_cluster
-    if scheduler != "slurm" or before.scheduler != "slurm" or before.state not in (State.QUEUED, State.RUNNING):
+    if scheduler != "slurm" or before.scheduler is None:
         return
+    if before.scheduler != "slurm":
+        raise NotRunnable(f"it was submitted elsewhere since: {before.cluster}")
     with contextlib.suppress(SchedulerError):
         here = slurm.cluster()
         # One with this job's id is another cluster's by its name alone: slurmctld may have moved to another host.
         is_other = there not in (None, here) and (other != job_id or slurm.name_of(str(there)) != slurm.name_of(here))
         if is_other:
             raise NotRunnable(f"it was submitted to {there} since{f', as job {other}' if other else ''}")
-    if other in (None, job_id):
+    if other in (None, job_id):  # it may start before its submission has written down which job it is
         return
+    if before.state == State.FAILED:
+        raise NotRunnable(f"it has failed, in job {other}; submit it again to continue it")
     job = ask(str(other))
     if job is not None and job.state in ("PENDING", "RUNNING") and job.runs(run.batch_script):
         raise NotRunnable(f"job {other} is to run it, or does")

@@ -26,6 +26,7 @@ from harness.project import (
 from harness.reference import STEPS
 
 from jobkit.run.rundir import RunDir
+from jobkit.run.snapshot import MANIFEST
 from jobkit.submission import job
 
 TWO_RANKS = ("resources.tasks_per_node=1",)
@@ -201,3 +202,25 @@ def test_a_cancel_signals_no_process_that_only_has_the_number_of_one_in_a_contai
         monkeypatch.undo()
         container.wait(60)
     assert (signalled, status(run)["state"]) == ([], "cancelled")
+
+
+def test_a_cancel_while_the_attempt_is_about_to_begin_is_carried_out(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    endless = ("--local", *TWO_RANKS, "params.steps=100000")
+    run = project.run_of(*endless[1:])
+    run.parent.mkdir()
+    with RunDir(run).begin_lock():
+        project.submit(*endless, "--detach")
+        # What the supervisor reads of the code after it has seen that nobody has cancelled the run.
+        (manifest,) = run.glob(f"code/*/{MANIFEST}")
+        content = manifest.read_text()
+        manifest.unlink()
+        os.mkfifo(manifest)
+    with manifest.open("w") as pipe:  # opens when the supervisor reads
+        cancel = project.start("cancel", run.name)
+        wait_for("the request", lambda: "cancel_requested" in names(run), run)
+        assert "started" not in names(run)
+        pipe.write(content)
+    printed, errors = cancel.communicate(timeout=600)
+    assert cancel.returncode == 0 and "cancelled at step" in printed, errors
+    assert causes(run) == ["cancelled"]

@@ -13,12 +13,15 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from harness.other_user import NOBODY, as_nobody, only_root, open_folder
 from harness.project import Project, names, queue, status, step, wait_for
 from harness.quick_slurm import QUICK
 from slurm_cluster import Cluster, wait_until
 
+from jobkit import slurm as scheduler
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.events import Event
+from jobkit.run.locks import is_free
 from jobkit.run.rundir import RunDir
 from jobkit.submission import job, observer
 
@@ -393,15 +396,31 @@ def test_a_cancel_that_was_cut_off_is_carried_out_by_the_next_submission(tmp_pat
     project.jobkit("cancel", run.name)
 
 
-def test_a_run_that_is_being_cancelled_is_not_said_to_run_on(tmp_path: Path, slurm: Cluster) -> None:
+def test_a_cancel_that_was_cut_off_is_carried_out_in_a_run_that_trains(tmp_path: Path, slurm: Cluster) -> None:
     project = Project(tmp_path, slurm.env)
     project.submit("--cluster", "slurm", *LONG)
     (run,) = project.runs
     wait_for("some steps", lambda: step(run) >= 5, run)
-    RunDir(run).record(Event.CANCEL_REQUESTED, grace=600.0)
-    for again in ("submit", "resume"):
-        words = ("toy.yaml", "--cluster", "slurm", *LONG) if again == "submit" else (run.name,)
-        assert "is being cancelled" in project.jobkit(again, *words, expect=1).stderr
+    killed = (
+        "import os, signal, sys\n"
+        "from jobkit.cli.main import main\n"
+        "from jobkit.run import records\n"
+        "records.write = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "main(['cancel', 'toy'])\n"
+    )
+    cut_off = subprocess.run([sys.executable, "-c", killed], cwd=project.path, env=project.env)
+    assert cut_off.returncode == -signal.SIGKILL and names(run)[-1] == "cancel_requested"
+    told = project.submit("--cluster", "slurm", *LONG, expect=1).stderr
+    assert "is being cancelled" in told and "was cut off, and is carried out now" in told
+    wait_for("its end", lambda: status(run)["state"] == "cancelled", run)
+    assert status(run)["checkpoint"] == status(run)["step"]
+
+
+def test_ranks_that_cannot_be_asked_to_stop_are_signalled(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *LONG)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
     (run / "logs/1/notice.json").mkdir()  # a request cannot be written, as on a full disk
     done = project.jobkit("cancel", run.name)
     assert "signalled instead" in done.stderr and "cancelled at step" in done.stdout
@@ -476,3 +495,89 @@ def test_a_run_that_is_removed_while_slurm_is_asked_fails_no_list(tmp_path: Path
     project.env["PATH"] = f"{tmp_path / 'bin'}:{project.env['PATH']}"
     assert " held " in listed(project, second)
     assert not run.exists()
+
+
+@only_root
+@pytest.mark.usefixtures("short_dir")  # which says what is missing where there is no Slurm
+def test_jobs_of_a_hidden_partition_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_folder() as folder, Cluster(folder / "s", nodes=1, **QUICK) as cluster:
+        monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+        cluster.command("scontrol", "update", "PartitionName=low", "Hidden=YES")
+        script = folder / "submission.sh"
+        script.write_text("#!/bin/sh\nsrun sleep 600\n")
+        as_user = (f"--uid={NOBODY}", f"--gid={NOBODY}", "--chdir=/", "--output=/dev/null")
+        number = cluster.command("sbatch", "--parsable", *as_user, str(script))
+        wait_until(lambda: f"{number}.0" in cluster.command("squeue", "-h", "--steps"), "its step", seconds=60)
+
+        def seen() -> list[object]:
+            listed = [one.job_id for one in scheduler.jobs_of(["nobody"])]
+            return [listed, scheduler.jobs_with(script), scheduler.steps(number)]
+
+        assert as_nobody(seen) == [[number], [number], [f"{number}.0"]]
+
+
+@pytest.fixture
+def cut_off(tmp_path: Path, slurm: Cluster) -> Project:
+    """A project with a submission that was killed while its sbatch waits for the file `go`, as if Slurm was busy."""
+    project = Project(tmp_path, slurm.env)
+    (tmp_path / "bin").mkdir()
+    slow = tmp_path / "bin/sbatch"
+    wait = f"while [ ! -e {tmp_path}/go ]; do sleep 0.1; done"
+    slow.write_text(f'#!/bin/sh\necho $$ >{tmp_path}/pid\n{wait}\nexec {shutil.which("sbatch")} "$@"\n')
+    slow.chmod(0o755)
+    project.env["PATH"] = f"{tmp_path / 'bin'}:{project.env['PATH']}"
+    process = project.start("submit", "toy.yaml", "--cluster", "slurm", *HELD)
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "sbatch")
+    process.kill()
+    process.communicate()
+    return project
+
+
+def lock_of(project: Project) -> Path:
+    (lock,) = project.path.glob("runs/.locks/*.submit")
+    return lock
+
+
+def test_a_submission_that_was_killed_before_its_sbatch_has_ended_is_not_made_twice(
+    cut_off: Project, slurm: Cluster
+) -> None:
+    (run,) = cut_off.runs
+    assert not is_free(lock_of(cut_off)), "sbatch may make the job yet"
+    assert " queued " in listed(cut_off, run)
+    (cut_off.path / "go").touch()
+    assert "already queued" in cut_off.submit("--cluster", "slurm", *HELD).stdout
+    assert queue(slurm, cut_off) == [status(run)["job_id"]]
+    cut_off.jobkit("cancel", run.name)
+
+
+def test_a_submission_that_was_killed_with_its_sbatch_is_told_as_lost_until_it_is_made(
+    cut_off: Project, slurm: Cluster
+) -> None:
+    (run,) = cut_off.runs
+    os.kill(int((cut_off.path / "pid").read_text()), signal.SIGKILL)
+    wait_until(lambda: is_free(lock_of(cut_off)), "the end of sbatch and of what it has started")
+    assert "probably lost" in listed(cut_off, run)
+    assert "its submission was cut off; the same command completes it" in cut_off.jobkit("status", run.name).stdout
+    cut_off.jobkit("logs", "-f", run.name)  # ends
+    assert names(run) == ["submitting"]
+    (cut_off.path / "go").touch()
+    cut_off.submit("--cluster", "slurm", *HELD)
+    assert queue(slurm, cut_off) == [status(run)["job_id"]]
+    cut_off.jobkit("cancel", run.name)
+
+
+def test_a_job_that_was_cancelled_from_elsewhere_does_not_revive_the_run_that_has_failed_there(
+    tmp_path: Path, slurm: Cluster, other: Cluster
+) -> None:
+    here, there = Project(tmp_path, slurm.env), Project(tmp_path, other.env)
+    here.submit("--cluster", "slurm", *HELD)
+    (run,) = here.runs
+    number = status(run)["job_id"]
+    there.jobkit("cancel", run.name)
+    (tmp_path / "orders.py").write_text("def at_step(ctx, step):\n    raise ValueError\n")
+    there.submit("--cluster", "slurm", *ON_ONE_NODE, "retry.crash=0")
+    wait_for("its failure", lambda: status(run)["state"] == "failed", run)
+    before = names(run)
+    slurm.command("scontrol", "release", number)
+    wait_until(lambda: slurm.job(number)["JobState"] == "COMPLETED", "the end of the first job")
+    assert names(run) == before

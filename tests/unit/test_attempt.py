@@ -10,6 +10,7 @@ from harness.supervised import causes, info
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run import snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
@@ -25,7 +26,7 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "toy-12345678")
     run.path.mkdir()
     run.write_config(Config(name="toy", task="m:f"))
-    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    run.record(Event.SUBMITTING)
     return run
 
 
@@ -64,6 +65,55 @@ def test_only_the_job_that_was_submitted_last_runs_it(
     else:
         with pytest.raises(NotRunnable):
             begin(run, job_id="7", scheduler="slurm")
+
+
+@pytest.mark.parametrize("end", [Event.FAILED, Event.INTERRUPTED])
+@pytest.mark.parametrize(
+    ("here", "job", "runs"),
+    [
+        ("b@b:1", "8", True),  # the job that was submitted: started again by Slurm or by hand
+        ("a@a:1", "8", False),
+        ("a@a:1", "7", False),
+        ("b@b:1", "7", None),
+    ],
+)
+def test_a_run_that_has_ended_is_not_revived_by_a_job_of_an_earlier_submission(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, end: Event, here: str, job: str, runs: bool | None
+) -> None:
+    run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster="a@a:1")
+    run.record(Event.SUBMITTED, job_id="7")
+    run.record(Event.CANCELLED)  # from the other cluster, which cannot end the job
+    run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster="b@b:1")
+    run.record(Event.STARTED, attempt=1, job_id="8")
+    run.record(end, attempt=1, cause="crashed")
+    monkeypatch.setattr(slurm, "cluster", lambda: here)
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: info(job_id=job_id, state="FAILED"))
+    # A job that follows an interrupted one may not be journalled: the disk was away.
+    if runs or (runs is None and end == Event.INTERRUPTED):
+        assert begin(run, job_id=job, scheduler="slurm").number == 2
+    else:
+        with pytest.raises(NotRunnable):
+            begin(run, job_id=job, scheduler="slurm")
+
+
+def test_a_job_does_not_take_a_run_that_goes_on_on_a_workstation(run: RunDir) -> None:
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    run.record(Event.STARTED, attempt=1, job_id="4711")
+    with pytest.raises(NotRunnable, match="local"):
+        begin(run, job_id="7", scheduler="slurm")
+    assert run.status().state == State.RUNNING
+
+
+@pytest.mark.parametrize(("grace", "least"), [(600.0, 590.0), (0.0, 0.0)])
+def test_a_cancel_while_an_attempt_begins_is_found_by_that_attempt(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, grace: float, least: float
+) -> None:
+    run.record(Event.SUBMITTING, code="c0de")
+    monkeypatch.setattr(snapshot, "verify", lambda *_: run.record(Event.CANCEL_REQUESTED, grace=grace) or [])
+    begin(run, job_id="7", scheduler="slurm")
+    request = run.stop_request(1)
+    assert request is not None and request.grace is not None
+    assert request.cause == "cancelled" and least <= request.grace <= grace
 
 
 def test_a_run_that_was_cancelled_between_two_attempts_is_cancelled(run: RunDir) -> None:

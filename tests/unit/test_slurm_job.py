@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "toy-12345678")
     run.path.mkdir()
     run.write_config(Config(name="toy", task="m:f"))
-    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    run.record(Event.SUBMITTING)
     return run
 
 

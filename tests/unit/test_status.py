@@ -60,6 +60,7 @@ STATES: list[tuple[str, list[Short], dict[str, Any]]] = [
     ("submitted", [SUBMITTING, SUBMITTED], {"state": "queued", "submitting": False, "job_id": "7"}),
     ("started", [SUBMITTING, SUBMITTED, started()], {"state": "running", "job_id": "7", "scheduler": "slurm"}),
     ("started before submitted", [SUBMITTING, started(), SUBMITTED], {"state": "running", "submitting": False}),
+    ("another job started before submitted", [SUBMITTING, started(job="6"), SUBMITTED], {"job_id": "6"}),
     ("started, submitted never written", [SUBMITTING, started()], {"state": "running", "submitting": False}),
     (
         "finished before submitted",
