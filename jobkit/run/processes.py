@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -21,6 +24,39 @@ def began(pid: int) -> str:
         return ""
     state, threads, started = fields[0], fields[17], fields[19]
     return "ended" if state in "ZX" and int(threads) <= 1 else started
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, or adopted; none where the kernel does not say."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, and is not only ended by it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def that_catch(pids: Iterable[int], number: int) -> list[int]:
+    """Of some processes and all below them those with a handler for a signal.
+
+    Below one that has asked for SIGTERM nobody is looked for: what to tell its children is its own affair, as that of
+    torchrun, and a copy of it, such as a data loader's worker, has its handler without its reasons.
+    """
+    found: list[int] = []
+    for pid in pids:
+        if asks := catches(pid, number):
+            found.append(pid)
+        if not asks or number != signal.SIGTERM:
+            found += that_catch(children(pid), number)
+    return found
 
 
 def _fields(pid: int) -> list[str]:

@@ -208,7 +208,8 @@ class Parent:
         return child.returncode
 
     def signal(self, name: str, children: Sequence[Child]) -> None:
-        """Send a signal to processes that have not ended; all but TERM reach what they have started, too.
+        """Send a signal to processes that have not ended; all but TERM reach what they have started, too, and one to
+        stop reaches whoever has a handler for it.
 
         After KILL nothing is left of those that have ended, either, once all have.
         """
