@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 
@@ -32,6 +33,16 @@ def children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def in_sessions(sessions: Collection[int]) -> list[int]:
+    """The processes of some sessions that live: also where their first ones, whose ids name them, have ended."""
+    found = []
+    for name in os.listdir("/proc") if sessions and Path("/proc/self").exists() else []:  # noqa: PTH208
+        fields = _fields(int(name)) if name.isdigit() else []
+        if fields and fields[0] not in "ZX" and int(fields[3]) in sessions:
+            found.append(int(name))
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from jobkit.errors import JobkitError
 from jobkit.log import log
-from jobkit.run.processes import lives
+from jobkit.run.processes import in_sessions
 from jobkit.supervisor.channel import (
     Adopt,
     Adopted,
@@ -178,7 +178,8 @@ class Parent:
             self.is_gone = True
         for child in self._children.values() if self.is_gone else ():
             # Nobody knows how it ended. Slurm kills what is left of the step on its node.
-            if child.returncode is None and (self.node is not None or child.pid is None or not lives(child.pid)):
+            has_ended = self.node is not None or child.pid is None or not in_sessions({child.pid})
+            if child.returncode is None and has_ended:
                 child.returncode = -signal.SIGKILL
 
     def _note(self, message: Message) -> None:
@@ -221,7 +222,7 @@ class Parent:
             return
         if self.node is None:
             for child in children:
-                if child.pid is not None and lives(child.pid):
+                if child.pid is not None and in_sessions({child.pid}):
                     send(child.pid, signal.Signals[f"SIG{name}"])
 
     # The parent itself

@@ -58,6 +58,7 @@ from jobkit.worker.forked import (
     take_place,
     take_slots,
 )
+from jobkit.worker.guard import Guard
 from jobkit.worker.launcher import Topology
 from jobkit.worker.out_of_memory import kernel_oom_kills
 from jobkit.worker.preload import Trial, import_more, preload
@@ -89,6 +90,8 @@ class Parent:
 
     def __init__(self, channel: Channel, *, passes_on: Iterable[int] = (), problem: str | None = None) -> None:
         self._channel = channel
+        self._is_local = not passes_on
+        self._guard: Guard | None = None
         self._problem = problem
         """Why a fork would be no good: then each process is a new one."""
         self._listener: socket.socket | None = None
@@ -168,6 +171,8 @@ class Parent:
         """Start one process: None here, the call in the process."""
         parent = os.getpid()
         try:
+            if self._is_local and self._guard is None:
+                self._guard = Guard()
             slots = self._slots_of(request)
             pid = os.fork()
         except OSError as error:
@@ -191,6 +196,7 @@ class Parent:
             self._kills_strays = False
             self._slots_of_rank[request.key] = slots
             self._differing.update(n for n, value in request.environment.items() if os.environ.get(n) != value)
+            self._watch()
             self._tell(Forked(key=request.key, pid=pid))
         return None
 
@@ -275,7 +281,12 @@ class Parent:
             waits = ended.returncode in ENDS_BY and that_catch(self._others(), signal.SIGTERM)
             if not waits:
                 del self._outlived[pid], self._ranks[pid]
+                self._watch()
                 self._tell(dataclasses.replace(ended, last_step=self._last_step_of(ended.key)))
+
+    def _watch(self) -> None:
+        if self._guard is not None:
+            self._guard.watch(self._ranks)
 
     def _last_step_of(self, key: int) -> tuple[int, float] | None:
         return last_step(self._slots_of_rank.pop(key), self.attempt)
@@ -287,7 +298,7 @@ class Parent:
 
     def _others(self) -> list[int]:
         """What ranks that have ended have left behind."""
-        own = {*self._ranks, *([self._trial.pid] if self._trial is not None else [])}
+        own = {*self._ranks, *(one.pid for one in (self._trial, self._guard) if one is not None)}
         return [pid for pid in children(os.getpid()) if pid not in own]
 
     def signal_ranks(self, number: int, keys: Collection[int] | None = None) -> None:
@@ -314,7 +325,7 @@ class Parent:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
-        for one in (self._channel, self._listener, self._wakeup, self._woken):
+        for one in (self._channel, self._listener, self._wakeup, self._woken, self._guard):
             if one is not None:
                 one.close()
 

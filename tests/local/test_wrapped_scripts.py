@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -38,13 +39,22 @@ WRAPPERS = {
     "torchrun": ["torchrun", "--standalone", "--nproc-per-node=1", "train.py"],
 }
 
+SILENT = """\
+import os, time
+from pathlib import Path
+
+Path(os.environ["JOBKIT_RUN"], f"pid_{os.environ['JOBKIT_ATTEMPT']}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     made = Project(tmp_path / "project")
-    for name, text in {"train.py": TRAIN, "run.sh": SHELL}.items():
+    for name, text in {"train.py": TRAIN, "run.sh": SHELL, "plain.sh": "python silent.py\necho done\n"}.items():
         (made.path / name).write_text(text)
     (made.path / "launch.py").write_text(LAUNCH)
+    (made.path / "silent.py").write_text(SILENT)
     (made.path / "toy.yaml").write_text(
         "name: toy\ncommand: [bash, run.sh]\nparams: {steps: 30}\ncheckpoint: {every: 1000, memory: off}\n"
         "resources: {nodes: 1, tasks_per_node: 1, time: '0:05:00'}\nclusters: {slurm: {partition: low}}\n"
@@ -95,3 +105,16 @@ def test_a_wrapped_script_saves_when_slurm_stops_it(project: Project, slurm: Clu
     ends = [event for event in events(run) if event["event"] == "interrupted"]
     assert [one["step"] for one in ends] == [one["reached"] for one in ends] == [22, 23], describe(run)
     project.jobkit("cancel", run.name, "--no-grace")
+
+
+def test_what_a_shell_has_started_does_not_outlive_its_run(project: Project) -> None:
+    command = ("--local", "--detach", "command=[bash, plain.sh]")
+    project.submit(*command)
+    (run,) = project.runs
+    wait_for("its start", (run / "pid_1").exists, run)
+    os.kill(int(status(run)["job_id"]), signal.SIGKILL)
+    wait_for("its end", lambda: not processes_of(run), run, 60)
+    project.submit(*command)
+    wait_for("its start", (run / "pid_2").exists, run)
+    project.jobkit("cancel", run.name)
+    wait_for("its end", lambda: not processes_of(run), run, 60)

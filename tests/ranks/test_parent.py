@@ -113,6 +113,15 @@ while True:
     time.sleep(10)
 """
 
+TRAINS = """\
+import os, time
+from pathlib import Path
+
+Path("new").write_text(str(os.getpid()))
+Path("new").rename("ready")
+time.sleep(600)
+"""
+
 
 def wrap(program: str) -> None:
     """Become a shell that waits for a program and something that reads it, and has more to do after that."""
@@ -266,6 +275,24 @@ def test_what_saves_too_long_is_killed_with_its_rank(forks: Forks) -> None:
     forks.client.signal("KILL", [rank])
     assert forks.returncode(rank) == -signal.SIGTERM
     wait_for("the end of the program", lambda: not lives(int(forks.text("ready"))))
+
+
+@pytest.mark.parametrize("program", [SAVES, TRAINS])
+def test_what_a_shell_has_started_ends_when_the_parent_has_died(tmp_path: Path, program: str) -> None:
+    with started() as client:
+        forks = Forks(client, tmp_path)
+        rank = forks.fork("wrap", program)
+        wait_for("the program", (tmp_path / "ready").exists)
+        assert client.process is not None
+        client.process.kill()
+        if program == SAVES:
+            wait_for("the program to be told", (tmp_path / "told").exists)
+            wait_for("the end of the shell", lambda: not lives(rank.pid))
+            assert forks.client.poll(rank) is None, "it has not ended while it saves"
+            (tmp_path / "go").touch()
+        assert forks.returncode(rank) == -signal.SIGKILL
+        assert (tmp_path / "saved").exists() == (program == SAVES)
+        assert not lives(int(forks.text("ready")))
 
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
