@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import secrets
+import signal
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -29,27 +30,47 @@ def began(pid: int) -> str:
     return "ended" if state in "ZX" and int(threads) <= 1 else started
 
 
-def catching(number: int, leaders: Collection[int]) -> list[int]:
-    """The processes that catch a signal, of those in the sessions of some leaders and of all that they have started."""
-    known = {int(entry.name): _fields(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
-    found, new = set[int](), set(leaders)
-    while new:
-        found |= new
-        new = {pid for pid, fields in known.items() if fields and _is_of(fields, found)} - found
-    return [pid for pid in sorted(found) if _catches(pid, number)]
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, or adopted; none where the kernel does not say."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
-def _is_of(fields: list[str], processes: Collection[int]) -> bool:
-    parent, session = int(fields[1]), int(fields[3])
-    return parent in processes or session in processes
+def in_sessions(sessions: Collection[int]) -> list[int]:
+    """The processes of some sessions that live: also where their first ones, whose ids name them, have ended."""
+    found = []
+    for name in os.listdir("/proc") if sessions and Path("/proc/self").exists() else []:  # noqa: PTH208
+        fields = _fields(int(name)) if name.isdigit() else []
+        if fields and fields[0] not in "ZX" and int(fields[3]) in sessions:
+            found.append(int(name))
+    return found
 
 
-def _catches(pid: int, number: int) -> bool:
-    try:
-        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return False
-    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, and is not only ended by it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def that_catch(pids: Iterable[int], number: int) -> list[int]:
+    """Of some processes and all below them those with a handler for a signal.
+
+    Below one that has asked for SIGTERM nobody is looked for: what to tell its children is its own affair, as that of
+    torchrun, and a copy of it, such as a data loader's worker, has its handler without its reasons.
+    """
+    found: list[int] = []
+    for pid in pids:
+        if asks := catches(pid, number):
+            found.append(pid)
+        if not asks or number != signal.SIGTERM:
+            found += that_catch(children(pid), number)
+    return found
 
 
 def _fields(pid: int) -> list[str]:

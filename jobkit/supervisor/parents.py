@@ -18,7 +18,7 @@ from typing import Any
 from jobkit import start
 from jobkit.errors import JobkitError
 from jobkit.log import log
-from jobkit.run.processes import lives
+from jobkit.run.processes import in_sessions
 from jobkit.supervisor.channel import (
     Adopt,
     Adopted,
@@ -179,7 +179,8 @@ class Parent:
             self.is_gone = True
         for child in self._children.values() if self.is_gone else ():
             # Nobody knows how it ended. Slurm kills what is left of the step on its node.
-            if child.returncode is None and (self.node is not None or child.pid is None or not lives(child.pid)):
+            has_ended = self.node is not None or child.pid is None or not in_sessions({child.pid})
+            if child.returncode is None and has_ended:
                 child.returncode = -signal.SIGKILL
 
     def _note(self, message: Message) -> None:
@@ -209,8 +210,8 @@ class Parent:
         return child.returncode
 
     def signal(self, name: str, children: Sequence[Child]) -> None:
-        """Send a signal to processes that have not ended; all but TERM reach what they have started, too, and USR2 only
-        those that catch it.
+        """Send a signal to processes that have not ended; all but TERM reach what they have started, too, TERM whoever has
+        a handler for it, and USR2 nobody else.
 
         After KILL nothing is left of those that have ended, either, once all have.
         """
@@ -222,7 +223,7 @@ class Parent:
             return
         if self.node is None:
             for child in children:
-                if child.pid is not None and lives(child.pid):
+                if child.pid is not None and in_sessions({child.pid}):
                     send(child.pid, signal.Signals[f"SIG{name}"])
 
     # The parent itself

@@ -42,7 +42,8 @@ class Ranks(Protocol):
     def signal(self, name: str) -> None:
         """Send a signal, by its name without SIG, to every rank; all but TERM reach what a rank has started, too.
 
-        USR2 is a notice: only those of its processes get it that catch it, and `told` is set where any does.
+        TERM reaches whoever has a handler for it. USR2 is a notice: only those of its processes get it that have one,
+        and `told` is set where any does.
         """
 
     def first_failure(self) -> FirstFailure | None:
@@ -149,9 +150,12 @@ class ForkedRanks:
             # Without their parent they have SIGTERM and save, and nobody knows their exit codes.
             # Exit code 75 and SIGKILL are what was asked for once they have been told to stop.
             told = self._told or gone is not None
+            # So is the signal that told them, of which a shell around one that has saved ends.
             asked_for = (EXIT_RESUMABLE, -signal.SIGKILL) if told else self.nodes.codes_of_a_stop
             if not told and EXIT_RESUMABLE in codes and not self._say_by_code():
                 asked_for = ()
+            notices = {-one.told for one in self.nodes.parents if one.told is not None}
+            asked_for = (*asked_for, *([-signal.SIGTERM] if self._told else []), *notices)
             dead = [(code, rank) for rank, code in enumerate(codes) if code and code not in asked_for]
             if dead:
                 code, rank = min(dead, key=lambda one: one[0] > 0)

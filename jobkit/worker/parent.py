@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jobkit.log import configure
-from jobkit.run.processes import catching
+from jobkit.run.processes import began, children, lives, that_catch
 from jobkit.run.rundir import RunDir
 from jobkit.run.slots import last_step, make_slots
 from jobkit.supervisor.channel import (
@@ -58,6 +58,7 @@ from jobkit.worker.forked import (
     take_place,
     take_slots,
 )
+from jobkit.worker.guard import Guard
 from jobkit.worker.launcher import Topology
 from jobkit.worker.out_of_memory import kernel_oom_kills
 from jobkit.worker.preload import Trial, import_more, preload
@@ -67,6 +68,12 @@ IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR2)
 """What Slurm sends to a step's tasks, which its parents are: with cgroups the ranks do not get it themselves."""
+
+ENDS_BY = {code for one in PASSED_ON for code in (-one, 128 + one)}
+"""How a program ends that has no handler for them, and a shell whose command has ended so."""
+
+STOPPING_SECONDS = 0.05
+"""How often to look whether those that a rank's first process waits for have stopped: the kernel does not tell us."""
 
 READ_AT_IMPORT = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHONHASHSEED"),
@@ -83,6 +90,8 @@ class Parent:
 
     def __init__(self, channel: Channel, *, passes_on: Iterable[int] = (), problem: str | None = None) -> None:
         self._channel = channel
+        self._is_local = not passes_on
+        self._guard: Guard | None = None
         self._problem = problem
         """Why a fork would be no good: then each process is a new one."""
         self._listener: socket.socket | None = None
@@ -91,6 +100,10 @@ class Parent:
         self._woken.setblocking(False)
         self._ranks: dict[int, int] = {}
         """The key of each by its process id."""
+        self._asked: dict[int, tuple[int, set[tuple[int, str]]]] = {}
+        """By a rank's process id: the signal to stop, and which of its processes have got it as they have handlers."""
+        self._outlived: dict[int, Ended] = {}
+        """By its process id, the end of a rank which was told to stop, while others that it has started still do."""
         self._oom_kills: dict[int, int] = {}
         self._kills_strays = False
         self.is_dismissed = False
@@ -118,7 +131,10 @@ class Parent:
         self._tell(Ready(cannot_fork=self._problem))
         while True:
             sources: list[Any] = [self._channel, self._wakeup, *([self._listener] if self._listener else [])]
-            readable = select.select(sources, [], [], 0 if self._channel.has_line else None)[0]
+            pause = STOPPING_SECONDS if self._asked or self._outlived else None
+            readable = select.select(sources, [], [], 0 if self._channel.has_line else pause)[0]
+            if not readable and pause is not None:
+                self.reap()
             if self._wakeup in readable:
                 self._take_signals()
                 if self._trial is not None and self._trial.has_ended:
@@ -149,10 +165,7 @@ class Parent:
             case Signal(name="USR2"):
                 self._give_notice([pid for pid, key in self._ranks.items() if key in message.keys])
             case Signal():
-                self._kills_strays = message.name == "KILL"
-                for pid, key in self._ranks.items():
-                    if key in message.keys:
-                        send(pid, signal.Signals[f"SIG{message.name}"])
+                self.signal_ranks(signal.Signals[f"SIG{message.name}"], message.keys)
                 self.reap()  # there may be no rank left whose end would call for it
         return None
 
@@ -160,6 +173,8 @@ class Parent:
         """Start one process: None here, the call in the process."""
         parent = os.getpid()
         try:
+            if self._is_local and self._guard is None:
+                self._guard = Guard()
             slots = self._slots_of(request)
             pid = os.fork()
         except OSError as error:
@@ -183,6 +198,7 @@ class Parent:
             self._kills_strays = False
             self._slots_of_rank[request.key] = slots
             self._differing.update(n for n, value in request.environment.items() if os.environ.get(n) != value)
+            self._watch()
             self._tell(Forked(key=request.key, pid=pid))
         return None
 
@@ -231,42 +247,82 @@ class Parent:
         self.reap()
 
     def reap(self) -> bool:
-        """Report the children that have ended; whether any rank is left."""
+        """Report the ranks that have ended; whether any rank is left."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
                 if self._trial is not None and pid == self._trial.pid:
                     self._trial.has_ended = True
-                key = self._ranks.pop(pid, None)
-                if key is not None:
-                    oom = kernel_oom_kills() > self._oom_kills.pop(key)
-                    code, reached = os.waitstatus_to_exitcode(status), self._last_step_of(key)
-                    self._tell(Ended(key=key, returncode=code, out_of_memory=oom, last_step=reached))
-            if self._kills_strays and not self._ranks:
+                if pid in self._ranks:
+                    self._note_end(pid, os.waitstatus_to_exitcode(status))
+            if self._kills_strays and not self._ranks.keys() - self._outlived.keys():
                 self._kill_others()
+        self._go_on_stopping()
         return bool(self._ranks)
+
+    def _note_end(self, pid: int, code: int) -> None:
+        key = self._ranks[pid]
+        oom = kernel_oom_kills() > self._oom_kills.pop(key)
+        self._outlived[pid] = Ended(key=key, returncode=code, out_of_memory=oom)
+        number, asked = self._asked.pop(pid, (abs(code) & 0x7F, set[tuple[int, str]]()))
+        if code in ENDS_BY and not self._kills_strays:
+            # A shell, or another program that has no handler, has ended at once. What it was to wait for, and what was
+            # told nothing where it alone got the signal, is ours now.
+            for one in that_catch(self._others(), number):
+                if (one, began(one)) not in asked:
+                    _kill(one, number)
+
+    def _go_on_stopping(self) -> None:
+        """Tell the rest of a rank when those that had asked for the signal are done, and report one that has ended when
+        nothing is left that would save."""
+        for pid, (number, asked) in list(self._asked.items()):
+            if not any(lives(one) and began(one) == since for one, since in asked):
+                del self._asked[pid]
+                send(pid, number)  # else a shell would go on with its next line
+        for pid, ended in list(self._outlived.items()):
+            waits = ended.returncode in ENDS_BY and that_catch(self._others(), signal.SIGTERM)
+            if not waits:
+                del self._outlived[pid], self._ranks[pid]
+                self._watch()
+                self._tell(dataclasses.replace(ended, last_step=self._last_step_of(ended.key)))
+
+    def _watch(self) -> None:
+        if self._guard is not None:
+            self._guard.watch(self._ranks)
 
     def _last_step_of(self, key: int) -> tuple[int, float] | None:
         return last_step(self._slots_of_rank.pop(key), self.attempt)
 
     def _kill_others(self) -> None:
         """Kill what ranks have left behind in sessions of its own: it would use the devices that the next ones need."""
-        with contextlib.suppress(OSError):
-            for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-                if self._trial is None or pid != self._trial.pid:
-                    send(pid, signal.SIGKILL)
+        for pid in self._others():
+            send(pid, signal.SIGKILL)
 
-    def signal_ranks(self, number: int) -> None:
-        for pid in self._ranks:
-            send(pid, number)
+    def _others(self) -> list[int]:
+        """What ranks that have ended have left behind."""
+        own = {*self._ranks, *(one.pid for one in (self._trial, self._guard) if one is not None)}
+        return [pid for pid in children(os.getpid()) if pid not in own]
+
+    def signal_ranks(self, number: int, keys: Collection[int] | None = None) -> None:
+        """Send ranks a signal: one to stop goes to those of their processes that have a handler for it, and to others
+        when these have ended. A script's shell would only die of it, and torchrun take the ranks' store with it."""
+        self._kills_strays = self._kills_strays or number == signal.SIGKILL
+        for pid, key in self._ranks.items():
+            if pid in self._outlived or not (keys is None or key in keys):
+                continue
+            if number not in PASSED_ON or not (asking := that_catch([pid], number)):
+                send(pid, number)
+                continue
+            self._asked[pid] = number, {(one, began(one)) for one in asking}
+            for one in asking:
+                _kill(one, number)
 
     def _give_notice(self, ranks: Sequence[int]) -> None:
         """Send SIGUSR2 to what catches it of some ranks: the rest would die of it, and may be done in time."""
-        if told := catching(signal.SIGUSR2, ranks):
+        if told := that_catch(ranks, signal.SIGUSR2):
             self._tell(Told(signal=signal.SIGUSR2))  # first, as where Slurm sends it
         for pid in told:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR2)
+            _kill(pid, signal.SIGUSR2)
 
     def _tell(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone, as the next look will say
@@ -278,9 +334,14 @@ class Parent:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
-        for one in (self._channel, self._listener, self._wakeup, self._woken):
+        for one in (self._channel, self._listener, self._wakeup, self._woken, self._guard):
             if one is not None:
                 one.close()
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _adopt_orphans() -> None:

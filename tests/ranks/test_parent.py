@@ -100,6 +100,42 @@ def wait_for_notice(shell: str) -> None:
     os.execv("/bin/bash", ["bash", "-c", shell])
 
 
+SAVES = """\
+import os, signal, sys, time
+from pathlib import Path
+
+def save(number, frame):
+    Path("told").write_text(signal.Signals(number).name)
+    while not Path("go").exists():
+        time.sleep(0.02)
+    Path("saved").touch()
+    sys.exit(75)
+
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, save)
+Path("new").write_text(str(os.getpid()))
+Path("new").rename("ready")
+while True:
+    time.sleep(10)
+"""
+
+TRAINS = """\
+import os, time
+from pathlib import Path
+
+Path("new").write_text(str(os.getpid()))
+Path("new").rename("ready")
+time.sleep(600)
+"""
+
+
+def wrap(program: str) -> None:
+    """Become a shell that waits for a program and something that reads it, and has more to do after that."""
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    os.execv("/bin/sh", ["sh", "-c", '"$0" -c "$1" | cat; sleep 600; touch on', sys.executable, program])
+
+
 def become(file: str) -> None:
     os.execv("/bin/sh", ["sh", "-c", f"readlink /proc/$$/fd/* >{file}; exit 4"])
 
@@ -217,6 +253,53 @@ def test_an_environment_of_a_megabyte_arrives(forks: Forks) -> None:
 def test_many_ranks_end_at_once_and_each_end_is_told(forks: Forks) -> None:
     ranks = [forks.fork("end", str(number)) for number in range(20)]
     assert [forks.returncode(rank) for rank in ranks] == list(range(20))
+
+
+@pytest.mark.parametrize("how", ["told", "killed"])
+def test_a_rank_has_not_ended_while_what_its_shell_waited_for_saves(forks: Forks, how: str) -> None:
+    rank = forks.fork("wrap", SAVES)
+    wait_for("a program with a handler", (forks.folder / "ready").exists)
+    assert rank.pid is not None
+    if how == "told":
+        forks.client.signal("TERM", [rank])
+    else:
+        os.kill(rank.pid, signal.SIGTERM)  # as Slurm does, where it signals all processes of a step
+    wait_for("the program to be told", (forks.folder / "told").exists)
+    if how == "killed":
+        wait_for("the end of the shell", lambda: not lives(rank.pid))
+    assert forks.client.poll(rank) is None
+    (forks.folder / "go").touch()
+    assert forks.returncode(rank) == -signal.SIGTERM
+    assert (forks.folder / "saved").exists()
+
+
+def test_what_saves_too_long_is_killed_with_its_rank(forks: Forks) -> None:
+    rank = forks.fork("wrap", SAVES)
+    wait_for("a program with a handler", (forks.folder / "ready").exists)
+    assert rank.pid is not None
+    os.kill(rank.pid, signal.SIGTERM)
+    wait_for("the program to be told", (forks.folder / "told").exists)
+    forks.client.signal("KILL", [rank])
+    assert forks.returncode(rank) == -signal.SIGTERM
+    wait_for("the end of the program", lambda: not lives(int(forks.text("ready"))))
+
+
+@pytest.mark.parametrize("program", [SAVES, TRAINS])
+def test_what_a_shell_has_started_ends_when_the_parent_has_died(tmp_path: Path, program: str) -> None:
+    with started() as client:
+        forks = Forks(client, tmp_path)
+        rank = forks.fork("wrap", program)
+        wait_for("the program", (tmp_path / "ready").exists)
+        assert client.process is not None
+        client.process.kill()
+        if program == SAVES:
+            wait_for("the program to be told", (tmp_path / "told").exists)
+            wait_for("the end of the shell", lambda: not lives(rank.pid))
+            assert forks.client.poll(rank) is None, "it has not ended while it saves"
+            (tmp_path / "go").touch()
+        assert forks.returncode(rank) == -signal.SIGKILL
+        assert (tmp_path / "saved").exists() == (program == SAVES)
+        assert not lives(int(forks.text("ready")))
 
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
