@@ -210,8 +210,8 @@ class Parent:
         return child.returncode
 
     def signal(self, name: str, children: Sequence[Child]) -> None:
-        """Send a signal to processes that have not ended; all but TERM reach what they have started, too, TERM whoever has
-        a handler for it, and USR2 nobody else.
+        """Send a signal to processes that have not ended; all but TERM reach what they have started, too. TERM reaches
+        whoever has a handler for it, and USR2 nobody else.
 
         After KILL nothing is left of those that have ended, either, once all have.
         """

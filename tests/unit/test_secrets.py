@@ -200,7 +200,7 @@ def test_a_dry_run_shows_no_secret(tmp_path: Path) -> None:
 def test_a_batch_script_with_a_secret_is_its_owners_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str, mode: int
 ) -> None:
-    monkeypatch.setattr(sbatch, "_sbatch", lambda run: "1")
+    monkeypatch.setattr(sbatch, "_sbatch", lambda run, pass_fds: "1")
     config = Config(name="x", task="a:b", clusters={"slurm": {"setup": [setup]}})
     run = RunDir(tmp_path / "x")
     run.submitit.mkdir(parents=True)
