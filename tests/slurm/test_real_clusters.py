@@ -517,7 +517,7 @@ def test_jobs_of_a_hidden_partition_are_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def cut_off(tmp_path: Path, slurm: Cluster) -> Project:
+def cut_off(tmp_path: Path, slurm: Cluster) -> Iterator[Project]:
     """A project with a submission that was killed while its sbatch waits for the file `go`, as if Slurm was busy."""
     project = Project(tmp_path, slurm.env)
     (tmp_path / "bin").mkdir()
@@ -530,7 +530,8 @@ def cut_off(tmp_path: Path, slurm: Cluster) -> Project:
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "sbatch")
     process.kill()
     process.communicate()
-    return project
+    yield project
+    (tmp_path / "go").touch()  # for an sbatch that still waits
 
 
 def lock_of(project: Project) -> Path:
