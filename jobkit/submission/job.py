@@ -194,7 +194,7 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
     """
     seconds = CANCEL_SECONDS if grace else 0.0
     with run.submission_lock():
-        status = _if_slurm_answers(settle, run)
+        status = _if_slurm_answers(_settle_where_it_was_submitted, run)
         if status.submitting:
             status = reconcile(run)
         if not is_active(run, status):
@@ -225,6 +225,20 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
         if status.state == State.INTERRUPTED:
             run.record(Event.CANCELLED)  # it had stopped already when the cancel came
         return run.status()
+
+
+def _settle_where_it_was_submitted(run: RunDir) -> Status:
+    """`settle`; JobkitError for a run whose directory was moved since: its job looks for it elsewhere."""
+    status = settle(run)
+    job = _job_of(status) if status.scheduler == "slurm" and status.state.is_under_way else None
+    if job is not None and is_here(status) and job.was_moved_to(run.batch_script):
+        submitted = Path(job.script).parents[2]
+        raise JobkitError(f"job {job.job_id} was submitted as {submitted}; move it back, or scancel {job.job_id}")
+    return status
+
+
+def _job_of(status: Status) -> slurm.JobInfo | None:
+    return slurm.show_job(status.job_id) if status.job_id is not None and can_be_asked(status) else None
 
 
 def _tell_ranks(run: RunDir, status: Status, attempt: Attempt, seconds: float) -> str | None:
@@ -275,10 +289,7 @@ def _runs_on(run: RunDir, status: Status) -> bool:
 def _end_slurm_job(run: RunDir, status: Status) -> None:
     if status.state in (State.FINISHED, State.FAILED):
         return  # before it could be cancelled: its job ends by itself, with all the time that its teardown takes
-    job = slurm.show_job(status.job_id) if status.job_id is not None and can_be_asked(status) else None
-    if job is not None and is_here(status) and job.was_moved_to(run.batch_script):
-        submitted = Path(job.script).parents[2]
-        raise JobkitError(f"job {job.job_id} was submitted as {submitted}; move it back, or scancel {job.job_id}")
+    job = _job_of(status)
     if job is None or not job.runs(run.batch_script):
         # On another cluster: its job finds it so when it starts, and ends. One that runs has had its time by now, and
         # once the run is continued what is left of it has no lease.
