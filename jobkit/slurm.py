@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -334,6 +336,20 @@ def died_since(node: str, when: float) -> bool:
     started = _time(fields.get("SlurmdStartTime"))
     down = re.search(r"DOWN|NOT_RESPONDING|\*", fields.get("State", "")) is not None
     return down or started is None or started > when
+
+
+def takes_no_jobs(node: str) -> bool:
+    """Whether nothing takes connections where a node's slurmd should: known long before SlurmdTimeout has passed."""
+    fields = dict(re.findall(r"(\S+?)=(\S*)", command("scontrol", "--oneliner", "show", "node", node)))
+    if not fields.get("NodeAddr") or not fields.get("Port", "").isdigit():
+        return False
+    try:
+        socket.create_connection((fields["NodeAddr"], int(fields["Port"])), timeout=5.0).close()
+    except (ConnectionRefusedError, TimeoutError):
+        return True
+    except OSError as error:  # else nobody knows: its address is none here, or a firewall is between
+        return error.errno == errno.EHOSTUNREACH
+    return False
 
 
 def expand(nodes: str) -> list[str]:

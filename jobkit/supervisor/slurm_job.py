@@ -27,7 +27,7 @@ from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.supervisor.attempt import ask, end, notice_margin, request_stop
-from jobkit.supervisor.diagnosis import first_failure_of_job, srun_said_about
+from jobkit.supervisor.diagnosis import FirstFailure, first_failure_of_job, srun_said_about
 from jobkit.supervisor.nodes import end_steps, nodes_to_use
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit
@@ -265,6 +265,11 @@ class SlurmJob:
                     self._wait_for_save(number)
             end_steps(self.id)
         first = first_failure_of_job(said, job, attempt.nodes)
+        lease = self.run.lease()
+        if by_parent and lease is not None and lease.node and not (first is not None and first.node_lost):
+            with contextlib.suppress(SchedulerError):  # of the supervisor's node, Slurm may not know yet
+                if slurm.takes_no_jobs(lease.node):
+                    first = FirstFailure(node=lease.node, node_lost=True)
         can_replace = partial(self.can_replace, job)
         return end(self.run, number, self.id, first=first, job=job, can_replace=can_replace)
 
