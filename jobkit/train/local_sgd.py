@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 from jobkit.checkpoint.state import flatten, unflatten
+from jobkit.train.collectives import contiguous
 
 
 def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     ranks = dist.get_world_size(group)
     for tensor in tensors:
         if tensor.is_floating_point():
-            dist.all_reduce(tensor, group=group)
-            tensor /= ranks
+            with contiguous(tensor) as sent:
+                dist.all_reduce(sent, group=group)
+                sent /= ranks
 
 
 def average_replicas(

@@ -1,0 +1,42 @@
+"""What ranks send each other of a model whose tensors lie in memory in any order, or with gaps."""
+
+from __future__ import annotations
+
+import torch
+from harness.ranks import Team, on_ranks
+from torch import nn
+
+from jobkit.train.data_parallel import synchronise_buffers
+from jobkit.train.local_sgd import average_replicas
+
+
+class Views(nn.Module):
+    """Tensors of each kind, all `value`."""
+
+    def __init__(self, value: float, channels_last: bool) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.full((2, 3), value).t())
+        images = torch.arange(16.0).view(2, 2, 2, 2) + value
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.register_buffer("images", images.contiguous(memory_format=layout))
+        self.register_buffer("gaps", torch.full((4, 4), value)[:, ::2])
+        self.register_buffer("expanded", torch.full((1, 2), value).expand(3, 2))
+
+
+def both(team: Team) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    model = Views(float(team.rank), channels_last=team.rank == 0)
+    average_replicas([model], [])
+    average = [tensor.detach().clone() for tensor in (model.turned, *model.buffers())]
+    model = Views(float(team.rank), channels_last=team.rank == 0)
+    synchronise_buffers(model)
+    images = model.images
+    return average, list(model.buffers()), images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_views_channels_last_and_expanded_tensors_are_averaged_and_sent() -> None:
+    expected = [torch.full((3, 2), 0.5), torch.arange(16.0).view(2, 2, 2, 2) + 0.5]
+    expected += [torch.full((4, 2), 0.5), torch.full((3, 2), 0.5)]
+    for rank, (average, sent, channels_last) in enumerate(on_ranks(2, both)):
+        assert all(map(torch.equal, average, expected)), average
+        assert all(map(torch.equal, sent, Views(0.0, channels_last=False).buffers())), sent
+        assert channels_last == (rank == 0)
