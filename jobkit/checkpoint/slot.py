@@ -13,6 +13,7 @@ else is written, and made again when all of it is there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import pickle
@@ -20,6 +21,7 @@ import struct
 import weakref
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,3 +212,16 @@ def _pin(tensor: torch.Tensor, device: torch.device) -> None:
         runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, tensor.numel(), portable)) == 0:
             weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
+        else:
+            _forget_error()
+
+
+def _forget_error() -> None:
+    """Take back the error that CUDA keeps of this thread's last call: torch would find it after its next kernel.
+
+    torch has no call for it. There may be several copies of the library, each with an error of its own.
+    """
+    loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    for file in loaded:
+        if Path(file).name.startswith("libcudart"):
+            ctypes.CDLL(file).cudaGetLastError()

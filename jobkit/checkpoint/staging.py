@@ -56,9 +56,12 @@ class HostBuffers:
         """Copies of the tensors, complete on return, valid until the next call."""
         devices = {tensor.device for tensor in tensors.values() if has_streams(tensor.device.type)}
         self.lay_out({key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}, next(iter(devices), None))
+        for device in devices:  # also of streams that the program has made itself
+            torch.get_device_module(device).synchronize(device)
         with torch.no_grad():
             for key, tensor in tensors.items():
-                self._views[key].copy_(tensor, non_blocking=True)
+                # Of other devices, as mps, nothing tells when such a copy is complete.
+                self._views[key].copy_(tensor, non_blocking=tensor.device in devices)
         for device in devices:
             torch.get_device_module(device).current_stream(device).synchronize()
         return self._views

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from jobkit.checkpoint.state import rng_state, set_rng_state
+from jobkit.checkpoint.state import rng_state, seed_device, set_rng_state
 from jobkit.run.device_kinds import has_streams
 from jobkit.train.nested import to_device
 
@@ -32,10 +32,12 @@ def seed_cpu_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and all of torch's generators."""
+def seed_generators(seed: int, *devices: torch.device) -> None:
+    """Seed Python's, NumPy's and torch's generators; of accelerators those of `devices` alone: the rest are others'."""
     seed_cpu_generators(seed)
-    torch.manual_seed(seed)
+    for device in devices:
+        if device.type != "cpu":
+            seed_device(device, seed)
 
 
 @contextmanager

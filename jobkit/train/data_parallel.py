@@ -14,6 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.train.collectives import contiguous
+from jobkit.train.devices import is_spread_by_hand
+
 
 def data_parallel(
     module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, bucket_cap_mb: int = 25
@@ -27,7 +30,8 @@ def data_parallel(
     """
     wrapped = DistributedDataParallel(
         module,
-        device_ids=None if device.type == "cpu" else [device.index],
+        # DDP moves inputs to it: not for a model that has several devices, or one without a number.
+        device_ids=None if device.index is None or is_spread_by_hand(module, device) else [device.index],
         process_group=group,
         bucket_cap_mb=bucket_cap_mb,
     )
@@ -103,4 +107,5 @@ def synchronise_buffers(module: nn.Module, group: dist.ProcessGroup | None = Non
     source = dist.get_global_rank(group, 0) if group is not None else 0
     for buffer in module.buffers():
         if not isinstance(buffer, DTensor):
-            dist.broadcast(buffer, source, group=group)
+            with contiguous(buffer) as sent:
+                dist.broadcast(sent, source, group=group)

@@ -80,6 +80,11 @@ def check_precision(device: torch.device, precision: str) -> None:
         raise DistributedError(f"precision: {precision} is not for {describe(device)}; use {' or '.join(other)}")
 
 
+def is_spread_by_hand(module: torch.nn.Module, device: torch.device) -> bool:
+    """Whether a module is on several devices of this kind already, as with `gpus_per_task: 2`: it is to stay there."""
+    return len({tensor.device for tensor in module.parameters() if tensor.device.type == device.type}) > 1
+
+
 def describe(device: torch.device) -> str:
     """A device for a person: `cpu`, `cuda (NVIDIA H100 80GB HBM3)`."""
     name: Callable[[torch.device], str] | None = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -175,6 +175,7 @@ class Engine:
         def reshard_all() -> None:
             for module in self.modules:
                 reshard(module)
+            torch.clear_autocast_cache()  # inside autocast: it has the weights in another type
 
         with ExitStack() as swapped:
             swapped.callback(reshard_all)

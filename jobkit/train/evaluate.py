@@ -70,8 +70,6 @@ def compute(
     a sample, come from (seed, batch) and (seed, sample), and the caller's generators are as before after each batch.
     """
     device = device or torch.device("cpu")
-    # Seeding the generators of accelerators costs a millisecond even where there are none.
-    seed_all = seed_cpu_generators if device.type == "cpu" else seed_generators
     for number in batches:
         ids = scores.ids(number)
         with torch.no_grad(), preserved_generators(device):
@@ -79,7 +77,7 @@ def compute(
             for one in ids.tolist():
                 seed_cpu_generators(derive_seed(seed, "sample", 0, one))
                 samples.append(dataset[one])
-            seed_all(derive_seed(seed, "evaluate", number))
+            seed_generators(derive_seed(seed, "evaluate", number), device)
             batch = to_device(collate_fn(samples), device)
             scores.add(number, function(batch, ids.to(device)))
 

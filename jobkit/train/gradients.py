@@ -58,9 +58,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor) 
 
     Each rank its own part: for DTensors torch would first work out how to spread the product, seconds for a large list.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients:  # torch takes no empty list, and a stage, or a model whose turn it is not, may have none
-        torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients], factor)
+    on_device: dict[torch.device, list[Tensor]] = defaultdict(list)  # torch takes no list of several, and no empty one
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            on_device[grad.device].append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    for device, gradients in on_device.items():
+        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 class LossScaler:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +20,7 @@ from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
 from jobkit.train.accumulation import Loss, backward
 from jobkit.train.data_parallel import data_parallel, shard, synchronise_buffers, without_synchronisation
+from jobkit.train.devices import is_spread_by_hand
 from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradients import gradient_norm
 from jobkit.train.nested import batch_size
@@ -55,6 +56,7 @@ class Parallel:
         if not plain:
             sizes = (layout.pipeline, layout.replicas, layout.shards, layout.tensor)
             self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            _keep_generators(self._mesh)
         self.data_group = self._data_group()
         self.stages = self._mesh["pipeline"].get_group() if self._mesh is not None and layout.pipeline > 1 else None
 
@@ -77,7 +79,8 @@ class Parallel:
                 module = stage_of(module, self.layout.stage(self.rank), self.layout.pipeline)
             except ValueError as error:
                 raise JobkitError(f"parallel.pipeline: {error}") from None
-        module = module.to(self.device)
+        if not is_spread_by_hand(module, self.device):
+            module = module.to(self.device)
         if plan:
             assert self._mesh is not None
             _parallelize(module, self._mesh["tensor"], plan)
@@ -181,6 +184,17 @@ def unwrapped(value: Any) -> Any:
     if isinstance(value, Pipeline):
         value = value.stage
     return value.module if isinstance(value, DistributedDataParallel) else value
+
+
+def _keep_generators(mesh: DeviceMesh) -> None:
+    """Let each rank draw what its DTensors need from its own generator as it stands; ranks that share samples have
+    seeded theirs alike.
+
+    At the first draw on a GPU torch would give every rank the generator of rank 0: ranks with other samples would draw
+    the same numbers, a resumed run others than before it, and stages would wait for those that never draw.
+    """
+    if mesh.device_type != "cpu" and _random._rng_tracker is None and _random.is_rng_supported_mesh(mesh):
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def _tensor_plan(module: nn.Module) -> dict[str, ParallelStyle]:

@@ -142,7 +142,7 @@ class Pipeline(nn.Module):
             is_last = self.index == self.stages - 1
             ids = torch.arange(size, device=self.device) if is_last else None
             with preserved_generators(self.device), autocast():
-                seed_generators(stream)
+                seed_generators(stream, self.device)
                 schedule.step(*given, target=ids, losses=found if is_last else None, return_outputs=False)
             losses.of = losses.target = None
             return torch.stack(found).sum().detach() / weight if found else torch.zeros((), device=self.device)

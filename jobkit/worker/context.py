@@ -22,7 +22,7 @@ from jobkit.log import log
 from jobkit.run import secrets
 from jobkit.run.events import Event
 from jobkit.train.accumulation import Loss
-from jobkit.train.data import Loader, derive_seed, seed_generators
+from jobkit.train.data import Loader, derive_seed, preserved_generators, seed_generators
 from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, independent_forwards, means
 from jobkit.train.parallel import unwrapped
@@ -113,7 +113,7 @@ class Context:
                 log.info("the checkpoint of step %d is damaged and was set aside: %s", damaged, reason)
         for step_in_memory, reason in self._checkpointer.refused if rank.is_main else ():
             log.info("the snapshot of step %d in memory cannot be used: %s", step_in_memory, reason)
-        seed_generators(derive_seed(self.seed, "init"))  # equal on all ranks: equal initial weights
+        seed_generators(derive_seed(self.seed, "init"), *rank.devices)  # equal on all ranks: equal initial weights
         reporter.start_metrics(extra.get("tensorboard", {}), self.step)
 
     # Where and who
@@ -287,9 +287,9 @@ class Context:
 
     @contextmanager
     def _alike(self) -> Iterator[None]:
-        """All ranks have the same buffers, and call their models each for itself."""
+        """All ranks have the same buffers, and call their models each for itself, on any of a rank's devices."""
         self._tracked.share_buffers()
-        with independent_forwards(self._engine.modules):
+        with independent_forwards(self._engine.modules), preserved_generators(*self._rank.devices):
             yield
 
     # The end

@@ -66,7 +66,8 @@ def write_report(
 def _memory(error: BaseException) -> dict[str, Any]:
     torch = sys.modules.get("torch")  # a command's rank may never import it
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return {"out_of_memory": "GPU", "peak_bytes": torch.cuda.max_memory_allocated()}
+        peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: None)
+        return {"out_of_memory": "GPU", "peak_bytes": peak()}
     # Without memory even torch's allocator on the CPU raises a plain RuntimeError.
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return {"out_of_memory": "host", "peak_bytes": peak_bytes()}

@@ -139,7 +139,7 @@ class TrainingLoop:
             for device in set_rng_state(restored.local["rng"], *self._rank.devices):
                 seed_device(device, seed)  # it was on other devices before, as on the CPU
         else:
-            seed_generators(seed)
+            seed_generators(seed, *self._rank.devices)
         if restored is not None and restored.local is not None and same_world:
             self._tracked.load_own_state(restored.local)
 
