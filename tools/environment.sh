@@ -2,6 +2,8 @@
 # The project's virtual environment, for the scripts beside this file to source.
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+constraints=$root/tools/constraints.txt
+venv_options=()
 
 # Make $root/.venv hold jobkit and its extras $@. Takes no time when it does: a stamp tells what was installed.
 ensure_environment() {
@@ -15,6 +17,32 @@ ensure_environment() {
     fi
     # A second first call waits here for the first one to finish.
     (flock 9 && { is_installed "$wanted" "$@" || install "$python" "$wanted" "$@"; }) 9<"$root"
+}
+
+# The same with a torch that sees a GPU: this machine's own where it has such a one, else what pip installs, which is
+# the build for CUDA where pip is not told otherwise. Ends with 2 and one line where there is none.
+ensure_gpu_environment() {
+    local python=${PYTHON:-python3} own=$root/.venv/bin/python
+    if ! compgen -G '/dev/nvidia[0-9]*' >/dev/null && [[ ! -e /dev/dxg ]]; then
+        echo "error: this machine has no NVIDIA GPU (no /dev/nvidia0): run it where there is one" >&2
+        exit 2
+    fi
+    if [[ ! -x $own ]] && sees_gpu "$python"; then
+        venv_options=(--system-site-packages)
+        constraints=$(mktemp)
+        grep --invert-match '^torch==' "$root/tools/constraints.txt" >"$constraints"
+    fi
+    ensure_environment "$@"
+    if ! sees_gpu "$own"; then
+        echo "error: torch.cuda.is_available() is false for $("$own" -c 'import torch; print(torch.__version__)') in" \
+            "$root/.venv: install a build for your driver there (pytorch.org/get-started), or remove .venv and set PYTHON" \
+            "to a Python whose torch sees the GPU" >&2
+        exit 2
+    fi
+}
+
+sees_gpu() {
+    "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 }
 
 is_installed() {
@@ -35,11 +63,11 @@ install() {
     mkdir -p "$root/.venv"
     touch "$root/.venv/incomplete"
     rm -f "$root"/.venv/installed-*
-    "$python" -m venv "${clear[@]}" "$(readlink -f "$root/.venv")" # where it may be a link to: venv takes none
+    "$python" -m venv "${clear[@]}" "${venv_options[@]}" "$(readlink -f "$root/.venv")" # where it may be a link to: venv takes none
     touch "$root/.venv/incomplete"
     extras=$(IFS=, && echo "$*")
     if ! "$root/.venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
-        --constraint "$root/tools/constraints.txt" --editable "${root}[$extras]" >&2; then
+        --constraint "$constraints" --editable "${root}[$extras]" >&2; then
         rm "$root/.venv/incomplete" # pip itself has put back what was there
         exit 1
     fi

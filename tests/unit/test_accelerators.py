@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,16 @@ CUDA = [torch.device("cuda", number) for number in range(2)]
 
 def module_on(*devices: torch.device) -> Any:
     return SimpleNamespace(parameters=lambda: [SimpleNamespace(device=device) for device in devices])
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists() or Path("/dev/dxg").exists(), reason="this machine has a GPU")
+def test_without_a_gpu_the_tests_for_one_say_so_in_a_line() -> None:
+    done = subprocess.run([ROOT / "tools" / "test", "cuda"], text=True, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "error: this machine has no NVIDIA GPU (no /dev/nvidia0): run it where there is one\n"
 
 
 # Copies to the host
