@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 Names = dict[nn.Parameter, str]
@@ -84,6 +84,26 @@ def placed_like(parameter: nn.Parameter, shape: torch.Size, dtype: torch.dtype) 
     if not isinstance(data, DTensor) or data.shape != shape:
         return None
     return torch.empty_like(data, dtype=dtype)  # type: ignore[return-value]
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer's state, which was loaded, the layout in memory of its parameters, as channels-last ones have.
+
+    A checkpoint's tensors are contiguous, and fused kernels pair elements up as they lie in memory.
+    """
+    own = _local(optimizer)
+    for parameter, state in own.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = laid_out_as(parameter, value)
+
+
+def laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """A tensor of a parameter's shape with its elements in the parameter's order in memory; another as it is."""
+    sharded = isinstance(parameter, DTensor) or isinstance(value, DTensor)
+    if sharded or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from jobkit.errors import JobkitError
-from jobkit.train.optimizer_state import parameters_of
+from jobkit.train.optimizer_state import laid_out_as, parameters_of
 
 
 class PendingGradients:
@@ -91,6 +91,7 @@ def set_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
     for name, parameter in module.named_parameters():
         if name in gradients:
             gradient = gradients[name]
-            parameter.grad = gradient if isinstance(gradient, DTensor) else gradient.to(parameter.device)
+            whole = gradient if isinstance(gradient, DTensor) else gradient.to(parameter.device)
+            parameter.grad = laid_out_as(parameter, whole)
         elif not isinstance(parameter, DTensor):
             parameter.grad = None

@@ -21,6 +21,7 @@ from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.optimizer_state import (
     Names,
     Sharded,
+    lay_out_state,
     load_optimizer_state,
     optimizer_state,
     parameter_names,
@@ -220,6 +221,8 @@ class TrackedState:
             load_optimizer_state(value, self._names, state)
         else:
             unwrapped(value).load_state_dict(state)
+        if isinstance(value, torch.optim.Optimizer):
+            lay_out_state(value)
 
     def _template(self, value: Any, contents: Contents) -> Any:
         """Live tensors, or tensors spread as live ones are, for what a checkpoint has of an object."""

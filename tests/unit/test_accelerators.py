@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import subprocess
 from contextlib import nullcontext
@@ -14,16 +15,26 @@ import torch
 from torch import nn
 
 from jobkit.checkpoint import slot, staging
-from jobkit.run.config import Config
+from jobkit.checkpoint.store import Store
+from jobkit.checkpoint.writer import Checkpointer
+from jobkit.group import RankGroup
+from jobkit.run.config import CommConfig, Config, ParallelConfig
+from jobkit.run.layout import factor
 from jobkit.train import parallel
 from jobkit.train.data import seed_generators
 from jobkit.train.data_parallel import DistributedDataParallel, data_parallel
 from jobkit.train.devices import is_spread_by_hand
 from jobkit.train.engine import Engine
 from jobkit.train.gradients import scale_gradients
+from jobkit.train.nested import map_tensors
 from jobkit.train.optim import fused_ema_adam
+from jobkit.train.optimizer_state import optimizer_state, parameter_names
+from jobkit.train.parallel import Parallel
 from jobkit.worker import failure
+from jobkit.worker.pending_gradients import set_gradients
+from jobkit.worker.tracked_state import TrackedState
 
+CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", number) for number in range(2)]
 
 
@@ -157,6 +168,41 @@ def test_sharded_tensors_draw_from_each_ranks_generator_as_it_stands(monkeypatch
         parallel._keep_generators(SimpleNamespace(device_type=kind))  # type: ignore[arg-type]
     assert made == [{"run_state_sync": False}]
     assert own._rng_tracker == "a tracker"
+
+
+# Layouts
+
+
+def copied(tree: Any) -> Any:
+    """As a checkpoint has it."""
+    return map_tensors(lambda one: one.detach().clone(memory_format=torch.contiguous_format), tree)
+
+
+def test_a_channels_last_model_goes_on_with_a_fused_optimizer_as_it_would_have(tmp_path: Path) -> None:
+    """Fused kernels pair elements up as they lie in memory, and what a checkpoint has is contiguous."""
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    resumed = copy.deepcopy(net)
+    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=0.1, fused=True) for one in (net, resumed))
+
+    def step(model: nn.Conv2d, own: torch.optim.Optimizer) -> None:
+        model(torch.arange(75.0).view(1, 3, 5, 5).sin()).sin().sum().backward()
+        own.step()
+
+    step(net, optimizer)
+    saved = copied(optimizer_state(optimizer, parameter_names([net])))
+    gradients = copied({name: one.grad for name, one in net.named_parameters()})
+    parallel = Parallel(factor(ParallelConfig(), 1, 1), ParallelConfig(), CommConfig(), CPU)
+    tracked = TrackedState(parallel, Checkpointer(Store(tmp_path)), RankGroup.alone(), None)
+    tracked.add_module(resumed)
+    tracked._load(resumed, copied(net.state_dict()))
+    tracked._load(other, saved)
+    set_gradients(resumed, gradients)
+    assert resumed.weight.grad is not None
+    assert resumed.weight.grad.stride() == resumed.weight.stride()
+    step(net, optimizer)  # adds to the gradients that are there
+    step(resumed, other)
+    assert torch.equal(net.weight, resumed.weight)
 
 
 # Precision and memory

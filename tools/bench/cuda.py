@@ -101,7 +101,7 @@ def parts(name: str, small: bool, device: Any) -> tuple[Any, Callable[[int], Any
     if name == "imagenet64":
         from experiments.imagenet64.unet import UNet
 
-        shape = {"width": 32, "multipliers": [1, 2], "blocks": 1, "attention": [2], "head": 32}
+        shape = {"width": 32, "multipliers": [1], "blocks": 1, "attention": [], "head": 32}
         if not small:
             shape = {"width": 192, "multipliers": [1, 2, 3, 4], "blocks": 3, "attention": [2, 4, 8], "head": 64}
         net = UNet(3, 1000, dropout=0.1, **shape).to(memory_format=torch.channels_last)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def parts(name: str, small: bool, device: Any) -> tuple[Any, Callable[[int], Any
 
     sizes = {"vocabulary": 6400, "dim": 768, "layers": 8, "heads": 8, "kv_heads": 4, "hidden": 2432}
     if small:
-        sizes = {"vocabulary": 257, "dim": 96, "layers": 3, "heads": 4, "kv_heads": 2, "hidden": 256}
+        sizes = {"vocabulary": 257, "dim": 96, "layers": 1, "heads": 4, "kv_heads": 2, "hidden": 256}
     length = 32 if small else 512
 
     def tokens(count: int) -> Any:
