@@ -13,8 +13,27 @@ from harness.gpu import deterministic, overrides
 from harness.project import Project, causes, describe, logged_steps, status, step, wait_for
 
 ROOT = Path(__file__).parents[2]
-STEPS = 30
+STEPS = 20
 VARIABLES = ("IMAGENET_DIR", "MINIMIND_DATA", "COGVIDEO_DATA")
+
+TASK = """
+import time
+
+from experiments import {experiment}
+
+
+def train(ctx):
+    steps = ctx.steps
+
+    def slowly(total):
+        for step in steps(total):
+            time.sleep({pause} if ctx.attempt == 1 else 0)
+            yield step
+
+    ctx.steps = slowly
+    return {experiment}.train(ctx)
+"""
+"""On a GPU the whole run would be over before it can be interrupted."""
 
 pytestmark = pytest.mark.long
 
@@ -34,7 +53,8 @@ def trained(device: torch.device, folder: Path, experiment: str, *, interrupted:
     for variable in VARIABLES:
         project.env.pop(variable, None)
     shutil.copytree(ROOT / "experiments", folder / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
-    schedule = [f"params.steps={STEPS}", "params.validate_every=20", *deterministic("warn")]
+    (folder / "slow.py").write_text(TASK.format(experiment=experiment, pause=0.4 if interrupted else 0.0))
+    schedule = ["task=slow:train", f"params.steps={STEPS}", "params.validate_every=10", *deterministic("warn")]
     arguments = ["submit", f"experiments/{experiment}.yaml", *overrides(device), *schedule]
     if interrupted:
         process = project.start(*arguments)

@@ -117,5 +117,5 @@ def test_two_ranks_of_torchrun_share_the_device(device: torch.device, tmp_path: 
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JOBKIT_SHARE_DEVICES": "1", "JOBKIT_CONFIG": "none"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (run,) = tmp_path.glob("runs/*")
+    (run,) = (file.parent for file in tmp_path.glob("runs/*/status.json"))
     assert status(run)["result"] == [2, device.type]
