@@ -1,56 +1,47 @@
-"""Copies of a model on several ranks: DDP with settled buckets, and fully_shard, which shares one copy out (FSDP2)."""
+"""Copies of a model on several ranks: DDP, and fully_shard, which shares one copy out (FSDP2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+DEFAULT_BUCKET_MB = 25
+
+OPTIONS = ("find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view")
+"""What DDP may be asked for."""
+
 
 def data_parallel(
-    module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, bucket_cap_mb: int = 25
+    module: nn.Module,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float = DEFAULT_BUCKET_MB,
+    **options: Any,
 ) -> DistributedDataParallel:
-    """`module`, which is on `device` already, in DDP with gradient buckets that never change.
+    """`module`, which is on `device` already, in DDP; `options` are those of OPTIONS.
 
-    DDP lays its buckets out again after the first backward pass, in the order in which gradients became ready. Where an
-    element stands in a bucket decides in which order the ranks' gradients are added, so that a resumed run, whose
-    first step would use the first layout again, would differ from the uninterrupted one in the last bit. One backward
-    pass of zeros, in the reverse order of the parameters, makes DDP do so before the first step.
+    jobkit.train.gradient_order keeps the layout of its gradient buckets over a resume.
     """
-    wrapped = DistributedDataParallel(
+    if "broadcast_buffers" in options and "forward_sync_buffers" in signature(DistributedDataParallel).parameters:
+        options["forward_sync_buffers"] = options.pop("broadcast_buffers")  # its name since PyTorch 2.13
+    return DistributedDataParallel(
         module,
         device_ids=None if device.type == "cpu" else [device.index],
         process_group=group,
-        bucket_cap_mb=bucket_cap_mb,
+        # Where no size is given DDP makes the first bucket a small one, so that sending begins early.
+        bucket_cap_mb=None if bucket_cap_mb == DEFAULT_BUCKET_MB else bucket_cap_mb,
+        **options,
     )
-    own_forward = module.__dict__.get("forward")  # as a rule there is none, and the class's is used
-    try:
-        module.forward = lambda: _zero(module)
-        wrapped().backward()
-        wrapped.reducer._rebuild_buckets()
-    finally:
-        del module.forward
-        if own_forward is not None:
-            module.forward = own_forward
-    module.zero_grad(set_to_none=True)
-    return wrapped
-
-
-def _zero(module: nn.Module) -> Tensor:
-    """Zero, with a gradient of zeros for every parameter; autograd goes through the last one first."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    total = torch.zeros((), device=parameters[0].device)
-    for parameter in parameters:
-        total = total + parameter.flatten()[:1].sum() * 0.0
-    return total
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> None:

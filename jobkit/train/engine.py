@@ -52,9 +52,9 @@ class Engine:
         self._swapped: list[ExitStack] = []
         """Of each `averaged` that the caller is inside of: what ends it."""
 
-    def parallelize(self, module: nn.Module) -> nn.Module:
+    def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread that way."""
-        module = self.parallel.spread(module)
+        module = self.parallel.spread(module, **options)
         self.modules.append(module)
         return module
 

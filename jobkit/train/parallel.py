@@ -19,7 +19,7 @@ from jobkit.errors import JobkitError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
 from jobkit.train.accumulation import Loss, backward
-from jobkit.train.data_parallel import data_parallel, shard, synchronise_buffers, without_synchronisation
+from jobkit.train.data_parallel import OPTIONS, data_parallel, shard, synchronise_buffers, without_synchronisation
 from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradients import gradient_norm
 from jobkit.train.nested import batch_size
@@ -69,8 +69,12 @@ class Parallel:
         sharded = self.parallel.data in SHARDED and self.layout.data > 1
         return sharded or self.layout.tensor > 1 or self.layout.pipeline > 1
 
-    def spread(self, module: nn.Module) -> nn.Module:
-        """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread this way."""
+    def spread(self, module: nn.Module, **options: bool) -> nn.Module:
+        """`module` on the device and over the ranks; `options` are DDP's.
+
+        Raises JobkitError for a module that cannot be spread this way, and for options that it cannot have so.
+        """
+        self._check_options(options)
         plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
         if self.layout.pipeline > 1:
             try:
@@ -81,13 +85,13 @@ class Parallel:
         if plan:
             assert self._mesh is not None
             _parallelize(module, self._mesh["tensor"], plan)
-        module = self._over_data(module)
+        module = self._over_data(module, options)
         if self.stages is None:
             return module
         microbatches = self.parallel.microbatches
         return Pipeline(module, self.stages, self.device, None if microbatches == "auto" else int(microbatches))
 
-    def _over_data(self, module: nn.Module) -> nn.Module:
+    def _over_data(self, module: nn.Module, options: Mapping[str, bool]) -> nn.Module:
         trainable = any(parameter.requires_grad for parameter in module.parameters())
         if self.layout.data == 1 or not trainable:
             return module
@@ -100,12 +104,25 @@ class Parallel:
             return module
         if self.drifts:
             return module
-        wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb)
+        wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb, **options)
         if self.comm.hook != "none":
             self.compressions.append(
                 Compression(wrapped, self.comm.hook, self.comm.powersgd_rank, self.comm.powersgd_start)
             )
         return wrapped
+
+    def _check_options(self, options: Mapping[str, bool]) -> None:
+        """Whether DDP, if this is to be DDP, takes these options: on one rank too, where there is none."""
+        if unknown := sorted(set(options) - set(OPTIONS)):
+            raise JobkitError(f"ctx.parallelize({unknown[0]}=...): it takes DDP's {', '.join(OPTIONS)}")
+        for name in options:
+            other: str = "local SGD" if self.comm.local_sgd > 1 else self.parallel.data
+            if self.parallel.tensor != 1:
+                other = "tensor"
+            if other not in ("ddp", "zero1"):
+                raise JobkitError(f"ctx.parallelize({name}=...) is an option of DDP's, and {other} does without it")
+            if name == "static_graph" and self.parallel.pipeline != 1 and options[name]:
+                raise JobkitError("ctx.parallelize(static_graph=True): a pipeline calls a stage several times a step")
 
     def _data_group(self) -> dist.ProcessGroup | None:
         """The ranks that work on samples of their own beside this one; None for all of them."""

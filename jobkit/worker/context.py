@@ -128,12 +128,13 @@ class Context:
 
     # The parts of a step
 
-    def parallelize(self, module: nn.Module) -> nn.Module:
+    def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """`module` on this rank's device and over the ranks as the YAML's `parallel:` says: DDP where it is silent.
 
-        Raises JobkitError for a module that cannot be spread that way.
+        `options` are DDP's: find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view. Raises
+        JobkitError for a module that cannot be spread that way, and for options that the strategy has no use for.
         """
-        module = self._engine.parallelize(module)
+        module = self._engine.parallelize(module, **options)
         self._tracked.add_module(module)
         self._loop.stragglers.watch(module, self._engine.parallel.forward_is_collective)
 

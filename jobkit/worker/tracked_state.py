@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
+from jobkit.train.gradient_order import GradientOrder, orders_of
 from jobkit.train.gradients import LossScaler
 from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.optimizer_state import (
@@ -46,6 +48,7 @@ class TrackedState:
         self._checkpointer = checkpointer
         self._loaded = loaded
         self._names: Names = {}
+        self._orders: dict[str, list[GradientOrder]] = {}
 
     def add_module(self, module: nn.Module) -> None:
         self.modules.append(module)
@@ -53,8 +56,12 @@ class TrackedState:
 
     def add(self, name: str, value: Any) -> None:
         """Track an object; where the run is being continued it is restored. Raises CheckpointError for a misfit."""
+        self._orders[name] = orders_of(value)
         if self._loaded is not None:
             self._restore(self._loaded, name, value)
+            known = (self._loaded.local or {}).get("gradient_order", {}).get(name, [])
+            for order, names in zip_longest(self._orders[name], known[: len(self._orders[name])]):
+                order.settle(names)
         self.objects[name] = value
 
     def forget_checkpoint(self) -> list[str]:
@@ -92,6 +99,8 @@ class TrackedState:
             state["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
         if memory := [compression.state_dict() for compression in self._parallel.compressions]:
             state["compressions"] = memory
+        if orders := {name: [order.known() for order in found] for name, found in self._orders.items() if found}:
+            state["gradient_order"] = orders
         return state
 
     def load_local_state(self, state: Mapping[str, Any]) -> None:
