@@ -48,6 +48,11 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
         set_rng_state(state, device or "cpu")
 
 
+def share_size(size: int, rank: int, world_size: int) -> int:
+    """Samples in a rank's part of a global batch of `size`: those of all ranks differ by at most one."""
+    return size * (rank + 1) // world_size - size * rank // world_size
+
+
 class SampleOrder:
     """Which samples make up global batch number `n`: a pure function of (length, global batch, seed, shuffle).
 
@@ -71,10 +76,8 @@ class SampleOrder:
 
     def share(self, number: int, rank: int, world_size: int) -> list[tuple[int, int]]:
         """One rank's contiguous part of a global batch; the parts of all ranks differ by at most one sample."""
-        size = self.global_batch_size
-        start, stop = size * rank // world_size, size * (rank + 1) // world_size
-        first = number * size
-        return [self._at(position) for position in range(first + start, first + stop)]
+        first = number * self.global_batch_size + self.global_batch_size * rank // world_size
+        return [self._at(first + i) for i in range(share_size(self.global_batch_size, rank, world_size))]
 
     def _at(self, position: int) -> tuple[int, int]:
         epoch, index = divmod(position, self.length)

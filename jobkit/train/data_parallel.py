@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.errors import JobkitError
+
 DEFAULT_BUCKET_MB = 25
 
 OPTIONS = ("find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view")
@@ -84,6 +86,11 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
         finally:
             model.set_requires_gradient_sync(True)
     else:
+        if getattr(model, "static_graph", False):
+            raise JobkitError(
+                "static_graph=True: DDP cannot begin a static graph with gradients that stay on the rank, as those of "
+                "all but the last micro-batch do: leave micro_batch_size out, or static_graph"
+            )
         no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
         with no_sync():
             yield

@@ -11,13 +11,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from jobkit.errors import JobkitError
+from jobkit.log import log
 from jobkit.run.config import Config
 from jobkit.run.layout import factor
-from jobkit.train.accumulation import Loss
-from jobkit.train.data import Loader
+from jobkit.train.accumulation import SUM, BatchSize, Loss
+from jobkit.train.data import Loader, share_size
 from jobkit.train.data_parallel import reshard
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.local_sgd import average_replicas
+from jobkit.train.nested import batch_size
 from jobkit.train.optimizer_state import Sharded, parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
 
@@ -46,7 +48,8 @@ class Engine:
         self.loaders: list[Loader] = []
         self._config = config
         self._device = device
-        self._updates = 0
+        self._backwards, self._updates = 0, 0
+        self._shares_checked = False
         self._scale_used = 1.0
         """The loss scale that the gradients have been computed with."""
         self._swapped: list[ExitStack] = []
@@ -116,20 +119,35 @@ class Engine:
         target: Any,
         *,
         micro_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: BatchSize | None = None,
     ) -> torch.Tensor:
-        """Gradients over the global batch; returns the loss of this rank's share. See Context.backward."""
+        """Gradients over the global batch; returns its mean loss. See Context.backward."""
         if global_batch_size is None:
-            if len(self.loaders) != 1:
-                raise JobkitError(
-                    f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: "
-                    "pass global_batch_size"
-                )
-            global_batch_size = self.loaders[0].global_batch_size
+            global_batch_size = self._loaders_batch_size(batch_size(inputs))
+        self._backwards += 1
         self._scale_used = self.scaler.scale if self.scaler is not None else 1.0
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         options: dict[str, Any] = {**sizes, "autocast": self.autocast, "scale": self._scale_used}
         return self.parallel.backward(model, inputs, loss, target, **options)
+
+    def _loaders_batch_size(self, given: int) -> int:
+        """The loader's global batch, of which `given` samples must be this rank's share.
+
+        One rank cannot know what the shares of the others add up to where its own is another one.
+        """
+        ways = f"pass global_batch_size, the samples on all ranks together, or {SUM!r} to have them added up"
+        if len(self.loaders) != 1:
+            raise JobkitError(
+                f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: {ways}"
+            )
+        size = self.loaders[0].global_batch_size
+        share = share_size(size, self.parallel.data_rank, self.parallel.layout.data)
+        if given != share:
+            raise JobkitError(
+                f"ctx.backward was given {given} sample(s), and this rank's share of the loader's {size} is {share}: "
+                f"{ways}"
+            )
+        return size
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
         """Unscale, clip, step and set the gradients to None; the norm before clipping. See Context.update."""
@@ -150,8 +168,12 @@ class Engine:
         self._updates += 1
         return norm
 
-    def check_updated(self) -> None:
-        """Raise JobkitError where a loop steps its optimizers itself and the config asks for what `update` does."""
+    def check_updated(self, *, is_continued: bool) -> None:
+        """Raise JobkitError where a loop steps its optimizers itself and the config asks for what `update` does.
+
+        `is_continued`: the attempt began with a checkpoint.
+        """
+        self._check_shares(is_continued)
         if self._updates:
             return
         if self.scaler is not None:
@@ -160,6 +182,33 @@ class Engine:
             )
         if self.parallel.drifts:
             raise JobkitError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
+
+    def _check_shares(self, is_continued: bool) -> None:
+        """Whether a loop that does not weight its gradients has equal shares: the ranks' means are averaged as equals.
+
+        A run that has lost a node goes on with fewer ranks all the same, and says so.
+        """
+        ranks = self.parallel.layout.data
+        if self._backwards or self._shares_checked or self.parallel.drifts:
+            return
+        self._shares_checked = True
+        for size in sorted({loader.global_batch_size for loader in self.loaders if loader.position}):
+            if size % ranks == 0:
+                continue
+            problem = (
+                f"shares of {size} samples on {ranks} ranks are unequal, and loss.backward() counts the mean of each "
+                "rank as much as any other's"
+            )
+            ways = f"choose a global_batch_size that {ranks} divides, or ctx.backward, which weights the shares"
+            if not is_continued:
+                raise JobkitError(f"{problem}: {ways}")
+            if self.parallel.rank == 0:
+                log.warning(
+                    "%s: a sample counts up to %.2g %% more or less here. To be exact, %s",
+                    problem,
+                    100 / (size // ranks),
+                    ways,
+                )
 
     def average_replicas(self, step: int, optimizers: Iterable[torch.optim.Optimizer], *, is_last: bool) -> None:
         """Local SGD: every `comm.local_sgd` steps, and after the last, the replicas become their mean. Collective."""

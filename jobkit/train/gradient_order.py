@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.train.pipeline import Pipeline
+
 
 class GradientOrder:
     """The order of one DDP module, from its first synchronised backward pass on.
@@ -101,9 +103,17 @@ class GradientOrder:
         self._hooks.clear()
 
 
+def settle_stage(model: DistributedDataParallel) -> None:
+    """Lay the buckets of a pipeline's stage out before its first step, in reverse order of registration. Collective.
+
+    The schedule's passes come in between what DDP looks at. A stage's blocks are computed in the order of registration.
+    """
+    GradientOrder(model).settle(list(_reduced(model))[::-1])
+
+
 def orders_of(value: Any) -> list[GradientOrder]:
-    """One for each DDP module that `value` is, or has in it."""
-    modules = value.modules() if isinstance(value, nn.Module) else ()
+    """One for each DDP module that `value` is, or has in it, but for a pipeline's stage."""
+    modules = value.modules() if isinstance(value, nn.Module) and not isinstance(value, Pipeline) else ()
     return [GradientOrder(module) for module in modules if isinstance(module, DistributedDataParallel)]
 
 

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from jobkit.errors import JobkitError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
-from jobkit.train.accumulation import Loss, backward
+from jobkit.train.accumulation import BatchSize, Loss, backward
 from jobkit.train.data_parallel import OPTIONS, data_parallel, shard, synchronise_buffers, without_synchronisation
 from jobkit.train.gradient_compression import Compression
+from jobkit.train.gradient_order import settle_stage
 from jobkit.train.gradients import gradient_norm
 from jobkit.train.nested import batch_size
 from jobkit.train.pipeline import Pipeline, stage_of
@@ -105,6 +106,8 @@ class Parallel:
         if self.drifts:
             return module
         wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb, **options)
+        if self.stages is not None:
+            settle_stage(wrapped)
         if self.comm.hook != "none":
             self.compressions.append(
                 Compression(wrapped, self.comm.hook, self.comm.powersgd_rank, self.comm.powersgd_start)
@@ -167,30 +170,53 @@ class Parallel:
         return gradient_norm(parameters, self.stages)
 
     def backward(
-        self, model: nn.Module, inputs: Any, loss: Loss, target: Any, *, global_batch_size: int, **options: Any
+        self, model: nn.Module, inputs: Any, loss: Loss, target: Any, *, global_batch_size: BatchSize, **options: Any
     ) -> Tensor:
-        """See jobkit.train.accumulation.backward; a pipeline runs its schedule instead."""
+        """See jobkit.train.accumulation.backward; a pipeline runs its schedule instead.
+
+        With local SGD the mean is of this rank's share: its replicas wait for each other at an average only.
+        """
+        ranks, size = self.layout.data, batch_size(inputs)
+        largest: int | None = None
+        if isinstance(global_batch_size, int):
+            total = global_batch_size
+        else:
+            total, largest = self._add_up_shares(size)
         if not isinstance(model, Pipeline):
             return backward(
                 model,
                 inputs,
                 loss,
                 target,
-                global_batch_size=global_batch_size,
-                data_ranks=self.layout.data,
+                global_batch_size=total,
+                largest_share=largest,
+                data_ranks=ranks,
                 unsynchronised=lambda: without_synchronisation(model),
+                add_up=self._add_up if ranks > 1 and not self.drifts else None,
                 **options,
             )
-        if global_batch_size % self.layout.data:
+        if size * ranks != total:
             raise JobkitError(
-                f"parallel.pipeline: a global batch of {global_batch_size} does not divide by {self.layout.data} "
-                "data-parallel ranks, whose schedules must have equally many micro-batches of one size"
+                f"parallel.pipeline: a share of {size} is not one of {ranks} equal ones of a global batch of {total}: "
+                "the schedules of data-parallel ranks must have equally many micro-batches of one size"
             )
-        size = batch_size(inputs)
         scale = options.pop("scale", 1.0)
-        return model.backward(
-            inputs, loss, target, weight=scale * size * self.layout.data / global_batch_size, **options
-        )
+        mean = model.backward(inputs, loss, target, weight=scale, **options) / ranks
+        if ranks > 1:
+            dist.all_reduce(mean, group=self.data_group)
+        return mean
+
+    def _add_up(self, value: Tensor) -> dist.Work | None:
+        work: dist.Work | None = dist.all_reduce(value, group=self.data_group, async_op=True)
+        return work
+
+    def _add_up_shares(self, size: int) -> tuple[int, int]:
+        """The sum of the data-parallel ranks' shares, and the largest of them; waits for the device."""
+        sizes = torch.zeros(self.layout.data, dtype=torch.int64, device=self.device)
+        sizes[self.data_rank] = size
+        if self.layout.data > 1:
+            dist.all_reduce(sizes, group=self.data_group)
+        return int(sizes.sum()), int(sizes.max())
 
 
 def unwrapped(value: Any) -> Any:

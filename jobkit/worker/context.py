@@ -20,7 +20,7 @@ from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run import secrets
 from jobkit.run.events import Event
-from jobkit.train.accumulation import Loss
+from jobkit.train.accumulation import BatchSize, Loss
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, means
@@ -173,14 +173,18 @@ class Context:
         target: Any,
         *,
         micro_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: BatchSize | None = None,
     ) -> torch.Tensor:
-        """Gradients of `loss(model(inputs), target)` over the global batch; returns the loss of this rank's share.
+        """Gradients of `loss(model(inputs), target)` over the global batch; returns its mean loss, on all ranks alike.
 
         `inputs` and `target` are this rank's share of a global batch: tensors [n, ...], or tuples of them (positional
         arguments) or dicts (by name). The share goes through in micro-batches of at most `micro_batch_size` samples,
-        under `precision`'s autocast; the gradients are those of the whole global batch, exactly, which is of
-        `global_batch_size` samples or of the loader's. `loss` returns the mean over the samples it is given.
+        under `precision`'s autocast; the gradients are those of the whole global batch, exactly. `loss` returns the
+        mean over the samples it is given.
+
+        Without `global_batch_size` the share must be of as many samples as the loader's. For a batch of another size
+        it is the number on all ranks together, or "sum": then the ranks add up what each was given, zero included,
+        and wait for each other and the device to do so. Raises JobkitError where the sizes do not fit.
         """
         self._loop.stragglers.timer.forward_begins()
         return self._engine.backward(
@@ -223,7 +227,11 @@ class Context:
     # Logging
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Scalars for TensorBoard at the current step, rank 0's: numbers, or one-element tensors, not synchronised."""
+        """Scalars for TensorBoard at the current step, rank 0's: numbers, or one-element tensors, not synchronised.
+
+        None is left out. Raises JobkitError, on every rank, for what is not one number, as a DTensor whose parts the
+        ranks have: log its full_tensor(), which all of them call.
+        """
         self._reporter.log(values)
 
     def log_image(self, tag: str, image: torch.Tensor) -> None:

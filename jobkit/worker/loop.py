@@ -67,6 +67,7 @@ class TrainingLoop:
         optimizer.register_step_post_hook(count)
 
     def steps(self, total: int) -> Iterator[int]:
+        is_continued = self._restored is not None
         self._begin(total)
         first = self.step
         while self.step < total:
@@ -76,7 +77,7 @@ class TrainingLoop:
             self.stragglers.timer.end()
             self.step += 1
             if self._optimizer_steps:
-                self._engine.check_updated()
+                self._engine.check_updated(is_continued=is_continued)
             self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == total)
             self._mark.set(self.step)
             self._reporter.heartbeat.beat()
