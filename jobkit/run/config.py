@@ -219,7 +219,8 @@ class CommConfig:
     powersgd_start: int = _field(_at_least(2), 100)
     """Steps with uncompressed gradients before PowerSGD begins: early gradients change too fast to be approximated."""
     bucket_cap_mb: int = _field(_at_least(1), 25)
-    """Megabytes of gradients in one of DDP's all-reduces, which overlap with backward."""
+    """Megabytes of gradients in one of DDP's all-reduces, which overlap with backward; the first one has 1 by default.
+    """
     local_sgd: int = _field(_at_least(0), 0)
     """Average parameters every this many steps, instead of gradients at every step; 0 is off."""
 
