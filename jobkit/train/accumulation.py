@@ -89,13 +89,14 @@ def backward(
     for number, (start, stop) in enumerate(parts):
         last = number == len(parts) - 1
         samples = stop - start
-        if samples == 0:  # the other ranks' micro-batches have a sample more: take part, and count for nothing
+        if not samples:  # the other ranks' micro-batches have a sample more: take part, and count for nothing
             start, stop = 0, 1
         with nullcontext() if last else unsynchronised():
             with autocast():
                 value = loss(call(model, cut(inputs, start, stop)), cut(target, start, stop))
-            part = _whole(value) * (samples / (size if add_up is None else global_batch_size)) if samples else 0.0
-            total = total.to(value.device) + part
+            mean = _whole(value) if samples else torch.zeros_like(_whole(value))  # of no sample it may be a NaN
+            part = mean * (samples / max(1, size if add_up is None else global_batch_size))
+            total = part if number == 0 else total + part
             if last and add_up is not None:
                 added = add_up(total)  # sent beside the gradients
             weight = samples * data_ranks / global_batch_size

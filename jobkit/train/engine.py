@@ -203,12 +203,9 @@ class Engine:
             if not is_continued:
                 raise JobkitError(f"{problem}: {ways}")
             if self.parallel.rank == 0:
-                log.warning(
-                    "%s: a sample counts up to %.2g %% more or less here. To be exact, %s",
-                    problem,
-                    100 / (size // ranks),
-                    ways,
-                )
+                least = size // ranks
+                off = 100 * max(size / ranks / least - 1, 1 - size / ranks / (least + 1))
+                log.warning("%s: a sample's weight is off by up to %.2g %% here. To be exact, %s", problem, off, ways)
 
     def average_replicas(self, step: int, optimizers: Iterable[torch.optim.Optimizer], *, is_last: bool) -> None:
         """Local SGD: every `comm.local_sgd` steps, and after the last, the replicas become their mean. Collective."""

@@ -74,7 +74,7 @@ class GradientOrder:
         place = {name: number for number, name in enumerate(found)}
         listed = sorted(zip(*model._build_params_for_reducer(), strict=True), key=lambda pair: place[names[pair[0]]])
         parameters, sparse = [parameter for parameter, _ in listed], [is_sparse for _, is_sparse in listed]
-        del model.reducer  # first: it has a bucket for every gradient
+        model.reducer = model.logger = None  # first: they hold a bucket for every gradient
         model._ddp_init_helper(
             parameters, sparse, model._build_debug_param_to_name_mapping(parameters), model.static_graph
         )

@@ -60,7 +60,7 @@ def own(parallel: Parallel) -> nn.Module:
 
 
 def inside(parallel: Parallel) -> nn.Module:
-    """One of two in a module that is tracked as a whole."""
+    """Within a module that is tracked as a whole."""
     return nn.ModuleList([nn.Linear(2, 2), DistributedDataParallel(Net(), bucket_cap_mb=MEGABYTES)])  # type: ignore[arg-type]
 
 
