@@ -15,11 +15,11 @@ from jobkit.run.config import Config
 from jobkit.run.layout import factor
 from jobkit.train.accumulation import Loss
 from jobkit.train.data import Loader
-from jobkit.train.data_parallel import reshard
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optimizer_state import Sharded, parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
+from jobkit.train.sharding import reshard
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

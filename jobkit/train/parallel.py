@@ -19,11 +19,12 @@ from jobkit.errors import JobkitError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
 from jobkit.train.accumulation import Loss, backward
-from jobkit.train.data_parallel import data_parallel, shard, synchronise_buffers, without_synchronisation
+from jobkit.train.data_parallel import data_parallel, synchronise_buffers, without_synchronisation
 from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradients import gradient_norm
 from jobkit.train.nested import batch_size
 from jobkit.train.pipeline import Pipeline, stage_of
+from jobkit.train.sharding import shard
 
 AXES = ("pipeline", "replica", "shard", "tensor")
 
