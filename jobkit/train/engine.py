@@ -15,13 +15,12 @@ from jobkit.run.config import Config
 from jobkit.run.layout import factor
 from jobkit.train.accumulation import Loss
 from jobkit.train.data import Loader
+from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optimizer_state import Sharded, parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
-from jobkit.train.sharding import reshard
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from jobkit.train.sharding import reshard, uncompiled
 
 
 class Engine:
@@ -38,11 +37,13 @@ class Engine:
             layout = factor(config.parallel, world_size, tasks_per_node)
         except ValueError as error:
             raise JobkitError(f"parallel: {error}") from None
-        self.parallel = Parallel(layout, config.parallel, config.comm, device, rank)
+        self.parallel = Parallel(
+            layout, config.parallel, config.comm, device, rank, precision=config.precision, seed=config.seed
+        )
         self.scaler = LossScaler() if config.precision == "fp16" else None
         """Part of the state of the run, where there is one."""
         self.modules: list[nn.Module] = []
-        """What `parallelize` made, in that order."""
+        """What `parallelize` made, in that order, without torch.compile's wrapper."""
         self.loaders: list[Loader] = []
         self._config = config
         self._device = device
@@ -55,7 +56,7 @@ class Engine:
     def parallelize(self, module: nn.Module) -> nn.Module:
         """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread that way."""
         module = self.parallel.spread(module)
-        self.modules.append(module)
+        self.modules.append(uncompiled(module))
         return module
 
     def optimizer(
