@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -45,6 +46,8 @@ class Engine:
         self.modules: list[nn.Module] = []
         """What `parallelize` made, in that order, without torch.compile's wrapper."""
         self.loaders: list[Loader] = []
+        self._replaced: list[tuple[weakref.ref[nn.Parameter], str]] = []
+        """The parameters that `parallelize` has put shards in the place of, and their names."""
         self._config = config
         self._device = device
         self._updates = 0
@@ -55,7 +58,10 @@ class Engine:
 
     def parallelize(self, module: nn.Module) -> nn.Module:
         """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread that way."""
+        before = dict(module.named_parameters())
         module = self.parallel.spread(module)
+        now = {id(parameter) for parameter in module.parameters()}
+        self._replaced += [(weakref.ref(one), name) for name, one in before.items() if id(one) not in now]
         self.modules.append(uncompiled(module))
         return module
 
@@ -63,6 +69,7 @@ class Engine:
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
         """`make(parameters, **options)` for the model's trainable parameters; with zero1 each rank keeps a part."""
+        reshard(model)  # a forward may have put whole parameters in the place of shards
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return self.parallel.optimizer(trainable, make, options)
 
@@ -94,6 +101,32 @@ class Engine:
                 "a ZeroRedundancyOptimizer of your own would be saved in part: set parallel: zero1 and make it by "
                 "ctx.optimizer(model, ...)"
             )
+
+        self._check_trained(own, optimizers)
+
+    def _check_trained(self, tracked: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
+        """Raise JobkitError for an optimizer of a parameter that no tracked object has: it would train nothing."""
+        if not optimizers:
+            return
+        for module in self.modules:
+            reshard(module)  # a forward may have put whole parameters in the place of shards
+        holders = [value for value in tracked if callable(getattr(value, "parameters", None))]
+        held = {id(parameter) for holder in holders for parameter in holder.parameters()}
+        for optimizer in optimizers:
+            for parameter in parameters_of(optimizer):
+                if id(parameter) in held:
+                    continue
+                replaced = next((name for ref, name in self._replaced if ref() is parameter), None)
+                kind = type(optimizer).__name__
+                if replaced is not None:
+                    raise JobkitError(
+                        f"the {kind} would train {replaced} as it was before ctx.parallelize put shards in its place, "
+                        "and the model would stay as it is: make the optimizer of what ctx.parallelize returns"
+                    )
+                raise JobkitError(
+                    f"the {kind} trains a parameter of shape {list(parameter.shape)} that is in no tracked module, "
+                    "so a run that is interrupted would lose it: call ctx.track with a module that has it"
+                )
 
     @property
     def made_something(self) -> bool:

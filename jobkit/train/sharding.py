@@ -39,7 +39,7 @@ def shard(
             shared_out(norms)
         shared_out(unit, mp_policy=policy)
     if dtype is not None:
-        module.forward = torch.autocast(mesh.device_type, dtype)(module.forward)  # type: ignore[method-assign]
+        module.forward = torch.autocast(mesh.device_type, dtype)(module.forward)
 
 
 def shard_units(module: nn.Module) -> list[nn.Module]:
