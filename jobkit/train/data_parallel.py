@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.train.hooks import uncompiled
+
 
 def data_parallel(
     module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None, bucket_cap_mb: int = 25
@@ -55,6 +57,7 @@ def _zero(module: nn.Module) -> Tensor:
 @contextmanager
 def without_synchronisation(model: nn.Module) -> Iterator[None]:
     """While inside, gradients stay on this rank: DDP's no_sync, and FSDP2's counterpart."""
+    model = uncompiled(model)
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
         try:

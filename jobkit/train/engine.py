@@ -18,10 +18,11 @@ from jobkit.train.accumulation import Loss
 from jobkit.train.data import Loader
 from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
+from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optimizer_state import Sharded, parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
-from jobkit.train.sharding import reshard, uncompiled
+from jobkit.train.sharding import reshard
 
 
 class Engine:

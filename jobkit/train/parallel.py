@@ -23,9 +23,10 @@ from jobkit.train.data_parallel import data_parallel, synchronise_buffers, witho
 from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradients import gradient_norm
+from jobkit.train.hooks import uncompiled
 from jobkit.train.nested import batch_size
 from jobkit.train.pipeline import Pipeline, stage_of
-from jobkit.train.sharding import shard, uncompiled
+from jobkit.train.sharding import shard
 from jobkit.train.weights import Weights, materialise
 
 AXES = ("pipeline", "replica", "shard", "tensor")

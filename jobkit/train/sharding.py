@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
+from jobkit.train.hooks import uncompiled
+
 
 def shard(
     module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, dtype: torch.dtype | None = None
@@ -64,13 +66,6 @@ def shard_units(module: nn.Module) -> list[nn.Module]:
         else:
             units += shard_units(child) or ([child] if isinstance(module, nn.Sequential) else [])
     return [unit for unit in units if _size(unit)]
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, if it is in one."""
-    while "_orig_mod" in module._modules:  # without the import of torch._dynamo, which takes a second
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
-    return module
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:

@@ -24,6 +24,7 @@ from jobkit.train.accumulation import Loss
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, means
+from jobkit.train.hooks import ForwardHook, uncompiled
 from jobkit.train.parallel import unwrapped
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.checkpointing import Checkpoints, find_memory
@@ -135,14 +136,19 @@ class Context:
         """
         module = self._engine.parallelize(module)
         self._tracked.add_module(module)
+        self._watch(module)
+        return module
+
+    def _watch(self, module: nn.Module) -> None:
         self._loop.stragglers.watch(module, self._engine.parallel.forward_is_collective)
 
-        def beat(*_: Any) -> None:
+        def beat() -> None:
             if not torch.is_grad_enabled():  # many forwards without a step in between, as in sampling, are no hang
                 self._reporter.heartbeat.beat()
 
-        unwrapped(module).register_forward_hook(beat)
-        return module
+        # A user may call what is inside, too; inside a compiled one hooks are not called.
+        for one in {unwrapped(module), module}:
+            one.register_forward_hook(ForwardHook(beat))
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
@@ -209,6 +215,8 @@ class Context:
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
             self._tracked.add(name, value)
+            if isinstance(value, nn.Module) and uncompiled(value) is not value and value not in self._tracked.modules:
+                self._watch(value)  # compiled after ctx.parallelize
             if isinstance(value, torch.optim.Optimizer):
                 self._loop.watch(value)
 

@@ -14,6 +14,7 @@ from jobkit.checkpoint.state import escape, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
 from jobkit.train.gradients import LossScaler
+from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.optimizer_state import (
     Names,
@@ -55,7 +56,7 @@ class TrackedState:
         """Track an object; where the run is being continued it is restored. Raises CheckpointError for a misfit."""
         if self._loaded is not None:
             self._restore(self._loaded, name, value)
-        self.objects[name] = value
+        self.objects[name] = uncompiled(value) if isinstance(value, nn.Module) else value
 
     def forget_checkpoint(self) -> list[str]:
         """Nothing is restored from here on; returns the names in the checkpoint that nothing was tracked for."""
