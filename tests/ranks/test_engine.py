@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.ranks import Team, on_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from jobkit.errors import JobkitError
 from jobkit.run.config import Config, ParallelConfig
+from jobkit.train.data_parallel import without_synchronisation
 from jobkit.train.engine import Engine
+from jobkit.train.parallel import unwrapped
+from jobkit.train.sharding import reshard
 
 
 def engine_of(team: Team, precision: Any = "fp32", **parallel: Any) -> Engine:
@@ -20,6 +26,13 @@ def engine_of(team: Team, precision: Any = "fp32", **parallel: Any) -> Engine:
 
 
 ALONE = Team(0, 1, None)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter of a spread model, whole. Collective."""
+    reshard(model)
+    found = unwrapped(model).named_parameters()
+    return {name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone() for name, one in found}
 
 
 # An optimizer and what it trains
@@ -59,3 +72,76 @@ def test_an_optimizer_of_something_that_is_not_tracked_is_refused() -> None:
         engine.check_tracked([model, optimizer])
     holder = nn.ParameterList([temperature])
     engine.check_tracked([model, optimizer, holder])
+
+
+# torch.compile
+
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"data": "zero1"},
+    "zero2": {"data": "zero2"},
+    "zero3": {"data": "zero3"},
+    "tensor": {"tensor": "all"},
+}
+WAYS = ("plain", "before", "after", "in place before", "in place after")
+
+
+class Net(nn.Sequential):
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        return {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def compiled(engine: Engine, way: str) -> nn.Module:
+    torch.manual_seed(0)
+    net: Any = Net(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    if way == "in place before":
+        net.compile(backend="aot_eager")
+    model = engine.parallelize(torch.compile(net, backend="aot_eager") if way == "before" else net)
+    if way == "in place after":
+        model.compile(backend="aot_eager")
+    return torch.compile(model, backend="aot_eager") if way == "after" else model  # type: ignore[return-value]
+
+
+def train_compiled(team: Team) -> dict[str, list[dict[str, Tensor]]]:
+    found: dict[str, list[dict[str, Tensor]]] = {}
+    for kind, parallel in KINDS.items():
+        for way in WAYS:
+            engine = engine_of(team, **parallel)
+            model = compiled(engine, way)
+            optimizer = engine.optimizer(model, torch.optim.SGD, lr=0.1)
+            engine.check_tracked([model, optimizer])
+            x = torch.arange(24.0).view(6, 4) / 24 + engine.parallel.data_rank
+            for _ in range(2):
+                engine.backward(model, x, nn.functional.mse_loss, x, micro_batch_size=2, global_batch_size=12)
+                engine.update(optimizer, max_norm=1.0)
+            found.setdefault(kind, []).append(whole(model))
+    return found
+
+
+def test_compiled_models_train_as_they_do_without_under_every_strategy() -> None:
+    for of_rank in on_ranks(2, train_compiled):
+        for kind, (plain, *others) in of_rank.items():
+            for way, weights in zip(WAYS[1:], others, strict=True):
+                assert weights.keys() == plain.keys()
+                for name, tensor in weights.items():
+                    torch.testing.assert_close(tensor, plain[name], msg=f"{kind}, compiled {way}: {name}")
+
+
+def synchronise(team: Team) -> list[bool]:
+    """Whether gradients of ranks with different samples are the same outside, and differ or are absent inside."""
+    found = []
+    for kind in ("ddp", "zero3"):
+        model = compiled(engine_of(team, **KINDS[kind]), "after")
+        with without_synchronisation(model):
+            model(torch.full((2, 4), team.rank + 1.0)).sum().backward()
+        gradient = next(model.parameters()).grad
+        found.append(gradient is None)
+        if gradient is not None:
+            gathered = [torch.empty_like(gradient) for _ in range(2)]
+            dist.all_gather(gathered, gradient)
+            found[-1] = not torch.equal(*gathered)
+    return found
+
+
+def test_a_compiled_models_gradients_stay_on_the_rank_until_the_last_micro_batch() -> None:
+    assert on_ranks(2, synchronise) == [[True, True]] * 2
