@@ -24,20 +24,24 @@ def shard(
     dimensions parameters are copied over the first and sharded over the second. A unit that shares a parameter with
     something outside it is gathered together with the whole.
 
-    With a `dtype` parameters are gathered in it, and the forward computes in it as under torch.autocast, called within
-    autocast or not; the shards and their gradients are in the parameters' own type, sums over ranks in float32. Batch
-    and instance norms are gathered as they are: their kernels take no other type than their statistics' for weights.
+    With a `dtype` parameters are gathered in it, and the forward computes as under torch.autocast, called within
+    autocast or not; the shards and their gradients are in the parameters' own type, sums over ranks in float32. Norms
+    and embeddings, which autocast computes in their own type, are gathered in it.
     """
-    # The inputs of a unit are autocast's to convert: where it keeps a stream in float32, so do the sharded models.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     shared_out = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # The inputs of a unit are autocast's to convert: where it keeps a stream in float32, so do the sharded models.
+    reduced = torch.float32 if dtype is not None else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    if dtype is not None:
+        for owners in _embeddings(module):
+            shared_out(owners)
     uses, units = _uses(module), {*shard_units(module), module}
     of_unit = Counter(part for _, part in module.named_modules(remove_duplicate=False))
     for unit in reversed([part for part in module.modules() if part in units]):  # those inside others first
         inside = _uses(unit)
-        if any(uses[one] > inside[one] * of_unit[unit] for one in inside):
+        if isinstance(unit, FSDPModule) or any(uses[one] > inside[one] * of_unit[unit] for one in inside):
             continue
-        if dtype is not None and (norms := [part for part in unit.modules() if _is_exact(part)]):
+        if dtype is not None and (norms := [part for part in unit.modules() if _is_exact_norm(part)]):
             shared_out(norms)
         shared_out(unit, mp_policy=policy)
     if dtype is not None:
@@ -78,9 +82,19 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _is_exact(part: nn.Module) -> bool:
-    has_parameters = any(True for _ in part.parameters(recurse=False))
-    return isinstance(part, _NormBase) and has_parameters and not isinstance(part, FSDPModule)
+def _embeddings(module: nn.Module) -> list[list[nn.Module]]:
+    """Each table of a module, with what else has it as its weight; each is gathered by itself, being large."""
+    tables = [part.weight for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    parts = list(module.modules())
+    return [
+        [part for part in parts if any(one is table for one in part._parameters.values())]
+        for table in dict.fromkeys(tables)
+    ]
+
+
+def _is_exact_norm(part: nn.Module) -> bool:
+    is_norm = isinstance(part, (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)) and not isinstance(part, FSDPModule)
+    return is_norm and any(True for _ in part.parameters(recurse=False))
 
 
 def reshard(module: nn.Module) -> None:

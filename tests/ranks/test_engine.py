@@ -83,7 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "zero3": {"data": "zero3"},
     "tensor": {"tensor": "all"},
 }
-WAYS = ("plain", "before", "after", "in place before", "in place after")
+WAYS = ("plain", "after", "before", "in place before", "in place after")
 
 
 class Net(nn.Sequential):
@@ -105,7 +105,7 @@ def compiled(engine: Engine, way: str) -> nn.Module:
 def train_compiled(team: Team) -> dict[str, list[dict[str, Tensor]]]:
     found: dict[str, list[dict[str, Tensor]]] = {}
     for kind, parallel in KINDS.items():
-        for way in WAYS:
+        for way in WAYS if kind in ("ddp", "zero3") else WAYS[:2]:  # the others are of these two, and compiling is slow
             engine = engine_of(team, **parallel)
             model = compiled(engine, way)
             optimizer = engine.optimizer(model, torch.optim.SGD, lr=0.1)
@@ -121,7 +121,7 @@ def train_compiled(team: Team) -> dict[str, list[dict[str, Tensor]]]:
 def test_compiled_models_train_as_they_do_without_under_every_strategy() -> None:
     for of_rank in on_ranks(2, train_compiled):
         for kind, (plain, *others) in of_rank.items():
-            for way, weights in zip(WAYS[1:], others, strict=True):
+            for way, weights in zip(WAYS[1:], others, strict=False):
                 assert weights.keys() == plain.keys()
                 for name, tensor in weights.items():
                     torch.testing.assert_close(tensor, plain[name], msg=f"{kind}, compiled {way}: {name}")
