@@ -83,7 +83,9 @@ class Engine:
         return loader
 
     def check_tracked(self, tracked: Iterable[Any]) -> None:
-        """Raise JobkitError where a run that is interrupted would lose a part of what was made here."""
+        """Raise JobkitError where a run that is interrupted would lose a part of what was made here, or train nothing."""
+        for module in self.modules:
+            reshard(module)  # a forward may have put whole parameters in the place of shards
         own = [unwrapped(value) for value in tracked]
         trainable = [model for model in self.modules if any(one.requires_grad for one in model.parameters())]
         made = [("the model of ctx.parallelize", model) for model in trainable]
@@ -102,15 +104,10 @@ class Engine:
                 "a ZeroRedundancyOptimizer of your own would be saved in part: set parallel: zero1 and make it by "
                 "ctx.optimizer(model, ...)"
             )
-
         self._check_trained(own, optimizers)
 
     def _check_trained(self, tracked: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
         """Raise JobkitError for an optimizer of a parameter that no tracked object has: it would train nothing."""
-        if not optimizers:
-            return
-        for module in self.modules:
-            reshard(module)  # a forward may have put whole parameters in the place of shards
         holders = [value for value in tracked if callable(getattr(value, "parameters", None))]
         held = {id(parameter) for holder in holders for parameter in holder.parameters()}
         for optimizer in optimizers:
