@@ -83,7 +83,7 @@ class Engine:
         return loader
 
     def check_tracked(self, tracked: Iterable[Any]) -> None:
-        """Raise JobkitError where a run that is interrupted would lose a part of what was made here, or train nothing."""
+        """Raise JobkitError where an interrupted run would lose a part of what was made here, or one trains nothing."""
         for module in self.modules:
             reshard(module)  # a forward may have put whole parameters in the place of shards
         own = [unwrapped(value) for value in tracked]

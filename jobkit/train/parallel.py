@@ -116,9 +116,10 @@ class Parallel:
         is_spread = self.layout.data > 1 and trainable
         if is_spread and over_shards:
             self._shard(module)
+        is_replicated = is_spread and not over_shards and not self.drifts
         materialise(module, self.device)
-        weights.fill(module)
-        if is_spread and not over_shards and not self.drifts:
+        weights.fill(module, send=not is_replicated or self.data_group is not None)  # of all ranks, DDP sends them
+        if is_replicated:
             module = self._replicated(module)
         if self.stages is None:
             return module

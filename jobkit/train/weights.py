@@ -107,24 +107,27 @@ class Weights:
             raise JobkitError(f"ctx.parallelize: the model is not the same as rank 0's: {differs}")
         return list(drawn)
 
-    def fill(self, module: nn.Module) -> None:
-        """Give a spread module, or a stage of it, that has its tensors on the device, their values."""
+    def fill(self, module: nn.Module, *, send: bool = True) -> None:
+        """Give a spread module, or a stage of it, that has its tensors on the device, their values.
+
+        Without `send`, for DDP, which sends rank 0's itself: only on rank 0.
+        """
         targets, here = named_tensors(module), set(module.modules())
         for block in self._blocks:
             if block.parts[0] in here:  # and not on another stage
                 for whole, value in self._drawn(block, self._device):
                     _put(whole, value, targets)
         for whole in self._wholes:
-            if not whole.drawn:
-                _put(whole, self._sent(whole), targets)
+            if not whole.drawn and (send or self._is_main):
+                _put(whole, self._sent(whole, send), targets)
                 whole.value = None  # one tensor after the other is freed
 
-    def _sent(self, whole: _Whole) -> Tensor:
+    def _sent(self, whole: _Whole, send: bool) -> Tensor:
         if whole.value is not None:
             value = whole.value.to(self._device).contiguous()
         else:
             value = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
-        if self._several and value.numel():
+        if self._several and send and value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: gloo does not know every type
         return value
 

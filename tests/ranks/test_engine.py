@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -145,3 +146,32 @@ def synchronise(team: Team) -> list[bool]:
 
 def test_a_compiled_models_gradients_stay_on_the_rank_until_the_last_micro_batch() -> None:
     assert on_ranks(2, synchronise) == [[True, True]] * 2
+
+
+# Copies
+
+
+def copy_spread_models(team: Team) -> list[str]:
+    said = []
+    for parallel in ({"tensor": "all"}, {"pipeline": "all"}, {"data": "zero3"}):
+        engine = engine_of(team, **parallel)
+        model = compiled(engine, "plain")
+        try:
+            average = torch.optim.swa_utils.AveragedModel(model)
+        except AssertionError as error:
+            said.append(str(error))
+            continue
+        average.update_parameters(model)
+        with torch.no_grad():
+            x = torch.ones(2, 4)
+            assert torch.equal(average(x), model(x))
+        said.append("")
+        if engine.parallel.stages is not None:
+            with pytest.raises(JobkitError, match="a rank has one stage of the model"):
+                torch.save(model, io.BytesIO())
+    return said
+
+
+def test_a_model_in_parts_is_averaged_and_what_torch_cannot_copy_is_said() -> None:
+    for tensor, pipeline, zero3 in on_ranks(2, copy_spread_models):
+        assert tensor == pipeline == "" and "use state dict" in zero3
