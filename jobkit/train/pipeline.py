@@ -102,8 +102,8 @@ class Pipeline(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         raise JobkitError(
-            "parallel.pipeline: a rank has one stage of the model, and its group of ranks, which cannot be pickled: save "
-            "model.stage.state_dict() on each rank, or take the weights in final/"
+            "parallel.pipeline: a rank has one stage of the model, and its group of ranks, which cannot be pickled: "
+            "save model.stage.state_dict() on each rank, or take the weights in final/"
         )
 
     def forward(self, x: Tensor) -> Tensor:

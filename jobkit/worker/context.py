@@ -133,7 +133,9 @@ class Context:
     def parallelize(self, module: nn.Module) -> nn.Module:
         """`module` on this rank's device and over the ranks as the YAML's `parallel:` says: DDP where it is silent.
 
-        Raises JobkitError for a module that cannot be spread that way.
+        All ranks begin with the weights that rank 0 gives. What is on the meta device is drawn from the seed, by
+        `init_weights()` or `reset_parameters()`. Make optimizers of what is returned. Raises JobkitError for a module
+        that cannot be spread that way, or differs from rank 0's.
         """
         module = self._engine.parallelize(module)
         self._tracked.add_module(module)

@@ -156,6 +156,36 @@ def test_a_model_on_meta_is_drawn_from_the_seed_the_same_on_any_number_of_ranks(
                 assert torch.equal(tensor, tied[key]), (name, key)
 
 
+class LikeHuggingFace(nn.Module):
+    """The model knows how to initialise its parts; one block's is by the names of what is in it."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def _init_weights(self, part: nn.Module) -> None:
+        if isinstance(part, (nn.Linear, nn.Embedding)):
+            part.weight.data.normal_(std=0.02)
+        if isinstance(part, nn.Linear):
+            part.bias.data.zero_()
+        if isinstance(part, nn.BatchNorm1d):
+            part.reset_parameters()
+        if isinstance(part, Block):
+            part.table.fill_(1.0)
+            part.down.weight.data.mul_(0.1)
+
+
+def test_a_hugging_face_model_on_meta_is_initialised_as_it_says() -> None:
+    with torch.device("meta"):
+        model = LikeHuggingFace()
+    tensors = named_tensors(parallel_of(Team(0, 1, None), "ddp").spread(model))
+    assert 0.015 < tensors["embed.weight"].std() < 0.025 and tensors["layers.1.table"].eq(1).all()
+    assert 0.01 < tensors["layers.1.up.weight"].std() < 0.03 and tensors["layers.1.down.weight"].abs().max() < 0.01
+
+
 def load_on_rank_0_alone(team: Team) -> dict[str, Tensor]:
     with torch.device("cpu" if team.rank == 0 else "meta"):
         model = net()
