@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jobkit.errors import JobkitError
 from jobkit.train.data import derive_seed, preserved_generators, seed_generators
+from jobkit.train.initialise import Block, blocks_of, is_untouched
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Weights:
         named = named_tensors(module)
         self._is_needed = self._several or any(tensor.is_meta for tensor in named.values())
         self._wholes = _wholes(named, self._is_main) if self._is_needed else []
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
         if self._is_needed:
             problem = self._begin(module) if self._is_main else None
             drawn = self._agree(problem)
@@ -131,11 +129,11 @@ class Weights:
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: gloo does not know every type
         return value
 
-    def _drawn(self, block: _Block, device: torch.device) -> list[tuple[_Whole, Tensor]]:
+    def _drawn(self, block: Block, device: torch.device) -> list[tuple[_Whole, Tensor]]:
         """The values of a block's tensors that have none yet."""
         by_name = {name: whole for whole in self._wholes for name in whole.names}
         owned = {name: whole for name, whole in by_name.items() if whole.drawn and name in block.names}
-        with preserved_generators(device), block.unspread(by_name, device) as values, torch.no_grad():
+        with preserved_generators(self._device), block.unspread(by_name, device) as values, torch.no_grad():
             seed_generators(derive_seed(self._seed, "init", block.name))
             for initialise in block.initialisers:
                 initialise()
@@ -145,12 +143,12 @@ class Weights:
             if whole.names[0] != name:
                 continue  # a tied one is its first owner's
             value, changes = found[name]
-            if _is_untouched(value):
+            if is_untouched(value):
                 raise JobkitError(
                     f"ctx.parallelize: {name} is on the meta device, and what initialises "
                     f"{block.name or 'the model'} leaves it as it is: see to it in init_weights() or reset_parameters()"
                 )
-            if whole.changes > changes:
+            if whole.changes > changes and not block.is_by_model:
                 raise JobkitError(
                     f"ctx.parallelize: {name} is on the meta device, and was given values by other code than "
                     "reset_parameters(), which would be lost: give the model an init_weights() that does it all, or "
@@ -158,52 +156,6 @@ class Weights:
                 )
             drawn.append((whole, value))
         return drawn
-
-
-class _Block:
-    """A part of a module that is initialised at once, with the parts of itself."""
-
-    def __init__(self, name: str, parts: list[nn.Module], prefixes: list[str], run: list[Callable[[], Any]]) -> None:
-        self.name, self.parts, self.initialisers = name, parts, run
-        self._prefixes = prefixes
-        self.names = {f"{prefix}{key}" for prefix, _, key in self._places()}
-
-    def _places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        for prefix, part in zip(self._prefixes, self.parts, strict=True):
-            for held in (part._parameters, part._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        yield prefix, held, key
-
-    @contextmanager
-    def unspread(
-        self, wholes: dict[str, _Whole], device: torch.device
-    ) -> Iterator[Callable[[], dict[str, tuple[Tensor, int]]]]:
-        """While inside, the block has whole tensors without values in place of its own.
-
-        What is called inside gives them, by name, each with the number of times it was written to.
-        """
-        kept = [(held, key, held[key]) for _, held, key in self._places()]
-        begun: dict[int, tuple[Tensor, int]] = {}
-        made: dict[int, Tensor] = {}
-        try:
-            for prefix, held, key in list(self._places()):
-                whole, own = wholes.get(f"{prefix}{key}"), held[key]
-                if whole is None:
-                    continue
-                if id(whole) not in made:
-                    empty = _untouched(torch.empty(whole.shape, dtype=whole.dtype, device=device))
-                    tensor = nn.Parameter(empty, own.requires_grad) if isinstance(own, nn.Parameter) else empty
-                    made[id(whole)] = tensor
-                    begun[id(tensor)] = tensor, tensor._version
-                held[key] = made[id(whole)]
-            yield lambda: {
-                f"{prefix}{key}": (held[key].detach(), _changes(held[key], begun))
-                for prefix, held, key in self._places()
-            }
-        finally:
-            for held, key, tensor in kept:
-                held[key] = tensor
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
@@ -225,71 +177,6 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, those that are not saved too, by each name they have."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
-
-
-def blocks_of(module: nn.Module) -> tuple[list[_Block], list[tuple[str, nn.Module]]]:
-    """The outermost parts of a module that can initialise themselves, and those that have tensors and cannot.
-
-    By `init_weights()` or `reset_parameters()`, or, in Hugging Face's models, the model's `_init_weights(part)`.
-    """
-    blocks: list[_Block] = []
-    missing: list[tuple[str, nn.Module]] = []
-    of_part: Callable[[nn.Module], Any] | None = getattr(module, "_init_weights", None)
-
-    def visit(name: str, part: nn.Module) -> None:
-        inner = list(part.named_modules(prefix=name))
-        prefixes = [f"{one}." if one else "" for one, _ in inner]
-        parts = [one for _, one in inner]
-        own = _initialiser(part)
-        if of_part is not None and type(part).__name__ in (getattr(module, "_no_split_modules", None) or ()):
-            blocks.append(_Block(name, parts, prefixes, [lambda: part.apply(of_part)]))
-        elif of_part is not None:
-            if any(True for _ in _own_tensors(part)):
-                blocks.append(_Block(name, parts[:1], prefixes[:1], [lambda: of_part(part)]))
-            visit_children(name, part)
-        elif own is not None:
-            run = [one for one in map(_reset, _inside_out(part)) if one is not None]
-            blocks.append(_Block(name, parts, prefixes, run if own in run else [*run, own]))
-        else:
-            if any(tensor.is_meta for tensor in _own_tensors(part)):
-                missing.append((name, part))
-            visit_children(name, part)
-
-    def visit_children(name: str, part: nn.Module) -> None:
-        for key, child in part.named_children():
-            visit(f"{name}.{key}" if name else key, child)
-
-    visit("", module)
-    return blocks, missing
-
-
-def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
-    """A module's parts, each after those that are inside it, as constructors come to their ends."""
-    for child in module.children():
-        yield from _inside_out(child)
-    yield module
-
-
-def _initialiser(module: nn.Module) -> Callable[[], Any] | None:
-    own = getattr(module, "init_weights", None)
-    return own if _takes_nothing(own) else _reset(module)
-
-
-def _reset(module: nn.Module) -> Callable[[], Any] | None:
-    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
-    return next((one for one in found if _takes_nothing(one)), None)
-
-
-def _takes_nothing(function: Any) -> bool:
-    if not callable(function):
-        return False
-    given = inspect.signature(function).parameters.values()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(one.default is not one.empty or one.kind in variable for one in given)
-
-
-def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
-    return (one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None)
 
 
 def _wholes(named: dict[str, Tensor], is_main: bool) -> list[_Whole]:
@@ -328,28 +215,3 @@ def _put(whole: _Whole, value: Tensor, targets: dict[str, Tensor]) -> None:
                 target.to_local().copy_(part.to_local())
             else:
                 target.copy_(value)
-
-
-def _untouched(tensor: Tensor) -> Tensor:
-    """Filled with what no initialiser writes everywhere, where the type has such a value."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(torch.nan)
-    if tensor.dtype in (torch.int16, torch.int32, torch.int64):
-        return tensor.fill_(torch.iinfo(tensor.dtype).min)
-    return tensor
-
-
-def _is_untouched(tensor: Tensor) -> bool:
-    if not tensor.numel():
-        return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    if tensor.dtype in (torch.int16, torch.int32, torch.int64):
-        return bool((tensor == torch.iinfo(tensor.dtype).min).all())
-    return False
-
-
-def _changes(tensor: Tensor, begun: dict[int, tuple[Tensor, int]]) -> int:
-    """How often a tensor was written to since; one that has taken its place has all its values from there."""
-    before = begun.get(id(tensor))
-    return tensor._version - before[1] if before is not None else 1 << 62
