@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,11 @@ def with_a_number_of_numpy(**_: Any) -> None:
     np.random.rand()
 
 
+def with_the_second_of_two_numbers(scheduler: Any, **_: Any) -> None:
+    """It was drawn with the first, so that the generator itself does not change."""
+    np.random.randn()
+
+
 def with_a_number_of_python(**_: Any) -> None:
     random.random()
 
@@ -129,6 +135,7 @@ CHANGES = [
     *SWAPS,
     with_a_scheduler_stepped,
     with_a_number_of_numpy,
+    with_the_second_of_two_numbers,
     with_a_number_of_python,
     with_a_gradient,
     with_another_state_of_ones_own,
@@ -136,7 +143,7 @@ CHANGES = [
 
 
 def evaluating_in_between(ctx: Any, change: Callable[..., None], stop: bool) -> tuple[Any, ...]:
-    """Each step: something changes, an evaluation, which is told to stop in step 2, and an update."""
+    """Each step: something changes, an evaluation, which is told to stop in step 1, and an update."""
     model = ctx.parallelize(torch.nn.Linear(3, 3))
     average = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -147,7 +154,7 @@ def evaluating_in_between(ctx: Any, change: Callable[..., None], stop: bool) -> 
     held_out = torch.utils.data.TensorDataset(torch.ones(6, 3))
 
     def error(batch: Any, ids: torch.Tensor) -> torch.Tensor:
-        if stop and ctx.step == 2 and ids[0] == 0:
+        if stop and ctx.step == 1 and ids[0] == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return model(batch[0]).sum(1)
 
@@ -174,7 +181,7 @@ def test_a_stop_in_an_evaluation_never_saves_what_a_step_has_half_changed(tmp_pa
     (whole,) = attempt(1, tmp_path / "whole", evaluating_in_between, change, False)
     assert attempt(1, tmp_path, evaluating_in_between, change, True) == [STOPPED]
     (resumed,) = attempt(1, tmp_path, evaluating_in_between, change, False)
-    assert resumed[1] == whole[1][3:], "the step was not finished first"
+    assert resumed[1] == whole[1][2:], "the step was not finished first"
     assert (resumed[0], resumed[2:]) == (whole[0], whole[2:])
 
 
@@ -206,3 +213,58 @@ def evaluating_averages(ctx: Any, stop: bool) -> list[int]:
 def test_an_evaluation_of_averages_or_of_what_nothing_changed_is_stopped_at_once(tmp_path: Path, ranks: int) -> None:
     assert attempt(ranks, tmp_path, evaluating_averages, True) == [STOPPED] * ranks
     assert attempt(ranks, tmp_path, evaluating_averages, False) == [[2, 3]] * ranks
+
+
+def stepping_every_fourth(ctx: Any, how: str, stop: bool) -> list[Any]:
+    """Gradients of four steps of the loop make one of the optimizer; ranks add theirs up at the last or at each."""
+    model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(10):
+        last = step % 4 == 3
+        samples = torch.arange(12.0).view(4, 3) * (step + 1 + ctx.rank) / 100
+        with nullcontext() if last or how != "no_sync" or ctx.world_size == 1 else model.no_sync():
+            model(samples).square().mean().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=how != "zeros")
+        if stop:
+            stop_after(ctx, 5)
+    return [getattr(one, "full_tensor", lambda one=one: one)().tolist() for one in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "strategy"),
+    [(1, "", "ddp"), (1, "zeros", "ddp"), (2, "each", "ddp"), (2, "no_sync", "ddp"), (2, "each", "zero3")],
+)
+def test_gradients_that_the_next_step_adds_to_are_in_the_checkpoint(
+    tmp_path: Path, ranks: int, how: str, strategy: str
+) -> None:
+    config = f"parallel: {strategy}\nresources: {{tasks_per_node: {ranks}}}"
+    whole = attempt(ranks, tmp_path / "whole", stepping_every_fourth, how, False, config=config)
+    assert attempt(ranks, tmp_path, stepping_every_fourth, how, True, config=config) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path, stepping_every_fourth, how, False, config=config) == whole
+
+
+def stepping_each_time(ctx: Any, zero: str) -> list[bool]:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    found = []
+    for _ in ctx.steps(5):
+        if zero == "before":
+            optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if zero == "after":
+            optimizer.zero_grad()
+        shared, _, _ = ctx._tracked.trees()
+        found.append("model#gradients" in shared)
+    return found
+
+
+def test_gradients_that_an_optimizer_has_used_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path / "1", stepping_each_time, "after") == [[False] * 5]
+    # After the first step nobody knows yet that the next one does not add to them.
+    assert attempt(1, tmp_path / "2", stepping_each_time, "before") == [[True, False, False, False, False]]
+    assert attempt(1, tmp_path / "3", stepping_each_time, "never") == [[True] * 5]
