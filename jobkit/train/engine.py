@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -16,14 +17,14 @@ from jobkit.run.config import Config
 from jobkit.run.layout import factor
 from jobkit.train.accumulation import SUM, BatchSize, Loss
 from jobkit.train.data import Loader, share_size
-from jobkit.train.data_parallel import reshard
+from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
+from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.nested import batch_size
 from jobkit.train.optimizer_state import Sharded, parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from jobkit.train.sharding import reshard
 
 
 class Engine:
@@ -40,12 +41,16 @@ class Engine:
             layout = factor(config.parallel, world_size, tasks_per_node)
         except ValueError as error:
             raise JobkitError(f"parallel: {error}") from None
-        self.parallel = Parallel(layout, config.parallel, config.comm, device, rank)
+        self.parallel = Parallel(
+            layout, config.parallel, config.comm, device, rank, precision=config.precision, seed=config.seed
+        )
         self.scaler = LossScaler() if config.precision == "fp16" else None
         """Part of the state of the run, where there is one."""
         self.modules: list[nn.Module] = []
-        """What `parallelize` made, in that order."""
+        """What `parallelize` made, in that order, without torch.compile's wrapper."""
         self.loaders: list[Loader] = []
+        self._replaced: list[tuple[weakref.ref[nn.Parameter], str]] = []
+        """The parameters that `parallelize` has put shards in the place of, and their names."""
         self._config = config
         self._device = device
         self._backwards, self._updates = 0, 0
@@ -57,14 +62,18 @@ class Engine:
 
     def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread that way."""
+        before = dict(module.named_parameters())
         module = self.parallel.spread(module, **options)
-        self.modules.append(module)
+        now = {id(parameter) for parameter in module.parameters()}
+        self._replaced += [(weakref.ref(one), name) for name, one in before.items() if id(one) not in now]
+        self.modules.append(uncompiled(module))
         return module
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
         """`make(parameters, **options)` for the model's trainable parameters; with zero1 each rank keeps a part."""
+        reshard(model)  # a forward may have put whole parameters in the place of shards
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return self.parallel.optimizer(trainable, make, options)
 
@@ -77,7 +86,9 @@ class Engine:
         return loader
 
     def check_tracked(self, tracked: Iterable[Any]) -> None:
-        """Raise JobkitError where a run that is interrupted would lose a part of what was made here."""
+        """Raise JobkitError where an interrupted run would lose a part of what was made here, or one trains nothing."""
+        for module in self.modules:
+            reshard(module)  # a forward may have put whole parameters in the place of shards
         own = [unwrapped(value) for value in tracked]
         trainable = [model for model in self.modules if any(one.requires_grad for one in model.parameters())]
         made = [("the model of ctx.parallelize", model) for model in trainable]
@@ -96,6 +107,27 @@ class Engine:
                 "a ZeroRedundancyOptimizer of your own would be saved in part: set parallel: zero1 and make it by "
                 "ctx.optimizer(model, ...)"
             )
+        self._check_trained(own, optimizers)
+
+    def _check_trained(self, tracked: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
+        """Raise JobkitError for an optimizer of a parameter that no tracked object has: it would train nothing."""
+        holders = [value for value in tracked if callable(getattr(value, "parameters", None))]
+        held = {id(parameter) for holder in holders for parameter in holder.parameters()}
+        for optimizer in optimizers:
+            for parameter in parameters_of(optimizer):
+                if id(parameter) in held:
+                    continue
+                replaced = next((name for ref, name in self._replaced if ref() is parameter), None)
+                kind = type(optimizer).__name__
+                if replaced is not None:
+                    raise JobkitError(
+                        f"the {kind} would train {replaced} as it was before ctx.parallelize put shards in its place, "
+                        "and the model would stay as it is: make the optimizer of what ctx.parallelize returns"
+                    )
+                raise JobkitError(
+                    f"the {kind} trains a parameter of shape {list(parameter.shape)} that is in no tracked module, "
+                    "so a run that is interrupted would lose it: call ctx.track with a module that has it"
+                )
 
     @property
     def made_something(self) -> bool:

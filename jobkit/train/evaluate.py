@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
 from jobkit.train.data import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
+from jobkit.train.hooks import uncompiled
 from jobkit.train.nested import to_device
 from jobkit.train.scores import SampleScores, place
 
@@ -104,7 +105,8 @@ def independent_forwards(models: Iterable[Any]) -> Iterator[None]:
     DDP sends rank 0's buffers (BatchNorm's statistics) to all ranks before a forward pass, which would wait for ranks
     that have no batch. Here they are sent once, so that all ranks evaluate the same model.
     """
-    replicated = [model for model in models if isinstance(model, DistributedDataParallel)]
+    inner = map(uncompiled, models)
+    replicated = [model for model in inner if isinstance(model, DistributedDataParallel)]
     before = [model.require_forward_param_sync for model in replicated]
     for model in replicated:
         model.require_forward_param_sync = True  # off after a forward pass without gradients, on this rank perhaps

@@ -19,12 +19,16 @@ from jobkit.errors import JobkitError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
 from jobkit.train.accumulation import BatchSize, Loss, backward
-from jobkit.train.data_parallel import OPTIONS, data_parallel, shard, synchronise_buffers, without_synchronisation
+from jobkit.train.data_parallel import OPTIONS, data_parallel, synchronise_buffers, without_synchronisation
+from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradient_order import settle_stage
 from jobkit.train.gradients import gradient_norm
+from jobkit.train.hooks import uncompiled
 from jobkit.train.nested import batch_size
 from jobkit.train.pipeline import Pipeline, stage_of
+from jobkit.train.sharding import shard
+from jobkit.train.weights import Weights, materialise
 
 AXES = ("pipeline", "replica", "shard", "tensor")
 
@@ -42,11 +46,20 @@ class Parallel:
     """
 
     def __init__(
-        self, layout: Layout, parallel: ParallelConfig, comm: CommConfig, device: torch.device, rank: int = 0
+        self,
+        layout: Layout,
+        parallel: ParallelConfig,
+        comm: CommConfig,
+        device: torch.device,
+        rank: int = 0,
+        *,
+        precision: str = "fp32",
+        seed: int = 0,
     ) -> None:
         self.layout, self.parallel, self.comm = layout, parallel, comm
         self.device = device
         self.rank = rank
+        self._precision, self._seed = precision, seed
         self.data_rank = layout.data_rank(rank)
         self.compressions: list[Compression] = []
         self._mesh: DeviceMesh | None = None
@@ -71,40 +84,58 @@ class Parallel:
         return sharded or self.layout.tensor > 1 or self.layout.pipeline > 1
 
     def spread(self, module: nn.Module, **options: bool) -> nn.Module:
-        """`module` on the device and over the ranks; `options` are DDP's.
+        """`module` on the device and over the ranks, with rank 0's weights, or drawn ones for what is on meta.
 
-        Raises JobkitError for a module that cannot be spread this way, and for options that it cannot have so.
+        `options` are DDP's. One that torch.compile has wrapped is spread, and what comes of it is compiled with the
+        same options. Raises JobkitError for one that cannot be spread this way, and for options it cannot have so.
         """
         self._check_options(options)
+        own = uncompiled(module)
+        if own is not module and self.layout.pipeline > 1:
+            raise JobkitError(
+                "parallel.pipeline: a compiled model cannot be cut into stages: pass the model itself, with its blocks "
+                "compiled in place (block.compile())"
+            )
+        weights = Weights(own, self.device, self._seed, self.rank, self.layout.world_size)
+        spread = self._spread(own, weights, options)
+        if own is module:
+            return spread
+        return type(module)(spread, module.dynamo_ctx)
+
+    def _spread(self, module: nn.Module, weights: Weights, options: Mapping[str, bool]) -> nn.Module:
         plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
         if self.layout.pipeline > 1:
             try:
                 module = stage_of(module, self.layout.stage(self.rank), self.layout.pipeline)
             except ValueError as error:
                 raise JobkitError(f"parallel.pipeline: {error}") from None
-        module = module.to(self.device)
         if plan:
             assert self._mesh is not None
             _parallelize(module, self._mesh["tensor"], plan)
-        module = self._over_data(module, options)
+        trainable = any(parameter.requires_grad for parameter in module.parameters())
+        # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
+        over_shards = self.parallel.data in SHARDED or self.layout.tensor > 1
+        is_spread = self.layout.data > 1 and trainable
+        if is_spread and over_shards:
+            self._shard(module)
+        is_replicated = is_spread and not over_shards and not self.drifts
+        materialise(module, self.device)
+        weights.fill(module, send=not is_replicated or self.data_group is not None)  # of all ranks, DDP sends them
+        if is_replicated:
+            module = self._replicated(module, options)
         if self.stages is None:
             return module
         microbatches = self.parallel.microbatches
         return Pipeline(module, self.stages, self.device, None if microbatches == "auto" else int(microbatches))
 
-    def _over_data(self, module: nn.Module, options: Mapping[str, bool]) -> nn.Module:
-        trainable = any(parameter.requires_grad for parameter in module.parameters())
-        if self.layout.data == 1 or not trainable:
-            return module
-        if self.parallel.data in SHARDED or self.layout.tensor > 1:
-            # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
-            assert self._mesh is not None
-            hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
-            mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
-            shard(module, mesh, reshard_after_forward=self.parallel.data in ("zero3", "hsdp"))
-            return module
-        if self.drifts:
-            return module
+    def _shard(self, module: nn.Module) -> None:
+        assert self._mesh is not None
+        hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
+        mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
+        reshard_after_forward = self.parallel.data in ("zero3", "hsdp")
+        shard(module, mesh, reshard_after_forward=reshard_after_forward, dtype=AUTOCAST.get(self._precision))
+
+    def _replicated(self, module: nn.Module, options: Mapping[str, bool]) -> nn.Module:
         wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb, **options)
         if self.stages is not None:
             settle_stage(wrapped)
@@ -220,10 +251,14 @@ class Parallel:
 
 
 def unwrapped(value: Any) -> Any:
-    """The module inside DDP's and a pipeline's, whose state_dict has the names of the user's own module."""
-    if isinstance(value, Pipeline):
-        value = value.stage
-    return value.module if isinstance(value, DistributedDataParallel) else value
+    """The module inside DDP's, torch.compile's and a pipeline's, whose names are those of the user's own module."""
+    while isinstance(value, nn.Module):
+        inner = value.stage if isinstance(value, Pipeline) else uncompiled(value)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        if inner is value:
+            break
+        value = inner
+    return value
 
 
 def _tensor_plan(module: nn.Module) -> dict[str, ParallelStyle]:

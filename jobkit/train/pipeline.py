@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,16 @@ class Pipeline(nn.Module):
         self.stages = dist.get_world_size(group)
         self.index = dist.get_rank(group)
         self._schedules: dict[int, tuple[Schedule1F1B, _Losses]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        copied = Pipeline(copy.deepcopy(self.stage, memo), self.group, self.device, self.microbatches)
+        return copied.train(self.training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise JobkitError(
+            "parallel.pipeline: a rank has one stage of the model, and its group of ranks, which cannot be pickled: "
+            "save model.stage.state_dict() on each rank, or take the weights in final/"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole model's output, on every rank of the pipeline; JobkitError where gradients are on."""

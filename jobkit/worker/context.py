@@ -25,6 +25,7 @@ from jobkit.train.accumulation import BatchSize, Loss
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, independent_forwards, means
+from jobkit.train.hooks import ForwardHook, uncompiled
 from jobkit.train.parallel import unwrapped
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.checkpointing import Checkpoints, find_memory
@@ -132,19 +133,26 @@ class Context:
     def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """`module` on this rank's device and over the ranks as the YAML's `parallel:` says: DDP where it is silent.
 
-        `options` are DDP's: find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view. Raises
-        JobkitError for a module that cannot be spread that way, and for options that the strategy has no use for.
+        All ranks begin with the weights that rank 0 gives. What is on the meta device is drawn from the seed, by
+        `init_weights()` or `reset_parameters()`. Make optimizers of what is returned. `options` are DDP's:
+        find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view. Raises JobkitError for a
+        module that cannot be spread that way or differs from rank 0's, and for options the strategy has no use for.
         """
         module = self._engine.parallelize(module, **options)
         self._tracked.add_module(module)
+        self._watch(module)
+        return module
+
+    def _watch(self, module: nn.Module) -> None:
         self._loop.stragglers.watch(module, self._engine.parallel.forward_is_collective)
 
-        def beat(*_: Any) -> None:
+        def beat() -> None:
             if not torch.is_grad_enabled():  # many forwards without a step in between, as in sampling, are no hang
                 self._reporter.heartbeat.beat()
 
-        unwrapped(module).register_forward_hook(beat)
-        return module
+        # A user may call what is inside, too; inside a compiled one hooks are not called.
+        for one in {unwrapped(module), module}:
+            one.register_forward_hook(ForwardHook(beat))
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
@@ -224,6 +232,8 @@ class Context:
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
             self._tracked.add(name, value, per_rank=name in own)
+            if isinstance(value, nn.Module) and uncompiled(value) is not value and value not in self._tracked.modules:
+                self._watch(value)  # compiled after ctx.parallelize
             if isinstance(value, torch.optim.Optimizer):
                 self._loop.watch(value)
 

@@ -99,7 +99,7 @@ class TrainingLoop:
     def _begin(self, total: int) -> None:
         if self.total is not None:
             raise JobkitError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
-        self._engine.check_tracked(self._tracked.objects.values())
+        self._engine.check_tracked([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
         self.total = total
         if self._engine.scaler is not None:
             self._tracked.add("loss_scale", self._engine.scaler)

@@ -19,6 +19,7 @@ from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 from jobkit.train.gradient_order import GradientOrder, orders_of
 from jobkit.train.gradients import LossScaler
+from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.optimizer_state import (
     Names,
@@ -77,6 +78,7 @@ class TrackedState:
             known = (self._loaded.local or {}).get("gradient_order", {}).get(name, [])
             for order, names in zip_longest(self._orders[name], known[: len(self._orders[name])]):
                 order.settle(names)
+        value = uncompiled(value) if isinstance(value, nn.Module) else value
         (self.own_objects if per_rank else self.objects)[name] = value
         if isinstance(value, torch.optim.Optimizer):
             self._pending.watch(value)
