@@ -109,6 +109,8 @@ class Failure:
     peak_bytes: int | None = None
     everywhere: bool | None = None
     """Whether all nodes failed with this error, so that it is not the fault of one of them."""
+    final: bool | None = None
+    """Whether any other attempt would end with this error too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,8 @@ class FailureReport:
     """Whether the ranks did not form the group they were started for: equal errors on all nodes mean little then."""
     disk: bool = False
     """Whether a full disk is the cause."""
+    final: bool = False
+    """Whether any other attempt would end with this error too."""
     out_of_memory: str | None = None
     """`GPU` or `host`, where that is the reason."""
     peak_bytes: int | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.run.config import Config
 from jobkit.run.layout import factor
 from jobkit.train.accumulation import Loss
@@ -27,7 +27,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Engine:
     """Spreads models over the ranks as a config's `parallel:` says, and computes steps in its `precision:`.
 
-    Where there are several ranks their process group stands. Raises JobkitError where the world does not divide as
+    Where there are several ranks their process group stands. Raises UsageError where the world does not divide as
     `parallel:` asks.
     """
 
@@ -37,7 +37,7 @@ class Engine:
         try:
             layout = factor(config.parallel, world_size, tasks_per_node)
         except ValueError as error:
-            raise JobkitError(f"parallel: {error}") from None
+            raise UsageError(f"parallel: {error}") from None
         self.parallel = Parallel(layout, config.parallel, config.comm, device, rank)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         """Part of the state of the run, where there is one."""
@@ -53,7 +53,7 @@ class Engine:
         """Of each `averaged` that the caller is inside of: what ends it."""
 
     def parallelize(self, module: nn.Module) -> nn.Module:
-        """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread that way."""
+        """`module` on the device and over the ranks. Raises UsageError for one that cannot be spread that way."""
         module = self.parallel.spread(module)
         self.modules.append(module)
         return module
@@ -74,22 +74,22 @@ class Engine:
         return loader
 
     def check_tracked(self, tracked: Iterable[Any]) -> None:
-        """Raise JobkitError where a run that is interrupted would lose a part of what was made here."""
+        """Raise UsageError where a run that is interrupted would lose a part of what was made here."""
         own = [unwrapped(value) for value in tracked]
         trainable = [model for model in self.modules if any(one.requires_grad for one in model.parameters())]
         made = [("the model of ctx.parallelize", model) for model in trainable]
         for what, value in [*made, *(("the loader of ctx.loader", loader) for loader in self.loaders)]:
             if not any(unwrapped(value) is one for one in own):
-                raise JobkitError(
+                raise UsageError(
                     f"{what} is not tracked, so a run that is interrupted would lose it: "
                     "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps"
                 )
         sharing = self._config.parallel.data == "zero1" and self.parallel.layout.data > 1
         optimizers = [value for value in own if isinstance(value, torch.optim.Optimizer)]
         if sharing and optimizers and not any(isinstance(one, Sharded) for one in optimizers):
-            raise JobkitError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
+            raise UsageError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
         if any(_is_torchs_sharded(one) and not isinstance(one, Sharded) for one in optimizers):
-            raise JobkitError(
+            raise UsageError(
                 "a ZeroRedundancyOptimizer of your own would be saved in part: set parallel: zero1 and make it by "
                 "ctx.optimizer(model, ...)"
             )
@@ -121,7 +121,7 @@ class Engine:
         """Gradients over the global batch; returns the loss of this rank's share. See Context.backward."""
         if global_batch_size is None:
             if len(self.loaders) != 1:
-                raise JobkitError(
+                raise UsageError(
                     f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: "
                     "pass global_batch_size"
                 )
@@ -151,15 +151,15 @@ class Engine:
         return norm
 
     def check_updated(self) -> None:
-        """Raise JobkitError where a loop steps its optimizers itself and the config asks for what `update` does."""
+        """Raise UsageError where a loop steps its optimizers itself and the config asks for what `update` does."""
         if self._updates:
             return
         if self.scaler is not None:
-            raise JobkitError(
+            raise UsageError(
                 "precision: fp16 needs a loss scale: use ctx.backward(model, ...) and ctx.update(optimizer)"
             )
         if self.parallel.drifts:
-            raise JobkitError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
+            raise UsageError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
 
     def average_replicas(self, step: int, optimizers: Iterable[torch.optim.Optimizer], *, is_last: bool) -> None:
         """Local SGD: every `comm.local_sgd` steps, and after the last, the replicas become their mean. Collective."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
 from jobkit.train.accumulation import Loss, backward
@@ -70,13 +70,13 @@ class Parallel:
         return sharded or self.layout.tensor > 1 or self.layout.pipeline > 1
 
     def spread(self, module: nn.Module) -> nn.Module:
-        """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread this way."""
+        """`module` on the device and over the ranks. Raises UsageError for one that cannot be spread this way."""
         plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
         if self.layout.pipeline > 1:
             try:
                 module = stage_of(module, self.layout.stage(self.rank), self.layout.pipeline)
             except ValueError as error:
-                raise JobkitError(f"parallel.pipeline: {error}") from None
+                raise UsageError(f"parallel.pipeline: {error}") from None
         module = module.to(self.device)
         if plan:
             assert self._mesh is not None
@@ -165,7 +165,7 @@ class Parallel:
                 **options,
             )
         if global_batch_size % self.layout.data:
-            raise JobkitError(
+            raise UsageError(
                 f"parallel.pipeline: a global batch of {global_batch_size} does not divide by {self.layout.data} "
                 "data-parallel ranks, whose schedules must have equally many micro-batches of one size"
             )
@@ -185,7 +185,7 @@ def unwrapped(value: Any) -> Any:
 
 def _tensor_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     if not hasattr(module, "tensor_plan"):
-        raise JobkitError(
+        raise UsageError(
             f"parallel.tensor: {type(module).__name__} has no tensor_plan() that says how its layers are divided; "
             'return {"layer.name": ColwiseParallel(), ...} (torch.distributed.tensor.parallel), or use another strategy'
         )
@@ -202,7 +202,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paralle
         try:
             parallelize_module(module, mesh, here)
         except (UserWarning, ValueError, NotImplementedError) as error:
-            raise JobkitError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
+            raise UsageError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
 
 
 def divided_by_axes(parameters: Parameters, axes: Iterable[Axes]) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ class Context:
     def parallelize(self, module: nn.Module) -> nn.Module:
         """`module` on this rank's device and over the ranks as the YAML's `parallel:` says: DDP where it is silent.
 
-        Raises JobkitError for a module that cannot be spread that way.
+        Raises UsageError for a module that cannot be spread that way.
         """
         module = self._engine.parallelize(module)
         self._tracked.add_module(module)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 
 
 def literal(value: Any) -> Any:
@@ -25,7 +25,7 @@ def literal(value: Any) -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """`value` as JSON has it: one-element tensors become numbers. Raises JobkitError for what has no such form."""
+    """`value` as JSON has it: one-element tensors become numbers. Raises UsageError for what has no such form."""
     if isinstance(value, torch.Tensor):
         return to_json(value.tolist())
     if isinstance(value, Mapping):
@@ -39,7 +39,7 @@ def to_json(value: Any) -> Any:
     try:
         json.dumps(value)
     except TypeError:
-        raise JobkitError(
+        raise UsageError(
             f"the training function returned a {type(value).__name__}: return what JSON can hold"
         ) from None
     return value
