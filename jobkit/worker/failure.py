@@ -70,7 +70,7 @@ def _has_no_deterministic_form(error: BaseException) -> bool:
 
 
 def _advice(error: BaseException) -> str:
-    return "\nset `deterministic: warn` to go on without it" if _has_no_deterministic_form(error) else ""
+    return "; set `deterministic: warn` to go on without it" if _has_no_deterministic_form(error) else ""
 
 
 def _memory(error: BaseException) -> dict[str, Any]:
