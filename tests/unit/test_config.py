@@ -422,6 +422,7 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         seed=3,
         precision="bf16",
         parallel=ParallelConfig(data="hsdp", shards=2, tensor=3, pipeline="all", microbatches=4),
+        deterministic="warn",
         comm=CommConfig(hook="powersgd", powersgd_rank=2, powersgd_start=5, bucket_cap_mb=50, local_sgd=8),
         device="cuda",
         backend="gloo",
