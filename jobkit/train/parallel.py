@@ -54,7 +54,8 @@ class Parallel:
         plain = layout.world_size == layout.replicas and parallel.tensor == 1 and not sharded
         if not plain:
             sizes = (layout.pipeline, layout.replicas, layout.shards, layout.tensor)
-            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            on = "cpu" if device.type == "meta" else device.type  # a model that is only looked at has no device
+            self._mesh = init_device_mesh(on, sizes, mesh_dim_names=AXES)
         self.data_group = self._data_group()
         self.stages = self._mesh["pipeline"].get_group() if self._mesh is not None and layout.pipeline > 1 else None
 
@@ -71,6 +72,14 @@ class Parallel:
 
     def spread(self, module: nn.Module) -> nn.Module:
         """`module` on the device and over the ranks. Raises UsageError for one that cannot be spread this way."""
+        module = self._replicated(self.divided(module))
+        if self.stages is None:
+            return module
+        microbatches = self.parallel.microbatches
+        return Pipeline(module, self.stages, self.device, None if microbatches == "auto" else int(microbatches))
+
+    def divided(self, module: nn.Module) -> nn.Module:
+        """What this rank has of `module`: a stage, parts of its layers, a shard. Raises UsageError as `spread` does."""
         plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
         if self.layout.pipeline > 1:
             try:
@@ -81,24 +90,23 @@ class Parallel:
         if plan:
             assert self._mesh is not None
             _parallelize(module, self._mesh["tensor"], plan)
-        module = self._over_data(module)
-        if self.stages is None:
-            return module
-        microbatches = self.parallel.microbatches
-        return Pipeline(module, self.stages, self.device, None if microbatches == "auto" else int(microbatches))
-
-    def _over_data(self, module: nn.Module) -> nn.Module:
-        trainable = any(parameter.requires_grad for parameter in module.parameters())
-        if self.layout.data == 1 or not trainable:
-            return module
-        if self.parallel.data in SHARDED or self.layout.tensor > 1:
-            # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
+        if self._is_sharded and self._shares_gradients(module):
             assert self._mesh is not None
             hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
             mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
             shard(module, mesh, reshard_after_forward=self.parallel.data in ("zero3", "hsdp"))
-            return module
-        if self.drifts:
+        return module
+
+    @property
+    def _is_sharded(self) -> bool:
+        # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
+        return self.parallel.data in SHARDED or self.layout.tensor > 1
+
+    def _shares_gradients(self, module: nn.Module) -> bool:
+        return self.layout.data > 1 and any(parameter.requires_grad for parameter in module.parameters())
+
+    def _replicated(self, module: nn.Module) -> nn.Module:
+        if self._is_sharded or self.drifts or not self._shares_gradients(module):
             return module
         wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb)
         if self.comm.hook != "none":
