@@ -156,23 +156,20 @@ def _continuing(arguments: argparse.Namespace) -> str:
 
 
 def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool, checks_model: bool) -> int:
+    from jobkit.submission.model_check import check_model, describe
     from jobkit.submission.plan import make_plan
     from jobkit.submission.submit import check, choose_run
 
     with loaded.places.locating_errors():
         plan = make_plan(choose_run(loaded.config, runs_dir, fresh).path, loaded.config, cluster)
         check(plan, Path.cwd())
+        found = check_model(plan.config, Path.cwd()) if checks_model else []
     print(f"{plan.config.masked_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import script
 
         print(f"---\n{script(plan.masked())}")
     if checks_model:
-        from jobkit.submission.model_check import check_model, describe
-
-        sys.stdout.flush()
-        with loaded.places.locating_errors():
-            found = check_model(plan.config, Path.cwd())
         print("---", *describe(found, plan.config.resources.world_size), sep="\n")
     return EXIT_FINISHED
 

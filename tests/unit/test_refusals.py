@@ -70,6 +70,13 @@ MISTAKES = [
     Mistake("an override that is no YAML", ["params.a=[1", "not valid YAML"], ["params.a=[1"]),
     Mistake("an override of nothing", ["command line: nodes", "allowed: name"], ["nodes=2"]),
     Mistake("a demo that is not there", ["--demo"], ["--demo"]),
+    Mistake("a check that is part of a dry run", ["--check-model starts nothing", "--dry-run"], ["--check-model"]),
+    Mistake(
+        "a check of a command",
+        ["toy.yaml:2: command: --check-model is for a `task`"],
+        ["--dry-run", "--check-model"],
+        {"toy.yaml": "name: toy\ncommand: [python, -c, pass]\n"},
+    ),
     # The task
     Mistake("no task", ["task: missing"], files={"toy.yaml": "name: toy\n"}),
     Mistake("a task of another form", ["task: found 'mytask'", "module:callable"], ["task=mytask"]),
