@@ -52,9 +52,12 @@ class Engine:
         self._swapped: list[ExitStack] = []
         """Of each `averaged` that the caller is inside of: what ends it."""
 
-    def parallelize(self, module: nn.Module) -> nn.Module:
-        """`module` on the device and over the ranks. Raises UsageError for one that cannot be spread that way."""
-        module = self.parallel.spread(module)
+    def parallelize(self, module: nn.Module, *, only_divides: bool = False) -> nn.Module:
+        """`module` on the device and over the ranks. Raises UsageError for one that cannot be spread that way.
+
+        With `only_divides` it is this rank's part of it, for a look at it: no rank sends another one anything.
+        """
+        module = self.parallel.divided(module) if only_divides else self.parallel.spread(module)
         self.modules.append(module)
         return module
 

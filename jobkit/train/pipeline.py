@@ -152,9 +152,12 @@ class Pipeline(nn.Module):
         self.microbatches = microbatches
         self.stages = dist.get_world_size(group)
         self.index = dist.get_rank(group)
-        # Not through DDP's forward, where no backward pass follows: it would wait for one.
-        self._own = stage.module if isinstance(stage, DistributedDataParallel) else stage
         self._schedules: dict[Any, tuple[Schedule1F1B, _Losses]] = {}
+
+    @property
+    def _own(self) -> Any:
+        """The stage without DDP, whose forward would wait for a backward pass."""
+        return self.stage.module if isinstance(self.stage, DistributedDataParallel) else self.stage
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The whole model's output, on every rank of the pipeline; UsageError where gradients are on."""

@@ -73,8 +73,7 @@ class PretendedContext:
     def parallelize(self, module: nn.Module) -> nn.Module:
         parameters = sum(parameter.numel() for parameter in module.parameters())
         name = type(module).__name__
-        module = self._engine.parallel.divided(module)
-        self._engine.modules.append(module)
+        module = self._engine.parallelize(module, only_divides=True)
         self.models.append((name, parameters, module))
         return module
 
