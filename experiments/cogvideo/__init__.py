@@ -31,11 +31,8 @@ from jobkit.train.optim import fused_ema_adam
 def train(ctx: jobkit.Context) -> dict[str, float]:
     """Train as the YAML's params say; the result is the loss on held-out clips."""
     p = ctx.params
-    training, held_out = open_data(ctx, p, ctx.run_dir / "clips.npy")
-    noise_schedule = NoiseSchedule(p.snr_shift, ctx.device)
-
     net = network(p)
-    model = ctx.parallelize(net)
+    model = ctx.parallelize(net)  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(
         model,
         fused_ema_adam,
@@ -45,6 +42,8 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
         ema_decay=p.ema_decay,
     )
     scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=min(p.warmup, p.steps // 2), floor=0.1)
+    noise_schedule = NoiseSchedule(p.snr_shift, ctx.device)
+    training, held_out = open_data(ctx, p, ctx.run_dir / "clips.npy")
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 

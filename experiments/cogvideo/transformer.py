@@ -6,9 +6,12 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from jobkit.train.tensor_styles import DividedHeads
 
 
 class VideoTransformer(nn.Module):
@@ -37,7 +40,7 @@ class VideoTransformer(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.dim, self.patch, self.recompute = dim, patch, recompute
+        self.dim, self.heads, self.patch, self.recompute = dim, heads, patch, recompute
         self.embed_patch = nn.Linear(channels * patch**2, dim)
         self.embed_text = nn.Linear(text, dim)
         self.embed_time = nn.Sequential(nn.Linear(dim, time), nn.SiLU(), nn.Linear(time, time))
@@ -62,16 +65,23 @@ class VideoTransformer(nn.Module):
         return unpatchify(self.out(video), grid, self.patch)
 
     def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Each rank has some of the heads, and some of the features between the two layers of a feed-forward."""
+        """Each rank has some of the heads, of the features between the two layers of a feed-forward, and of the rows
+        that make shifts, scales and gates of the time; of what those make each rank needs all.
+
+        What is outside the blocks stays whole.
+        """
         divided, joined = ColwiseParallel(), RowwiseParallel()
+        heads, modulation = DividedHeads(self.dim // self.heads), ColwiseParallel(output_layouts=Replicate())
         per_head = SequenceParallel(sequence_dim=1, use_local_output=True)  # [N, heads, tokens, features of a head]
         return {
-            "blocks.*.attention.query": divided,
-            "blocks.*.attention.key": divided,
-            "blocks.*.attention.value": divided,
+            "blocks.*.attention.query": heads,
+            "blocks.*.attention.key": heads,
+            "blocks.*.attention.value": heads,
             "blocks.*.attention.norm_query": per_head,
             "blocks.*.attention.norm_key": per_head,
             "blocks.*.attention.out": joined,
+            "blocks.*.norm1.modulation": modulation,
+            "blocks.*.norm2.modulation": modulation,
             "blocks.*.feed_forward.0": divided,
             "blocks.*.feed_forward.2": joined,
         }

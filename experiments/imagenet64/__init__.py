@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 import jobkit
-from experiments.imagenet64.data import open_images, split, write_png
+from experiments.imagenet64.data import Part, open_images, split, write_png
 from experiments.imagenet64.digits import write_digits
 from experiments.imagenet64.discrete import DiscreteFlowMatching
 from experiments.imagenet64.flow import FlowMatching, fixed_noise, random_times
@@ -31,17 +31,12 @@ Method = FlowMatching | DiscreteFlowMatching
 def train(ctx: jobkit.Context) -> dict[str, float]:
     """Train as the YAML's params say; the result is the loss on held-out images."""
     p = ctx.params
-    if p.digits and ctx.is_main:
-        write_digits(Path(p.data))
-    ctx.barrier()
-    images = open_images(Path(p.data), p.res, p.channels)
-    training, held_out = split(images, p.held_out, p.flip)
-
     method = method_of(p)
-    net = method.network(p.channels, len(images.classes), p.unet)
-    model = ctx.parallelize(net)
+    net = method.network(p.channels, p.classes, p.unet)
+    model = ctx.parallelize(net)  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(model, fused_ema_adam, lr=p.lr, betas=tuple(p.betas), ema_decay=p.ema_decay)
     scheduler = schedule.linear(optimizer, steps=p.steps)
+    training, held_out = open_data(ctx, p)
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
@@ -73,6 +68,17 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
         scheduler.step()
         ctx.log({"train/loss": loss})
     return {"validation_loss": validate()}
+
+
+def open_data(ctx: jobkit.Context, p: DictConfig) -> tuple[Part, Part]:
+    """The images of a recipe, for training and for validation."""
+    if p.digits and ctx.is_main:
+        write_digits(Path(p.data))
+    ctx.barrier()
+    images = open_images(Path(p.data), p.res, p.channels)
+    if len(images.classes) != p.classes:
+        raise ValueError(f"params.classes: found {p.classes}, and {p.data} has {len(images.classes)} classes")
+    return split(images, p.held_out, p.flip)
 
 
 def method_of(p: DictConfig) -> Method:

@@ -29,11 +29,10 @@ from jobkit.train import schedule
 def train(ctx: jobkit.Context) -> dict[str, float | str]:
     """Train as the YAML's params say; the result is the cost of held-out text, and which text it was."""
     p = ctx.params
-    tokenizer, corpus = open_data(ctx, p)
-
-    model = ctx.parallelize(MiniMind(**p.model))
+    model = ctx.parallelize(MiniMind(**p.model))  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=p.lr, betas=tuple(p.betas), weight_decay=p.weight_decay)
     scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=min(p.warmup, p.steps // 2), floor=p.floor)
+    tokenizer, corpus = open_data(ctx, p)
     loader = ctx.loader(corpus.training(p.length), global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 

@@ -89,6 +89,11 @@ def _check_watchdog(value: str | int | bool) -> None:
         _check_seconds(value, "auto, off, or a time like 10min", ("auto", "off"))
 
 
+def _check_deterministic(value: bool | str) -> None:
+    if isinstance(value, str) and value != "warn":
+        raise ValueError("true, false or warn")
+
+
 def _check_device(value: str) -> None:
     allowed = [device_kinds.AUTO, *(kind.name for kind in device_kinds.KINDS)]
     if value not in allowed:
@@ -246,6 +251,10 @@ class Config:
     """Decides initial weights, sample order and all random numbers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What `ctx.autocast()` and `ctx.backward` compute in; fp16 uses a loss scale, which is part of the checkpoint."""
+    deterministic: bool | str = _field(_check_deterministic, False)
+    """Whether torch, cuDNN and cuBLAS compute the same bits from the same values each time, which may be slower. With
+    `true` the run fails at an operation that has no such form; `warn` goes on, and says so. A `command:` gets the
+    variables (`CUBLAS_WORKSPACE_CONFIG`, `NCCL_NVLS_ENABLE`), and torch's switches where it calls `jobkit.init`."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     device: str = _field(_check_device, device_kinds.AUTO)

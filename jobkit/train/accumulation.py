@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.nested import batch_size, cut
 
 Loss = Callable[..., Tensor]
@@ -70,19 +70,19 @@ def backward(
     `global_batch_size` is the sum of all ranks' shares, which one rank knows, and `largest_share` the size of the
     largest, which follows from it where shares differ by at most one sample. `add_up` begins to add a scalar up over
     the ranks, in place, and is waited for after backward; without it the mean is of this rank's share. Raises
-    JobkitError for a share that the global batch has no room for.
+    UsageError for a share that the global batch has no room for.
     """
     size = batch_size(inputs)
     if global_batch_size is None:
         global_batch_size = size * data_ranks
     largest = math.ceil(global_batch_size / data_ranks) if largest_share is None else largest_share
     if size > largest:
-        raise JobkitError(
+        raise UsageError(
             f"ctx.backward: of {global_batch_size} sample(s) on {data_ranks} rank(s) each has at most {largest}, and "
             f"this one was given {size}: pass the number of all, or global_batch_size={SUM!r} to have it added up"
         )
     if not largest:
-        raise JobkitError("ctx.backward was given no sample on any rank: leave such a batch out, on all of them")
+        raise UsageError("ctx.backward was given no sample on any rank: leave such a batch out, on all of them")
     parts = list(micro_batches(size, largest, math.ceil(largest / (micro_batch_size or largest))))
     total = torch.zeros(())
     added: dist.Work | None = None

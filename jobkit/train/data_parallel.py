@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.hooks import uncompiled
 
 DEFAULT_BUCKET_MB = 25
@@ -58,7 +58,7 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
             model.set_requires_gradient_sync(True)
     else:
         if getattr(model, "static_graph", False):
-            raise JobkitError(
+            raise UsageError(
                 "static_graph=True: DDP cannot begin a static graph with gradients that stay on the rank, as those of "
                 "all but the last micro-batch do: leave micro_batch_size out, or static_graph"
             )

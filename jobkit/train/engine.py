@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.log import log
 from jobkit.run.config import Config
 from jobkit.run.layout import factor
@@ -30,7 +30,7 @@ from jobkit.train.sharding import reshard
 class Engine:
     """Spreads models over the ranks as a config's `parallel:` says, and computes steps in its `precision:`.
 
-    Where there are several ranks their process group stands. Raises JobkitError where the world does not divide as
+    Where there are several ranks their process group stands. Raises UsageError where the world does not divide as
     `parallel:` asks.
     """
 
@@ -40,7 +40,7 @@ class Engine:
         try:
             layout = factor(config.parallel, world_size, tasks_per_node)
         except ValueError as error:
-            raise JobkitError(f"parallel: {error}") from None
+            raise UsageError(f"parallel: {error}") from None
         self.parallel = Parallel(
             layout, config.parallel, config.comm, device, rank, precision=config.precision, seed=config.seed
         )
@@ -60,10 +60,17 @@ class Engine:
         self._swapped: list[ExitStack] = []
         """Of each `averaged` that the caller is inside of: what ends it."""
 
-    def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
-        """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread that way."""
+    def parallelize(self, module: nn.Module, *, only_divides: bool = False, **options: bool) -> nn.Module:
+        """`module` on the device and over the ranks. Raises UsageError for one that cannot be spread that way.
+
+        With `only_divides` it is this rank's part of it, for a look at it: no rank sends another one anything.
+        """
         before = dict(module.named_parameters())
-        module = self.parallel.spread(module, **options)
+        if only_divides:
+            self.parallel.check(module, options)
+            module = self.parallel.divided(uncompiled(module).to(self._device))
+        else:
+            module = self.parallel.spread(module, **options)
         now = {id(parameter) for parameter in module.parameters()}
         self._replaced += [(weakref.ref(one), name) for name, one in before.items() if id(one) not in now]
         self.modules.append(uncompiled(module))
@@ -86,7 +93,7 @@ class Engine:
         return loader
 
     def check_tracked(self, tracked: Iterable[Any]) -> None:
-        """Raise JobkitError where an interrupted run would lose a part of what was made here, or one trains nothing."""
+        """Raise UsageError where an interrupted run would lose a part of what was made here, or one trains nothing."""
         for module in self.modules:
             reshard(module)  # a forward may have put whole parameters in the place of shards
         own = [unwrapped(value) for value in tracked]
@@ -94,23 +101,23 @@ class Engine:
         made = [("the model of ctx.parallelize", model) for model in trainable]
         for what, value in [*made, *(("the loader of ctx.loader", loader) for loader in self.loaders)]:
             if not any(unwrapped(value) is one for one in own):
-                raise JobkitError(
+                raise UsageError(
                     f"{what} is not tracked, so a run that is interrupted would lose it: "
                     "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps"
                 )
         sharing = self._config.parallel.data == "zero1" and self.parallel.layout.data > 1
         optimizers = [value for value in own if isinstance(value, torch.optim.Optimizer)]
         if sharing and optimizers and not any(isinstance(one, Sharded) for one in optimizers):
-            raise JobkitError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
+            raise UsageError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
         if any(_is_torchs_sharded(one) and not isinstance(one, Sharded) for one in optimizers):
-            raise JobkitError(
+            raise UsageError(
                 "a ZeroRedundancyOptimizer of your own would be saved in part: set parallel: zero1 and make it by "
                 "ctx.optimizer(model, ...)"
             )
         self._check_trained(own, optimizers)
 
     def _check_trained(self, tracked: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
-        """Raise JobkitError for an optimizer of a parameter that no tracked object has: it would train nothing."""
+        """Raise UsageError for an optimizer of a parameter that no tracked object has: it would train nothing."""
         holders = [value for value in tracked if callable(getattr(value, "parameters", None))]
         held = {id(parameter) for holder in holders for parameter in holder.parameters()}
         for optimizer in optimizers:
@@ -120,11 +127,11 @@ class Engine:
                 replaced = next((name for ref, name in self._replaced if ref() is parameter), None)
                 kind = type(optimizer).__name__
                 if replaced is not None:
-                    raise JobkitError(
+                    raise UsageError(
                         f"the {kind} would train {replaced} as it was before ctx.parallelize put shards in its place, "
                         "and the model would stay as it is: make the optimizer of what ctx.parallelize returns"
                     )
-                raise JobkitError(
+                raise UsageError(
                     f"the {kind} trains a parameter of shape {list(parameter.shape)} that is in no tracked module, "
                     "so a run that is interrupted would lose it: call ctx.track with a module that has it"
                 )
@@ -169,13 +176,13 @@ class Engine:
         """
         ways = f"pass global_batch_size, the samples on all ranks together, or {SUM!r} to have them added up"
         if len(self.loaders) != 1:
-            raise JobkitError(
+            raise UsageError(
                 f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: {ways}"
             )
         size = self.loaders[0].global_batch_size
         share = share_size(size, self.parallel.data_rank, self.parallel.layout.data)
         if given != share:
-            raise JobkitError(
+            raise UsageError(
                 f"ctx.backward was given {given} sample(s), and this rank's share of the loader's {size} is {share}: "
                 f"{ways}"
             )
@@ -201,7 +208,7 @@ class Engine:
         return norm
 
     def check_updated(self, *, is_continued: bool) -> None:
-        """Raise JobkitError where a loop steps its optimizers itself and the config asks for what `update` does.
+        """Raise UsageError where a loop steps its optimizers itself and the config asks for what `update` does.
 
         `is_continued`: the attempt began with a checkpoint.
         """
@@ -209,11 +216,11 @@ class Engine:
         if self._updates:
             return
         if self.scaler is not None:
-            raise JobkitError(
+            raise UsageError(
                 "precision: fp16 needs a loss scale: use ctx.backward(model, ...) and ctx.update(optimizer)"
             )
         if self.parallel.drifts:
-            raise JobkitError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
+            raise UsageError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
 
     def _check_shares(self, is_continued: bool) -> None:
         """Whether a loop that does not weight its gradients has equal shares: the ranks' means are averaged as equals.
@@ -233,7 +240,7 @@ class Engine:
             )
             ways = f"choose a global_batch_size that {ranks} divides, or ctx.backward, which weights the shares"
             if not is_continued:
-                raise JobkitError(f"{problem}: {ways}")
+                raise UsageError(f"{problem}: {ways}")
             if self.parallel.rank == 0:
                 least = size // ranks
                 off = 100 * max(size / ranks / least - 1, 1 - size / ranks / (least + 1))

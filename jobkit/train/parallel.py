@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
 from jobkit.train.accumulation import BatchSize, Loss, backward
@@ -68,7 +68,8 @@ class Parallel:
         plain = layout.world_size == layout.replicas and parallel.tensor == 1 and not sharded
         if not plain:
             sizes = (layout.pipeline, layout.replicas, layout.shards, layout.tensor)
-            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            on = "cpu" if device.type == "meta" else device.type  # a model that is only looked at has no device
+            self._mesh = init_device_mesh(on, sizes, mesh_dim_names=AXES)
         self.data_group = self._data_group()
         self.stages = self._mesh["pipeline"].get_group() if self._mesh is not None and layout.pipeline > 1 else None
 
@@ -87,38 +88,25 @@ class Parallel:
         """`module` on the device and over the ranks, with rank 0's weights, or drawn ones for what is on meta.
 
         `options` are DDP's. One that torch.compile has wrapped is spread, and what comes of it is compiled with the
-        same options. Raises JobkitError for one that cannot be spread this way, and for options it cannot have so.
+        same options. Raises UsageError for one that cannot be spread this way, and for options it cannot have so.
         """
-        self._check_options(options)
+        self.check(module, options)
         own = uncompiled(module)
-        if own is not module and self.layout.pipeline > 1:
-            raise JobkitError(
+        weights = Weights(own, self.device, self._seed, self.rank, self.layout.world_size)
+        spread = self._with_weights(self.divided(own), weights, options)
+        return spread if own is module else type(module)(spread, module.dynamo_ctx)
+
+    def check(self, module: nn.Module, options: Mapping[str, bool]) -> None:
+        """Raise UsageError for options of DDP that a module cannot have, and for a compiled one that is to be cut."""
+        self._check_options(options)
+        if uncompiled(module) is not module and self.layout.pipeline > 1:
+            raise UsageError(
                 "parallel.pipeline: a compiled model cannot be cut into stages: pass the model itself, with its blocks "
                 "compiled in place (block.compile())"
             )
-        weights = Weights(own, self.device, self._seed, self.rank, self.layout.world_size)
-        spread = self._spread(own, weights, options)
-        if own is module:
-            return spread
-        return type(module)(spread, module.dynamo_ctx)
 
-    def _spread(self, module: nn.Module, weights: Weights, options: Mapping[str, bool]) -> nn.Module:
-        plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
-        if self.layout.pipeline > 1:
-            try:
-                module = stage_of(module, self.layout.stage(self.rank), self.layout.pipeline)
-            except ValueError as error:
-                raise JobkitError(f"parallel.pipeline: {error}") from None
-        if plan:
-            assert self._mesh is not None
-            _parallelize(module, self._mesh["tensor"], plan)
-        trainable = any(parameter.requires_grad for parameter in module.parameters())
-        # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
-        over_shards = self.parallel.data in SHARDED or self.layout.tensor > 1
-        is_spread = self.layout.data > 1 and trainable
-        if is_spread and over_shards:
-            self._shard(module)
-        is_replicated = is_spread and not over_shards and not self.drifts
+    def _with_weights(self, module: nn.Module, weights: Weights, options: Mapping[str, bool]) -> nn.Module:
+        is_replicated = self._shares_gradients(module) and not self._is_sharded and not self.drifts
         materialise(module, self.device)
         weights.fill(module, send=not is_replicated or self.data_group is not None)  # of all ranks, DDP sends them
         if is_replicated:
@@ -128,12 +116,32 @@ class Parallel:
         microbatches = self.parallel.microbatches
         return Pipeline(module, self.stages, self.device, None if microbatches == "auto" else int(microbatches))
 
-    def _shard(self, module: nn.Module) -> None:
-        assert self._mesh is not None
-        hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
-        mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
-        reshard_after_forward = self.parallel.data in ("zero3", "hsdp")
-        shard(module, mesh, reshard_after_forward=reshard_after_forward, dtype=AUTOCAST.get(self._precision))
+    def divided(self, module: nn.Module) -> nn.Module:
+        """What this rank has of `module`: a stage, parts of its layers, a shard. Raises UsageError as `spread` does."""
+        plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
+        if self.layout.pipeline > 1:
+            try:
+                module = stage_of(module, self.layout.stage(self.rank), self.layout.pipeline)
+            except ValueError as error:
+                raise UsageError(f"parallel.pipeline: {error}") from None
+        if plan:
+            assert self._mesh is not None
+            _parallelize(module, self._mesh["tensor"], plan)
+        if self._is_sharded and self._shares_gradients(module):
+            assert self._mesh is not None
+            hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
+            mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
+            reshard_after_forward = self.parallel.data in ("zero3", "hsdp")
+            shard(module, mesh, reshard_after_forward=reshard_after_forward, dtype=AUTOCAST.get(self._precision))
+        return module
+
+    @property
+    def _is_sharded(self) -> bool:
+        # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
+        return self.parallel.data in SHARDED or self.layout.tensor > 1
+
+    def _shares_gradients(self, module: nn.Module) -> bool:
+        return self.layout.data > 1 and any(parameter.requires_grad for parameter in module.parameters())
 
     def _replicated(self, module: nn.Module, options: Mapping[str, bool]) -> nn.Module:
         wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb, **options)
@@ -148,15 +156,15 @@ class Parallel:
     def _check_options(self, options: Mapping[str, bool]) -> None:
         """Whether DDP, if this is to be DDP, takes these options: on one rank too, where there is none."""
         if unknown := sorted(set(options) - set(OPTIONS)):
-            raise JobkitError(f"ctx.parallelize({unknown[0]}=...): it takes DDP's {', '.join(OPTIONS)}")
+            raise UsageError(f"ctx.parallelize({unknown[0]}=...): it takes DDP's {', '.join(OPTIONS)}")
         for name in options:
             other: str = "local SGD" if self.comm.local_sgd > 1 else self.parallel.data
             if self.parallel.tensor != 1:
                 other = "tensor"
             if other not in ("ddp", "zero1"):
-                raise JobkitError(f"ctx.parallelize({name}=...) is an option of DDP's, and {other} does without it")
+                raise UsageError(f"ctx.parallelize({name}=...) is an option of DDP's, and {other} does without it")
             if name == "static_graph" and self.parallel.pipeline != 1 and options[name]:
-                raise JobkitError("ctx.parallelize(static_graph=True): a pipeline calls a stage several times a step")
+                raise UsageError("ctx.parallelize(static_graph=True): a pipeline calls a stage several times a step")
 
     def _data_group(self) -> dist.ProcessGroup | None:
         """The ranks that work on samples of their own beside this one; None for all of them."""
@@ -227,7 +235,7 @@ class Parallel:
                 **options,
             )
         if size * ranks != total:
-            raise JobkitError(
+            raise UsageError(
                 f"parallel.pipeline: a share of {size} is not one of {ranks} equal ones of a global batch of {total}: "
                 "the schedules of data-parallel ranks must have equally many micro-batches of one size"
             )
@@ -263,7 +271,7 @@ def unwrapped(value: Any) -> Any:
 
 def _tensor_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     if not hasattr(module, "tensor_plan"):
-        raise JobkitError(
+        raise UsageError(
             f"parallel.tensor: {type(module).__name__} has no tensor_plan() that says how its layers are divided; "
             'return {"layer.name": ColwiseParallel(), ...} (torch.distributed.tensor.parallel), or use another strategy'
         )
@@ -280,7 +288,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paralle
         try:
             parallelize_module(module, mesh, here)
         except (UserWarning, ValueError, NotImplementedError) as error:
-            raise JobkitError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
+            raise UsageError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
 
 
 def divided_by_axes(parameters: Parameters, axes: Iterable[Axes]) -> list[dict[str, Any]]:

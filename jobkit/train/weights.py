@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import swap_tensors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.data import derive_seed, preserved_generators, seed_generators
 from jobkit.train.initialise import Block, blocks_of, is_untouched
 
@@ -46,7 +46,7 @@ class Weights:
     any number of ranks of one kind of device. Ranks that are not 0 may have all of it on meta, and rank 0 values.
     Tensors of subclasses and sparse ones are left as they are.
 
-    Made, and filled in, on all ranks together. Raises JobkitError where the ranks have different modules, or something
+    Made, and filled in, on all ranks together. Raises UsageError where the ranks have different modules, or something
     on meta cannot initialise itself.
     """
 
@@ -80,14 +80,14 @@ class Weights:
             if block.name == "":
                 try:
                     drawn = self._drawn(block, torch.device("cpu"))
-                except JobkitError as error:
+                except UsageError as error:
                     return str(error)
                 for whole, value in drawn:
                     whole.value, whole.drawn = value, False
         return None
 
     def _agree(self, problem: str | None) -> list[bool]:
-        """Which tensors are to be drawn, as rank 0 has it; JobkitError, on all ranks, where there is a problem."""
+        """Which tensors are to be drawn, as rank 0 has it; UsageError, on all ranks, where there is a problem."""
         mine = [whole.about for whole in self._wholes]
         said: list[Any] = [(problem, mine, [whole.drawn for whole in self._wholes])]
         differs = ""
@@ -100,9 +100,9 @@ class Weights:
                 differs = "another rank's has other tensors"
         problem, _, drawn = said[0]
         if problem:
-            raise JobkitError(f"ctx.parallelize: {problem}")
+            raise UsageError(f"ctx.parallelize: {problem}")
         if differs:
-            raise JobkitError(f"ctx.parallelize: the model is not the same as rank 0's: {differs}")
+            raise UsageError(f"ctx.parallelize: the model is not the same as rank 0's: {differs}")
         return list(drawn)
 
     def fill(self, module: nn.Module, *, send: bool = True) -> None:
@@ -144,12 +144,12 @@ class Weights:
                 continue  # a tied one is its first owner's
             value, changes = found[name]
             if is_untouched(value):
-                raise JobkitError(
+                raise UsageError(
                     f"ctx.parallelize: {name} is on the meta device, and what initialises "
                     f"{block.name or 'the model'} leaves it as it is: see to it in init_weights() or reset_parameters()"
                 )
             if whole.changes > changes and not block.is_by_model:
-                raise JobkitError(
+                raise UsageError(
                     f"ctx.parallelize: {name} is on the meta device, and was given values by other code than "
                     "reset_parameters(), which would be lost: give the model an init_weights() that does it all, or "
                     "build it with real weights"

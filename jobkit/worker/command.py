@@ -20,6 +20,7 @@ from jobkit.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port,
 from jobkit.errors import DistributedError, JobkitError
 from jobkit.run.command_line import find_program, is_python, target
 from jobkit.run.rundir import RunDir
+from jobkit.worker.determinism import set_variables
 from jobkit.worker.failure import write_report
 from jobkit.worker.launcher import Topology, topology_of
 from jobkit.worker.startup import jobkit_snapshot
@@ -64,6 +65,7 @@ def become_command(path: str) -> NoReturn:
             raise JobkitError(f"command: {words[0]}: no such program on this node")
         environment = {**os.environ, **topology.environment(address, port), "PYTHONUNBUFFERED": "1"}
         environment.update(jobkit_snapshot.environment(str(source), str(code), os.environ))
+        set_variables(config.deterministic, environment)
         if interface := interface_towards(address):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         _become([program, *words[1:]], environment)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run import secrets
@@ -135,7 +135,7 @@ class Context:
 
         All ranks begin with the weights that rank 0 gives. What is on the meta device is drawn from the seed, by
         `init_weights()` or `reset_parameters()`. Make optimizers of what is returned. `options` are DDP's:
-        find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view. Raises JobkitError for a
+        find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view. Raises UsageError for a
         module that cannot be spread that way or differs from rank 0's, and for options the strategy has no use for.
         """
         module = self._engine.parallelize(module, **options)
@@ -193,7 +193,7 @@ class Context:
 
         Without `global_batch_size` the share must be of as many samples as the loader's. For a batch of another size
         it is the number on all ranks together, or "sum": then the ranks add up what each was given, zero included,
-        and wait for each other and the device to do so. Raises JobkitError where the sizes do not fit.
+        and wait for each other and the device to do so. Raises UsageError where the sizes do not fit.
         """
         self._loop.stragglers.timer.forward_begins()
         return self._engine.backward(
@@ -226,7 +226,7 @@ class Context:
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise TypeError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
         if self._loop.total is not None:
-            raise JobkitError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
+            raise UsageError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
         own = dict(per_rank or {})
         for name, value in {**objects, **own}.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -249,7 +249,7 @@ class Context:
     def log(self, values: Mapping[str, Any]) -> None:
         """Scalars for TensorBoard at the current step, rank 0's: numbers, or one-element tensors, not synchronised.
 
-        None is left out. Raises JobkitError, on every rank, for what is not one number, as a DTensor whose parts the
+        None is left out. Raises UsageError, on every rank, for what is not one number, as a DTensor whose parts the
         ranks have: log its full_tensor(), which all of them call.
         """
         self._reporter.log(values)

@@ -11,7 +11,7 @@ import torch
 
 from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.state import seed_device, set_rng_state
-from jobkit.errors import CheckpointError, JobkitError
+from jobkit.errors import CheckpointError, UsageError
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
 from jobkit.train.data import Loader, derive_seed, seed_generators
@@ -98,7 +98,7 @@ class TrainingLoop:
 
     def _begin(self, total: int) -> None:
         if self.total is not None:
-            raise JobkitError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
+            raise UsageError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
         self._engine.check_tracked([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
         self.total = total
         if self._engine.scaler is not None:

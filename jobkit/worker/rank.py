@@ -12,6 +12,7 @@ from jobkit.group import RankGroup
 from jobkit.run.config import Config
 from jobkit.run.rundir import RunDir
 from jobkit.train.devices import check_precision, choose_device, group_backend, report
+from jobkit.worker.determinism import set_switches, set_variables
 from jobkit.worker.launcher import Topology
 from jobkit.worker.rendezvous import Rendezvous
 
@@ -54,8 +55,10 @@ def join(found: Rendezvous, run: RunDir, config: Config, attempt: int) -> Rank:
 
     def choose() -> tuple[torch.device, str]:
         gpus = config.resources.gpus_per_task
+        set_variables(config.deterministic, os.environ)
         device = choose_device(config.device, gpus, topology.local_rank, topology.local_world_size)
         check_precision(device, config.precision)
+        set_switches(config.deterministic)
         return device, group_backend(device, config.backend)
 
     # Together: a rank that failed alone would leave the others waiting in init_process_group, for minutes.

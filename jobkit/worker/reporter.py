@@ -128,7 +128,7 @@ class RunReporter:
     def log(self, values: Mapping[str, Any]) -> None:
         """Scalars of the step that is under way; a tensor is copied and not synchronised, None is left out.
 
-        Raises JobkitError, on every rank, for what is not one number.
+        Raises UsageError, on every rank, for what is not one number.
         """
         found = {tag: number(tag, value) for tag, value in values.items() if value is not None}
         if self._metrics is not None:

@@ -73,6 +73,9 @@ RUN_BY = {
     "python -m jobkit.submit toy.yaml --local": "test_the_example_and_the_commands_of_the_readme_run",
     "python -m jobkit.submit toy.yaml --cluster slurm params.lr=3e-4 resources.nodes=1": "test_the_example_on_slurm",
     "python -m jobkit.submit toy.yaml --cluster slurm --dry-run": "test_the_example_on_slurm",
+    "python -m jobkit.submit toy.yaml --cluster slurm --dry-run --check-model": (
+        "test_a_strategy_that_the_model_cannot_have_is_found_before_anything_is_queued"
+    ),
     "python -m jobkit doctor": "test_doctor_measures_two_nodes_of_a_slurm",
     "python -m jobkit doctor --cluster h100 --nodes 2 --no-probe": "test_a_cluster_of_the_users_own",
     "python -m jobkit doctor --local --no-probe": "test_the_checks_of_this_machine_run",
