@@ -45,7 +45,7 @@ def join(found: Rendezvous, run: RunDir, config: Config, attempt: int) -> Rank:
     topology = found.topology
 
     def choose() -> tuple[torch.device, str]:
-        gpus = config.resources.gpus_per_task
+        gpus = config.resources.devices_per_rank
         device = choose_device(config.device, gpus, topology.local_rank, topology.local_world_size)
         check_precision(device, config.precision)
         return device, group_backend(device, config.backend)

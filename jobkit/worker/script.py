@@ -20,7 +20,7 @@ from jobkit.display import Display
 from jobkit.errors import InputError, JobkitError
 from jobkit.log import configure
 from jobkit.run import layout, records
-from jobkit.run.config import Config, load
+from jobkit.run.config import AUTO, Config, load
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
 from jobkit.run.records import Failure
@@ -112,13 +112,18 @@ def _with_ranks(config: Config, topology: Topology, gpus: int | None) -> Config:
         config.resources,
         nodes=topology.world_size // per_node,
         tasks_per_node=per_node,
-        gpus_per_task=config.resources.gpus_per_task if gpus is None else gpus,
+        gpus_per_task=_gpus_of_rank(config) if gpus is None else gpus,
     )
     try:
         layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
         raise InputError(f"parallel: {error} (started were {topology.world_size} rank(s))") from None
     return dataclasses.replace(config, resources=resources)
+
+
+def _gpus_of_rank(config: Config) -> int:
+    each = config.resources.gpus_per_task
+    return int(torch.accelerator.is_available()) if each == AUTO else int(each)
 
 
 def _make_folders(run: RunDir) -> None:
