@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,20 +65,34 @@ class Reader:
 
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
         self.set_aside = []
+        bad: list[tuple[int, str]] = []
         with as_checkpoint_error("the checkpoints cannot be read"):
             # First: a crash in the middle of replacing a checkpoint has left the good one under a hidden name.
             self._ranks.on_main(self._store.recover)
             for step in self._ranks.on_main(self._store.steps):
                 if (snapshot := self._newest_in_memory(step)) is not None:
+                    self._set_aside(bad)
                     return self._load_snapshot(snapshot, step, templates, names)
                 manifest, problems = self._check(step)
                 if manifest is not None and not problems:
+                    self._set_aside(bad)
                     return self._load(manifest, RawReader(self._store.path(step)), templates, names)
-                reason = "; ".join(problems)
-                self._ranks.on_main(partial(self._store.set_aside, step, reason))
-                self.set_aside.append((step, reason))
-            snapshot = self._newest_in_memory(0)
-        return None if snapshot is None else self._load_snapshot(snapshot, None, templates, names)
+                bad.append((step, "; ".join(problems)))
+            if (snapshot := self._newest_in_memory(0)) is not None:
+                self._set_aside(bad)
+                return self._load_snapshot(snapshot, None, templates, names)
+        if bad:  # they stay where they are: the next start must not take their absence for a new run
+            found = "; ".join(f"step {step}: {reason}" for step, reason in bad)
+            raise CheckpointError(
+                f"none of the checkpoints in {self._store.root} can be used ({found}): bring one back, or begin again "
+                "at step 0 with --fresh (a script with jobkit.init: under another name)"
+            )
+        return None
+
+    def _set_aside(self, bad: Sequence[tuple[int, str]]) -> None:
+        for step, reason in bad:
+            self._ranks.on_main(partial(self._store.set_aside, step, reason))
+        self.set_aside = list(bad)
 
     def _newest_in_memory(self, at_least: int) -> Snapshot | None:
         return None if self._memory is None else self._memory.newest(at_least)

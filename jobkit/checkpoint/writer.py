@@ -238,7 +238,7 @@ class Checkpointer:
 
         One that does not verify is set aside by rank 0, appears in `set_aside`, and the one before is taken. A snapshot
         in memory is taken where it is whole on all ranks together and no older than the checkpoint. Those that are not
-        taken are gone.
+        taken are gone. Where there are checkpoints and none of them is good, that is a CheckpointError that names them.
         `templates`: live trees by name; their DTensors are filled in place and returned where the saved tree has a
         tensor at the same path. All other tensors come whole, on the CPU. `names`: which shared trees to read, all
         where None. Raises CheckpointError where a good checkpoint cannot be read into the templates, or where a rank
