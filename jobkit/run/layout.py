@@ -61,6 +61,11 @@ def factor(parallel: ParallelConfig, world_size: int, tasks_per_node: int) -> La
     return Layout(pipeline, 1 if sharded else data, data if sharded else 1, tensor)
 
 
+def is_plain_ddp(parallel: ParallelConfig) -> bool:
+    """Whether each rank has the whole state of the model and its optimizer."""
+    return parallel.data == "ddp" and (parallel.tensor, parallel.pipeline) == (1, 1)
+
+
 def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources, precision: str = "fp32") -> Layout:
     """The Layout of a config; ValueError naming key and reason for a product that cannot work."""
     layout = factor(parallel, resources.world_size, resources.ranks_per_node)
