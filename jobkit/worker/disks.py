@@ -32,28 +32,36 @@ def find_disks(run: RunDir, config: Config, topology: Topology, group: RankGroup
         return ()
     makes = topology.rank == 0 or topology.local_rank == 0
     file = run.disk_file(new_token())
-    if makes:
-        file.touch()
     try:
-        made = group.gather(file.name if makes else None)
-        found = (topology.node, socket.gethostname(), str(run.path))
-        everywhere = all(group.gather(_appears(file.with_name(made[0]))))
-        if everywhere:
+        group.all_or_none(lambda: file.touch() if makes else None)
+        made = [file.with_name(name) if name else None for name in group.gather(file.name if makes else None)]
+        if all(group.gather(_appears(made[0]))):
             return ()
-        places = group.gather(found)
-        by_node = {node: rank for rank, (node, _, _) in reversed([*enumerate(places)])}
-        first = made[by_node[topology.node]]
-        seen = first is not None and _appears(file.with_name(first))
-        names = [rank for rank, name in enumerate(made) if name is not None and is_there(file.with_name(name))]
-        homes = group.gather(names[0] if seen else None)
+        places = group.gather((topology.node, socket.gethostname(), str(run.path)))
+        first = next(rank for rank, (node, _, _) in enumerate(places) if node == topology.node)
+        _appears(made[first])
+        disks = _merged(group.gather([rank for rank, one in enumerate(made) if one is not None and is_there(one)]))
     finally:
         if makes:
             file.unlink(missing_ok=True)
-    _refuse_what_cannot_work(config, homes, places)
-    return tuple(tuple(rank for rank, one in enumerate(homes) if one == home) for home in dict.fromkeys(homes))
+    if len(disks) == 1:
+        return ()  # it was only late
+    _refuse_what_cannot_work(config, disks, places)
+    return disks
 
 
-def _appears(path: Path) -> bool:
+def _merged(views: list[list[int]]) -> Disks:
+    """`views`: of each rank those whose file it sees. It has their disk, be it that they do not see its own yet."""
+    parts: list[set[int]] = []
+    for rank, seen in enumerate(views):
+        own = {rank, *seen}
+        parts = [*(one for one in parts if not one & own), own.union(*(one for one in parts if one & own))]
+    return tuple(sorted(tuple(sorted(part)) for part in parts))
+
+
+def _appears(path: Path | None) -> bool:
+    if path is None:
+        return False
     deadline = time.monotonic() + LATE_SECONDS
     while not is_there(path):
         if time.monotonic() > deadline:
@@ -62,16 +70,13 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _refuse_what_cannot_work(config: Config, homes: list[int | None], places: list[tuple[int, str, str]]) -> None:
-    """`homes`: of each rank the first one whose file it sees; `places`: its node, host and run directory."""
-    shown = {home: _described(rank, places) for rank, home in reversed([*enumerate(homes)])}
-    what = "; ".join(shown[home] for home in dict.fromkeys(homes))
-    nodes = {(node, home) for home, (node, _, _) in zip(homes, places, strict=True)}
-    if None in homes or len(nodes) > len({node for node, _ in nodes}):
-        lost = next((rank for rank, home in enumerate(homes) if home is None), 0)
+def _refuse_what_cannot_work(config: Config, disks: Disks, places: list[tuple[int, str, str]]) -> None:
+    """`places`: of each rank its node, host and run directory."""
+    what = "; ".join(f"rank {ranks[0]} on {places[ranks[0]][1]}: {places[ranks[0]][2]}" for ranks in disks)
+    if sum(len({places[rank][0] for rank in ranks}) for ranks in disks) > len({node for node, _, _ in places}):
         raise DistributedError(
-            f"ranks of one node see different run directories ({what}; rank {lost} does not see what the first rank of "
-            "its node has put there): set runs_dir=... or JOBKIT_RUNS to one folder for all"
+            f"ranks of one node have run directories of their own ({what}), and do not see each other's files: "
+            "set runs_dir=... or JOBKIT_RUNS to one folder for all"
         )
     if not layout.is_plain_ddp(config.parallel):
         raise DistributedError(
@@ -79,8 +84,3 @@ def _refuse_what_cannot_work(config: Config, homes: list[int | None], places: li
             "the whole state: set runs_dir=... or JOBKIT_RUNS to a folder that all nodes see, or use plain ddp, with "
             "which each node keeps a copy"
         )
-
-
-def _described(rank: int, places: list[tuple[int, str, str]]) -> str:
-    _, host, path = places[rank]
-    return f"rank {rank} on {host}: {path}"

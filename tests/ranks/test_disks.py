@@ -78,7 +78,7 @@ def test_with_ddp_each_node_keeps_a_copy_and_the_run_ends_with_the_uninterrupted
 
 REFUSED = {
     "a sharded model": ("ab", 1, "parallel: zero3\n", "set runs_dir=... or JOBKIT_RUNS to a folder that all nodes see"),
-    "a node with two": ("abcc", 2, "", "rank 1 does not see what the first rank of its node has put there"),
+    "a node with two": ("abcc", 2, "", "ranks of one node have run directories of their own"),
 }
 
 
@@ -91,6 +91,14 @@ def test_folders_that_would_not_hold_the_state_are_refused_with_who_has_what(
         assert error.startswith("DistributedError") and said in error and "\n" not in error
         assert all(str(tmp_path / name) in error for name in set(folders))
     assert not list(tmp_path.rglob("events.jsonl"))
+
+
+def test_ranks_of_which_one_sees_the_other_share_a_disk_though_one_file_is_late() -> None:
+    assert disks._merged([[0, 2], [0, 2], [0, 2], [0, 2]]) == ((0, 1, 2, 3),)
+    assert disks._merged([[0], [0], [0, 2], [2]]) == ((0, 1, 2, 3),)
+    assert disks._merged([[0, 2], [0], [2], [2]]) == ((0, 1, 2, 3),)
+    assert disks._merged([[0], [0], [2], [2]]) == ((0, 1), (2, 3))
+    assert disks._merged([[0], [], [2], [2]]) == ((0,), (1,), (2, 3))
 
 
 # Checkpoints
