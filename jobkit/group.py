@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -63,9 +63,20 @@ class RankGroup:
         several = dist.is_initialized() and dist.get_world_size() > 1
         return cls.of(dist.new_group(backend="gloo") if several else None)
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[Sequence[int]]) -> RankGroup:
+        """The ranks of one of these parts of the process group: the one that this rank is in. All ranks call it."""
+        groups = [dist.new_group(list(part), backend="gloo") for part in parts]
+        return cls.of(next(group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part))
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def number(self) -> int:
+        """This rank's number in the whole process group."""
+        return self.rank if self.group is None else dist.get_global_rank(self.group, self.rank)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""

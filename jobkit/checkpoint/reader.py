@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
+from jobkit.checkpoint.disks import Disks
 from jobkit.checkpoint.memory import Snapshot, SnapshotMemory
 from jobkit.checkpoint.memory_reader import MemoryReader
 from jobkit.checkpoint.staging import SHARED, local_key, tree_key
@@ -57,28 +58,48 @@ class RestoredCheckpoint:
 class Reader:
     """Chooses and loads on all ranks together."""
 
-    def __init__(self, store: Store, ranks: RankGroup, memory: SnapshotMemory | None = None) -> None:
+    def __init__(
+        self, store: Store, ranks: RankGroup, memory: SnapshotMemory | None = None, disks: Disks | None = None
+    ) -> None:
         self._store = store
         self._ranks = ranks
+        self._disks = disks or Disks(ranks)
         self._memory = memory
         self.set_aside: list[tuple[int, str]] = []
 
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
         self.set_aside = []
+        bad: list[tuple[int, str]] = []
         with as_checkpoint_error("the checkpoints cannot be read"):
             # First: a crash in the middle of replacing a checkpoint has left the good one under a hidden name.
-            self._ranks.on_main(self._store.recover)
-            for step in self._ranks.on_main(self._store.steps):
+            self._disks.together(lambda: self._ranks.on_main(self._store.recover))
+            own = self._disks.together(lambda: self._ranks.on_main(self._store.steps))
+            for step in self._disks.common(own, self._store.root):
                 if (snapshot := self._newest_in_memory(step)) is not None:
+                    self._set_aside(bad)
                     return self._load_snapshot(snapshot, step, templates, names)
-                manifest, problems = self._check(step)
+                manifest, problems = self._disks.together(partial(self._check, step))
+                problems = self._disks.problems(manifest, problems)
                 if manifest is not None and not problems:
+                    newer = [one for one in own if one > step and one not in dict(bad)]
+                    self._set_aside([*bad, *((one, "not on every node's disk") for one in newer)])
                     return self._load(manifest, RawReader(self._store.path(step)), templates, names)
-                reason = "; ".join(problems)
-                self._ranks.on_main(partial(self._store.set_aside, step, reason))
-                self.set_aside.append((step, reason))
-            snapshot = self._newest_in_memory(0)
-        return None if snapshot is None else self._load_snapshot(snapshot, None, templates, names)
+                bad.append((step, "; ".join(problems)))
+            if (snapshot := self._newest_in_memory(0)) is not None:
+                self._set_aside(bad)
+                return self._load_snapshot(snapshot, None, templates, names)
+        if bad:  # they stay where they are: the next start must not take their absence for a new run
+            found = "; ".join(f"step {step}: {reason}" for step, reason in bad)
+            raise CheckpointError(
+                f"none of the checkpoints in {self._store.root} can be used ({found}): bring one back, or begin again "
+                "at step 0 with --fresh (a script with jobkit.init: under another name)"
+            )
+        return None
+
+    def _set_aside(self, bad: Sequence[tuple[int, str]]) -> None:
+        for step, reason in bad:
+            self._ranks.on_main(partial(self._store.set_aside, step, reason))
+        self.set_aside = list(bad)
 
     def _newest_in_memory(self, at_least: int) -> Snapshot | None:
         return None if self._memory is None else self._memory.newest(at_least)
@@ -146,12 +167,18 @@ class Reader:
         wants: Callable[[str, str], bool] = lambda name, path: True,
     ) -> RestoredCheckpoint:
         step = manifest.step
-        with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded"):
+
+        def read() -> tuple[dict[str, Any], dict[str, Any]]:
             wanted, left_out = self._ranks.all_or_none(lambda: self._targets(reader, templates, names, wants))
             group = self._ranks.group
             load(wanted, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
+            return wanted, left_out
+
+        with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded"):
+            wanted, left_out = self._disks.together(read)
         trees = _trees(wanted | left_out)
-        mine = local_key(self._ranks.rank)
+        mine = local_key(self._ranks.number)
+        self._disks.check_place(manifest, mine in trees)
         shared = {_name(key): tree for key, tree in trees.items() if key != mine}
         return RestoredCheckpoint(
             step, self._store.path(step), shared, trees.get(mine), manifest, _contents(reader.read_metadata()), step
@@ -177,7 +204,7 @@ class Reader:
         for key, saved in reader.read_metadata().state_dict_metadata.items():
             tree, _, path = key.partition("/")
             is_shared = tree.startswith(f"{SHARED}.") and (chosen is None or tree in chosen)
-            if not is_shared and tree != local_key(self._ranks.rank):
+            if not is_shared and tree != local_key(self._ranks.number):
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 targets[key] = b""

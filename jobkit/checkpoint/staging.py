@@ -127,11 +127,13 @@ class Staged:
 class Stager:
     """Decides which tensors this rank stages and copies those. It talks to no other rank.
 
-    `ranks_per_node`: how many ranks share a node, numbered node by node.
+    `ranks_per_node`: how many ranks share a node, numbered node by node. `number`: by which the rank's own tree is
+    known, where it is not `rank`.
     """
 
-    def __init__(self, rank: int, world_size: int, ranks_per_node: int = 1) -> None:
+    def __init__(self, rank: int, world_size: int, ranks_per_node: int = 1, number: int | None = None) -> None:
         self._rank = rank
+        self._own = local_key(rank if number is None else number)
         self._world_size = world_size
         self._ranks_per_node = ranks_per_node
         self._owners: dict[str, tuple[tuple[list[int], Sequence[int]], list[int]]] = {}
@@ -187,7 +189,7 @@ class Stager:
             for key, tensor in self._owned(prefix, tensors, holders).items():
                 kind = replicated if everywhere and not isinstance(tensor, DTensor) else own
                 kind[f"{prefix}/{key}"] = tensor
-        prefix = local_key(self._rank)
+        prefix = self._own
         skeletons[prefix], tensors = flatten(local)
         own.update((f"{prefix}/{key}", tensor) for key, tensor in tensors.items())
         staged.keys, staged.own = frozenset(keys | {prefix, *(f"{prefix}/{key}" for key in tensors)}), list(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import secrets
 import threading
 import time
 import warnings
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
+from jobkit.checkpoint.disks import SAVE, Disks
 from jobkit.checkpoint.memory import SnapshotMemory
 from jobkit.checkpoint.reader import Reader, RestoredCheckpoint
 from jobkit.checkpoint.staging import HostBuffers, Staged, Stager
@@ -78,6 +80,9 @@ class Checkpointer:
     None for a process that is alone, which needs no process group. `may_publish` is asked on rank 0 at the last
     moment: an attempt that has lost its lease must not publish. With `memory`, of the same ranks, every checkpoint is
     staged where it outlives the rank, and there can be snapshots between them that go to no disk.
+
+    With several `disks`, `ranks` are those that share the one of `store`. They keep a whole checkpoint on each, but for
+    the local trees of other ranks; that works for state that each rank has whole.
     """
 
     def __init__(
@@ -89,14 +94,16 @@ class Checkpointer:
         may_publish: Callable[[], bool] | None = None,
         memory: SnapshotMemory | None = None,
         ranks_per_node: int = 1,
+        disks: Disks | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, found {keep}")
         self.store = store
         self._ranks = ranks or RankGroup.alone()
         self._memory = memory
-        self._reader = Reader(store, self._ranks, memory)
-        self._stager = Stager(self._ranks.rank, self._ranks.world_size, ranks_per_node)
+        self._disks = disks or Disks(self._ranks)
+        self._reader = Reader(store, self._ranks, memory, self._disks)
+        self._stager = Stager(self._ranks.rank, self._ranks.world_size, ranks_per_node, self._ranks.number)
         self._buffers = HostBuffers()
         self._complaint = ""
         self._keep = keep
@@ -238,7 +245,7 @@ class Checkpointer:
 
         One that does not verify is set aside by rank 0, appears in `set_aside`, and the one before is taken. A snapshot
         in memory is taken where it is whole on all ranks together and no older than the checkpoint. Those that are not
-        taken are gone.
+        taken are gone. Where there are checkpoints and none of them is good, that is a CheckpointError that names them.
         `templates`: live trees by name; their DTensors are filled in place and returned where the saved tree has a
         tensor at the same path. All other tensors come whole, on the CPU. `names`: which shared trees to read, all
         where None. Raises CheckpointError where a good checkpoint cannot be read into the templates, or where a rank
@@ -267,19 +274,30 @@ class Checkpointer:
         """Write, agree, publish; raises on all ranks or on none."""
         writer = RawWriter(self.store.staging(step), self._ranks.rank)
         try:
-            self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
-            group, planner = self._ranks.group, _SavePlanner(staged)
-            save_distributed({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-            self._ranks.on_main(lambda: self._publish(step, writer, extra))
+            self._disks.together(lambda: self._write_files(step, staged, writer))
+            if self._disks.several:
+                values = self._disks.everyone.on_main(lambda: {**self._extra(extra), SAVE: secrets.token_hex(8)})
+                self._disks.together(lambda: self._ranks.on_main(lambda: self._publish(step, writer, values)))
+            else:
+                self._ranks.on_main(lambda: self._publish(step, writer, self._extra(extra)))
         finally:
             if self._ranks.is_main:
                 self.store.discard_staging(step)
 
-    def _publish(self, step: int, writer: RawWriter, extra: Callable[[], dict[str, Any]] | None) -> None:
-        manifest = Manifest(step, self._ranks.world_size, writer.files, extra() if extra else {})
+    def _write_files(self, step: int, staged: Staged, writer: RawWriter) -> None:
+        self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
+        group, planner = self._ranks.group, _SavePlanner(staged)
+        save_distributed({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+    def _extra(self, extra: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
+        """On rank 0, at the last moment."""
+        values = extra() if extra else {}
         if self._may_publish is not None and not self._may_publish():
             raise JobkitError("another attempt owns the run by now")
-        self.store.publish(manifest)
+        return values
+
+    def _publish(self, step: int, writer: RawWriter, extra: dict[str, Any]) -> None:
+        self.store.publish(Manifest(step, self._disks.everyone.world_size, writer.files, extra))
 
     def _retain(self) -> None:
         if self._ranks.is_main:

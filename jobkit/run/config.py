@@ -25,6 +25,8 @@ from jobkit.run.yamlfile import dump, parse_value, read_yaml
 UNLIMITED = "unlimited"
 """For a budget of `retry:`."""
 
+AUTO = "auto"
+
 ALL = "all"
 """For `tensor` and `pipeline` of `parallel:`: as many ranks as there are left."""
 
@@ -123,10 +125,13 @@ class Resources:
 
     nodes: int = _field(_at_least(1), 1)
     """Machines. With `--local` they are simulated on this one."""
-    tasks_per_node: int = _field(_at_least(1), 1)
-    """Processes (ranks) on each node; usually one for each GPU."""
-    gpus_per_task: int = _field(_at_least(0), 0)
-    """GPUs of each rank; 0 trains on the CPU."""
+    tasks_per_node: str | int = _field(_check_auto_or_count, 1)
+    """Processes (ranks) on each node; usually one for each GPU. `auto` is as many as there are GPUs for, and 1 where
+    there is none: of those that this machine shows, or on Slurm of the `gpus_per_node` in the cluster's entry."""
+    gpus_per_task: str | int = _field(_count_or("auto", 0, "auto, or 0 or more"), 0)
+    """GPUs of each rank; 0 trains on the CPU. `auto` is one each where there are any, with no more ranks than GPUs,
+    else 0; it is the default beside `tasks_per_node: auto`. Each rank sees all GPUs of its node: its own begin with
+    number LOCAL_RANK x `gpus_per_task`."""
     cpus_per_task: int = _field(_at_least(1), 1)
     """CPU cores of each rank, data loader workers included."""
     time: str | int = _field(_check_time, "auto")
@@ -146,8 +151,18 @@ class Resources:
         return self.nodes if self.min_nodes == ALL else min(int(self.min_nodes), self.nodes)
 
     @property
+    def ranks_per_node(self) -> int:
+        """`tasks_per_node` in numbers, once it is known where the run goes."""
+        return int(self.tasks_per_node)
+
+    @property
+    def devices_per_rank(self) -> int:
+        """`gpus_per_task` in numbers, once it is known where the run goes."""
+        return int(self.gpus_per_task)
+
+    @property
     def world_size(self) -> int:
-        return self.nodes * self.tasks_per_node
+        return self.nodes * self.ranks_per_node
 
     @property
     def seconds(self) -> int:
@@ -451,7 +466,8 @@ def _resolve(merged: Any) -> dict[str, Any]:
 
 
 def _in_full(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with `parallel: zero3`, one word, written out as a mapping, and the numbers in a command as texts."""
+    """`values` with `parallel: zero3`, one word, written out as a mapping, the numbers in a command as texts, and the
+    GPUs of ranks of which there are as many as GPUs."""
     word, command = values.get("parallel"), values.get("command")
     if isinstance(command, str):
         raise InvalidValue("command", f"found {command!r}, expected a list: [{', '.join(command.split())}]")
@@ -459,6 +475,9 @@ def _in_full(values: dict[str, Any]) -> dict[str, Any]:
         numbers = [isinstance(one, (int, float)) and not isinstance(one, bool) for one in command]
         texts = [str(one) if number else one for one, number in zip(command, numbers, strict=True)]
         values = values | {"command": texts}
+    resources = values.get("resources")
+    if isinstance(resources, dict) and resources.get("tasks_per_node") == AUTO:
+        values = values | {"resources": {"gpus_per_task": AUTO, **resources}}
     if not isinstance(word, str):
         return values
     if word not in PARALLEL_WORDS:

@@ -54,7 +54,7 @@ def become_command(path: str) -> NoReturn:
     config = run.config()
     topology = topology_of(JobEnvironment())
     try:
-        topology.check(config.resources.tasks_per_node, config.resources.fewest_nodes, config.resources.nodes)
+        topology.check(config.resources.ranks_per_node, config.resources.fewest_nodes, config.resources.nodes)
         # Where the program can form its process group: MASTER_ADDR and MASTER_PORT.
         find_port = _tell_port if topology.rank == 0 else _ask_for_port
         address, port = find_port(topology, run.rendezvous_file(attempt))

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import Dataset
 
+from jobkit.checkpoint.disks import Disks
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import UsageError
@@ -78,10 +79,11 @@ class Context:
         self._rank, self._reporter, self._signals = rank, reporter, finder.signals
         self.is_closed = False
         store = Store(run.checkpoints, attempt=str(rank.attempt))
-        if rank.is_main:
-            store.clean()  # the lease is ours, and nobody writes yet
         # Of their own: collectives of the writing thread must not be matched with the training's.
-        ranks = RankGroup.of_world()
+        everyone = RankGroup.of_world()
+        ranks = RankGroup.of_parts(rank.disks) if rank.disks else everyone
+        if ranks.is_main:
+            store.clean()  # the lease is ours, and nobody writes yet
         earlier = run.status().attempts[:-1] if rank.is_main else []
         memory_schedule = MemorySchedule(config.checkpoint.memory)
         self._checkpointer = Checkpointer(
@@ -89,8 +91,9 @@ class Context:
             ranks,
             keep=config.checkpoint.keep,
             may_publish=partial(holds_lease, run, rank.attempt),
-            memory=None if memory_schedule.is_off else find_memory(rank, ranks, earlier),
+            memory=None if memory_schedule.is_off or rank.disks else find_memory(rank, ranks, earlier),
             ranks_per_node=topology.local_world_size,
+            disks=Disks(everyone, several=bool(rank.disks)),
         )
         self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
         restored = self._checkpointer.load_newest(names=())

@@ -108,6 +108,11 @@ RUN_BY = {
     "tests/soak/sixty_four.py": "test_sixty_four_ranks",
     "python myscript.py": "test_the_example_of_a_script_runs",
     "torchrun --nproc_per_node=2 myscript.py": "test_the_example_of_a_script_runs_under_torchrun",
+    **{
+        f"torchrun --nnodes=2 --node_rank={node} --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=29500 "
+        "myscript.py": ("test_two_machines_without_a_shared_disk_each_keep_a_copy_and_resume")
+        for node in (0, 1)
+    },
     "tools/run experiments/cogvideo.yaml --local": "test_the_small_recipes",
     "tools/run experiments/cogvideo_sample.yaml --local params.run=$(echo runs/cogvideo-*)": ("test_the_small_recipes"),
     "tools/run experiments/minimind.yaml --local": "test_the_small_recipes",
