@@ -31,8 +31,7 @@ from jobkit.train.optim import fused_ema_adam
 def train(ctx: jobkit.Context) -> dict[str, float]:
     """Train as the YAML's params say; the result is the loss on held-out clips."""
     p = ctx.params
-    net = network(p)
-    model = ctx.parallelize(net)  # before data are read: one that cannot be spread fails at once
+    model = net = ctx.parallelize(network(p))  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(
         model,
         fused_ema_adam,

@@ -105,7 +105,7 @@ def test_velocity_depends_on_step_and_text_and_every_parameter_is_trained() -> N
 
 
 def test_text_and_video_are_shifted_scaled_and_gated_each_by_its_own_numbers() -> None:
-    norm = small_net().blocks[0].norm1
+    norm = small_net().block_0.norm1
     words, video, time = torch.randn(1, 2, 16), torch.randn(1, 3, 16), torch.randn(1, 8)
     tokens, words_gate, video_gate = norm(words, video, time)
     with torch.no_grad():

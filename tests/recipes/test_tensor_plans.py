@@ -1,8 +1,9 @@
-"""The three experiments' models under `parallel: tensor`: what is divided over the ranks is the dense model."""
+"""The three experiments' models divided over ranks, by tensor and by pipeline: together they are the dense model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from experiments.minimind.model import MiniMind
 from jobkit.errors import UsageError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import factor
-from jobkit.train.parallel import Parallel
+from jobkit.train.parallel import Parallel, unwrapped
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 """Sums in another order, in numbers of about 1."""
@@ -116,3 +117,31 @@ def test_heads_that_do_not_divide_are_refused_in_a_line_or_stay_whole(on_four_ra
         for said, model in ((of_video, "VideoTransformer"), (of_language, "MiniMind")):
             beginning = f"parallel.tensor: {model}.tensor_plan(): 2 heads of attention do not divide by 4 ranks"
             assert said == f"{beginning}; possible are 1, 2"
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def in_stages(team: Team) -> tuple[Tensor, dict[str, Tensor]]:
+    config = ParallelConfig(pipeline="all")
+    layout = factor(config, team.world_size, team.world_size)
+    parallel = Parallel(layout, config, CommConfig(), torch.device("cpu"), team.rank)
+    model = parallel.spread(made(video_transformer))
+    inputs = inputs_of(video_transformer())
+    target = torch.zeros_like(inputs[0])
+    parallel.backward(model, inputs, mean_square, target, global_batch_size=2, autocast=nullcontext)
+    with torch.no_grad():
+        output = model(*inputs)
+    return output, {name: parameter.grad for name, parameter in unwrapped(model).named_parameters()}
+
+
+def test_the_video_transformer_in_stages_is_the_dense_model() -> None:
+    output, gradients = output_and_gradients(made(video_transformer))
+    found = on_ranks(2, in_stages)
+    assert {**found[0][1], **found[1][1]}.keys() == gradients.keys()
+    for its_output, its_gradients in found:
+        assert 0 < len(its_gradients) < len(gradients)
+        torch.testing.assert_close(its_output, output, **TOLERANCE)
+        for name, gradient in its_gradients.items():
+            torch.testing.assert_close(gradient, gradients[name], **TOLERANCE, msg=name)
