@@ -55,14 +55,14 @@ class PretendedContext:
         self.params: DictConfig = OmegaConf.create(literal(config.params))
         OmegaConf.set_readonly(self.params, True)
         self.seed, self.rank, self.world_size = config.seed, rank, resources.world_size
-        self.local_rank = rank % resources.tasks_per_node
+        self.local_rank = rank % resources.ranks_per_node
         self.is_main, self.attempt, self.step = False, 1, 0
         self.device, self.run_dir = device, run_dir
         self.models: list[tuple[str, int, nn.Module]] = []
         """Class, parameters as a whole, and what this rank has, of each model."""
         self.state_bytes: dict[int, float | None] = {}
         """What an optimizer keeps for an element, by the id of each of its parameters."""
-        self._engine = Engine(config, device, rank, resources.world_size, resources.tasks_per_node)
+        self._engine = Engine(config, device, rank, resources.world_size, resources.ranks_per_node)
         self._tracked: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +191,7 @@ def _described(name: str, parameters: int, module: nn.Module, state_bytes: Mappi
 
 def ranks_to_check(config: Config) -> list[int]:
     """The last rank of each stage, since stages are different; of many the first and the last."""
-    layout = factor(config.parallel, config.resources.world_size, config.resources.tasks_per_node)
+    layout = factor(config.parallel, config.resources.world_size, config.resources.ranks_per_node)
     each = layout.world_size // layout.pipeline
     ranks = [each * (stage + 1) - 1 for stage in range(layout.pipeline)]
     return ranks if len(ranks) <= 8 else [ranks[0], ranks[-1]]
