@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from jobkit.errors import JobkitError
 from jobkit.run.config import Config
@@ -65,11 +64,17 @@ class Engine:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return self.parallel.optimizer(trainable, make, options)
 
-    def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
-        """The Loader of this rank's shares: ranks that compute the same samples together get the same share."""
+    def loader(self, dataset: Any, *, name: str | None = None, **options: Any) -> Loader:
+        """The Loader of this rank's shares: ranks that compute the same samples together get the same share.
+
+        Its name, by default its number, is a part of its seed: two loaders of a run draw different orders.
+        """
+        own = str(len(self.loaders)) if name is None else name
+        if any(loader.name == own for loader in self.loaders):
+            raise JobkitError(f"ctx.loader has been given the name {own!r} twice: each loader needs one of its own")
         place: dict[str, Any] = {"rank": self.parallel.data_rank, "world_size": self.parallel.layout.data}
         place |= {"device": self._device, "seed": self._config.seed}
-        loader = Loader(dataset, global_batch_size=global_batch_size, **{**place, **options})
+        loader = Loader(dataset, name=own, **{**place, **options})
         self.loaders.append(loader)
         return loader
 

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from jobkit.errors import JobkitError
 from jobkit.train.accumulation import Loss
-from jobkit.train.data import derive_seed, preserved_generators, seed_generators
 from jobkit.train.nested import batch_size, cut
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
 
 
 def cut_stages(sizes: Sequence[int], stages: int) -> list[int]:

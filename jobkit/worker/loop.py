@@ -13,8 +13,9 @@ from jobkit.checkpoint.state import seed_device, set_rng_state
 from jobkit.errors import CheckpointError, JobkitError
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
-from jobkit.train.data import Loader, derive_seed, seed_generators
+from jobkit.train.data import Loader
 from jobkit.train.engine import Engine
+from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpointing import Checkpoints
 from jobkit.worker.heartbeat import peak_bytes
 from jobkit.worker.rank import Rank

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from jobkit.train.data import Loader, SampleOrder, derive_seed
+from jobkit.errors import JobkitError
+from jobkit.train.data import Loader
 from jobkit.train.nested import batch_size, cut, to_device
+from jobkit.train.order import SampleOrder
+from jobkit.train.seeds import derive_seed
 
 WORLD_SIZES = [1, 2, 3, 5]
 SIZES = [(1, 1), (7, 3), (10, 5), (13, 4), (5, 8), (97, 16), (3, 20)]
@@ -87,12 +90,12 @@ def test_without_shuffling_the_samples_come_as_they_lie() -> None:
 
 
 def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(JobkitError, match="empty"):
         Loader(Augmented(0), global_batch_size=1)
 
 
 def test_a_global_batch_too_small_for_the_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="global_batch_size 2"):
+    with pytest.raises(JobkitError, match="global_batch_size 2"):
         Loader(Augmented(), global_batch_size=2, world_size=3)
 
 
@@ -167,7 +170,7 @@ def test_random_numbers_are_put_back_when_a_sample_cannot_be_read() -> None:
 def test_the_state_of_another_dataset_is_refused_by_what_differs(key: str, state: tuple[int, int]) -> None:
     other = Loader(Augmented(state[0]), global_batch_size=state[1]).state_dict()
     loader = Loader(Augmented(), global_batch_size=6)
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(JobkitError, match=key):
         loader.load_state_dict(other)
     assert loader.position == 0
 
