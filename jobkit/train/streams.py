@@ -173,8 +173,11 @@ class _Reader(IterableDataset[_Item]):
             yield _Item(worker, None, None)  # DataLoader takes turns from worker 0 on
         # Batches that take samples of this stream: all, or each that is this worker's turn.
         number, step = (self.first, 1) if self.is_whole else (self.first + (worker - self.first) % workers, workers)
+        stream = self.parts[worker % len(self.parts)]
+        if info is not None and isinstance(epoch := getattr(stream, "_epoch", None), torch.Tensor):
+            stream._epoch = epoch.clone()  # Hugging Face's: in memory that workers share, and these are not in step
         samples = _Samples(
-            self.parts[worker % len(self.parts)],
+            stream,
             self.places[worker % len(self.places)],
             done=number // step * self.size,
             size=self.size,
