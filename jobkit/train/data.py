@@ -189,7 +189,7 @@ class Loader:
         self._source: Source
         if is_stream(dataset):
             if given := [key for key, value in ordered.items() if value is not None]:
-                raise JobkitError(f"{given[0]} of ctx.loader: a stream comes in an order of its own; {given[0]} in it")
+                raise JobkitError(f"{given[0]} of ctx.loader: a stream comes in an order of its own, so do it there")
             self._source = StreamSource(dataset, **place, **streamed)
         else:
             if given := [key for key, value in streamed.items() if value is not None]:

@@ -95,7 +95,8 @@ def _map(function: Callable[[Any], Any], batch: Any) -> Any:
             return type(leaf)(*values) if hasattr(leaf, "_fields") else type(leaf)(values)
         return leaf
 
-    return tree_map(of_leaf, batch)
+    # torch's pytree would look into a tuple with names that moves itself, as a PackedSequence.
+    return tree_map(of_leaf, batch, is_leaf=_moves_itself)
 
 
 def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -111,7 +112,7 @@ def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[
 
 
 def _moves_itself(value: Any) -> bool:
-    return callable(getattr(type(value), "to", None)) and not isinstance(value, (type, nn.Module))
+    return callable(getattr(type(value), "to", None)) and not isinstance(value, (type, Mapping, nn.Module))
 
 
 def _takes_non_blocking(value: Any) -> bool:

@@ -36,7 +36,8 @@ def permuted(positions: Numbers, length: int, seed: int) -> Numbers:
 
 @lru_cache(maxsize=8)
 def _small_order(length: int, seed: int) -> Numbers:
-    return np.argsort(mixed(np.arange(length, dtype=np.uint64) ^ np.uint64(seed))).astype(np.uint64)
+    first, second = _keys(seed, 2)
+    return np.argsort(mixed(mixed(np.arange(length, dtype=np.uint64) ^ first) ^ second)).astype(np.uint64)
 
 
 def feistel(positions: Numbers, length: int, seed: int) -> Numbers:
@@ -47,8 +48,7 @@ def feistel(positions: Numbers, length: int, seed: int) -> Numbers:
     """
     a = math.isqrt(length - 1) + 1
     sizes = np.uint64(a), np.uint64(-(-length // a))
-    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8 * ROUNDS).digest()
-    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    keys = _keys(seed, ROUNDS)
 
     def network(numbers: Numbers) -> Numbers:
         halves: list[Numbers] = [*np.divmod(numbers, sizes[1])]
@@ -61,6 +61,11 @@ def feistel(positions: Numbers, length: int, seed: int) -> Numbers:
     while (beyond := numbers >= np.uint64(length)).any():
         numbers[beyond] = network(numbers[beyond])
     return numbers
+
+
+def _keys(seed: int, count: int) -> Numbers:
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8 * count).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 class SampleOrder:

@@ -14,7 +14,6 @@ from jobkit.checkpoint.state import seed_device, set_rng_state
 from jobkit.errors import CheckpointError, JobkitError
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
-from jobkit.train.data import Loader
 from jobkit.train.engine import Engine
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpointing import Checkpoints
@@ -99,7 +98,7 @@ class TrainingLoop:
     def _begin(self, total: int) -> None:
         if self.total is not None:
             raise JobkitError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
-        self._engine.check_tracked(self._tracked.objects.values())
+        self._engine.check_tracked([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
         self.total = total
         if self._engine.scaler is not None:
             self._tracked.add("loss_scale", self._engine.scaler)
@@ -208,7 +207,7 @@ class TrainingLoop:
         if seconds is None:
             return
         values: dict[str, Any] = {"perf/step_seconds": seconds}
-        for loader in self._of_type(Loader)[:1]:
+        for loader in self._engine.loaders[:1]:
             values["perf/samples_per_second"] = loader.global_batch_size / seconds
             values["perf/epoch"] = loader.epoch
         for optimizer in self._of_type(torch.optim.Optimizer)[:1]:
