@@ -55,14 +55,14 @@ class SeededDataset(Dataset[T], Generic[T]):
         return self.__getitems__([key])[0]
 
     def _load(self, keys: Sequence[tuple[int, int]]) -> list[T]:
-        seeds, dataset, ids = sample_seeds(self._seed, keys), self.dataset, [sample for _, sample in keys]
+        dataset, ids = self.dataset, [sample for _, sample in keys]
         while type(dataset) is Subset:  # its own __getitems__ would load sample after sample with one seed
             ids, dataset = [dataset.indices[sample] for sample in ids], dataset.dataset
         if callable(load := getattr(dataset, "__getitems__", None)):
-            seed_cpu_generators(seeds[0])
+            seed_cpu_generators(sample_seeds(self._seed, keys[:1])[0])
             return list(load(ids))
         samples = []
-        for seed, sample in zip(seeds, ids, strict=True):
+        for seed, sample in zip(sample_seeds(self._seed, keys), ids, strict=True):
             seed_cpu_generators(seed)
             samples.append(dataset[sample])
         return samples

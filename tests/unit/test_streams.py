@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,6 +171,9 @@ def test_the_trainings_random_numbers_are_untouched_by_a_stream() -> None:
 def test_a_stream_that_cannot_be_shared_out_as_asked_is_refused(
     stream: Lines, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(JobkitError, match=message) as refusal:
+    found = ""
+    try:  # not pytest.raises: it keeps the frames, and torch waits ten seconds for workers that the collector ends
         take(Loader(stream, global_batch_size=SIZE, **options), 2)
-    assert "\n" not in str(refusal.value)
+    except JobkitError as error:
+        found = str(error)
+    assert re.search(message, found) and "\n" not in found, found
