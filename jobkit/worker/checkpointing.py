@@ -61,7 +61,8 @@ class Checkpoints:
     def check_equal(self) -> None:
         """Raise JobkitError, on all ranks together, where they differ about what a checkpoint keeps one of."""
         if self._rank.topology.world_size > 1:
-            self._replicas.check(self._tracked.objects, *self._tracked.trees())
+            shared, held_by, _ = self._tracked.trees()
+            self._replicas.check(self._tracked.objects, shared, held_by)
 
     def save(self, step: int, *, wait: bool = False, must: bool = True, extra: Mapping[str, Any] | None = None) -> None:
         """Checkpoint the state after `step` steps, on all ranks together; one that is under way is not repeated.
@@ -102,14 +103,14 @@ class Checkpoints:
     ) -> PendingSave:
         # Before the state is copied: the curves of the steps in this checkpoint, and of none after it.
         position = self._reporter.mark_metrics()
-        shared, held_by = self._tracked.trees()
+        shared, held_by, own = self._tracked.trees()
         if self._rank.topology.world_size > 1:
             self._replicas.check(self._tracked.objects, shared, held_by)
         self.memory_schedule.restart()
         return self._checkpointer.save(
             step,
             shared,
-            {"rng": rng_state(*self._rank.devices), **self._tracked.local_state()},
+            {"rng": rng_state(*self._rank.devices), **own},
             held_by=held_by,
             extra=lambda: {"tensorboard": position(), **extra},
             # The next attempt may begin there without another checkpoint: no point may be lost that is not yet written.

@@ -98,7 +98,7 @@ class Context:
         self.has_returned = "result" in extra
         """Whether the checkpoint this attempt starts from was written after the training function had returned."""
         self._earlier_result = extra.get("result")
-        self._tracked = TrackedState(self._engine.parallel, self._checkpointer, restored)
+        self._tracked = TrackedState(self._engine.parallel, self._checkpointer, rank.group, restored)
         schedule = CheckpointSchedule(config.checkpoint, earlier)
         durable = restored.durable_step if restored is not None else None
         self._checkpoints = Checkpoints(

@@ -103,6 +103,7 @@ class TrainingLoop:
         if self._engine.scaler is not None:
             self._tracked.add("loss_scale", self._engine.scaler)
         restored = self._restored
+        self._tracked.restore_gradients()
         if missing := self._tracked.forget_checkpoint():
             raise CheckpointError(
                 f"{restored and restored.name} has {', '.join(missing)}, which the code no longer tracks; "
@@ -140,7 +141,7 @@ class TrainingLoop:
         else:
             seed_generators(seed)
         if restored is not None and restored.local is not None and same_world:
-            self._tracked.load_local_state(restored.local)
+            self._tracked.load_own_state(restored.local)
 
     # Between two steps
 

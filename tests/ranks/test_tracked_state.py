@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,58 @@ def evaluating_averages(ctx: Any, stop: bool) -> list[int]:
 def test_an_evaluation_of_averages_or_of_what_nothing_changed_is_stopped_at_once(tmp_path: Path, ranks: int) -> None:
     assert attempt(ranks, tmp_path, evaluating_averages, True) == [STOPPED] * ranks
     assert attempt(ranks, tmp_path, evaluating_averages, False) == [[2, 3]] * ranks
+
+
+def stepping_every_fourth(ctx: Any, how: str, stop: bool) -> list[Any]:
+    """Gradients of four steps of the loop make one of the optimizer; ranks add theirs up at the last or at each."""
+    model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(10):
+        last = step % 4 == 3
+        samples = torch.arange(12.0).view(4, 3) * (step + 1 + ctx.rank) / 100
+        with nullcontext() if last or how != "no_sync" or ctx.world_size == 1 else model.no_sync():
+            model(samples).square().mean().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=how != "zeros")
+        if stop:
+            stop_after(ctx, 5)
+    return [getattr(one, "full_tensor", lambda one=one: one)().tolist() for one in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "strategy"),
+    [(1, "", "ddp"), (1, "zeros", "ddp"), (2, "each", "ddp"), (2, "no_sync", "ddp"), (2, "each", "zero3")],
+)
+def test_gradients_that_the_next_step_adds_to_are_in_the_checkpoint(
+    tmp_path: Path, ranks: int, how: str, strategy: str
+) -> None:
+    config = f"parallel: {strategy}\nresources: {{tasks_per_node: {ranks}}}"
+    whole = attempt(ranks, tmp_path / "whole", stepping_every_fourth, how, False, config=config)
+    assert attempt(ranks, tmp_path, stepping_every_fourth, how, True, config=config) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path, stepping_every_fourth, how, False, config=config) == whole
+
+
+def stepping_each_time(ctx: Any, zero: str) -> list[bool]:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    found = []
+    for _ in ctx.steps(5):
+        if zero == "before":
+            optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if zero == "after":
+            optimizer.zero_grad()
+        shared, _, _ = ctx._tracked.trees()
+        found.append("model#gradients" in shared)
+    return found
+
+
+def test_gradients_that_an_optimizer_has_used_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path / "1", stepping_each_time, "after") == [[False] * 5]
+    # After the first step nobody knows yet that the next one does not add to them.
+    assert attempt(1, tmp_path / "2", stepping_each_time, "before") == [[True, False, False, False, False]]
+    assert attempt(1, tmp_path / "3", stepping_each_time, "never") == [[True] * 5]
