@@ -84,7 +84,8 @@ class Source(Protocol):
     def epochs(self, position: int) -> float:
         """Passes over the dataset up to a position."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """What `load` takes."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; raises JobkitError where it is of something else."""
@@ -118,20 +119,24 @@ class DatasetSource:
         self._rank, self._world_size, self._device, self._options = rank, world_size, device, options
 
     def batches(self, position: int) -> Iterator[Any]:
+        """This rank's shares of the global batches from number `position` on."""
         shares = _Shares(self._order, position, self._rank, self._world_size)
         return self._options.batches(self._seeded, self._device, shares)
 
     def samples(self, number: int) -> list[int]:
+        """Ids of this rank's samples in a global batch."""
         return [sample for _, sample in self._order.share(number, self._rank, self._world_size)]
 
     def epochs(self, position: int) -> float:
-        """With the fraction of the current one."""
+        """Passes over the dataset up to a position, with the fraction of the current one."""
         return position * self._order.global_batch_size / self._order.length
 
     def state(self) -> dict[str, Any]:
+        """What the order follows from."""
         return {"length": self._order.length, "order": self._order.kind}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Raises JobkitError where a state is of another order."""
         own = self.state()
         if state["length"] != own["length"]:
             raise JobkitError(f"the checkpoint's loader has length {state['length']}, this one {own['length']}")

@@ -276,6 +276,7 @@ class StreamSource:
                 yield item.batch
 
     def state(self) -> dict[str, Any]:
+        """How far each worker's stream had been read when the last batch was handed out."""
         return {"sharing": self.sharing, "places": [asdict(place) for place in self._places]}
 
     def load(self, state: Mapping[str, Any]) -> None:
