@@ -13,7 +13,7 @@ from jobkit.errors import JobkitError
 from jobkit.train.loader_options import LoaderOptions
 from jobkit.train.nested import to_device
 from jobkit.train.order import SampleOrder
-from jobkit.train.seeds import borrowed_generators, derive_seed, sample_seeds, seed_cpu_generators
+from jobkit.train.seeds import derive_seed, preserved_generators, sample_seeds, seed_cpu_generators
 from jobkit.train.streams import StreamSource, is_stream
 
 T = TypeVar("T", covariant=True)
@@ -48,7 +48,7 @@ class SeededDataset(Dataset[T], Generic[T]):
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[T]:
         """A batch, as DataLoader asks for it: to put the generators back takes longer than many a sample."""
         # A worker process has nobody else's generators to spare.
-        with nullcontext() if get_worker_info() is not None else borrowed_generators():
+        with nullcontext() if get_worker_info() is not None else preserved_generators():
             return self._load(keys)
 
     def __getitem__(self, key: tuple[int, int]) -> T:

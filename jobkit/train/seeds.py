@@ -6,7 +6,6 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -58,20 +57,3 @@ def preserved_generators(*devices: torch.device) -> Iterator[None]:
         yield
     finally:
         set_rng_state(state, *devices)
-
-
-@contextmanager
-def borrowed_generators() -> Iterator[None]:
-    """Put Python's, NumPy's and torch's CPU generator back as they were; the code inside seeds them before it draws.
-
-    NumPy's is exchanged for another while inside: to copy its state takes 100 us, seven times as long as the others'.
-    """
-    numpy: Any = np.random  # its type information does not know of these functions
-    python, kept, torchs = random.getstate(), numpy.get_bit_generator(), torch.get_rng_state()
-    numpy.set_bit_generator(np.random.MT19937(0))
-    try:
-        yield
-    finally:
-        numpy.set_bit_generator(kept)
-        random.setstate(python)
-        torch.set_rng_state(torchs)

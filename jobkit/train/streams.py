@@ -16,7 +16,7 @@ from torch.utils.data._utils import worker as torchs_worker
 
 from jobkit.errors import JobkitError
 from jobkit.train.loader_options import LoaderOptions
-from jobkit.train.seeds import borrowed_generators, derive_seed, seed_cpu_generators
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators
 
 WHOLE = "whole"
 """Each worker of each rank reads all of the stream and keeps its share: the same samples on any number of both."""
@@ -263,7 +263,7 @@ class StreamSource:
         self._places = list(self._places)
         items = self._options.batches(reader, self._device)
         while True:
-            with nullcontext() if self._options.num_workers else borrowed_generators():
+            with nullcontext() if self._options.num_workers else preserved_generators():
                 item = next(items)
             if item.is_empty:
                 where = f"worker {item.worker} of {self._streams} of " if self._streams > 1 else ""
