@@ -18,7 +18,7 @@ import jobkit
 from experiments.imagenet64 import errors, method_of, tiled
 from experiments.imagenet64.data import Part, open_images, read_png, split, write_png
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
-from jobkit.train.data import derive_seed
+from jobkit.train.seeds import derive_seed
 
 
 def sample(ctx: jobkit.Context) -> dict[str, float]:

@@ -18,7 +18,7 @@ import jobkit
 from experiments.minimind import held_out_costs, open_data
 from experiments.minimind.model import MiniMind
 from experiments.minimind.sampling import complete, write_text
-from jobkit.train.data import derive_seed
+from jobkit.train.seeds import derive_seed
 
 
 def generate(ctx: jobkit.Context) -> dict[str, float | str]:

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from jobkit.errors import UsageError
 from jobkit.log import log
 from jobkit.run.config import Config
 from jobkit.run.layout import factor
 from jobkit.train.accumulation import SUM, BatchSize, Loss
-from jobkit.train.data import Loader, share_size
+from jobkit.train.data import Loader
 from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.nested import batch_size
 from jobkit.train.optimizer_state import Sharded, parameters_of
+from jobkit.train.order import share_of
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.sharding import reshard
 
@@ -84,11 +84,17 @@ class Engine:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return self.parallel.optimizer(trainable, make, options)
 
-    def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
-        """The Loader of this rank's shares: ranks that compute the same samples together get the same share."""
+    def loader(self, dataset: Any, *, name: str | None = None, **options: Any) -> Loader:
+        """The Loader of this rank's shares: ranks that compute the same samples together get the same share.
+
+        Its name, by default its number, is a part of its seed: two loaders of a run draw different orders.
+        """
+        own = str(len(self.loaders)) if name is None else name
+        if any(loader.name == own for loader in self.loaders):
+            raise JobkitError(f"ctx.loader has been given the name {own!r} twice: each loader needs one of its own")
         place: dict[str, Any] = {"rank": self.parallel.data_rank, "world_size": self.parallel.layout.data}
         place |= {"device": self._device, "seed": self._config.seed}
-        loader = Loader(dataset, global_batch_size=global_batch_size, **{**place, **options})
+        loader = Loader(dataset, name=own, **{**place, **options})
         self.loaders.append(loader)
         return loader
 
@@ -180,7 +186,8 @@ class Engine:
                 f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: {ways}"
             )
         size = self.loaders[0].global_batch_size
-        share = share_size(size, self.parallel.data_rank, self.parallel.layout.data)
+        part = share_of(size, self.parallel.data_rank, self.parallel.layout.data)
+        share = part.stop - part.start
         if given != share:
             raise UsageError(
                 f"ctx.backward was given {given} sample(s), and this rank's share of the loader's {size} is {share}: "

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
-from jobkit.train.data import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
 from jobkit.train.hooks import uncompiled
 from jobkit.train.nested import to_device
 from jobkit.train.scores import SampleScores, place
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
 
 PerSample = Callable[[Any, Tensor], Tensor]
 """`function(batch, ids)`: one value for each of a batch's samples, [n]; `ids`, int64 [n], are their numbers."""

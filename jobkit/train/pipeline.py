@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.errors import UsageError
 from jobkit.train.accumulation import Loss
-from jobkit.train.data import derive_seed, preserved_generators, seed_generators
 from jobkit.train.nested import batch_size, cut
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
 from jobkit.train.sharding import reshard
 
 MAX_SCHEDULES = 8

@@ -13,8 +13,8 @@ from torch.utils import swap_tensors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jobkit.errors import UsageError
-from jobkit.train.data import derive_seed, preserved_generators, seed_generators
 from jobkit.train.initialise import Block, blocks_of, is_untouched
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
 
 
 @dataclass

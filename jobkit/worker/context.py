@@ -23,11 +23,12 @@ from jobkit.log import log
 from jobkit.run import secrets
 from jobkit.run.events import Event
 from jobkit.train.accumulation import BatchSize, Loss
-from jobkit.train.data import Loader, derive_seed, seed_generators
+from jobkit.train.data import Loader
 from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, independent_forwards, means
 from jobkit.train.hooks import ForwardHook, uncompiled
 from jobkit.train.parallel import unwrapped
+from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.checkpointing import Checkpoints, find_memory
 from jobkit.worker.evaluation import Evaluator
@@ -166,10 +167,12 @@ class Context:
         """
         return self._engine.optimizer(model, make, **options)
 
-    def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
-        """An endless iterator over this rank's shares of global batches; see jobkit.train.data.Loader.
+    def loader(self, dataset: Any, *, global_batch_size: int = 0, **options: Any) -> Loader:
+        """An endless iterator over this rank's shares of global batches of a Dataset or a stream (IterableDataset).
 
-        Ranks that compute the same samples together, as those of a pipeline, get the same share.
+        The options are those of jobkit.train.data.Loader (shuffle, weights, name ...) and of torch's DataLoader
+        (num_workers, collate_fn ...). Ranks that compute the same samples together, as those of a pipeline, get the
+        same share. Raises JobkitError for options that do not fit.
         """
         return self._engine.loader(dataset, global_batch_size=global_batch_size, **options)
 

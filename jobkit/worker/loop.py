@@ -14,8 +14,8 @@ from jobkit.checkpoint.state import seed_device, set_rng_state
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
-from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
+from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpointing import Checkpoints
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
 from jobkit.worker.heartbeat import peak_bytes
@@ -209,7 +209,7 @@ class TrainingLoop:
         if seconds is None:
             return
         values: dict[str, Any] = {"perf/step_seconds": seconds}
-        for loader in self._of_type(Loader)[:1]:
+        for loader in self._engine.loaders[:1]:
             values["perf/samples_per_second"] = loader.global_batch_size / seconds
             values["perf/epoch"] = loader.epoch
         for optimizer in self._of_type(torch.optim.Optimizer)[:1]:

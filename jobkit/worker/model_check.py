@@ -30,8 +30,9 @@ from jobkit.run.config import Config
 from jobkit.run.layout import factor
 from jobkit.run.records import CheckedModel, ModelCheck
 from jobkit.run.strict import build
-from jobkit.train.data import Loader, derive_seed, seed_generators
+from jobkit.train.data import Loader
 from jobkit.train.engine import Engine
+from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.context import Context
 from jobkit.worker.results import literal
 from jobkit.worker.task import load_task
