@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, unescape
@@ -70,10 +69,15 @@ class TrackedState:
         self._loaded = None
         return sorted(saved - self.objects.keys() - self.own_objects.keys())
 
-    def share_buffers(self) -> None:
-        wrapped = [value for value in self.objects.values() if isinstance(value, DistributedDataParallel)]
-        for module in dict.fromkeys([*self.modules, *wrapped]):  # DDP may be the user's own
+    def share_buffers(self) -> list[nn.Module]:
+        """Give every rank the first one's buffers; returns the modules whose buffers are equal now."""
+        tracked = [
+            value for value in self.objects.values() if isinstance(value, nn.Module)
+        ]  # DDP may be the user's own
+        shared = list(dict.fromkeys([*self.modules, *tracked]))
+        for module in shared:
             self._parallel.share_buffers(module)
+        return shared
 
     # Saving
 

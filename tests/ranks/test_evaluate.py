@@ -32,10 +32,11 @@ from jobkit.run.layout import Layout
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.train.batches import DynamicBatches, LockstepBatches
-from jobkit.train.data_parallel import data_parallel
-from jobkit.train.evaluate import evaluate, independent_forwards
+from jobkit.train.data_parallel import data_parallel, synchronise_buffers
+from jobkit.train.ddp_buffers import independent_forwards
+from jobkit.train.evaluate import evaluate
+from jobkit.train.outputs import Outputs
 from jobkit.train.parallel import Parallel
-from jobkit.train.scores import SampleScores
 from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.launcher import Topology
 from jobkit.worker.rank import Rank
@@ -121,11 +122,11 @@ def test_the_others_compute_what_a_slow_rank_does_not_come_to() -> None:
 
 def strange_floats(team: Team) -> list[bytes]:
     """The bits of every value that is gathered from two ranks, a batch each."""
-    scores = SampleScores(4, 2)
+    scores, ranks = Outputs(4, 2), RankGroup.of(team.group)
     mine = [[-0.0, float("nan")], [float("-inf"), 5e-324]][team.rank]
     scores.add(team.rank, {"b": torch.tensor(mine, dtype=torch.float64), "a": torch.tensor([1, 2])})
-    together = scores.gathered().result()
-    assert isinstance(together, dict) and list(together) == ["a", "b"]
+    scores.agree(ranks)
+    together = scores.gathered(ranks)
     return [together["b"].numpy().tobytes(), together["a"].tolist()]
 
 
@@ -218,6 +219,7 @@ def with_batch_norm(team: Team, batches: int) -> tuple[Any, list[float]]:
     statistics = model.module[1].running_mean
     statistics.fill_(float(team.rank))  # as after a step of training, which each rank has its own samples for
     model.eval()
+    synchronise_buffers(model)
     with independent_forwards([model]):
         mean = evaluate(lambda batch, ids: model(batch.float()).sum(1), Indexed(2 * batches), batch_size=2)
     model.train()
@@ -361,16 +363,15 @@ class Run:
                 raise Stopped("preempted", step, checkpoint)
             self.signals.clear()
 
-        scores = evaluations.run(
+        result = evaluations.run(
             value,
             Indexed(20),
             batch_size=batch_size,
             step=step,
-            models=[],
+            equal=[],
             may_stop=lambda: may_stop,
             stop_if_told=stop,
         )
-        result = scores.result()
         assert isinstance(result, torch.Tensor)
         return result
 
