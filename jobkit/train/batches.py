@@ -21,9 +21,10 @@ STOPPED = 1 << 32
 class DynamicBatches:
     """The next batch goes to the rank that asks next: a slow one does less, and holds the others up by a batch at most.
 
-    Where batches are loaded ahead, a rank reserves at most half of what it will come to at its pace so far, so that
-    nobody waits at the end for what a slow one has reserved. `store` is one that all `ranks` share, `key` that of a
-    counter in it, for this hand-out alone.
+    Where batches are loaded ahead, a rank reserves no more of those that are left than it will come to at its pace so
+    far, so that nobody waits at the end for what a slow one has reserved.
+
+    `store` is one that all `ranks` share, `key` that of a counter in it, for this hand-out alone.
     """
 
     def __init__(self, numbers: Sequence[int], store: Store, key: str, ranks: int = 1) -> None:
@@ -39,14 +40,12 @@ class DynamicBatches:
 
     def take(self, held: int = 0) -> int | None:
         """The next batch's number; None at the end, NOT_YET where the `held` ones not computed yet are enough."""
-        if held:
+        if held and self._ranks > 1:
             self._look(self._store.add(self._key, 0))
             left = len(self.numbers) - self.taken
-            share = min(self._own / max(1, self.taken), 1 / self._ranks)
-            if left > 0 and held + 1 > share * left / 2:
+            share = min(self._own / self.taken, 1 / self._ranks)
+            if left and held + 1 > share * left:
                 return NOT_YET
-            if left == 0:
-                return None
         turn = self._store.add(self._key, 1) - 1
         self._look(turn + 1)
         if turn >= len(self.numbers):

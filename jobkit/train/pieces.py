@@ -51,10 +51,16 @@ class Packed:
 
 
 def pack(batches: list[Batch]) -> Packed:
-    """Batches as a piece that has not been written yet, so that its tensors are not copied so far."""
+    """Batches as a piece that has not been written yet, so that its tensors are not copied so far.
+
+    Raises ValueError where an object in it cannot be pickled.
+    """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(batches)
+    try:
+        pickler.dump(batches)
+    except Exception as error:  # PicklingError, AttributeError, TypeError: as the object has it
+        raise ValueError(f"function returned what cannot be sent from rank to rank: {error}") from error
     return Packed(buffer.getvalue(), pickler.tensors)
 
 
