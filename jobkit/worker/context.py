@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -97,7 +97,7 @@ class Context:
         self.has_returned = "result" in extra
         """Whether the checkpoint this attempt starts from was written after the training function had returned."""
         self._earlier_result = extra.get("result")
-        self._tracked = TrackedState(self._engine.parallel, self._checkpointer, restored)
+        self._tracked = TrackedState(self._engine.parallel, self._checkpointer, rank.group, restored)
         schedule = CheckpointSchedule(config.checkpoint, earlier)
         durable = restored.durable_step if restored is not None else None
         self._checkpoints = Checkpoints(
@@ -197,7 +197,7 @@ class Context:
 
     def averaged(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """While inside, the parameters are their moving averages, where the optimizer keeps any. Collective."""
-        return self._engine.averaged(optimizer)
+        return self._loop.unchanged_by(self._engine.averaged(optimizer))
 
     # State and loop
 
@@ -207,10 +207,13 @@ class Context:
         Anything with state_dict and load_state_dict. The state of `objects` is equal on all ranks, or a part of a whole
         that ctx.parallelize shares out: ranks that differ are an error of the first step. That of `per_rank`, as of a
         replay buffer or a data loader of one's own, is another on each rank, and is restored on as many ranks only.
+        A rank may be asked for a state_dict when the others are not.
         Raises CheckpointError for one whose state does not fit.
         """
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise TypeError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
+        if self._loop.total is not None:
+            raise JobkitError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
         own = dict(per_rank or {})
         for name, value in {**objects, **own}.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -307,17 +310,24 @@ class Context:
         return self._mapped(function, given, batch_size=batch_size, to_all=to == "all", **options)
 
     def _mapped(self, function: Callable[[Any, torch.Tensor], Any], items: Any, **options: Any) -> Any:
-        found = self._evaluator.run(
-            function,
-            items,
-            step=self.step,
-            equal=self._tracked.share_buffers(),
-            may_stop=self._loop.may_stop_here,
-            stop_if_told=self._loop.stop_if_told,
-            **options,
-        )
+        with self._loop.unchanged_by(self._alike()):
+            found = self._evaluator.run(
+                function,
+                items,
+                step=self.step,
+                equal=self._tracked.replicas(),
+                may_stop=self._loop.may_stop_here,
+                stop_if_told=self._loop.stop_if_told,
+                **options,
+            )
         self._loop.evaluated()
         return found
+
+    @contextmanager
+    def _alike(self) -> Iterator[None]:
+        """All ranks have the same buffers."""
+        self._tracked.share_buffers()
+        yield
 
     # The end
 
