@@ -162,7 +162,7 @@ def test_in_lockstep_every_rank_has_equally_many_batches_and_none_is_left_out(co
     assert {number for one in dealt for number in one} == set(numbers)
 
 
-def with_a_collective(team: Team) -> float:
+def with_a_collective(team: Team, num_workers: int) -> float:
     """Of a function in which all ranks must meet; the ranks of one pair have the same batches."""
 
     def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -170,13 +170,14 @@ def with_a_collective(team: Team) -> float:
         return noisy(batch, ids)
 
     lockstep = LockstepBatches(range(5), team.rank // 2, team.world_size // 2)
-    mean = evaluate(value, Indexed(17), batch_size=4, batches=lockstep)
+    mean = evaluate(value, Indexed(17), batch_size=4, batches=lockstep, num_workers=num_workers)
     assert isinstance(mean, float)
     return mean
 
 
-def test_a_function_in_which_all_ranks_meet_gives_the_same_number_in_lockstep() -> None:
-    assert on_ranks(4, with_a_collective) == [evaluate(noisy, Indexed(17), batch_size=4)] * 4
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_in_which_all_ranks_meet_gives_the_same_number_in_lockstep(num_workers: int) -> None:
+    assert on_ranks(4, with_a_collective, num_workers) == [evaluate(noisy, Indexed(17), batch_size=4)] * 4
 
 
 def stopped_in_lockstep(team: Team) -> list[int]:
