@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from jobkit.run.device_kinds import has_streams
 from jobkit.train.batches import NOT_YET, HandOut
-from jobkit.train.data import derive_seed, preserved_generators, seed_cpu_generators
+from jobkit.train.data import derive_seed, seed_cpu_generators
 
 Collate = Callable[[list[Any]], Any]
 
@@ -19,7 +20,7 @@ class CollatedBatches(Dataset[Any]):
     """Batch number `i` of a dataset, collated: the same whichever process loads it.
 
     Random numbers that the dataset draws for a sample come from (seed, sample), those of `collate_fn` from
-    (seed, batch); the generators of a process that trains are put back.
+    (seed, batch); the generators of this process are seeded.
     """
 
     def __init__(
@@ -30,14 +31,10 @@ class CollatedBatches(Dataset[Any]):
         self.collate_fn = collate_fn or default_collate
 
     def __getitem__(self, number: int) -> tuple[int, Any]:
-        if number == NOT_YET:
-            return number, None
-        if get_worker_info() is not None:  # a worker process has nobody else's generators to spare
-            return number, self._load(number)
-        with preserved_generators():
-            return number, self._load(number)
+        return number, None if number == NOT_YET else self.load(number)
 
-    def _load(self, number: int) -> Any:
+    def load(self, number: int) -> Any:
+        """The batch alone."""
         samples = []
         for sample in range(number * self.batch_size, min(self.length, (number + 1) * self.batch_size)):
             seed_cpu_generators(derive_seed(self.seed, "sample", 0, sample))
@@ -48,13 +45,13 @@ class CollatedBatches(Dataset[Any]):
 
 def loaded(
     batches: CollatedBatches, hand_out: HandOut, device: torch.device, *, num_workers: int = 0, **options: Any
-) -> Generator[tuple[int, Any]]:
-    """(number, batch) of each that is handed to this rank; to be closed, which ends the workers.
+) -> Generator[tuple[int, Callable[[], Any]]]:
+    """(number, what returns the batch) of each that is handed to this rank; to be closed, which ends the workers.
 
     `options` are DataLoader's for its workers: prefetch_factor, worker_init_fn, multiprocessing_context, timeout.
     """
     if not num_workers:
-        yield from (batches[number] for number in hand_out)
+        yield from ((number, partial(batches.load, number)) for number in hand_out)
         return
     reserved = _Reserved(hand_out)
     loader = DataLoader(
@@ -71,7 +68,7 @@ def loaded(
     iterator = iter(loader)
     try:
         while hand_out.proceed() and (found := _next(iterator)) is not None:
-            yield found
+            yield found[0], partial(_as_it_is, found[1])
             reserved.held -= 1
     finally:
         # What DataLoader's iterator does when nobody refers to it; the traceback of an error may do so for long.

@@ -79,11 +79,12 @@ def computed(
     seed_all = seed_cpu_generators if device.type == "cpu" else seed_generators
     collated = CollatedBatches(dataset, outputs.length, outputs.batch_size, seed, collate_fn)
     with closing(loaded(collated, batches, device, **workers)) as found:
-        for number, batch in found:
+        for number, load in found:
             ids = outputs.ids(number).to(device)
             with torch.no_grad(), preserved_generators(device):
+                batch = to_device(load(), device)
                 seed_all(derive_seed(seed, "evaluate", number))
-                output = function(to_device(batch, device), ids)
+                output = function(batch, ids)
             yield number, output
 
 
