@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.state import rng_state
+from jobkit.checkpoint.state import device_rng_states
 from jobkit.checkpoint.summary import digest, summarise, windows
 from jobkit.train.optimizer_state import Sharded
 from jobkit.train.parallel import unwrapped
@@ -50,7 +53,7 @@ class StateWatch:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = [device for device in devices if device.type != "cpu"]
+        self._generators = _Generators(devices)
         self._seconds: deque[float] = deque(maxlen=8)
         """What the last ones cost."""
         self._modules: list[_Module] = []
@@ -79,7 +82,7 @@ class StateWatch:
         watched = [one.parts() for one in self._modules], [one.parts() for one in self._optimizers]
         digests = [digest(summarise(value.state_dict())) for value in self._others]
         elements = [one for module in self._modules for one in module.elements()]
-        found = Fingerprint((_generators(self._devices), watched, digests), elements)
+        found = Fingerprint((self._generators.states(), watched, digests), elements)
         self._seconds.append(time.perf_counter() - started)
         return found
 
@@ -156,9 +159,26 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _generators(devices: Sequence[torch.device]) -> Any:
-    """The states of all generators: Python's, NumPy's, torch's, and each device's; in what can be compared."""
-    state = rng_state(*devices)
-    name, keys, *rest = state["numpy"]
-    own = [(kind, one.numpy().tobytes()) for kind, one in state["devices"]]
-    return state["python"], (name, keys.tobytes(), *rest), state["torch"].numpy().tobytes(), own
+class _Generators:
+    """The generators of Python, NumPy, torch and some devices."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._numpy: tuple[bytes, tuple[Any, ...]] | None = None
+
+    def states(self) -> Any:
+        """Their states, in what can be compared."""
+        own = [(kind, state.numpy().tobytes()) for kind, state in device_rng_states(*self._devices)]
+        return random.getstate(), self._numpy_state(), torch.get_rng_state().numpy().tobytes(), own
+
+    def _numpy_state(self) -> tuple[Any, ...]:
+        """NumPy takes 40 us to make its state a tuple, so its memory is compared first."""
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if not isinstance(generator, np.random.MT19937):
+            return (repr(generator.state),)
+        memory = ctypes.string_at(generator.ctypes.state_address, 4 * 624 + 4)  # the key and the position in it
+        if self._numpy is None or self._numpy[0] != memory or self._numpy[1][-2]:
+            # With a second normal number kept for later, which lies elsewhere, the memory does not tell everything.
+            name, keys, *rest = tuple(np.random.get_state())
+            self._numpy = memory, (name, np.asarray(keys).tobytes(), *rest)
+        return self._numpy[1]
