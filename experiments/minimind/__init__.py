@@ -36,13 +36,18 @@ def train(ctx: jobkit.Context) -> dict[str, float | str]:
     loader = ctx.loader(corpus.training(p.length), global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
+    def write(prompts: list[str], ids: Tensor) -> list[str]:
+        (prompt,) = prompts
+        with ctx.autocast():
+            return complete(model, tokenizer, prompt, **p.sampling, window=p.length, seed=0, device=ctx.device)
+
     def validate() -> dict[str, float]:
         costs = held_out_costs(ctx, model, corpus, p.length, p.validate_batch)
-        with ctx.autocast():  # on every rank: where the model is sharded, all of them take part
-            (text,) = complete(model, tokenizer, p.prompt, **p.sampling, window=p.length, seed=0, device=ctx.device)
+        texts = ctx.map(write, [p.prompt], to="main")
         ctx.log({f"validation/{name}": cost for name, cost in costs.items()})
-        ctx.log_text("sample", f"```\n{text}\n```")
         if ctx.is_main:
+            (text,) = texts
+            ctx.log_text("sample", f"```\n{text}\n```")
             write_text(ctx.run_dir / "samples" / f"step_{ctx.step:08d}.txt", text)
         return costs
 

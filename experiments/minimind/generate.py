@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
@@ -32,14 +31,14 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
     def file(prompt: int, sample: int) -> Path:
         return ctx.run_dir / "samples" / f"{prompt:04d}_{sample:04d}.txt"
 
-    def write(numbers: Tensor, ids: Tensor) -> Tensor:
-        (prompt,) = numbers.tolist()
-        seed = derive_seed(ctx.seed, "generate", prompt)
+    def write(prompts: list[str], ids: Tensor) -> list[list[str]]:
+        (prompt,), (number,) = prompts, ids.tolist()
+        seed = derive_seed(ctx.seed, "generate", number)
         with ctx.autocast():
             texts = complete(
                 net,
                 tokenizer,
-                p.prompts[prompt],
+                prompt,
                 samples=p.samples,
                 **p.sampling,
                 window=trained.length,
@@ -47,15 +46,14 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
                 device=ctx.device,
             )
         for sample, text in enumerate(texts):
-            write_text(file(prompt, sample), text)
-        return torch.zeros(1)  # a value is asked for; the files are what counts
+            write_text(file(number, sample), text)
+        return [texts]
 
-    ctx.evaluate(write, range(len(p.prompts)), batch_size=1)
+    written = ctx.map(write, list(p.prompts), to="main")
     if ctx.is_main:
         print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
-    if ctx.is_main:
-        for prompt in range(len(p.prompts)):
-            ctx.log_text(f"samples/{prompt:04d}", f"```\n{file(prompt, 0).read_text(encoding='utf-8')}```")
+        for number, texts in enumerate(written):
+            ctx.log_text(f"samples/{number:04d}", f"```\n{texts[0]}\n```")
     return {**held_out_costs(ctx, net, corpus, trained.length, trained.validate_batch), "corpus": corpus.sha256}
 
 

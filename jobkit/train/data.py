@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.loader_options import LoaderOptions
 from jobkit.train.nested import to_device
 from jobkit.train.order import SampleOrder
@@ -88,7 +88,7 @@ class Source(Protocol):
         """What `load` takes."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; raises JobkitError where it is of something else."""
+        """Continue from a state; raises UsageError where it is of something else."""
 
 
 class DatasetSource:
@@ -110,7 +110,7 @@ class DatasetSource:
         weights: Sequence[float] | torch.Tensor | None,
     ) -> None:
         if not hasattr(dataset, "__len__"):
-            raise JobkitError(
+            raise UsageError(
                 f"the {type(dataset).__name__} of ctx.loader has no length: give it __len__, or make it an "
                 "IterableDataset"
             )
@@ -136,12 +136,12 @@ class DatasetSource:
         return {"length": self._order.length, "order": self._order.kind}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Raises JobkitError where a state is of another order."""
+        """Raises UsageError where a state is of another order."""
         own = self.state()
         if state["length"] != own["length"]:
-            raise JobkitError(f"the checkpoint's loader has length {state['length']}, this one {own['length']}")
+            raise UsageError(f"the checkpoint's loader has length {state['length']}, this one {own['length']}")
         if state["order"] != own["order"]:
-            raise JobkitError(
+            raise UsageError(
                 f"the checkpoint's loader has the order {state['order']!r}, this one {own['order']!r}: the rest of its "
                 "epoch would be other samples"
             )
@@ -157,7 +157,7 @@ class Loader:
     `name` tells loaders apart that draw from one seed. `sharded` says that a stream gives each rank other samples by
     itself (True), or has each rank read all of it (False); None leaves it to what the stream can. `own_state=False`
     has a stream continued by reading what has been read, where its state_dict does not say all. The further options are
-    those of LoaderOptions. Raises JobkitError for options that do not fit.
+    those of LoaderOptions. Raises UsageError for options that do not fit.
     """
 
     def __init__(
@@ -194,11 +194,11 @@ class Loader:
         self._source: Source
         if is_stream(dataset):
             if given := [key for key, value in ordered.items() if value is not None]:
-                raise JobkitError(f"{given[0]} of ctx.loader: a stream comes in an order of its own, so do it there")
+                raise UsageError(f"{given[0]} of ctx.loader: a stream comes in an order of its own, so do it there")
             self._source = StreamSource(dataset, **place, **streamed)
         else:
             if given := [key for key, value in streamed.items() if value is not None]:
-                raise JobkitError(
+                raise UsageError(
                     f"{given[0]} of ctx.loader is for streams, and this dataset has a length: leave it out"
                 )
             self._source = DatasetSource(dataset, **place, shuffle=_shuffle(shuffle, weights), weights=weights)
@@ -234,18 +234,16 @@ class Loader:
         return {**own, **self._source.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; raises JobkitError when it is of other samples, or of another order of them."""
+        """Continue from a state; raises UsageError when it is of other samples, or of another order of them."""
         if "name" not in state:
-            raise JobkitError(
-                "the checkpoint was written by an older jobkit, whose loader had another order of samples"
-            )
+            raise UsageError("the checkpoint was written by an older jobkit, whose loader had another order of samples")
         for key in ("name", "global_batch_size"):
             if state[key] != (own := getattr(self, key)):
-                raise JobkitError(
+                raise UsageError(
                     f"the checkpoint's loader has {key} {state[key]}, this one {own}: not the same samples"
                 )
         if ("sharing" in state) != ("sharing" in self._source.state()):
-            raise JobkitError("the checkpoint's loader reads a stream and this one does not, or the other way round")
+            raise UsageError("the checkpoint's loader reads a stream and this one does not, or the other way round")
         self._source.load(state)
         self.position = int(state["position"])
         self._iterator = None
@@ -254,16 +252,16 @@ class Loader:
 def _check_batch_size(size: Any, ranks: int) -> None:
     if not isinstance(size, int) or size < 1:
         found = f"{size!r}" if size else "none"
-        raise JobkitError(f"ctx.loader needs global_batch_size, the samples of a batch over all ranks, and got {found}")
+        raise UsageError(f"ctx.loader needs global_batch_size, the samples of a batch over all ranks, and got {found}")
     if size < ranks:
-        raise JobkitError(
+        raise UsageError(
             f"global_batch_size {size} leaves some of {ranks} ranks without a sample: give at least {ranks}"
         )
 
 
 def _shuffle(shuffle: Any, weights: Any) -> bool:
     if not isinstance(shuffle, (bool, type(None))):
-        raise JobkitError(f"shuffle={shuffle!r} of ctx.loader: expected True or False; weights=... draws by weights")
+        raise UsageError(f"shuffle={shuffle!r} of ctx.loader: expected True or False; weights=... draws by weights")
     if weights is not None and shuffle is False:
-        raise JobkitError("weights of ctx.loader draw samples at random: leave shuffle=False out, or the weights")
+        raise UsageError("weights of ctx.loader draw samples at random: leave shuffle=False out, or the weights")
     return True if shuffle is None else shuffle

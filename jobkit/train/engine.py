@@ -91,7 +91,7 @@ class Engine:
         """
         own = str(len(self.loaders)) if name is None else name
         if any(loader.name == own for loader in self.loaders):
-            raise JobkitError(f"ctx.loader has been given the name {own!r} twice: each loader needs one of its own")
+            raise UsageError(f"ctx.loader has been given the name {own!r} twice: each loader needs one of its own")
         place: dict[str, Any] = {"rank": self.parallel.data_rank, "world_size": self.parallel.layout.data}
         place |= {"device": self._device, "seed": self._config.seed}
         loader = Loader(dataset, name=own, **{**place, **options})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from jobkit.errors import JobkitError, nearest
+from jobkit.errors import UsageError, nearest
 from jobkit.run.device_kinds import has_streams
 
 INSTEAD = {
@@ -53,14 +53,14 @@ class LoaderOptions:
     def of(cls, options: Mapping[str, Any], others: Collection[str]) -> LoaderOptions:
         """The options that a user gave, `others` being further names that would have been right.
 
-        Raises JobkitError for one that is unknown or cannot be.
+        Raises UsageError for one that is unknown or cannot be.
         """
         own = [field.name for field in fields(cls)]
         for name in options:
             if name in INSTEAD:
-                raise JobkitError(f"ctx.loader takes no {name}: {INSTEAD[name]}")
+                raise UsageError(f"ctx.loader takes no {name}: {INSTEAD[name]}")
             if name not in own:
-                raise JobkitError(
+                raise UsageError(
                     f"ctx.loader takes no {name}{nearest(name, [*own, *others])} "
                     f"(it takes {', '.join([*others, *own])})"
                 )
@@ -75,13 +75,13 @@ class LoaderOptions:
         for name in ("collate_fn", "worker_init_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise JobkitError(f"{name}={value!r} of ctx.loader: expected a function")
+                raise UsageError(f"{name}={value!r} of ctx.loader: expected a function")
         for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
             if getattr(self, name) and self.num_workers == 0:
-                raise JobkitError(f"{name} of ctx.loader needs workers: give num_workers too, or leave {name} out")
+                raise UsageError(f"{name} of ctx.loader needs workers: give num_workers too, or leave {name} out")
         context, methods = self.multiprocessing_context, multiprocessing.get_all_start_methods()
         if isinstance(context, str) and context not in methods:
-            raise JobkitError(
+            raise UsageError(
                 f"multiprocessing_context={context!r} of ctx.loader: expected one of {', '.join(methods)}"
                 f"{nearest(context, methods)}"
             )
@@ -112,7 +112,7 @@ class LoaderOptions:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             if self.num_workers == 0:
                 raise
-            raise JobkitError(
+            raise UsageError(
                 f"the loader's workers cannot be started: {error}; what is started by forkserver or spawn gets the "
                 "dataset and its functions by pickle: define them at the top of a module, or give "
                 "multiprocessing_context='fork'"
@@ -122,7 +122,7 @@ class LoaderOptions:
 def _check_number(name: str, value: Any, kinds: Any, least: int) -> None:
     if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value < least):
         kind = "a whole number" if kinds is int else "a number"
-        raise JobkitError(f"{name}={value!r} of ctx.loader: expected {kind} of at least {least}")
+        raise UsageError(f"{name}={value!r} of ctx.loader: expected {kind} of at least {least}")
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.seeds import derive_seed, mixed
 
 Numbers = NDArray[np.uint64]
@@ -90,7 +90,7 @@ class SampleOrder:
         weights: Sequence[float] | torch.Tensor | None = None,
     ) -> None:
         if length < 1:
-            raise JobkitError("the dataset of ctx.loader is empty: it needs at least one sample")
+            raise UsageError("the dataset of ctx.loader is empty: it needs at least one sample")
         self.length = length
         self.global_batch_size = global_batch_size
         self.seed = seed
@@ -137,13 +137,13 @@ class SampleOrder:
 
 
 def _running_sums(weights: Sequence[float] | torch.Tensor, length: int) -> NDArray[np.float64]:
-    """The running sums [length] of weights; raises JobkitError for what are none."""
+    """The running sums [length] of weights; raises UsageError for what are none."""
     try:
         found = np.asarray(weights, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise JobkitError(f"weights of ctx.loader must be numbers, one for each sample: {error}") from None
+        raise UsageError(f"weights of ctx.loader must be numbers, one for each sample: {error}") from None
     if found.shape != (length,):
-        raise JobkitError(f"weights of ctx.loader has the shape {list(found.shape)}: expected one for each of {length}")
+        raise UsageError(f"weights of ctx.loader has the shape {list(found.shape)}: expected one for each of {length}")
     if not (np.isfinite(found).all() and (found >= 0).all() and found.any()):
-        raise JobkitError("weights of ctx.loader must be finite and not negative, and not all 0")
+        raise UsageError("weights of ctx.loader must be finite and not negative, and not all 0")
     return np.cumsum(found)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torchs_worker
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.loader_options import LoaderOptions
 from jobkit.train.order import share_of
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators
@@ -30,10 +30,10 @@ OWN = "sharded by itself"
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can only be read from its beginning on. Raises JobkitError for what is no dataset."""
+    """Whether a dataset can only be read from its beginning on. Raises UsageError for what is no dataset."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
-        raise JobkitError(
+        raise UsageError(
             f"ctx.loader makes batches of a dataset, and was given a {kind}: give it that one's dataset, or keep your "
             "own and, where it has a state_dict, call ctx.track(per_rank={'loader': it})"
         )
@@ -42,9 +42,9 @@ def is_stream(dataset: Any) -> bool:
     if hasattr(dataset, "__getitem__"):
         return False
     if not hasattr(dataset, "__iter__"):
-        raise JobkitError(f"ctx.loader takes a Dataset or an IterableDataset, and was given a {kind}")
+        raise UsageError(f"ctx.loader takes a Dataset or an IterableDataset, and was given a {kind}")
     if hasattr(dataset, "__next__"):
-        raise JobkitError(
+        raise UsageError(
             f"ctx.loader was given a {kind}, which can be read once and not again from its beginning: give it an "
             "object whose __iter__ begins anew, as an IterableDataset"
         )
@@ -268,7 +268,7 @@ class StreamSource:
                 item = next(items)
             if item.is_empty:
                 where = f"worker {item.worker} of {self._streams} of " if self._streams > 1 else ""
-                raise JobkitError(
+                raise UsageError(
                     f"the stream gives {where}rank {self._rank} no samples: it needs some for each"
                     + (", or fewer num_workers" if where else "")
                 )
@@ -281,17 +281,17 @@ class StreamSource:
         return {"sharing": self.sharing, "places": [asdict(place) for place in self._places]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; raises JobkitError where the stream was shared out in another way."""
+        """Continue from a state; raises UsageError where the stream was shared out in another way."""
         if state["sharing"] != self.sharing:
-            raise JobkitError(f"the checkpoint's stream was {state['sharing']}, this one is {self.sharing}")
+            raise UsageError(f"the checkpoint's stream was {state['sharing']}, this one is {self.sharing}")
         places = [Place(**place) for place in state["places"]]
         if len(places) != len(self._places):
-            raise JobkitError(
+            raise UsageError(
                 f"the checkpoint's stream was read by {len(places)} worker(s) on each rank, and num_workers asks for "
                 f"{len(self._places)}: each goes on with a part of its own, so it must be {len(places)} again"
             )
         if self._own_state != any(place.state is not None for place in places) and any(p.offset for p in places):
-            raise JobkitError("the checkpoint's stream was continued by own_state=" + str(not self._own_state))
+            raise UsageError("the checkpoint's stream was continued by own_state=" + str(not self._own_state))
         self._places = places
 
     def _split(self, stream: Any) -> list[Any]:
@@ -300,7 +300,7 @@ class StreamSource:
             split = importlib.import_module("datasets.distributed").split_dataset_by_node
             part = split(stream, rank=self._rank, world_size=self._world_size) if self._world_size > 1 else stream
             if part.num_shards < self._streams:
-                raise JobkitError(
+                raise UsageError(
                     f"the stream has {part.num_shards} shard(s) on rank {self._rank}, too few for num_workers="
                     f"{self._options.num_workers}: give at most {part.num_shards}, or make more shards"
                 )
@@ -312,7 +312,7 @@ class StreamSource:
         try:
             return [stream.shard(num_shards=count, index=first + index) for index in range(self._streams)]
         except (ValueError, IndexError) as error:
-            raise JobkitError(
+            raise UsageError(
                 f"the stream cannot be divided into {count} parts, one for each worker of each rank: {error}; give "
                 "fewer num_workers, or sharded=False to have each read all of it"
             ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from jobkit.run.events import Event
 from jobkit.train.accumulation import BatchSize, Loss
 from jobkit.train.data import Loader
 from jobkit.train.engine import Engine
-from jobkit.train.evaluate import Metrics, PerSample, independent_forwards, means
+from jobkit.train.evaluate import Metrics, PerSample, as_scores, means
 from jobkit.train.hooks import ForwardHook, uncompiled
 from jobkit.train.parallel import unwrapped
 from jobkit.train.seeds import derive_seed, seed_generators
@@ -248,7 +248,9 @@ class Context:
 
         A step ends where the loop asks for the next one. Raises Stopped, on every rank, after a signal to stop.
         """
-        return self._loop.steps(total)
+        for step in self._loop.steps(total):
+            yield step
+            self._evaluator.end_step()
 
     # Logging
 
@@ -296,26 +298,61 @@ class Context:
         self, function: Callable[[Any, torch.Tensor], Values], dataset: Dataset[Any], *, batch_size: int, **options: Any
     ) -> Values:
         """What `evaluate` takes the mean of: float64 [len(dataset)] by sample number, on the CPU of every rank."""
+        scores = as_scores(function)
+        return self._mapped(scores, dataset, batch_size=batch_size, **options)  # type: ignore[no-any-return]
+
+    def map(
+        self,
+        function: Callable[[Any, torch.Tensor], Any],
+        items: Sized | int,
+        *,
+        batch_size: int = 1,
+        to: str = "all",
+        **options: Any,
+    ) -> Any:
+        """What `function(batch, ids)` returns for all items, in their order; all ranks work, as in `evaluate`.
+
+        `items` is a dataset, a sequence, or a number n for those from 0 to n - 1. `batch` is of up to `batch_size` of
+        them, collated and on the device, `ids` are their numbers, int64 [n]. For n items `function` returns a tensor
+        [n, ...], of one shape but for n, or a list of n objects that can be pickled (texts, tensors of any shapes), or
+        a dict or tuple of such; None stands for None for each. The result has the same form: tensors
+        [len(items), ...] on the CPU, lists of len(items).
+
+        `to="all"` returns it on every rank, `to="main"` on rank 0 alone, and None on the others; rank 0 then has it
+        twice until the step ends, for the case that a stop breaks off something else in it. Options, also those of
+        `evaluate`: `num_workers` processes load batches ahead, with DataLoader's `prefetch_factor`, `worker_init_fn`
+        and `multiprocessing_context`; `collate_fn` makes a batch of a list of items. What one rank's function raises is
+        raised on all.
+        """
+        if to not in ("all", "main"):
+            raise UsageError(f"ctx.map(to=...): found {to!r}, allowed: 'all', 'main'")
+        given: Any = range(items) if isinstance(items, int) else items
+        if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+            raise UsageError(
+                f"ctx.map: found a {type(items).__name__} as items, expected a dataset or a sequence, "
+                "which has a length and numbered items, or how many there are: make a list of it"
+            )
+        return self._mapped(function, given, batch_size=batch_size, to_all=to == "all", **options)
+
+    def _mapped(self, function: Callable[[Any, torch.Tensor], Any], items: Any, **options: Any) -> Any:
         with self._loop.unchanged_by(self._alike()):
-            scores = self._evaluator.run(
+            found = self._evaluator.run(
                 function,
-                dataset,
-                batch_size=batch_size,
+                items,
                 step=self.step,
-                models=(),
+                equal=self._tracked.replicas(),
                 may_stop=self._loop.may_stop_here,
                 stop_if_told=self._loop.stop_if_told,
                 **options,
             )
         self._loop.evaluated()
-        return scores.result()  # type: ignore[return-value]
+        return found
 
     @contextmanager
     def _alike(self) -> Iterator[None]:
-        """All ranks have the same buffers, and call their models each for itself."""
+        """All ranks have the same buffers."""
         self._tracked.share_buffers()
-        with independent_forwards(self._engine.modules):
-            yield
+        yield
 
     # The end
 

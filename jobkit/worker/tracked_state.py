@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, unescape
@@ -94,9 +93,15 @@ class TrackedState:
     def _all(self) -> dict[str, Any]:
         return {**self.objects, **self.own_objects}
 
+    def replicas(self) -> list[nn.Module]:
+        """The modules that all ranks have: what ctx.parallelize made, and what a user made and maybe put into DDP."""
+        return list(
+            dict.fromkeys([*self.modules, *(one for one in self.objects.values() if isinstance(one, nn.Module))])
+        )
+
     def share_buffers(self) -> None:
-        wrapped = [value for value in self.objects.values() if isinstance(value, DistributedDataParallel)]
-        for module in dict.fromkeys([*self.modules, *wrapped]):  # DDP may be the user's own
+        """Give every rank the first one's buffers of those modules."""
+        for module in self.replicas():
             self._parallel.share_buffers(module)
 
     # Saving

@@ -6,10 +6,12 @@ import json
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from harness.attempts import attempt
 from harness.experiment_folder import Folder
 from harness.project import logged_steps, status, weights
 from harness.ranks import Team, on_ranks
@@ -18,7 +20,7 @@ from PIL import Image, ImageSequence
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from experiments.cogvideo import network, sample_clips
+from experiments.cogvideo import drawn_clips, network, sample_clips
 from experiments.cogvideo.clips import Clips, split, write_index
 from experiments.cogvideo.diffusion import STEPS, NoiseSchedule, denoise, fixed_noise, guided, spread_steps
 from experiments.cogvideo.digits import moving, to_latent, to_pixels, write_moving_digits
@@ -265,6 +267,24 @@ def test_a_sampled_clip_depends_on_its_number_and_text_alone() -> None:
     assert torch.allclose(sample_clips(net, schedule, texts[1:], [6], p)[0], both[1], atol=1e-5)
     assert not torch.allclose(sample_clips(net, schedule, texts[1:], [5], p)[0], both[1], atol=0.1)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def validation_clips(ctx: Any) -> tuple[Any, int]:
+    """What rank 0 is shown of four clips, and how often this rank has called the network, twice for each of them."""
+    p = OmegaConf.create({"latent": [4, 3, 4, 6], "guidance": 1.0, "denoising_steps": 2})
+    net = small_net()
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    held_out = [(torch.zeros(0), text) for text in torch.cat(2 * [some_input()[2]])]
+    latents = ctx.map(drawn_clips(ctx, NoiseSchedule(3.0), net, p), held_out, to="main")
+    return (None if latents is None else latents.tolist()), len(calls)
+
+
+def test_a_validation_draws_each_clip_once_on_one_rank_or_another(tmp_path: Path) -> None:
+    ((serial, calls),) = attempt(1, tmp_path / "1", validation_clips)
+    (first, *others) = attempt(3, tmp_path / "3", validation_clips)
+    assert first[0] == serial and [latents for latents, _ in others] == [None, None]
+    assert calls == first[1] + sum(calls for _, calls in others) == 8
 
 
 # The data
