@@ -6,7 +6,8 @@ import io
 import pickle
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -109,25 +110,51 @@ class _Unpickler(pickle.Unpickler):
         return self._parameters.setdefault(name, torch.nn.Parameter(tensor, requires_grad))
 
 
-def rng_state(device: torch.device | str) -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's generators, and of the device's own where it is not the CPU."""
-    device = torch.device(device)
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(*_of(device))
-    return state
+def rng_state(*devices: torch.device | str) -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's generators, and of those devices' own; the CPU is torch's."""
+    own = [(device.type, _module(device).get_rng_state(*_number(device))) for device in _with_generators(devices)]
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "devices": own,
+    }
 
 
-def set_rng_state(state: Mapping[str, Any], device: torch.device | str) -> None:
-    """Continue the generators where `rng_state` found them; one that was not saved, as of another device, is left."""
-    device = torch.device(device)
+def set_rng_state(state: Mapping[str, Any], *devices: torch.device | str) -> list[torch.device]:
+    """Continue the generators where `rng_state` found them, the first device of a kind as the first one was saved.
+
+    Returns the devices of which there is no state, as where the run was on others before; they are left as they are.
+    """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if device.type in state and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state[device.type], *_of(device))
+    saved = list(state["devices"])
+    left = []
+    for device in _with_generators(devices):
+        found = next((one for one in saved if one[0] == device.type), None)
+        if found is None:
+            left.append(device)
+        else:
+            saved.remove(found)
+            _module(device).set_rng_state(found[1], *_number(device))
+    return left
 
 
-def _of(device: torch.device) -> tuple[torch.device, ...]:
+def seed_device(device: torch.device, seed: int) -> None:
+    """Seed the generator of one device alone."""
+    with _module(device).device(device) if device.index is not None else nullcontext():
+        _module(device).manual_seed(seed)
+
+
+def _with_generators(devices: Iterable[torch.device | str]) -> list[torch.device]:
+    return [device for device in map(torch.device, devices) if device.type != "cpu"]
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _number(device: torch.device) -> tuple[torch.device, ...]:
     """Which device's generator is meant; mps, of which a machine has one without a number, does not ask."""
     return () if device.type == "mps" else (device,)

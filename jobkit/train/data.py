@@ -39,13 +39,13 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Put Python's, NumPy's and torch's CPU generator, and that of a device that is not the CPU, back as they were."""
-    state = rng_state(device or "cpu")
+def preserved_generators(*devices: torch.device) -> Iterator[None]:
+    """Put Python's, NumPy's and torch's CPU generator, and those of some devices, back as they were."""
+    state = rng_state(*devices)
     try:
         yield
     finally:
-        set_rng_state(state, device or "cpu")
+        set_rng_state(state, *devices)
 
 
 class SampleOrder:

@@ -100,7 +100,7 @@ class Checkpoints:
         return self._checkpointer.save(
             step,
             shared,
-            {"rng": rng_state(self._rank.device), **self._tracked.local_state()},
+            {"rng": rng_state(*self._rank.devices), **self._tracked.local_state()},
             held_by=held_by,
             extra=lambda: {"tensorboard": position(), **extra},
             # The next attempt may begin there without another checkpoint: no point may be lost that is not yet written.

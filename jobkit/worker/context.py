@@ -200,15 +200,21 @@ class Context:
 
     # State and loop
 
-    def track(self, **objects: Any) -> None:
+    def track(self, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
         """Make objects part of the checkpoint, by name; where the run is being continued they are restored here.
 
-        Anything with state_dict and load_state_dict. Raises CheckpointError for one whose state does not fit.
+        Anything with state_dict and load_state_dict. The state of `objects` is equal on all ranks, or a part of a whole
+        that ctx.parallelize shares out: ranks that differ are an error of the first step. That of `per_rank`, as of a
+        replay buffer or a data loader of one's own, is another on each rank, and is restored on as many ranks only.
+        Raises CheckpointError for one whose state does not fit.
         """
-        for name, value in objects.items():
+        if per_rank is not None and not isinstance(per_rank, Mapping):
+            raise TypeError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
+        own = dict(per_rank or {})
+        for name, value in {**objects, **own}.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
-            self._tracked.add(name, value)
+            self._tracked.add(name, value, per_rank=name in own)
             if isinstance(value, torch.optim.Optimizer):
                 self._loop.watch(value)
 

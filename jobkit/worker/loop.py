@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from jobkit.checkpoint.reader import RestoredCheckpoint
-from jobkit.checkpoint.state import set_rng_state
+from jobkit.checkpoint.state import seed_device, set_rng_state
 from jobkit.errors import CheckpointError, JobkitError
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
@@ -129,11 +129,13 @@ class TrainingLoop:
         restored, parallel = self._restored, self._engine.parallel
         world_size = self._rank.topology.world_size
         same_world = restored is not None and restored.manifest.world_size == world_size
+        seed = derive_seed(self._rank.config.seed, "train", parallel.data_rank, self.step)  # dropout differs by share
         # Ranks that compute the same samples draw the same numbers, which those of another layout may not have done.
         if restored is not None and restored.local is not None and (same_world or parallel.layout.data == world_size):
-            set_rng_state(restored.local["rng"], self._rank.device)
-        else:  # dropout differs from share to share
-            seed_generators(derive_seed(self._rank.config.seed, "train", parallel.data_rank, self.step))
+            for device in set_rng_state(restored.local["rng"], *self._rank.devices):
+                seed_device(device, seed)  # it was on other devices before, as on the CPU
+        else:
+            seed_generators(seed)
         if restored is not None and restored.local is not None and same_world:
             self._tracked.load_local_state(restored.local)
 

@@ -36,6 +36,14 @@ class Rank:
     def is_main(self) -> bool:
         return self.topology.rank == 0
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """`device`, and with several `gpus_per_task` those after it: each has a generator of its own."""
+        if self.device.index is None:
+            return [self.device]
+        first, count = self.device.index, max(1, self.config.resources.gpus_per_task)
+        return [torch.device(self.device.type, first + number) for number in range(count)]
+
 
 def join(found: Rendezvous, run: RunDir, config: Config, attempt: int) -> Rank:
     """Choose this rank's device and form the process group, on all ranks of a rendezvous together.

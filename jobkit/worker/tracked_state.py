@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class TrackedState:
 
     def __init__(self, parallel: Parallel, checkpointer: Checkpointer, loaded: RestoredCheckpoint | None) -> None:
         self.objects: dict[str, Any] = {}
+        """What all ranks have in common: equal on each, or a part of a whole."""
+        self.own_objects: dict[str, Any] = {}
+        """Those of which each rank has one with a state of its own."""
         self.modules: list[nn.Module] = []
         """What ctx.parallelize made, in that order: where the names of an optimizer's parameters come from."""
         self._parallel = parallel
@@ -51,19 +55,20 @@ class TrackedState:
         self.modules.append(module)
         self._names = parameter_names(unwrapped(one) for one in self.modules)
 
-    def add(self, name: str, value: Any) -> None:
+    def add(self, name: str, value: Any, *, per_rank: bool = False) -> None:
         """Track an object; where the run is being continued it is restored. Raises CheckpointError for a misfit."""
+        per_rank = per_rank or getattr(value, "state_is_per_rank", False)
         if self._loaded is not None:
-            self._restore(self._loaded, name, value)
-        self.objects[name] = value
+            (self._restore_own if per_rank else self._restore)(self._loaded, name, value)
+        (self.own_objects if per_rank else self.objects)[name] = value
 
     def forget_checkpoint(self) -> list[str]:
         """Nothing is restored from here on; returns the names in the checkpoint that nothing was tracked for."""
         if self._loaded is None:
             return []
-        saved = {name.split(PART)[0] for name in self._loaded.contents}
+        saved = {name.split(PART)[0] for name in self._loaded.contents} | _own_states(self._loaded).keys()
         self._loaded = None
-        return sorted(saved - set(self.objects))
+        return sorted(saved - self.objects.keys() - self.own_objects.keys())
 
     def share_buffers(self) -> None:
         wrapped = [value for value in self.objects.values() if isinstance(value, DistributedDataParallel)]
@@ -87,7 +92,7 @@ class TrackedState:
         return shared, held_by
 
     def local_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {"objects": {name: value.state_dict() for name, value in self.own_objects.items()}}
         if self._parallel.drifts:
             state["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
         if memory := [compression.state_dict() for compression in self._parallel.compressions]:
@@ -120,6 +125,22 @@ class TrackedState:
 
     # Restoring
 
+    def _restore_own(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
+        before, now = loaded.manifest.world_size, self._parallel.layout.world_size
+        if before != now:
+            raise CheckpointError(
+                f"{loaded.name} was written by {before} rank(s), and {now} are here: {name} has a state of its own on "
+                f"each rank, which no other rank can take; continue with {before}, or submit with --fresh"
+            )
+        states = _own_states(loaded)
+        if name not in states:
+            raise CheckpointError(
+                f"{loaded.name} has no {name!r} of each rank (it has: {', '.join(states) or 'none'}); "
+                "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
+            )
+        with _as_misfit(loaded, name):
+            value.load_state_dict(states[name])
+
     def _restore(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
         saved = [key for key in loaded.contents if key.split(PART)[0] == name]
         if not saved:
@@ -134,13 +155,8 @@ class TrackedState:
         read = self._checkpointer.read(
             loaded, templates, lambda key, path: whole or wanted is None or path.startswith(wanted)
         )
-        try:
+        with _as_misfit(loaded, name):
             self._load(value, read[name] if whole else self._joined(value, list(read.values())))
-        except Exception as error:
-            raise CheckpointError(
-                f"{name} does not take its state from {loaded.name}: {error}; "
-                "the code or the params that build it changed: undo that, or submit with --fresh"
-            ) from error
 
     def _load(self, value: Any, state: Any) -> None:
         if self._is_named(value):
@@ -179,3 +195,20 @@ class TrackedState:
             }
         own = unwrapped(value).state_dict()
         return {key: tensor for part in parts for key, tensor in part.items() if key in own}
+
+
+def _own_states(loaded: RestoredCheckpoint) -> dict[str, Any]:
+    """The states that this rank alone has, by the object's name; none where fewer ranks wrote the checkpoint."""
+    states: dict[str, Any] = (loaded.local or {}).get("objects", {})
+    return states
+
+
+@contextmanager
+def _as_misfit(loaded: RestoredCheckpoint, name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} does not take its state from {loaded.name}: {error}; "
+            "the code or the params that build it changed: undo that, or submit with --fresh"
+        ) from error
