@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 from torch import Tensor
 
 import jobkit
@@ -19,6 +18,7 @@ from experiments.minimind import held_out_costs, open_data
 from experiments.minimind.model import MiniMind
 from experiments.minimind.sampling import complete, write_text
 from jobkit.train.data import derive_seed
+from jobkit.train.exported import load_weights
 
 
 def generate(ctx: jobkit.Context) -> dict[str, float | str]:
@@ -27,7 +27,7 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
     trained = OmegaConf.load(Path(p.run) / "config.yaml").params
     tokenizer, corpus = open_data(ctx, trained)
     net = MiniMind(**trained.model).to(ctx.device)
-    load_weights(net, Path(p.run) / "final" / "model.safetensors")
+    load_weights(net, p.run)
 
     def file(prompt: int, sample: int) -> Path:
         return ctx.run_dir / "samples" / f"{prompt:04d}_{sample:04d}.txt"
@@ -57,9 +57,3 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
         for prompt in range(len(p.prompts)):
             ctx.log_text(f"samples/{prompt:04d}", f"```\n{file(prompt, 0).read_text(encoding='utf-8')}```")
     return {**held_out_costs(ctx, net, corpus, trained.length, trained.validate_batch), "corpus": corpus.sha256}
-
-
-def load_weights(net: MiniMind, file: Path) -> None:
-    """A finished run's weights; a head that is tied to the embedding may be missing from the file."""
-    weights = load_file(file)
-    net.load_state_dict({"head.weight": weights["embed.weight"], **weights})

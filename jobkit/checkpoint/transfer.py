@@ -48,8 +48,10 @@ def send_all(ranks: RankGroup, transfers: Sequence[Transfer], read: Action, writ
     goes wrong on any rank is raised on all, once all have come to the end: none waits for one that has given up.
     """
     problem: Exception | None = None
-    memory = torch.empty(1 + _BLOCK, dtype=torch.uint8)  # the first byte says whether the others could be read
-    for turn, block in enumerate(_blocks(transfers)):
+    blocks = _blocks(transfers)
+    # Of each block the first byte says whether the others could be read.
+    memory = torch.empty(1 + max((block.nbytes for block in blocks), default=0), dtype=torch.uint8)
+    for turn, block in enumerate(blocks):
         chain = block.chain(turn)
         if ranks.rank not in chain:
             continue
