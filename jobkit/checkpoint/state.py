@@ -112,13 +112,17 @@ class _Unpickler(pickle.Unpickler):
 
 def rng_state(*devices: torch.device | str) -> dict[str, Any]:
     """The state of Python's, NumPy's and torch's generators, and of those devices' own; the CPU is torch's."""
-    own = [(device.type, _module(device).get_rng_state(*_number(device))) for device in _with_generators(devices)]
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "devices": own,
+        "devices": device_rng_states(*devices),
     }
+
+
+def device_rng_states(*devices: torch.device | str) -> list[tuple[str, torch.Tensor]]:
+    """(kind, state of its generator) for each device that is not the CPU."""
+    return [(device.type, _module(device).get_rng_state(*_number(device))) for device in _with_generators(devices)]
 
 
 def set_rng_state(state: Mapping[str, Any], *devices: torch.device | str) -> list[torch.device]:

@@ -33,9 +33,9 @@ def average_replicas(
             _average([state["ema"] for state in states if "ema" in state], group)
 
 
-def averaged_copy(tree: Any) -> Any:
-    """A copy of a state_dict with the mean over all ranks in place of each floating-point tensor."""
+def averaged_copy(tree: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """A copy of a state_dict with the mean over a group's ranks in place of each floating-point tensor."""
     skeleton, tensors = flatten(tree)
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    _average(copies.values(), None)
+    _average(copies.values(), group)
     return unflatten(skeleton, copies)

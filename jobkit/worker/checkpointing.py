@@ -17,6 +17,7 @@ from jobkit.run.events import Event
 from jobkit.run.status import Attempt
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.rank import Rank
+from jobkit.worker.replicas import Replicas
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.tracked_state import TrackedState
 
@@ -55,6 +56,13 @@ class Checkpoints:
         self.schedule, self.memory_schedule = schedule, memory_schedule
         self._rank, self._checkpointer, self._tracked, self._reporter = rank, checkpointer, tracked, reporter
         self._pending: PendingSave | None = None
+        self._replicas = Replicas(rank.group)
+
+    def check_equal(self) -> None:
+        """Raise JobkitError, on all ranks together, where they differ about what a checkpoint keeps one of."""
+        if self._rank.topology.world_size > 1:
+            shared, held_by, _ = self._tracked.trees()
+            self._replicas.check(self._tracked.objects, shared, held_by)
 
     def save(self, step: int, *, wait: bool = False, must: bool = True, extra: Mapping[str, Any] | None = None) -> None:
         """Checkpoint the state after `step` steps, on all ranks together; one that is under way is not repeated.
@@ -95,12 +103,14 @@ class Checkpoints:
     ) -> PendingSave:
         # Before the state is copied: the curves of the steps in this checkpoint, and of none after it.
         position = self._reporter.mark_metrics()
-        shared, held_by = self._tracked.trees()
+        shared, held_by, own = self._tracked.trees()
+        if self._rank.topology.world_size > 1:
+            self._replicas.check(self._tracked.objects, shared, held_by)
         self.memory_schedule.restart()
         return self._checkpointer.save(
             step,
             shared,
-            {"rng": rng_state(*self._rank.devices), **self._tracked.local_state()},
+            {"rng": rng_state(*self._rank.devices), **own},
             held_by=held_by,
             extra=lambda: {"tensorboard": position(), **extra},
             # The next attempt may begin there without another checkpoint: no point may be lost that is not yet written.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
+from jobkit.errors import JobkitError
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run import secrets
@@ -23,7 +24,7 @@ from jobkit.run.events import Event
 from jobkit.train.accumulation import Loss
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
-from jobkit.train.evaluate import Metrics, PerSample, means
+from jobkit.train.evaluate import Metrics, PerSample, independent_forwards, means
 from jobkit.train.parallel import unwrapped
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.checkpointing import Checkpoints, find_memory
@@ -98,7 +99,7 @@ class Context:
         """Whether the checkpoint this attempt starts from was written after the training function had returned."""
         self._earlier_result = extra.get("result")
         self._tracked = TrackedState(
-            self._engine.parallel, self._checkpointer, restored, weights=config.checkpoint.weights
+            self._engine.parallel, self._checkpointer, rank.group, restored, weights=config.checkpoint.weights
         )
         schedule = CheckpointSchedule(config.checkpoint, earlier)
         durable = restored.durable_step if restored is not None else None
@@ -199,7 +200,7 @@ class Context:
 
     def averaged(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """While inside, the parameters are their moving averages, where the optimizer keeps any. Collective."""
-        return self._engine.averaged(optimizer)
+        return self._loop.unchanged_by(self._engine.averaged(optimizer))
 
     # State and loop
 
@@ -209,10 +210,13 @@ class Context:
         Anything with state_dict and load_state_dict. The state of `objects` is equal on all ranks, or a part of a whole
         that ctx.parallelize shares out: ranks that differ are an error of the first step. That of `per_rank`, as of a
         replay buffer or a data loader of one's own, is another on each rank, and is restored on as many ranks only.
+        A rank may be asked for a state_dict when the others are not.
         Raises CheckpointError for one whose state does not fit.
         """
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise TypeError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
+        if self._loop.total is not None:
+            raise JobkitError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
         own = dict(per_rank or {})
         for name, value in {**objects, **own}.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -270,19 +274,26 @@ class Context:
         self, function: Callable[[Any, torch.Tensor], Values], dataset: Dataset[Any], *, batch_size: int, **options: Any
     ) -> Values:
         """What `evaluate` takes the mean of: float64 [len(dataset)] by sample number, on the CPU of every rank."""
-        self._tracked.share_buffers()
-        scores = self._evaluator.run(
-            function,
-            dataset,
-            batch_size=batch_size,
-            step=self.step,
-            models=self._engine.modules,
-            may_stop=self._loop.may_stop_here,
-            stop_if_told=self._loop.stop_if_told,
-            **options,
-        )
+        with self._loop.unchanged_by(self._alike()):
+            scores = self._evaluator.run(
+                function,
+                dataset,
+                batch_size=batch_size,
+                step=self.step,
+                models=(),
+                may_stop=self._loop.may_stop_here,
+                stop_if_told=self._loop.stop_if_told,
+                **options,
+            )
         self._loop.evaluated()
         return scores.result()  # type: ignore[return-value]
+
+    @contextmanager
+    def _alike(self) -> Iterator[None]:
+        """All ranks have the same buffers, and call their models each for itself."""
+        self._tracked.share_buffers()
+        with independent_forwards(self._engine.modules):
+            yield
 
     # The end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from jobkit.run.slots import StepMark
 from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
 from jobkit.worker.checkpointing import Checkpoints
+from jobkit.worker.fingerprint import Fingerprint, StateWatch
 from jobkit.worker.heartbeat import peak_bytes
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
@@ -53,12 +55,10 @@ class TrainingLoop:
         self._mark = StepMark(os.environ, rank.attempt)
         self._on_first_step = on_first_step
         self._optimizer_steps = 0
-        self._step_start: object = None
-        """What the current step had touched when it began: nothing; None outside the loop."""
-
-    @property
-    def is_in_step(self) -> bool:
-        return self._step_start is not None
+        self.is_in_step = False
+        self._watch = StateWatch(rank.devices)
+        self._step_start: Fingerprint | None = None
+        """The state that the step under way began with; None where it is not known."""
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         def count(*_: Any) -> None:
@@ -70,7 +70,8 @@ class TrainingLoop:
         self._begin(total)
         first = self.step
         while self.step < total:
-            self._step_start = self._fingerprint()
+            self._step_start = self._watch.take_if_cheap(self._timer.seconds_a_step)
+            self.is_in_step = True
             self.stragglers.timer.begin()
             yield self.step
             self.stragglers.timer.end()
@@ -81,11 +82,12 @@ class TrainingLoop:
             self._mark.set(self.step)
             self._reporter.heartbeat.beat()
             if self.step == first + 1:
+                self._checkpoints.check_equal()  # whatever makes ranks differ, as a seed by rank, has done so by now
                 self._reporter.record_soon(Event.STEPPED)
                 self._on_first_step()
             self._reporter.end_step(self.step - 1)  # before the boundary: a checkpoint there marks where curves end
             self._boundary()
-        self._step_start = None
+        self.is_in_step = False
         self._reporter.heartbeat.end()
 
     def _of_type(self, kind: type[Any]) -> list[Any]:
@@ -101,6 +103,7 @@ class TrainingLoop:
         if self._engine.scaler is not None:
             self._tracked.add("loss_scale", self._engine.scaler)
         restored = self._restored
+        self._tracked.restore_gradients()
         if missing := self._tracked.forget_checkpoint():
             raise CheckpointError(
                 f"{restored and restored.name} has {', '.join(missing)}, which the code no longer tracks; "
@@ -108,6 +111,7 @@ class TrainingLoop:
             )
         self._record_resumed(total)
         self._continue_local_state()
+        self._watch.track([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
         self._restored = None  # its tensors are in the model by now
         self.report_progress()
         self._timer.start(self.step)
@@ -137,7 +141,7 @@ class TrainingLoop:
         else:
             seed_generators(seed)
         if restored is not None and restored.local is not None and same_world:
-            self._tracked.load_local_state(restored.local)
+            self._tracked.load_own_state(restored.local)
 
     # Between two steps
 
@@ -216,16 +220,25 @@ class TrainingLoop:
 
     # Within a step
 
-    def _fingerprint(self) -> tuple[object, ...]:
-        """Changes as soon as a step draws a batch or a random number, or takes an optimizer's step."""
-        positions = [loader.position for loader in self._of_type(Loader)]
-        return positions, self._optimizer_steps, torch.get_rng_state().numpy().tobytes()
-
     def may_stop_here(self) -> bool:
-        """Whether nothing of the step has been done yet; after the loop, going on to the end is what is left to do."""
-        if self._step_start is None:
-            return self.total is None
-        return self._step_start == self._fingerprint()
+        """Whether the step has changed nothing that a checkpoint would hold; before the loop there is none."""
+        if not self.is_in_step:
+            return self.total is None  # after the loop, going on to the end is what is left to do
+        return self._step_start is not None and self._step_start == self._watch.take()
+
+    @contextmanager
+    def unchanged_by(self, swap: AbstractContextManager[None]) -> Iterator[None]:
+        """Within `swap`, which at its end puts back what it changes: the step's state is what it was before."""
+        unchanged = self.may_stop_here()
+        with swap:
+            self._look_again(unchanged)
+            yield
+            unchanged = self.may_stop_here()
+        self._look_again(unchanged)
+
+    def _look_again(self, unchanged: bool) -> None:
+        if self.is_in_step:
+            self._step_start = self._watch.take() if unchanged else None
 
     def evaluated(self) -> None:
         """An evaluation took part of the step: the next step's end is one to agree at, and own time begins again."""

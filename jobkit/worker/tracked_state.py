@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
-from jobkit.checkpoint.state import escape, unescape
+from jobkit.checkpoint.state import escape, is_raw, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup
 from jobkit.train.frozen import FrozenParameters, frozen_parameters
 from jobkit.train.gradients import LossScaler
 from jobkit.train.local_sgd import averaged_copy
@@ -29,9 +31,13 @@ from jobkit.train.optimizer_state import (
 )
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.pipeline import Pipeline
+from jobkit.worker.pending_gradients import PendingGradients, checksums, set_gradients
 
 PART = "#"
 """Between a tracked object's name and the number of a part: of a pipeline's stage, or of zero1's rank."""
+
+GRADIENTS = "#gradients"
+"""After the name of a module: the gradients that the next step adds to."""
 
 
 REPLICATED = (nn.Module, torch.optim.Optimizer, LossScaler)
@@ -45,6 +51,7 @@ class TrackedState:
         self,
         parallel: Parallel,
         checkpointer: Checkpointer,
+        group: RankGroup,
         loaded: RestoredCheckpoint | None,
         *,
         weights: str = "all",
@@ -57,6 +64,8 @@ class TrackedState:
         """What ctx.parallelize made, in that order: where the names of an optimizer's parameters come from."""
         self._parallel = parallel
         self._checkpointer = checkpointer
+        self._group = group
+        self._pending = PendingGradients()
         self._loaded = loaded
         self._names: Names = {}
         self._frozen = FrozenParameters() if weights == "trainable" else None
@@ -73,6 +82,8 @@ class TrackedState:
         if isinstance(value, nn.Module) and not per_rank and self._frozen is not None:
             self._frozen.watch(unwrapped(value), self._saved_tensors(name))
         (self.own_objects if per_rank else self.objects)[name] = value
+        if isinstance(value, torch.optim.Optimizer):
+            self._pending.watch(value)
 
     def forget_checkpoint(self) -> list[str]:
         """Nothing is restored from here on; returns the names in the checkpoint that nothing was tracked for."""
@@ -81,6 +92,9 @@ class TrackedState:
         saved = {name.split(PART)[0] for name in self._loaded.contents} | _own_states(self._loaded).keys()
         self._loaded = None
         return sorted(saved - self.objects.keys() - self.own_objects.keys())
+
+    def _all(self) -> dict[str, Any]:
+        return {**self.objects, **self.own_objects}
 
     def share_buffers(self) -> None:
         wrapped = [value for value in self.objects.values() if isinstance(value, DistributedDataParallel)]
@@ -100,33 +114,61 @@ class TrackedState:
         """The names of the module's parameters that are not saved, `checkpoint.weights: trainable`."""
         return [] if self._frozen is None else self._frozen.untouched(unwrapped(value))
 
-    def trees(self) -> tuple[dict[str, Any], dict[str, Sequence[int]]]:
-        """This rank's part of the shared state by name, and for what only some ranks have, which."""
+    def trees(self) -> tuple[dict[str, Any], dict[str, Sequence[int]], dict[str, Any]]:
+        """This rank's part of the shared state by name, for what only some ranks have, which, and its own state."""
         shared: dict[str, Any] = {}
         held_by: dict[str, Sequence[int]] = {}
         self.share_buffers()
         for name, value in self.objects.items():
-            part, holders = self._part(value)
-            key = name if part is None else f"{name}{PART}{part:05d}"
             tree = self._state(value)
-            shared[key] = averaged_copy(tree) if self._parallel.drifts and isinstance(value, REPLICATED) else tree
-            if part is not None:
-                held_by[key] = holders
-        return shared, held_by
-
-    def local_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"objects": {name: value.state_dict() for name, value in self.own_objects.items()}}
+            averaged = self._parallel.drifts and isinstance(value, REPLICATED)
+            self._put(shared, held_by, name, value, averaged_copy(tree) if averaged else tree)
+        own: dict[str, Any] = {"objects": {name: value.state_dict() for name, value in self.own_objects.items()}}
         if self._parallel.drifts:
-            state["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
+            own["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
         if memory := [compression.state_dict() for compression in self._parallel.compressions]:
-            state["compressions"] = memory
-        return state
+            own["compressions"] = memory
+        self._add_gradients(shared, held_by, own)
+        return shared, held_by, own
 
-    def load_local_state(self, state: Mapping[str, Any]) -> None:
+    def _put(self, shared: dict[str, Any], held_by: dict[str, Sequence[int]], name: str, value: Any, tree: Any) -> None:
+        part, holders = self._part(value)
+        key = name if part is None else f"{name}{PART}{part:05d}"
+        shared[key] = tree
+        if part is not None:
+            held_by[key] = holders
+
+    def _add_gradients(self, shared: dict[str, Any], held_by: dict[str, Sequence[int]], own: dict[str, Any]) -> None:
+        """Those that ranks have added up are one for all; others are each rank's own, and their mean is for all."""
+        modules = {name: unwrapped(value) for name, value in self._all().items() if isinstance(value, nn.Module)}
+        pending = {name: found for name, module in modules.items() if (found := self._pending.of(module))}
+        everyones = self._group.gather({name: (list(found), checksums(found)) for name, found in pending.items()})
+        layout = self._parallel.layout
+        stage = layout.stage(self._parallel.rank)
+        alike = [found for rank, found in enumerate(everyones) if layout.stage(rank) == stage]
+        for name in dict.fromkeys(name for found in alike for name in found):
+            found = pending.get(name, {})
+            if name in self.own_objects or any(other.get(name) != alike[0].get(name) for other in alike):
+                own.setdefault("gradients", {})[name] = {n: g for n, g in found.items() if not isinstance(g, DTensor)}
+            if name in self.objects:
+                names = {one for other in alike if name in other for one in other[name][0]}
+                mean = found if name not in own.get("gradients", {}) else self._mean(modules[name], found, names)
+                self._put(shared, held_by, name + GRADIENTS, self.objects[name], mean)
+
+    def _mean(self, module: nn.Module, found: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        parameters = {name: parameter for name, parameter in module.named_parameters() if name in names}
+        whole = {name: found.get(name, torch.zeros_like(parameter)) for name, parameter in parameters.items()}
+        sharded = {name: gradient for name, gradient in whole.items() if isinstance(gradient, DTensor)}
+        plain = {name: gradient for name, gradient in whole.items() if name not in sharded}
+        return {**averaged_copy(plain, self._parallel.data_group), **sharded}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
         for compression, saved in zip(self._parallel.compressions, state.get("compressions", []), strict=False):
             compression.load_state_dict(saved)
         for name, saved in state.get("replica", {}).items():
             self._load(self.objects[name], saved)
+        for name, saved in state.get("gradients", {}).items():
+            set_gradients(unwrapped(self._all()[name]), saved)
 
     def _is_named(self, value: Any) -> bool:
         return isinstance(value, torch.optim.Optimizer) and all(p in self._names for p in parameters_of(value))
@@ -169,8 +211,22 @@ class TrackedState:
         with _as_misfit(loaded, name):
             value.load_state_dict(states[name])
 
+    def restore_gradients(self) -> None:
+        """Give parameters the gradients that the checkpoint has of them. Before the checkpoint is forgotten."""
+        for name, value in self.objects.items() if self._loaded is not None else ():
+            assert self._loaded is not None
+            if saved := [key for key in self._loaded.contents if key.startswith(name + GRADIENTS)]:
+                with _as_misfit(self._loaded, name):
+                    set_gradients(unwrapped(value), self._read_gradients(self._loaded, saved, unwrapped(value)))
+
+    def _read_gradients(self, loaded: RestoredCheckpoint, saved: list[str], module: nn.Module) -> dict[str, Tensor]:
+        parameters = dict(module.named_parameters())
+        templates = {key: _gradients_like(parameters, loaded.contents[key]) for key in saved}
+        read = self._checkpointer.read(loaded, templates, lambda key, path: unescape(path) in parameters)
+        return {name: one for tree in read.values() for name, one in tree.items() if name in parameters}
+
     def _restore(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
-        saved = [key for key in loaded.contents if key.split(PART)[0] == name]
+        saved = [key for key in loaded.contents if key.split(PART)[0] == name and GRADIENTS not in key]
         if not saved:
             there = ", ".join(dict.fromkeys(key.split(PART)[0] for key in loaded.contents))
             raise CheckpointError(
@@ -239,7 +295,7 @@ def _own_states(loaded: RestoredCheckpoint) -> dict[str, Any]:
 
 
 def _check_frozen(loaded: RestoredCheckpoint, name: str, module: nn.Module, saved: Collection[str]) -> None:
-    missing = [key for key in frozen_parameters(module) if key not in saved]
+    missing = [key for key, one in frozen_parameters(module).items() if key not in saved and is_raw(one)]
     if missing:
         raise CheckpointError(
             f"{loaded.name} has no {missing[0]!r} of {name}, which requires no gradient: it was written with "
@@ -256,3 +312,10 @@ def _as_misfit(loaded: RestoredCheckpoint, name: str) -> Iterator[None]:
             f"{name} does not take its state from {loaded.name}: {error}; "
             "the code or the params that build it changed: undo that, or submit with --fresh"
         ) from error
+
+
+def _gradients_like(parameters: Mapping[str, nn.Parameter], contents: Contents) -> dict[str, Any]:
+    """Empty tensors, spread as the parameters are, for those of the gradients that are to be spread."""
+    names = {unescape(path): entry for path, entry in contents.items() if unescape(path) in parameters}
+    placed = {name: placed_like(parameters[name], shape, dtype) for name, (shape, dtype) in names.items()}
+    return {name: one for name, one in placed.items() if one is not None}

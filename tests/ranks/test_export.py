@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import JobkitError
+from jobkit.group import RankGroup
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import factor
 from jobkit.train.parallel import Parallel
@@ -159,7 +160,6 @@ def by_rows_and_layers() -> nn.Module:
 
 def gather_without_the_device(team: Team, makes: list[Callable[[], nn.Module]]) -> list[tuple[int, list[str]]]:
     from jobkit.checkpoint.whole import gather_whole
-    from jobkit.group import RankGroup
 
     found = []
     for make in makes:
@@ -239,7 +239,7 @@ class Tracked:
         parallel = Parallel(factor(ParallelConfig(), 1, 1), ParallelConfig(), CommConfig(), torch.device("cpu"))
         self.checkpointer = Checkpointer(Store(folder))
         loaded = self.checkpointer.load_newest(names=()) if resumed else None
-        self.state = TrackedState(parallel, self.checkpointer, loaded)
+        self.state = TrackedState(parallel, self.checkpointer, RankGroup.alone(), loaded)
         self.state.add_module(self.model)
         if compiled == "a part":
             self.model.net = torch.compile(self.model.net, backend="eager")

@@ -179,11 +179,11 @@ def train_save_and_go_on(team: Team, cases: list[dict[str, Any]], root: Path) ->
     for number, case in enumerate(cases):
         training = Training(team, case)
         checkpointer = team.checkpointer(root / str(number))
-        training.track(TrackedState(training.parallel, checkpointer, None))
+        training.track(TrackedState(training.parallel, checkpointer, RankGroup.of(team.group), None))
         training.steps(0, 3, micro=2)
         assert training.tracking is not None
-        shared, held_by = training.tracking.trees()
-        checkpointer.save(3, shared, training.tracking.local_state(), held_by=held_by).wait()
+        shared, held_by, own = training.tracking.trees()
+        checkpointer.save(3, shared, own, held_by=held_by).wait()
         training.steps(3, STEPS, micro=2)
         found.append((training.weights(), training.averaged_weights()))
     return found
@@ -196,16 +196,16 @@ def resume(team: Team, cases: list[dict[str, Any]], root: Path) -> list[Any]:
         checkpointer = team.checkpointer(root / str(number))
         loaded = checkpointer.load_newest(names=())
         assert loaded is not None and loaded.step == 3 and loaded.shared == {}
-        tracking = TrackedState(training.parallel, checkpointer, loaded)
+        tracking = TrackedState(training.parallel, checkpointer, RankGroup.of(team.group), loaded)
         training.track(tracking)
         if loaded.manifest.world_size == team.world_size:
-            tracking.load_local_state(loaded.local)
+            tracking.load_own_state(loaded.local)
         training.steps(3, STEPS, micro=2)
         found.append((training.weights(), training.averaged_weights()))
         # A state that was loaded must be the same on all ranks again, or no checkpoint follows.
-        shared, held_by = tracking.trees()
+        shared, held_by, own = tracking.trees()
         again = team.checkpointer(root / f"{number} resumed on {team.world_size}")
-        again.save(STEPS, shared, tracking.local_state(), held_by=held_by).wait()
+        again.save(STEPS, shared, own, held_by=held_by).wait()
     return found
 
 
@@ -328,18 +328,18 @@ def learn_in_two_parts(team: Team, comm: CommConfig, root: Path) -> Outcome:
     """With a checkpoint in the middle, between two averages of local SGD, that other objects continue from."""
     first, half = Training(team, {}, comm, task), LONG // 2 + 1
     checkpointer = team.checkpointer(root)
-    first.track(TrackedState(first.parallel, checkpointer, None))
+    first.track(TrackedState(first.parallel, checkpointer, RankGroup.of(team.group), None))
     first.steps(0, half)
     assert first.tracking is not None
-    shared, held_by = first.tracking.trees()
-    checkpointer.save(half, shared, first.tracking.local_state(), held_by=held_by).wait()
+    shared, held_by, own = first.tracking.trees()
+    checkpointer.save(half, shared, own, held_by=held_by).wait()
 
     second = Training(team, {}, comm, task)
     loaded = checkpointer.load_newest(names=())
     assert loaded is not None
-    tracking = TrackedState(second.parallel, checkpointer, loaded)
+    tracking = TrackedState(second.parallel, checkpointer, RankGroup.of(team.group), loaded)
     second.track(tracking)
-    tracking.load_local_state(loaded.local)
+    tracking.load_own_state(loaded.local)
     second.steps(half, LONG)
     return Outcome(second.own_weights(), held_out_loss(unwrapped(second.model)))
 
@@ -407,7 +407,7 @@ def normalise(team: Team, case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]
     generator = torch.Generator().manual_seed(team.rank)
     for _ in range(3):
         model(torch.randn(6, 4, generator=generator)).square().sum().backward()
-    tracking = TrackedState(parallel, None, None)  # type: ignore[arg-type]
+    tracking = TrackedState(parallel, None, RankGroup.of(team.group), None)  # type: ignore[arg-type]
     tracking.add_module(model)
     tracking.add("model", model)
     (mean,) = (buffer for name, buffer in unwrapped(model).named_buffers() if name == "1.running_mean")

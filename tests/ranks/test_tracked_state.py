@@ -1,11 +1,24 @@
-"""What a checkpoint holds of the objects that a function tracks: what all ranks share, and what each has for itself."""
+"""What a checkpoint holds of the objects that a function tracks, and when none may be taken."""
 
 from __future__ import annotations
 
+import copy
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
 from harness.attempts import STOPPED, attempt, stop_after
+
+from jobkit.train.optim import fused_ema_adam
+
+EVERY_5 = "checkpoint: {every: 5}"
 
 
 class Position:
@@ -38,3 +51,220 @@ def test_what_differs_by_rank_is_restored_on_the_rank_it_belongs_to(tmp_path: Pa
     fewer = attempt(1, tmp_path, with_positions, False)
     assert "was written by 2 rank(s), and 1 are here: position has a state of its own" in fewer[0]
     assert attempt(2, tmp_path, with_positions, False) == [[3, 4, 5], [1003, 1004, 1005]]
+
+
+def with_positions_as_if_equal(ctx: Any) -> None:
+    ctx.track(position=Position(8 + 1000 * ctx.rank))
+    for _ in ctx.steps(6):
+        pass
+
+
+def with_another_rate(ctx: Any, difference: float) -> None:
+    """As with ReduceLROnPlateau.step(a loss that each rank has for itself)."""
+    model = ctx.parallelize(torch.nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(6):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if step == 3:
+            optimizer.param_groups[0]["lr"] *= 1 + ctx.rank * difference
+
+
+def test_ranks_that_differ_where_a_checkpoint_keeps_one_value_are_an_error(tmp_path: Path) -> None:
+    both = attempt(2, tmp_path / "1", with_positions_as_if_equal)
+    assert both[0] == both[1]
+    assert "position: offset is 8 on rank 0 and 1008 on rank 1; if each rank is to have its own" in both[0]
+    both = attempt(2, tmp_path / "2", with_another_rate, 0.5, config=EVERY_5)
+    assert both[0] == both[1]
+    assert "optimizer: param_groups.0.lr is 0.1 on rank 0 and 0.15000000000000002 on rank 1; it should" in both[0]
+    assert attempt(2, tmp_path / "3", with_another_rate, 1e-5, config=EVERY_5) == [None, None]
+
+
+def swapped_by_hand(model: Any, average: Any, **_: Any) -> None:
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), average.parameters(), strict=True):
+            kept = parameter.clone()
+            parameter.copy_(other)
+            other.copy_(kept)
+
+
+def swapped_through_data(model: Any, average: Any, **_: Any) -> None:
+    for parameter, other in zip(model.parameters(), average.parameters(), strict=True):
+        kept = parameter.data.clone()
+        parameter.data.copy_(other.data)
+        other.data.copy_(kept)
+
+
+def pointed_elsewhere(model: Any, average: Any, **_: Any) -> None:
+    for parameter, other in zip(model.parameters(), average.parameters(), strict=True):
+        parameter.data, other.data = other.data, parameter.data
+
+
+def with_a_scheduler_stepped(scheduler: Any, **_: Any) -> None:
+    scheduler.step(1.0)
+
+
+def with_a_number_of_numpy(**_: Any) -> None:
+    np.random.rand()
+
+
+def with_the_second_of_two_numbers(scheduler: Any, **_: Any) -> None:
+    """It was drawn with the first, so that the generator itself does not change."""
+    np.random.randn()
+
+
+def with_a_number_of_python(**_: Any) -> None:
+    random.random()
+
+
+def with_a_gradient(model: Any, **_: Any) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def with_another_state_of_ones_own(position: Any, **_: Any) -> None:
+    position.offset += 1
+
+
+def with_nothing_changed(model: Any, **_: Any) -> None:
+    model(torch.ones(1, 3))
+
+
+SWAPS = [swapped_by_hand, swapped_through_data, pointed_elsewhere]
+CHANGES = [
+    *SWAPS,
+    with_a_scheduler_stepped,
+    with_a_number_of_numpy,
+    with_the_second_of_two_numbers,
+    with_a_number_of_python,
+    with_a_gradient,
+    with_another_state_of_ones_own,
+]
+
+
+def evaluating_in_between(ctx: Any, change: Callable[..., None], stop: bool) -> tuple[Any, ...]:
+    """Each step: something changes, an evaluation, which is told to stop in step 1, and an update."""
+    model = ctx.parallelize(torch.nn.Linear(3, 3))
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    position = Position(0)
+    objects = {"model": model, "average": average, "scheduler": scheduler, "position": position}
+    ctx.track(optimizer=optimizer, **objects)
+    held_out = torch.utils.data.TensorDataset(torch.ones(6, 3))
+
+    def error(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        if stop and ctx.step == 1 and ids[0] == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return model(batch[0]).sum(1)
+
+    found = []
+    for step in ctx.steps(4):
+        change(**objects)
+        found.append((step, ctx.evaluate(error, held_out, batch_size=2)))
+        if change in SWAPS:
+            change(**objects)  # and back
+        optimizer.zero_grad()
+        noise = random.random() + np.random.rand()
+        (model(torch.ones(1, 3)) - noise).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, other in zip(model.parameters(), average.parameters(), strict=True):
+                other.lerp_(parameter, 0.5)
+        ctx._loop._timer.agree_at = 0
+    weights = [parameter.tolist() for parameter in [*model.parameters(), *average.parameters()]]
+    return weights, found, scheduler.state_dict(), position.offset
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_stop_in_an_evaluation_never_saves_what_a_step_has_half_changed(tmp_path: Path, change: Any) -> None:
+    (whole,) = attempt(1, tmp_path / "whole", evaluating_in_between, change, False)
+    assert attempt(1, tmp_path, evaluating_in_between, change, True) == [STOPPED]
+    (resumed,) = attempt(1, tmp_path, evaluating_in_between, change, False)
+    assert resumed[1] == whole[1][2:], "the step was not finished first"
+    assert (resumed[0], resumed[2:]) == (whole[0], whole[2:])
+
+
+def evaluating_averages(ctx: Any, stop: bool) -> list[int]:
+    model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)))
+    optimizer = ctx.optimizer(model, fused_ema_adam)
+    ctx.track(model=model, optimizer=optimizer)
+    held_out = torch.utils.data.TensorDataset(torch.ones(200, 3))  # more than one rank does at once
+
+    def error(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        if stop and ctx.step == 2 and ids[0] == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return model(batch[0]).sum(1)
+
+    done = []
+    for step in ctx.steps(4):
+        model.eval()
+        with ctx.averaged(optimizer):
+            ctx.evaluate(error, held_out, batch_size=2)
+        ctx.evaluate(error, held_out, batch_size=2)
+        model.train()
+        done.append(step)
+        model(torch.randn(4, 3)).square().sum().backward()
+        ctx.update(optimizer)
+    return done
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_of_averages_or_of_what_nothing_changed_is_stopped_at_once(tmp_path: Path, ranks: int) -> None:
+    assert attempt(ranks, tmp_path, evaluating_averages, True) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path, evaluating_averages, False) == [[2, 3]] * ranks
+
+
+def stepping_every_fourth(ctx: Any, how: str, stop: bool) -> list[Any]:
+    """Gradients of four steps of the loop make one of the optimizer; ranks add theirs up at the last or at each."""
+    model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(10):
+        last = step % 4 == 3
+        samples = torch.arange(12.0).view(4, 3) * (step + 1 + ctx.rank) / 100
+        with nullcontext() if last or how != "no_sync" or ctx.world_size == 1 else model.no_sync():
+            model(samples).square().mean().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=how != "zeros")
+        if stop:
+            stop_after(ctx, 5)
+    return [getattr(one, "full_tensor", lambda one=one: one)().tolist() for one in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "strategy"),
+    [(1, "", "ddp"), (1, "zeros", "ddp"), (2, "each", "ddp"), (2, "no_sync", "ddp"), (2, "each", "zero3")],
+)
+def test_gradients_that_the_next_step_adds_to_are_in_the_checkpoint(
+    tmp_path: Path, ranks: int, how: str, strategy: str
+) -> None:
+    config = f"parallel: {strategy}\nresources: {{tasks_per_node: {ranks}}}"
+    whole = attempt(ranks, tmp_path / "whole", stepping_every_fourth, how, False, config=config)
+    assert attempt(ranks, tmp_path, stepping_every_fourth, how, True, config=config) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path, stepping_every_fourth, how, False, config=config) == whole
+
+
+def stepping_each_time(ctx: Any, zero: str) -> list[bool]:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    found = []
+    for _ in ctx.steps(5):
+        if zero == "before":
+            optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if zero == "after":
+            optimizer.zero_grad()
+        shared, _, _ = ctx._tracked.trees()
+        found.append("model#gradients" in shared)
+    return found
+
+
+def test_gradients_that_an_optimizer_has_used_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path / "1", stepping_each_time, "after") == [[False] * 5]
+    # After the first step nobody knows yet that the next one does not add to them.
+    assert attempt(1, tmp_path / "2", stepping_each_time, "before") == [[True, False, False, False, False]]
+    assert attempt(1, tmp_path / "3", stepping_each_time, "never") == [[True] * 5]

@@ -1,0 +1,179 @@
+"""A short description of a state_dict by which two of them are compared: of one rank and another, of now and before."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_WINDOW = 16
+"""Elements looked at in one place of a tensor, of three; a tensor of no more than these is looked at whole."""
+
+_MOST_TENSORS = 2000
+"""Tensors whose elements are looked at: those of a larger state are taken at equal distances."""
+
+_ROUNDING = 1e-3
+"""Relative difference up to which numbers are said to differ by rounding, as on machines of two kinds."""
+
+Summary = dict[str, tuple[str, bytes]]
+"""For each leaf of a tree, by its path: what it is, and its value or, of a tensor, some of its elements."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first leaf in which two summaries differ."""
+
+    path: str
+    here: str
+    there: str
+    is_rounding: bool
+
+
+def summarise(tree: Any) -> Summary:
+    """What `tree` consists of. Equal trees have equal summaries, whichever process made them.
+
+    Of a tensor a few elements are looked at, in one copy from its device for all of them; of a DTensor, which is a part
+    on each rank, none. Two trees of equal summaries may differ: in elements between those looked at.
+    """
+    found: Summary = {}
+    tensors: dict[str, Tensor] = {}
+    for path, leaf in _leaves(tree, "", ()):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+        if isinstance(leaf, Tensor):
+            found[path] = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}", b""
+            if leaf.layout == torch.strided and not leaf.is_quantized and not leaf.is_meta and leaf.numel():
+                tensors[path] = leaf
+        else:
+            found[path] = type(leaf).__name__, _value(leaf)
+    tensors = {path: one for path, one in tensors.items() if not isinstance(one, DTensor)}
+    for path, elements in _elements(_some(tensors)).items():
+        found[path] = found[path][0], elements
+    return found
+
+
+def digest(summary: Summary) -> str:
+    """A number that is another one for another summary."""
+    return hashlib.blake2b(repr(summary).encode(), digest_size=16).hexdigest()
+
+
+def first_difference(here: Summary, there: Summary) -> Difference | None:
+    """The first leaf that differs by more than rounding, else the first that differs; None where none does."""
+    rounding = None
+    for path in [*here, *(path for path in there if path not in here)]:
+        ours, theirs = here.get(path), there.get(path)
+        if ours == theirs:
+            continue
+        found = Difference(path, _show(ours), _show(theirs), _is_rounding(ours, theirs))
+        if not found.is_rounding:
+            return found
+        rounding = rounding or found
+    return rounding
+
+
+def _leaves(node: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """What stands at the ends of dicts, lists and tuples, by its path: `param_groups.0.lr`."""
+    if not isinstance(node, (dict, list, tuple)) or not node or id(node) in above:
+        yield path, f"in itself {len(above)}" if id(node) in above else node
+        return
+    prefix = f"{path}." if path else ""
+    for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(child, (dict, list, tuple)):
+            yield from _leaves(child, f"{prefix}{key}", (*above, id(node)))
+        else:
+            yield f"{prefix}{key}", child
+
+
+def _value(leaf: Any) -> bytes:
+    if leaf is None or type(leaf) in (bool, int, float, complex, str, bytes, dict, list, tuple):
+        return repr(leaf).encode()
+    if isinstance(leaf, (set, frozenset)):
+        return b" ".join(sorted(map(_value, leaf)))  # whose order differs from process to process
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=5)
+    pickler.fast = True  # else two equal strings are written down once or twice, as this process happens to keep them
+    try:
+        pickler.dump(leaf)
+    except ValueError:  # something that holds itself
+        return pickle.dumps(leaf)
+    return buffer.getvalue()
+
+
+def _some(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    distance = -(-len(tensors) // _MOST_TENSORS) or 1
+    return dict(list(tensors.items())[::distance])
+
+
+def _elements(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Some elements of each tensor: one copy from each device, however many tensors there are."""
+    by_device: dict[torch.device, dict[str, list[Tensor]]] = {}
+    for path, tensor in tensors.items():
+        by_device.setdefault(tensor.device, {})[path] = windows(tensor)
+    found = {}
+    for parts in by_device.values():
+        data = torch.cat([window for several in parts.values() for window in several]).cpu().numpy().tobytes()
+        start = 0
+        for path, several in parts.items():
+            stop = start + sum(map(len, several))
+            found[path] = data[start:stop]
+            start = stop
+    return found
+
+
+def windows(tensor: Tensor) -> list[Tensor]:
+    """Views of some elements of a dense tensor, as uint8 [n]; of what is not contiguous in any order, copies."""
+    flat = _flat(tensor.detach().resolve_conj().resolve_neg())
+    size = flat.numel()
+    if size <= 3 * _WINDOW:
+        return [flat.view(torch.uint8)]
+    starts = (0, (size - _WINDOW) // 2, size - _WINDOW)
+    return [flat[start : start + _WINDOW].view(torch.uint8) for start in starts]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():  # as with channels last
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return tensor.reshape(-1)
+
+
+def _show(leaf: tuple[str, bytes] | None) -> str:
+    """A leaf for a person: the value of a number or string, the type of what is larger."""
+    if leaf is None:
+        return "not there"
+    kind, value = leaf
+    numbers = _numbers(leaf)
+    if numbers is not None and "[" in kind:
+        return f"{kind} {' '.join(f'{number:.6g}' for number in numbers[:3])} ..."
+    text = value.decode(errors="replace")
+    return text if value and text.isprintable() and len(text) <= 60 else kind
+
+
+def _is_rounding(here: tuple[str, bytes] | None, there: tuple[str, bytes] | None) -> bool:
+    if here is None or there is None or here[0] != there[0]:
+        return False
+    ours, theirs = _numbers(here), _numbers(there)
+    if ours is None or theirs is None or len(ours) != len(theirs):
+        return False
+    largest = max((abs(number) for number in (*ours, *theirs)), default=0.0)
+    return all(abs(a - b) <= _ROUNDING * largest for a, b in zip(ours, theirs, strict=True))
+
+
+def _numbers(leaf: tuple[str, bytes]) -> Sequence[float] | None:
+    """The floating-point numbers of a leaf; None where it has others or none."""
+    kind, value = leaf
+    if kind == "float":
+        return [float(value)]
+    dtype = getattr(torch, kind.split(" ")[0], None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not value:
+        return None
+    numbers: Iterable[float] = torch.frombuffer(bytearray(value), dtype=dtype).double().tolist()
+    return list(numbers)

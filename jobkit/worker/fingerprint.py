@@ -1,0 +1,185 @@
+"""Whether a step has changed anything that a checkpoint would hold: in the middle of one, none is taken."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from jobkit.checkpoint.state import device_rng_states
+from jobkit.checkpoint.summary import digest, summarise, windows
+from jobkit.train.optimizer_state import Sharded
+from jobkit.train.parallel import unwrapped
+
+_MOST_OF_A_STEP = 0.01
+"""Of a step's time, what a fingerprint may cost; where it costs more, none is taken."""
+
+_ALWAYS_SECONDS = 5e-4
+"""What it may cost in any case."""
+
+_LOOKED_AT = 16
+"""Parameters of each module of which some elements are looked at."""
+
+
+class Fingerprint:
+    """What a checkpoint would hold, at one moment; equal to a later one as long as nothing of it was changed."""
+
+    def __init__(self, parts: tuple[Any, ...], elements: list[Tensor]) -> None:
+        self._parts, self._elements = parts, elements
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint) or self._parts != other._parts:
+            return False
+        return all(torch.equal(a, b) for a, b in zip(self._elements, other._elements, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class StateWatch:
+    """Takes fingerprints of tracked objects.
+
+    A tensor is known to be the same by its address and the number of changes that torch counts for it. Changes through
+    `.data` are not counted: so some elements of some parameters are kept as well, on their device, for which nobody
+    waits. Of an optimizer also its steps are counted. Everything else is known by a digest of its state_dict.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._generators = _Generators(devices)
+        self._seconds: deque[float] = deque(maxlen=8)
+        """What the last ones cost."""
+        self._modules: list[_Module] = []
+        self._optimizers: list[_Optimizer] = []
+        self._others: list[Any] = []
+
+    def track(self, objects: Iterable[Any]) -> None:
+        """Whose fingerprints are taken from here on."""
+        for value in map(unwrapped, objects):
+            if isinstance(value, nn.Module):
+                self._modules.append(_Module(value))
+            elif isinstance(value, torch.optim.Optimizer):
+                self._optimizers.append(_Optimizer(value))
+            else:
+                self._others.append(value)
+
+    def take_if_cheap(self, step_seconds: float | None) -> Fingerprint | None:
+        """A fingerprint, unless the last ones cost too much of a step."""
+        allowed = max(_ALWAYS_SECONDS, _MOST_OF_A_STEP * (step_seconds or 0.0))
+        # The least of several: the first ones, and some on a busy machine, take many times what they cost.
+        is_dear = len(self._seconds) == self._seconds.maxlen and min(self._seconds) > allowed
+        return None if is_dear else self.take()
+
+    def take(self) -> Fingerprint:
+        started = time.perf_counter()
+        watched = [one.parts() for one in self._modules], [one.parts() for one in self._optimizers]
+        digests = [digest(summarise(value.state_dict())) for value in self._others]
+        elements = [one for module in self._modules for one in module.elements()]
+        found = Fingerprint((self._generators.states(), watched, digests), elements)
+        self._seconds.append(time.perf_counter() - started)
+        return found
+
+
+class _Module:
+    """A module; what it consists of is looked up once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
+        self._tensors = _Tensors([*self._parameters, *module.buffers()])
+        plain = nn.Module.get_extra_state
+        self._with_extra = [part for part in module.modules() if type(part).get_extra_state is not plain]
+        distance = -(-len(self._parameters) // _LOOKED_AT) or 1
+        self._looked_at = [one for one in map(_local, self._parameters[::distance]) if one.numel() and not one.is_meta]
+        self._addresses: list[int] = []
+        self._views: list[list[Tensor]] = []
+
+    def parts(self) -> Any:
+        gradients = [parameter.grad for parameter in self._parameters]
+        return (
+            self._tensors.versions(),
+            [None if one is None else (id(one), one._version) for one in gradients],
+            [digest(summarise(part.get_extra_state())) for part in self._with_extra],
+        )
+
+    def elements(self) -> list[Tensor]:
+        """Copies of some elements, for each device."""
+        addresses = [one.data_ptr() for one in self._looked_at]
+        if addresses != self._addresses:
+            found: dict[torch.device, list[Tensor]] = {}
+            for one in self._looked_at:
+                found.setdefault(one.device, []).extend(windows(one))
+            self._addresses, self._views = addresses, list(found.values())
+        return [torch.cat(views) for views in self._views]
+
+
+class _Optimizer:
+    """An optimizer; its state is looked up again when it has grown."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._own = optimizer.optim if isinstance(optimizer, Sharded) else optimizer
+        self._steps = 0
+        self._known = -1
+        self._tensors = _Tensors([])
+        optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._steps += 1
+
+    def parts(self) -> Any:
+        if len(self._own.state) != self._known:
+            self._known = len(self._own.state)
+            states = [one for state in self._own.state.values() for one in state.values()]
+            self._tensors = _Tensors([one for one in states if isinstance(one, Tensor)])
+        options = [value for group in self._optimizer.param_groups for key, value in group.items() if key != "params"]
+        rates = _Tensors([value for value in options if isinstance(value, Tensor)])
+        others = repr([value for value in options if not isinstance(value, Tensor)])
+        return self._steps, self._tensors.versions(), rates.versions(), others
+
+
+class _Tensors:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._counted = tensors
+        local = list(map(_local, tensors))
+        if any(one is not whole for one, whole in zip(local, tensors, strict=True)):
+            self._counted = [*tensors, *local]  # a DTensor counts for itself
+        self._with_address = [one for one in local if one.layout == torch.strided]  # a sparse one has none
+
+    def versions(self) -> tuple[list[int], list[int]]:
+        return list(map(Tensor.data_ptr, self._with_address)), list(map(attrgetter("_version"), self._counted))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class _Generators:
+    """The generators of Python, NumPy, torch and some devices."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._numpy: tuple[bytes, tuple[Any, ...]] | None = None
+
+    def states(self) -> Any:
+        """Their states, in what can be compared."""
+        own = [(kind, state.numpy().tobytes()) for kind, state in device_rng_states(*self._devices)]
+        return random.getstate(), self._numpy_state(), torch.get_rng_state().numpy().tobytes(), own
+
+    def _numpy_state(self) -> tuple[Any, ...]:
+        """NumPy takes 40 us to make its state a tuple, so its memory is compared first."""
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if not isinstance(generator, np.random.MT19937):
+            return (repr(generator.state),)
+        memory = ctypes.string_at(generator.ctypes.state_address, 4 * 624 + 4)  # the key and the position in it
+        if self._numpy is None or self._numpy[0] != memory or self._numpy[1][-2]:
+            # With a second normal number kept for later, which lies elsewhere, the memory does not tell everything.
+            name, keys, *rest = tuple(np.random.get_state())
+            self._numpy = memory, (name, np.asarray(keys).tobytes(), *rest)
+        return self._numpy[1]
