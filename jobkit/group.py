@@ -82,6 +82,14 @@ class RankGroup:
         """Every rank's value, by rank, on every rank."""
         return self._gather(value) if self.world_size > 1 else [value]
 
+    def gather_on_main(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on rank 0; on the others nothing: for values that are not small."""
+        if self.group is None:
+            return self.gather(value)
+        found: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, found, group=self.group, group_dst=0)
+        return found or []
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.group is None:
@@ -173,6 +181,16 @@ class RankGroup:
             dist.send(tensor, group=self.group, group_dst=next(iter(to)))
         elif self.rank in to:
             dist.recv(tensor, group=self.group, group_src=source)
+
+    def start_sending(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Send a contiguous CPU tensor to a rank; it is not to be changed before the result's `wait` returns."""
+        work = dist.isend(tensor, group=self.group, group_dst=to)
+        assert work is not None
+        return work
+
+    def receive(self, into: torch.Tensor, source: int) -> None:
+        """Overwrite a contiguous CPU tensor with what `start_sending` of the rank `source` has for this one."""
+        dist.recv(into, group=self.group, group_src=source)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

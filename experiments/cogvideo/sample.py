@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -18,6 +18,7 @@ import jobkit
 from experiments.cogvideo import errors, network, open_data, sample_clips
 from experiments.cogvideo.diffusion import NoiseSchedule
 from experiments.cogvideo.show import side_by_side, strips, to_frames, write_latent, write_shown
+from jobkit.train.exported import load_weights
 
 
 def sample(ctx: jobkit.Context) -> dict[str, float]:
@@ -30,7 +31,7 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
     _, held_out = open_data(ctx, trained, Path(p.run) / "clips.npy")
     noise_schedule = NoiseSchedule(trained.snr_shift, ctx.device)
     net = network(trained).to(ctx.device).eval()
-    load_model(net, Path(p.run) / "final" / "model.safetensors", device=str(ctx.device))
+    load_weights(net, p.run)
     recipe = OmegaConf.merge(trained, p)
 
     def file(number: int) -> Path:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_model
 from torch import Tensor
 
 import jobkit
 from experiments.imagenet64 import errors, method_of, tiled
 from experiments.imagenet64.data import Part, open_images, read_png, split, write_png
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
+from jobkit.train.exported import load_weights
 from jobkit.train.seeds import derive_seed
 
 
@@ -33,7 +33,7 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
 
     method = method_of(trained)
     net = method.network(trained.channels, len(images.classes), trained.unet).to(ctx.device).eval()
-    load_model(net, Path(p.run) / "final" / "model.safetensors", device=str(ctx.device))
+    load_weights(net, p.run)
     shape = (trained.channels, trained.res, trained.res)
     labels = [number % len(images.classes) for number in range(p.samples)]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 from torch import Tensor
 
 import jobkit
 from experiments.minimind import held_out_costs, open_data
 from experiments.minimind.model import MiniMind
 from experiments.minimind.sampling import complete, write_text
+from jobkit.train.exported import load_weights
 from jobkit.train.seeds import derive_seed
 
 
@@ -26,7 +26,7 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
     trained = OmegaConf.load(Path(p.run) / "config.yaml").params
     tokenizer, corpus = open_data(ctx, trained)
     net = MiniMind(**trained.model).to(ctx.device)
-    load_weights(net, Path(p.run) / "final" / "model.safetensors")
+    load_weights(net, p.run)
 
     def file(prompt: int, sample: int) -> Path:
         return ctx.run_dir / "samples" / f"{prompt:04d}_{sample:04d}.txt"
@@ -55,9 +55,3 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
         for number, texts in enumerate(written):
             ctx.log_text(f"samples/{number:04d}", f"```\n{texts[0]}\n```")
     return {**held_out_costs(ctx, net, corpus, trained.length, trained.validate_batch), "corpus": corpus.sha256}
-
-
-def load_weights(net: MiniMind, file: Path) -> None:
-    """A finished run's weights; a head that is tied to the embedding may be missing from the file."""
-    weights = load_file(file)
-    net.load_state_dict({"head.weight": weights["embed.weight"], **weights})

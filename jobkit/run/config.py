@@ -181,6 +181,9 @@ class CheckpointConfig:
     """How often a snapshot is taken in host memory, which goes to no disk and outlives a rank that dies: a number of
     steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time. Two of them
     take at most a quarter of the memory that is free on a node, else there are none."""
+    weights: Literal["all", "trainable"] = "all"
+    """Which parameters of a model are in checkpoints and in `final/`: `all`, or `trainable`, as for a LoRA: not those
+    that require no gradient and are as they were at `ctx.track`, for the function builds them again. Buffers always."""
     keep: int = _field(_at_least(1), 3)
     """How many of the newest checkpoints are kept. An older one is deleted only after a newer one is on the disk."""
     mtbf: str | int = _field(_check_mtbf, "auto")

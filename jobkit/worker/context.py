@@ -32,7 +32,8 @@ from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.checkpointing import Checkpoints, find_memory
 from jobkit.worker.evaluation import Evaluator
-from jobkit.worker.finish import export, retry_on_full_disk
+from jobkit.worker.export import export
+from jobkit.worker.finish import retry_on_full_disk
 from jobkit.worker.lease import holds_lease
 from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
@@ -102,7 +103,9 @@ class Context:
         self.has_returned = "result" in extra
         """Whether the checkpoint this attempt starts from was written after the training function had returned."""
         self._earlier_result = extra.get("result")
-        self._tracked = TrackedState(self._engine.parallel, self._checkpointer, rank.group, restored)
+        self._tracked = TrackedState(
+            self._engine.parallel, self._checkpointer, rank.group, restored, weights=config.checkpoint.weights
+        )
         schedule = CheckpointSchedule(config.checkpoint, earlier)
         durable = restored.durable_step if restored is not None else None
         self._checkpoints = Checkpoints(

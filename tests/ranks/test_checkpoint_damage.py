@@ -30,7 +30,7 @@ from harness.other_user import NOBODY, only_root
 from harness.ranks import Team, on_ranks
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from jobkit.checkpoint.storage import INDEX, ForeignIndex, RawReader, read_index
+from jobkit.checkpoint.storage import INDEX, ForeignIndex, read_index
 from jobkit.checkpoint.store import Store, digest_of
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
@@ -273,7 +273,7 @@ def test_nor_does_it_where_it_is_hidden_in_a_true_index(four: Path) -> None:
     checkpointer = Checkpointer(Store(four), keep=4)
     assert version_of(checkpointer.load_newest()) == 3
     with pytest.raises(ForeignIndex):
-        RawReader(four / "step_00000004.corrupt").read_metadata()
+        read_index(four / "step_00000004.corrupt")
     assert not (four / "ran").exists()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from jobkit.checkpoint.whole import gather_whole
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.run.config import CommConfig, ParallelConfig, Resources
@@ -24,11 +25,11 @@ from jobkit.train import schedule
 from jobkit.train.accumulation import backward, call
 from jobkit.train.gradients import LossScaler, clip_gradients, gradient_norm
 from jobkit.train.local_sgd import average_replicas
+from jobkit.train.names import module_state
 from jobkit.train.optim import fused_ema_adam
 from jobkit.train.optimizer_state import parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.pipeline import Blocks, cut_stages, stage_of
-from jobkit.worker.finish import whole_weights
 from jobkit.worker.tracked_state import TrackedState
 
 STEPS, BATCH, WIDTH = 6, 12, 8
@@ -95,6 +96,7 @@ class Training:
         batches: Callable[[int], tuple[Tensor, Tensor]] = data,
     ) -> None:
         config = ParallelConfig(**case)
+        self.group = team.group
         self.layout = factor(config, team.world_size, team.world_size)
         self.comm = comm or CommConfig()
         self.parallel = Parallel(self.layout, config, self.comm, torch.device("cpu"), team.rank)
@@ -137,7 +139,8 @@ class Training:
 
     def weights(self) -> dict[str, Tensor]:
         """All of them, on rank 0."""
-        return {name: tensor.clone() for name, tensor in whole_weights(self.model).items()}
+        whole = gather_whole(RankGroup.of(self.group), module_state(unwrapped(self.model)))
+        return {name: tensor.clone() for name, tensor in whole.tensors.items()}
 
     def own_weights(self) -> dict[str, Tensor]:
         """What this rank has, under plain DDP or local SGD."""

@@ -22,12 +22,12 @@ from harness.project import Project, events, logged_steps, status, step, wait_fo
 
 from experiments.minimind import cross_entropy
 from experiments.minimind.data import IGNORED, Corpus, documents, open_corpus
-from experiments.minimind.generate import load_weights
 from experiments.minimind.model import Block, MiniMind, rotate
 from experiments.minimind.sampling import complete, draw
 from experiments.minimind.tokens import ByteTokenizer, open_tokenizer
 from experiments.minimind.topics import write_topics
 from jobkit.run.config import Config, load
+from jobkit.train.exported import load_weights
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = {"vocabulary": 257, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "theta": 1e4, "tie": True}
@@ -451,7 +451,7 @@ def test_generation_writes_every_sample_and_finds_the_trainings_own_cost(finishe
     assert status(generated)["result"] == status(run)["result"]
     # Once more, without jobkit: exact bits of every held-out byte and end.
     net = tiny()
-    load_weights(net, run / "final" / "model.safetensors")
+    load_weights(net, run)
     corpus = open_corpus(project.path / "data" / "topics" / "topics.jsonl", ByteTokenizer(), 0.05)
     windows, nats = corpus.validation(32), 0.0
     with torch.no_grad():

@@ -248,7 +248,10 @@ REFUSED = [
     ("checkpoint: {mtbf: 0}", ["toy.yaml:3: checkpoint.mtbf: found 0", "auto, or a time like 8h"]),
     ("checkpoint: {mtbf: rarely}", ["checkpoint.mtbf: found 'rarely'", "auto, or a time like 8h"]),
     ("checkpoint: {mtbf: 1.5}", ["checkpoint.mtbf: found 1.5", "a text or a whole number"]),
-    ("checkpoint: {mtfb: 8h}", ["toy.yaml:3: checkpoint.mtfb", "did you mean 'mtbf'?", "every, memory, keep, mtbf"]),
+    (
+        "checkpoint: {mtfb: 8h}",
+        ["toy.yaml:3: checkpoint.mtfb", "did you mean 'mtbf'?", "every, memory, weights, keep, mtbf"],
+    ),
     ("resources: {time: yes}", ["toy.yaml:3: resources.time: found True", "a text or a whole number"]),
     ("resources: {time: Auto}", ["resources.time: found 'Auto'", "30min"]),
     ("resources: {time: unlimited}", ["resources.time: found 'unlimited'", "30min"]),
