@@ -104,6 +104,13 @@ class Store:
         staging.mkdir(parents=True)
         return staging
 
+    def staged(self, step: int) -> Path:
+        """The staging directory that rank 0 has made; CheckpointError where this rank does not see it."""
+        staging = self.staging(step)
+        if not self._appears(staging, time.monotonic() + self.missing_seconds):
+            raise CheckpointError(f"{staging} is missing here: do all ranks write to the same disk?")
+        return staging
+
     def publish(self, manifest: Manifest) -> Path:
         """Make the staged files the checkpoint of their step; they are on the disk already, their names may not be.
 

@@ -279,7 +279,7 @@ class Checkpointer:
     def _write_files(self, step: int, staged: Staged, folder: Path) -> dict[str, FileDigest]:
         self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
         items = self._plans.agree(staged)
-        digest, extents = self._ranks.all_or_none(lambda: write_items(folder, self._ranks.rank, items))
+        digest, extents = self._ranks.all_or_none(lambda: write_items(self.store.staged(step), self._ranks.rank, items))
         return self._plans.write_index(folder, digest, extents)
 
     def _extra(self, extra: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:

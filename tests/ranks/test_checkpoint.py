@@ -362,15 +362,19 @@ def test_where_every_checkpoint_is_bad_that_is_an_error_each_time(root: Path) ->
         assert (Store(root).steps(), checkpointer.set_aside) == ([2, 1], [])
 
 
-def write_on_a_disk_of_its_own(team: Team, root: Path) -> str:
+def write_on_a_disk_of_its_own(team: Team, root: Path, folder_is_there: bool) -> str:
+    if folder_is_there:
+        Store(root / f"disk_{team.rank}").staging(1).mkdir(parents=True)
     saved = team.checkpointer(root / f"disk_{team.rank}").save(1, {"x": torch.ones(100)}, {"rank": team.rank})
     return str(saved.outcome().error)
 
 
-def test_a_checkpoint_is_published_only_where_every_ranks_file_is_seen(tmp_path: Path) -> None:
-    errors = on_ranks(2, write_on_a_disk_of_its_own, tmp_path)
+@pytest.mark.parametrize("folder_is_there", [False, True])
+def test_a_checkpoint_is_published_only_where_every_ranks_file_is_seen(tmp_path: Path, folder_is_there: bool) -> None:
+    errors = on_ranks(2, write_on_a_disk_of_its_own, tmp_path, folder_is_there)
+    missing = "rank_00001.bin is missing" if folder_is_there else ".staging_step_00000001.0 is missing here"
     for error in errors:
-        assert "rank_00001.bin is missing" in error and "the same disk" in error
+        assert missing in error and "the same disk" in error
     assert [path for path in tmp_path.rglob("step_*") if not path.name.startswith(".")] == []
 
 
