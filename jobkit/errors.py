@@ -32,6 +32,13 @@ class InvalidValue(InputError):
         self.problem = problem
 
 
+class UsageError(JobkitError):
+    """The training function, its model and the YAML do not fit each other: the run has failed, and is not tried again.
+
+    Raised in a rank. Another attempt, on whatever node, would end the same way.
+    """
+
+
 class SchedulerError(JobkitError):
     """A scheduler command is missing, failed or did not answer; nothing was queued."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -63,13 +63,32 @@ class RankGroup:
         several = dist.is_initialized() and dist.get_world_size() > 1
         return cls.of(dist.new_group(backend="gloo") if several else None)
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[Sequence[int]]) -> RankGroup:
+        """The ranks of one of these parts of the process group: the one that this rank is in. All ranks call it."""
+        groups = [dist.new_group(list(part), backend="gloo") for part in parts]
+        return cls.of(next(group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part))
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def number(self) -> int:
+        """This rank's number in the whole process group."""
+        return self.rank if self.group is None else dist.get_global_rank(self.group, self.rank)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""
         return self._gather(value) if self.world_size > 1 else [value]
+
+    def gather_on_main(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on rank 0; on the others nothing: for values that are not small."""
+        if self.group is None:
+            return self.gather(value)
+        found: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, found, group=self.group, group_dst=0)
+        return found or []
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -162,6 +181,16 @@ class RankGroup:
             dist.send(tensor, group=self.group, group_dst=next(iter(to)))
         elif self.rank in to:
             dist.recv(tensor, group=self.group, group_src=source)
+
+    def start_sending(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Send a contiguous CPU tensor to a rank; it is not to be changed before the result's `wait` returns."""
+        work = dist.isend(tensor, group=self.group, group_dst=to)
+        assert work is not None
+        return work
+
+    def receive(self, into: torch.Tensor, source: int) -> None:
+        """Overwrite a contiguous CPU tensor with what `start_sending` of the rank `source` has for this one."""
+        dist.recv(into, group=self.group, group_src=source)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

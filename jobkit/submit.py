@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
+from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
 
 if TYPE_CHECKING:
     from jobkit.run.config import LoadedConfig
@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` (default: slurm if there)")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the script; start nothing"
+    )
+    parser.add_argument(
+        "--check-model",
+        action="store_true",
+        help="with --dry-run: try how the task's model is spread over ranks",
     )
     parser.add_argument(
         "--detach", action="store_true", help="local: in the background, print where it runs and return"
@@ -84,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
     runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
     if arguments.dry_run:
-        return _dry_run(loaded, cluster, runs_dir, arguments.fresh)
+        return _dry_run(loaded, cluster, runs_dir, arguments.fresh, arguments.check_model)
+    if arguments.check_model:
+        raise InputError("--check-model starts nothing: give --dry-run too, and submit without both")
     return start(
         loaded,
         cluster,
@@ -148,18 +155,22 @@ def _continuing(arguments: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool) -> int:
+def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool, checks_model: bool) -> int:
+    from jobkit.submission.model_check import check_model, describe
     from jobkit.submission.plan import make_plan
     from jobkit.submission.submit import check, choose_run
 
     with loaded.places.locating_errors():
         plan = make_plan(choose_run(loaded.config, runs_dir, fresh).path, loaded.config, cluster)
         check(plan, Path.cwd())
+        found = check_model(plan.config, Path.cwd()) if checks_model else []
     print(f"{plan.config.masked_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import script
 
         print(f"---\n{script(plan.masked())}")
+    if checks_model:
+        print("---", *describe(found, plan.config.resources.world_size), sep="\n")
     return EXIT_FINISHED
 
 

@@ -31,11 +31,7 @@ from jobkit.train.optim import fused_ema_adam
 def train(ctx: jobkit.Context) -> dict[str, float]:
     """Train as the YAML's params say; the result is the loss on held-out clips."""
     p = ctx.params
-    training, held_out = open_data(ctx, p, ctx.run_dir / "clips.npy")
-    noise_schedule = NoiseSchedule(p.snr_shift, ctx.device)
-
-    net = network(p)
-    model = ctx.parallelize(net)
+    model = net = ctx.parallelize(network(p))  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(
         model,
         fused_ema_adam,
@@ -45,20 +41,21 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
         ema_decay=p.ema_decay,
     )
     scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=min(p.warmup, p.steps // 2), floor=0.1)
+    noise_schedule = NoiseSchedule(p.snr_shift, ctx.device)
+    training, held_out = open_data(ctx, p, ctx.run_dir / "clips.npy")
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
     def validate() -> float:
         with ctx.averaged(optimizer):
-            loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, batch_size=p.validate_batch)
-            texts = torch.stack([held_out[i][1] for i in range(p.samples)]).to(ctx.device)
-            with ctx.autocast():  # on every rank: where the model is sharded, all of them take part
-                latents = sample_clips(net, noise_schedule, texts, range(p.samples), p)
-        videos = [to_frames(latent, p.digits) for latent in latents]
+            options = {"batch_size": p.validate_batch, "num_workers": p.workers}
+            loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, **options)
+            latents = ctx.map(drawn_clips(ctx, noise_schedule, net, p), Subset(held_out, range(p.samples)), to="main")
         ctx.log({"validation/loss": loss})
-        ctx.log_image("strips", strips(videos))
-        ctx.log_video("clips", side_by_side(videos))
         if ctx.is_main:
+            videos = [to_frames(latent, p.digits) for latent in latents]
+            ctx.log_image("strips", strips(videos))
+            ctx.log_video("clips", side_by_side(videos))
             write_shown(ctx.run_dir / "samples" / f"step_{ctx.step:08d}", videos)
         return loss
 
@@ -106,6 +103,19 @@ def errors(ctx: jobkit.Context, noise_schedule: NoiseSchedule, net: nn.Module) -
         with ctx.autocast():
             output = net(x_t, t, text)
         return (output.float() - velocity).square().flatten(1).mean(1)
+
+    return function
+
+
+def drawn_clips(
+    ctx: jobkit.Context, noise_schedule: NoiseSchedule, net: nn.Module, p: DictConfig
+) -> Callable[[Any, Tensor], Tensor]:
+    """What ctx.map calls: latents for the texts of clips, each drawn once, on whichever rank is free."""
+
+    def function(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
+        _, texts = batch
+        with ctx.autocast():
+            return sample_clips(net, noise_schedule, texts, ids.tolist(), p)
 
     return function
 

@@ -1,4 +1,7 @@
-"""The expert transformer of CogVideoX (Yang et al. 2024, arXiv:2408.06072): text and video in one attention."""
+"""The expert transformer of CogVideoX (Yang et al. 2024, arXiv:2408.06072): text and video in one attention.
+
+It is a sequence of blocks with several inputs, so that `parallel: pipeline` can cut it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from jobkit.train.pipeline import Blocks
+from jobkit.train.tensor_styles import DividedHeads
 
-class VideoTransformer(nn.Module):
+
+class VideoTransformer(Blocks):
     """Velocity of latents [N, channels, T, H, W] at noise steps t [N], given text embeddings [N, L, text].
 
     Args:
@@ -37,67 +44,99 @@ class VideoTransformer(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.dim, self.patch, self.recompute = dim, patch, recompute
-        self.embed_patch = nn.Linear(channels * patch**2, dim)
-        self.embed_text = nn.Linear(text, dim)
-        self.embed_time = nn.Sequential(nn.Linear(dim, time), nn.SiLU(), nn.Linear(time, time))
-        self.blocks = nn.ModuleList(Block(dim, heads, time) for _ in range(layers))
-        self.norm = nn.LayerNorm(dim)
-        self.out_norm = nn.LayerNorm(dim)
-        self.out_modulation = _zero(nn.Linear(time, 2 * dim))
-        self.out = _zero(nn.Linear(dim, channels * patch**2))
-
-    def forward(self, latent: Tensor, t: Tensor, text: Tensor) -> Tensor:
-        patches, grid = patchify(latent, self.patch)
-        video = self.embed_patch(patches) + positions(*grid, self.dim, latent.device)
-        words = self.embed_text(text).float()  # under autocast the streams stay fp32, as what is added to them adds up
-        time = self.embed_time(sinusoids(t, self.dim))
-        for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                words, video = checkpoint(block, words, video, time, use_reentrant=False, preserve_rng_state=False)
-            else:
-                words, video = block(words, video, time)
-        shift, scale = self.out_modulation(F.silu(time))[:, None].chunk(2, dim=-1)
-        video = self.out_norm(self.norm(video)) * (1 + scale) + shift
-        return unpatchify(self.out(video), grid, self.patch)
+        self.embed = Embedding(channels, text, dim, time, patch)
+        for i in range(layers):
+            self.add_module(f"block_{i}", Block(dim, heads, time, recompute))
+        self.velocity = Velocity(channels, dim, time, patch)
 
     def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Each rank has some of the heads, and some of the features between the two layers of a feed-forward."""
+        """Each rank has some of the heads, of the features between the two layers of a feed-forward, and of the rows
+        that make shifts, scales and gates of the time; of what those make each rank needs all.
+
+        What is outside the blocks stays whole.
+        """
         divided, joined = ColwiseParallel(), RowwiseParallel()
+        heads, modulation = DividedHeads(self.block_0.attention.head), ColwiseParallel(output_layouts=Replicate())
         per_head = SequenceParallel(sequence_dim=1, use_local_output=True)  # [N, heads, tokens, features of a head]
         return {
-            "blocks.*.attention.query": divided,
-            "blocks.*.attention.key": divided,
-            "blocks.*.attention.value": divided,
-            "blocks.*.attention.norm_query": per_head,
-            "blocks.*.attention.norm_key": per_head,
-            "blocks.*.attention.out": joined,
-            "blocks.*.feed_forward.0": divided,
-            "blocks.*.feed_forward.2": joined,
+            "block_*.attention.query": heads,
+            "block_*.attention.key": heads,
+            "block_*.attention.value": heads,
+            "block_*.attention.norm_query": per_head,
+            "block_*.attention.norm_key": per_head,
+            "block_*.attention.out": joined,
+            "block_*.norm1.modulation": modulation,
+            "block_*.norm2.modulation": modulation,
+            "block_*.feed_forward.0": divided,
+            "block_*.feed_forward.2": joined,
         }
 
-    def shard_units(self) -> nn.ModuleList:
+    def shard_units(self) -> list[nn.Module]:
         """What is gathered and freed as one: a block."""
-        return self.blocks
+        return [module for module in self if isinstance(module, Block)]
+
+
+class Embedding(nn.Module):
+    """Tokens of the text [N, L, dim] and of the latents [N, T, H/patch, W/patch, dim], and the time [N, time]."""
+
+    def __init__(self, channels: int, text: int, dim: int, time: int, patch: int) -> None:
+        super().__init__()
+        self.dim, self.patch = dim, patch
+        self.video = nn.Linear(channels * patch**2, dim)
+        self.text = nn.Linear(text, dim)
+        self.time = nn.Sequential(nn.Linear(dim, time), nn.SiLU(), nn.Linear(time, time))
+
+    def forward(self, latent: Tensor, t: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        patches, grid = patchify(latent, self.patch)
+        video = self.video(patches) + positions(*grid, self.dim, latent.device)
+        words = self.text(text).float()  # under autocast the streams stay fp32, as what is added to them adds up
+        return words, video.unflatten(1, grid), self.time(sinusoids(t, self.dim))
 
 
 class Block(nn.Module):
     """Attention over text and video together, then a feed-forward layer; each gated, and added to its input."""
 
-    def __init__(self, dim: int, heads: int, time: int) -> None:
+    def __init__(self, dim: int, heads: int, time: int, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute
         self.norm1 = ExpertNorm(dim, time)
         self.attention = Attention(dim, heads)
         self.norm2 = ExpertNorm(dim, time)
         self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU("tanh"), nn.Linear(4 * dim, dim))
 
-    def forward(self, words: Tensor, video: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, words: Tensor, video: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        streams = words, video.flatten(1, 3), time
+        if self.recompute and torch.is_grad_enabled():
+            words, tokens = checkpoint(self._add, *streams, use_reentrant=False, preserve_rng_state=False)
+        else:
+            words, tokens = self._add(*streams)
+        return words, tokens.view_as(video), time
+
+    def _add(self, words: Tensor, video: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         lengths = [words.shape[1], video.shape[1]]
         for norm, layer in ((self.norm1, self.attention), (self.norm2, self.feed_forward)):
             tokens, words_gate, video_gate = norm(words, video, time)
             words_change, video_change = layer(tokens).split(lengths, dim=1)
             words, video = words + words_gate * words_change, video + video_gate * video_change
         return words, video
+
+
+class Velocity(nn.Module):
+    """The latents' velocity from the video's tokens, normed, and scaled and shifted by the time."""
+
+    def __init__(self, channels: int, dim: int, time: int, patch: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.norm = nn.LayerNorm(dim)
+        self.out_norm = nn.LayerNorm(dim)
+        self.modulation = _zero(nn.Linear(time, 2 * dim))
+        self.out = _zero(nn.Linear(dim, channels * patch**2))
+
+    def forward(self, words: Tensor, video: Tensor, time: Tensor) -> Tensor:
+        frames, rows, columns = video.shape[1:4]
+        shift, scale = self.modulation(F.silu(time))[:, None].chunk(2, dim=-1)
+        tokens = self.out_norm(self.norm(video.flatten(1, 3))) * (1 + scale) + shift
+        return unpatchify(self.out(tokens), (frames, rows, columns), self.patch)
 
 
 class ExpertNorm(nn.Module):

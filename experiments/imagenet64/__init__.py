@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 import jobkit
-from experiments.imagenet64.data import open_images, split, write_png
+from experiments.imagenet64.data import Part, open_images, split, write_png
 from experiments.imagenet64.digits import write_digits
 from experiments.imagenet64.discrete import DiscreteFlowMatching
 from experiments.imagenet64.flow import FlowMatching, fixed_noise, random_times
@@ -31,17 +31,12 @@ Method = FlowMatching | DiscreteFlowMatching
 def train(ctx: jobkit.Context) -> dict[str, float]:
     """Train as the YAML's params say; the result is the loss on held-out images."""
     p = ctx.params
-    if p.digits and ctx.is_main:
-        write_digits(Path(p.data))
-    ctx.barrier()
-    images = open_images(Path(p.data), p.res, p.channels)
-    training, held_out = split(images, p.held_out, p.flip)
-
     method = method_of(p)
-    net = method.network(p.channels, len(images.classes), p.unet)
-    model = ctx.parallelize(net)
+    net = method.network(p.channels, p.classes, p.unet)
+    model = ctx.parallelize(net)  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(model, fused_ema_adam, lr=p.lr, betas=tuple(p.betas), ema_decay=p.ema_decay)
     scheduler = schedule.linear(optimizer, steps=p.steps)
+    training, held_out = open_data(ctx, p)
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
@@ -51,13 +46,18 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
     def validate() -> float:
         with ctx.averaged(optimizer):
             net.eval()
-            loss = ctx.evaluate(errors(method, net, ctx.autocast), held_out, batch_size=p.validate_batch)
-            with ctx.autocast():  # on every rank: where the model is sharded, all of them take part
-                grid = sample_grid(method, net, p, ctx.device)
+            options = {"batch_size": p.validate_batch, "num_workers": p.workers}
+            loss = ctx.evaluate(errors(method, net, ctx.autocast), held_out, **options)
+            shown = torch.linspace(0, net.null_label - 1, 10).long()  # classes, spread over all of them
+            # dopri5 takes as many steps as a row needs, and ranks that share a model must take equally many.
+            images = ctx.map(
+                rows(method, net, p, ctx.autocast), shown, batch_size=10 if p.solver == "dopri5" else 1, to="main"
+            )
             net.train()
         ctx.log({"validation/loss": loss})
-        ctx.log_image("samples", grid)
         if ctx.is_main:
+            grid = tiled(images.flatten(0, 1), images.shape[1])
+            ctx.log_image("samples", grid)
             write_png(ctx.run_dir / "samples" / f"step_{ctx.step:08d}.png", grid)
         return loss
 
@@ -73,6 +73,17 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
         scheduler.step()
         ctx.log({"train/loss": loss})
     return {"validation_loss": validate()}
+
+
+def open_data(ctx: jobkit.Context, p: DictConfig) -> tuple[Part, Part]:
+    """The images of a recipe, for training and for validation."""
+    if p.digits and ctx.is_main:
+        write_digits(Path(p.data))
+    ctx.barrier()
+    images = open_images(Path(p.data), p.res, p.channels)
+    if len(images.classes) != p.classes:
+        raise ValueError(f"params.classes: found {p.classes}, and {p.data} has {len(images.classes)} classes")
+    return split(images, p.held_out, p.flip)
 
 
 def method_of(p: DictConfig) -> Method:
@@ -97,11 +108,20 @@ def errors(
     return function
 
 
-def sample_grid(method: Method, net: nn.Module, p: DictConfig, device: torch.device, columns: int = 8) -> Tensor:
-    """Samples of ten classes, spread over all of them, a row each: uint8 [C, H, W]. Always from the same noise."""
-    label = torch.linspace(0, net.null_label - 1, 10).long().repeat_interleave(columns).to(device)
-    generator = torch.Generator(device).manual_seed(0)
-    return tiled(method.sample(net, label, (p.channels, p.res, p.res), p, generator).cpu(), columns)
+def rows(
+    method: Method, net: nn.Module, p: DictConfig, autocast: Callable[[], Any] = nullcontext, columns: int = 8
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """What ctx.map calls: a row of samples for each label, uint8 [N, columns, C, R, R], always from the same noise."""
+
+    def row(label: Tensor, number: int) -> Tensor:
+        generator = torch.Generator(label.device).manual_seed(number)
+        with autocast():
+            return method.sample(net, label.repeat(columns), (p.channels, p.res, p.res), p, generator)
+
+    def function(labels: Tensor, ids: Tensor) -> Tensor:
+        return torch.stack([row(label, number) for label, number in zip(labels, ids.tolist(), strict=True)])
+
+    return function
 
 
 def tiled(images: Tensor, columns: int) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from experiments.imagenet64.flow import guided
@@ -87,3 +88,7 @@ class TokenUNet(nn.Module):
     def shard_units(self) -> Iterable[nn.Module]:
         """Blocks to be sharded one by one."""
         return self.unet.shard_units()
+
+    def tensor_plan(self) -> dict[str, ParallelStyle]:
+        """The UNet's."""
+        return {f"unet.{name}": style for name, style in self.unet.tensor_plan().items()}

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_model
 from torch import Tensor
 
 import jobkit
 from experiments.imagenet64 import errors, method_of, tiled
 from experiments.imagenet64.data import Part, open_images, read_png, split, write_png
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
-from jobkit.train.data import derive_seed
+from jobkit.train.exported import load_weights
+from jobkit.train.seeds import derive_seed
 
 
 def sample(ctx: jobkit.Context) -> dict[str, float]:
@@ -33,14 +33,14 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
 
     method = method_of(trained)
     net = method.network(trained.channels, len(images.classes), trained.unet).to(ctx.device).eval()
-    load_model(net, Path(p.run) / "final" / "model.safetensors", device=str(ctx.device))
+    load_weights(net, p.run)
     shape = (trained.channels, trained.res, trained.res)
     labels = [number % len(images.classes) for number in range(p.samples)]
 
     def file(number: int) -> Path:
         return ctx.run_dir / "samples" / images.classes[labels[number]] / f"{number:06d}.png"
 
-    def draw(label: Tensor, ids: Tensor) -> Tensor:
+    def draw(label: Tensor, ids: Tensor) -> None:
         files = [file(number) for number in ids.tolist()]
         if not all(one.exists() for one in files):  # all or none: dopri5 chooses its steps for a batch as a whole
             generator = torch.Generator(ctx.device).manual_seed(derive_seed(ctx.seed, "sample", int(ids[0])))
@@ -48,9 +48,8 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
                 drawn = method.sample(net, label, shape, p, generator)
             for one, image in zip(files, drawn.cpu(), strict=True):
                 write_png(one, image)
-        return torch.zeros(len(ids))  # a value is asked for; the files are what counts
 
-    ctx.evaluate(draw, labels, batch_size=p.batch)
+    ctx.map(draw, labels, batch_size=p.batch)
     if ctx.is_main:
         print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
     loss = ctx.evaluate(errors(method, net, ctx.autocast), held_out, batch_size=p.batch)

@@ -29,21 +29,25 @@ from jobkit.train import schedule
 def train(ctx: jobkit.Context) -> dict[str, float | str]:
     """Train as the YAML's params say; the result is the cost of held-out text, and which text it was."""
     p = ctx.params
-    tokenizer, corpus = open_data(ctx, p)
-
-    model = ctx.parallelize(MiniMind(**p.model))
+    model = ctx.parallelize(MiniMind(**p.model))  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=p.lr, betas=tuple(p.betas), weight_decay=p.weight_decay)
     scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=min(p.warmup, p.steps // 2), floor=p.floor)
+    tokenizer, corpus = open_data(ctx, p)
     loader = ctx.loader(corpus.training(p.length), global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
+    def write(prompts: list[str], ids: Tensor) -> list[str]:
+        (prompt,) = prompts
+        with ctx.autocast():
+            return complete(model, tokenizer, prompt, **p.sampling, window=p.length, seed=0, device=ctx.device)
+
     def validate() -> dict[str, float]:
         costs = held_out_costs(ctx, model, corpus, p.length, p.validate_batch)
-        with ctx.autocast():  # on every rank: where the model is sharded, all of them take part
-            (text,) = complete(model, tokenizer, p.prompt, **p.sampling, window=p.length, seed=0, device=ctx.device)
+        texts = ctx.map(write, [p.prompt], to="main")
         ctx.log({f"validation/{name}": cost for name, cost in costs.items()})
-        ctx.log_text("sample", f"```\n{text}\n```")
         if ctx.is_main:
+            (text,) = texts
+            ctx.log_text("sample", f"```\n{text}\n```")
             write_text(ctx.run_dir / "samples" / f"step_{ctx.step:08d}.txt", text)
         return costs
 

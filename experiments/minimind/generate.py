@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 from torch import Tensor
 
 import jobkit
 from experiments.minimind import held_out_costs, open_data
 from experiments.minimind.model import MiniMind
 from experiments.minimind.sampling import complete, write_text
-from jobkit.train.data import derive_seed
+from jobkit.train.exported import load_weights
+from jobkit.train.seeds import derive_seed
 
 
 def generate(ctx: jobkit.Context) -> dict[str, float | str]:
@@ -27,19 +26,19 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
     trained = OmegaConf.load(Path(p.run) / "config.yaml").params
     tokenizer, corpus = open_data(ctx, trained)
     net = MiniMind(**trained.model).to(ctx.device)
-    load_weights(net, Path(p.run) / "final" / "model.safetensors")
+    load_weights(net, p.run)
 
     def file(prompt: int, sample: int) -> Path:
         return ctx.run_dir / "samples" / f"{prompt:04d}_{sample:04d}.txt"
 
-    def write(numbers: Tensor, ids: Tensor) -> Tensor:
-        (prompt,) = numbers.tolist()
-        seed = derive_seed(ctx.seed, "generate", prompt)
+    def write(prompts: list[str], ids: Tensor) -> list[list[str]]:
+        (prompt,), (number,) = prompts, ids.tolist()
+        seed = derive_seed(ctx.seed, "generate", number)
         with ctx.autocast():
             texts = complete(
                 net,
                 tokenizer,
-                p.prompts[prompt],
+                prompt,
                 samples=p.samples,
                 **p.sampling,
                 window=trained.length,
@@ -47,19 +46,12 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
                 device=ctx.device,
             )
         for sample, text in enumerate(texts):
-            write_text(file(prompt, sample), text)
-        return torch.zeros(1)  # a value is asked for; the files are what counts
+            write_text(file(number, sample), text)
+        return [texts]
 
-    ctx.evaluate(write, range(len(p.prompts)), batch_size=1)
+    written = ctx.map(write, list(p.prompts), to="main")
     if ctx.is_main:
         print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
-    if ctx.is_main:
-        for prompt in range(len(p.prompts)):
-            ctx.log_text(f"samples/{prompt:04d}", f"```\n{file(prompt, 0).read_text(encoding='utf-8')}```")
+        for number, texts in enumerate(written):
+            ctx.log_text(f"samples/{number:04d}", f"```\n{texts[0]}\n```")
     return {**held_out_costs(ctx, net, corpus, trained.length, trained.validate_batch), "corpus": corpus.sha256}
-
-
-def load_weights(net: MiniMind, file: Path) -> None:
-    """A finished run's weights; a head that is tied to the embedding may be missing from the file."""
-    weights = load_file(file)
-    net.load_state_dict({"head.weight": weights["embed.weight"], **weights})

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.nn import functional as F
 
+from jobkit.train.tensor_styles import DividedHeads
+
 
 class MiniMind(nn.Sequential):
     """Logits [N, T, vocabulary] of the token after each of tokens [N, T], given it and those before it.
@@ -55,7 +57,9 @@ class MiniMind(nn.Sequential):
         the gradient over the ranks.
         """
         plan: dict[str, ParallelStyle] = {}
-        for name in ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"):
+        for name in ("attention.query", "attention.key", "attention.value"):
+            plan[f"block_*.{name}"] = DividedHeads(self.block_0.attention.features)
+        for name in ("mlp.gate", "mlp.up"):
             plan[f"block_*.{name}"] = ColwiseParallel()
         for name in ("attention.query_norm", "attention.key_norm"):
             plan[f"block_*.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)

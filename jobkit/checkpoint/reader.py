@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
+from jobkit.checkpoint.disks import Disks
 from jobkit.checkpoint.memory import Snapshot, SnapshotMemory
-from jobkit.checkpoint.memory_reader import MemoryReader
+from jobkit.checkpoint.sources import DiskSource, MemorySource, Source
 from jobkit.checkpoint.staging import SHARED, local_key, tree_key
 from jobkit.checkpoint.state import named_tensors, unescape, unflatten
-from jobkit.checkpoint.storage import ForeignIndex, RawReader, read_index
+from jobkit.checkpoint.storage import INDEX, ForeignIndex, parse_index
 from jobkit.checkpoint.store import Manifest, Store
+from jobkit.checkpoint.targets import Targets
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 
@@ -44,6 +41,8 @@ class RestoredCheckpoint:
     manifest: Manifest
     contents: dict[str, Contents]
     """What the checkpoint has, be it read yet or not: shape and dtype of each tensor by its path, by shared tree."""
+    source: Source
+    """Where the rest of it is read from."""
     durable_step: int | None = None
     """Step of the newest checkpoint on the disk: not this one where it is a snapshot in memory."""
     snapshot: Snapshot | None = None
@@ -57,28 +56,56 @@ class RestoredCheckpoint:
 class Reader:
     """Chooses and loads on all ranks together."""
 
-    def __init__(self, store: Store, ranks: RankGroup, memory: SnapshotMemory | None = None) -> None:
+    def __init__(
+        self, store: Store, ranks: RankGroup, memory: SnapshotMemory | None = None, disks: Disks | None = None
+    ) -> None:
         self._store = store
         self._ranks = ranks
+        self._disks = disks or Disks(ranks)
         self._memory = memory
         self.set_aside: list[tuple[int, str]] = []
 
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
         self.set_aside = []
+        bad: list[tuple[int, str]] = []
         with as_checkpoint_error("the checkpoints cannot be read"):
             # First: a crash in the middle of replacing a checkpoint has left the good one under a hidden name.
-            self._ranks.on_main(self._store.recover)
-            for step in self._ranks.on_main(self._store.steps):
+            self._disks.together(lambda: self._ranks.on_main(self._store.recover))
+            own = self._disks.together(lambda: self._ranks.on_main(self._store.steps))
+            for step in self._disks.common(own, self._store.root):
                 if (snapshot := self._newest_in_memory(step)) is not None:
+                    self._set_aside(bad)
                     return self._load_snapshot(snapshot, step, templates, names)
-                manifest, problems = self._check(step)
-                if manifest is not None and not problems:
-                    return self._load(manifest, RawReader(self._store.path(step)), templates, names)
-                reason = "; ".join(problems)
-                self._ranks.on_main(partial(self._store.set_aside, step, reason))
-                self.set_aside.append((step, reason))
-            snapshot = self._newest_in_memory(0)
-        return None if snapshot is None else self._load_snapshot(snapshot, None, templates, names)
+                manifest, problems, source = self._disks.together(partial(self._examine, step))
+                problems = self._disks.problems(manifest, problems)
+                if manifest is not None and source is not None and not problems:
+                    newer = [one for one in own if one > step and one not in dict(bad)]
+                    self._set_aside([*bad, *((one, "not on every node's disk") for one in newer)])
+                    return self._load(manifest, source, templates, names)
+                bad.append((step, "; ".join(problems)))
+            if (snapshot := self._newest_in_memory(0)) is not None:
+                self._set_aside(bad)
+                return self._load_snapshot(snapshot, None, templates, names)
+        if bad:  # they stay where they are: the next start must not take their absence for a new run
+            found = "; ".join(f"step {step}: {reason}" for step, reason in bad)
+            raise CheckpointError(
+                f"none of the checkpoints in {self._store.root} can be used ({found}): bring one back, or begin again "
+                "at step 0 with --fresh (a script with jobkit.init: under another name)"
+            )
+        return None
+
+    def _set_aside(self, bad: Sequence[tuple[int, str]]) -> None:
+        for step, reason in bad:
+            self._ranks.on_main(partial(self._store.set_aside, step, reason))
+        self.set_aside = list(bad)
+
+    def _examine(self, step: int) -> tuple[Manifest | None, list[str], Source | None]:
+        """What rank 0 reads of a checkpoint and finds wrong with it, and what reads it where it is good."""
+        manifest, problems = self._check(step)
+        if manifest is None or problems:
+            return manifest, problems, None
+        source, problems = self._source(step)
+        return manifest, problems, source
 
     def _newest_in_memory(self, at_least: int) -> Snapshot | None:
         return None if self._memory is None else self._memory.newest(at_least)
@@ -88,15 +115,13 @@ class Reader:
     ) -> RestoredCheckpoint:
         contents = snapshot.contents
         manifest = Manifest(contents.id.step, contents.world_size, {}, contents.extra)
-        loaded = self._load(manifest, MemoryReader(snapshot, self._ranks), templates, names)
+        loaded = self._load(manifest, MemorySource(snapshot, self._ranks), templates, names)
         return replace(loaded, durable_step=durable_step, snapshot=snapshot)
 
     def read(
         self, loaded: RestoredCheckpoint, templates: Mapping[str, Any], wants: Callable[[str, str], bool]
     ) -> dict[str, Any]:
-        snapshot = loaded.snapshot
-        storage = RawReader(loaded.path) if snapshot is None else MemoryReader(snapshot, self._ranks)
-        return self._load(loaded.manifest, storage, templates, set(templates), wants).shared
+        return self._load(loaded.manifest, loaded.source, templates, set(templates), wants).shared
 
     def _check(self, step: int) -> tuple[Manifest | None, list[str]]:
         """The manifest as rank 0 reads it, and what rank 0 too finds wrong with the files."""
@@ -107,7 +132,7 @@ class Reader:
         reports = self._ranks.gather((socket.gethostname(), problems))
         suspects = [name for _, found in reports for name in found]
         if not suspects:
-            return manifest, self._ranks.on_main(lambda: self._index_problems(step))
+            return manifest, []
         # Set aside only what rank 0 finds damaged too: one node may have a bad mount, disk cache or memory.
         confirmed = self._ranks.on_main(lambda: self._store.verify(step, suspects, manifest))
         if not confirmed:
@@ -125,12 +150,13 @@ class Reader:
         except CheckpointError as error:
             return None, str(error)
 
-    def _index_problems(self, step: int) -> list[str]:
+    def _source(self, step: int) -> tuple[Source | None, list[str]]:
+        """What reads a verified checkpoint, and what is wrong with its index, which rank 0 reads for all."""
+        data = self._ranks.on_main(lambda: (self._store.path(step) / INDEX).read_bytes())
         try:
-            read_index(self._store.path(step))
-        except ForeignIndex as error:
-            return [str(error)]
-        return []
+            return DiskSource(self._store.path(step), parse_index(data), self._ranks), []
+        except ForeignIndex as error:  # on all ranks: they have the same bytes
+            return None, [str(error)]
 
     def _verify_share(self, step: int, manifest: Manifest) -> dict[str, str]:
         """What is wrong with this rank's share of the files, by name: together the ranks read each byte once."""
@@ -140,26 +166,35 @@ class Reader:
     def _load(
         self,
         manifest: Manifest,
-        reader: StorageReader,
+        source: Source,
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool] = lambda name, path: True,
     ) -> RestoredCheckpoint:
         step = manifest.step
-        with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded"):
-            wanted, left_out = self._ranks.all_or_none(lambda: self._targets(reader, templates, names, wants))
-            group = self._ranks.group
-            load(wanted, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
-        trees = _trees(wanted | left_out)
-        mine = local_key(self._ranks.rank)
+        metadata = source.metadata
+
+        def plan() -> tuple[dict[str, Any], dict[str, Any], Targets]:
+            wanted, left_out = self._targets(metadata, templates, names, wants)
+            return wanted, left_out, Targets(wanted, metadata)
+
+        def read() -> dict[str, Any]:
+            wanted, left_out, targets = self._ranks.all_or_none(plan)
+            source.read(targets)
+            return wanted | left_out
+
+        with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded", self._disks.everyone):
+            trees = _trees(self._disks.together(read))
+        mine = local_key(self._ranks.number)
+        self._disks.check_place(manifest, mine in trees)
         shared = {_name(key): tree for key, tree in trees.items() if key != mine}
         return RestoredCheckpoint(
-            step, self._store.path(step), shared, trees.get(mine), manifest, _contents(reader.read_metadata()), step
+            step, self._store.path(step), shared, trees.get(mine), manifest, _contents(metadata), source, step
         )
 
     def _targets(
         self,
-        reader: StorageReader,
+        metadata: Metadata,
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool],
@@ -174,10 +209,10 @@ class Reader:
         chosen = None if names is None else {tree_key(SHARED, name) for name in names}
         targets: dict[str, Any] = {}
         left_out: dict[str, Any] = {}
-        for key, saved in reader.read_metadata().state_dict_metadata.items():
+        for key, saved in metadata.state_dict_metadata.items():
             tree, _, path = key.partition("/")
             is_shared = tree.startswith(f"{SHARED}.") and (chosen is None or tree in chosen)
-            if not is_shared and tree != local_key(self._ranks.rank):
+            if not is_shared and tree != local_key(self._ranks.number):
                 continue
             if not isinstance(saved, TensorStorageMetadata):
                 targets[key] = b""
@@ -186,17 +221,6 @@ class Reader:
             else:
                 targets[key] = live[key] if key in live else torch.empty(saved.size, dtype=saved.properties.dtype)
         return targets, left_out
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Loads tensors in place and leaves pickled objects as the bytes they are."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        state: dict[str, Any] = self.state_dict
-        state[read_item.dest_index.fqn] = value.getvalue()
 
 
 def _name(tree: str) -> str:

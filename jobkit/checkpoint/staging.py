@@ -130,15 +130,18 @@ class Staged:
 class Stager:
     """Decides which tensors this rank stages and copies those. It talks to no other rank.
 
-    `ranks_per_node`: how many ranks share a node, numbered node by node.
+    `ranks_per_node`: how many ranks share a node, numbered node by node. `number`: by which the rank's own tree is
+    known, where it is not `rank`.
     """
 
-    def __init__(self, rank: int, world_size: int, ranks_per_node: int = 1) -> None:
+    def __init__(self, rank: int, world_size: int, ranks_per_node: int = 1, number: int | None = None) -> None:
         self._rank = rank
+        self._own = local_key(rank if number is None else number)
         self._world_size = world_size
         self._ranks_per_node = ranks_per_node
         self._owners: dict[str, tuple[tuple[list[int], Sequence[int]], list[int]]] = {}
         self._chunks: dict[str, tuple[Any, list[WriteItem]]] = {}
+        self._digests: dict[str, tuple[list[Any], str]] = {}
 
     def stage(
         self,
@@ -180,7 +183,7 @@ class Stager:
             prefix = tree_key(SHARED, name)
             holders = held_by.get(name, range(self._world_size))
             skeleton, tensors = flatten(tree)
-            staged.shared[prefix] = (tuple(holders), _digest_of_shapes(tensors) if self._world_size > 1 else "")
+            staged.shared[prefix] = (tuple(holders), self._digest(prefix, tensors) if self._world_size > 1 else "")
             everywhere = len({self._node(holder) for holder in holders}) * self._ranks_per_node == self._world_size
             if on_each_node:
                 holders = [holder for holder in holders if self._node(holder) == self._node(self._rank)]
@@ -190,7 +193,7 @@ class Stager:
             for key, tensor in self._owned(prefix, tensors, holders).items():
                 kind = replicated if everywhere and not isinstance(tensor, DTensor) else own
                 kind[f"{prefix}/{key}"] = tensor
-        prefix = local_key(self._rank)
+        prefix = self._own
         skeletons[prefix], tensors = flatten(local)
         own.update((f"{prefix}/{key}", tensor) for key, tensor in tensors.items())
         staged.keys, staged.own = frozenset(keys | {prefix, *(f"{prefix}/{key}" for key in tensors)}), list(own)
@@ -226,6 +229,14 @@ class Stager:
             if owner == self._rank or isinstance(tensor, DTensor)
         }
 
+    def _digest(self, prefix: str, tensors: dict[str, torch.Tensor]) -> str:
+        """Of the names, shapes and dtypes of a tree; kept, because to write them down takes longer than to compare."""
+        described = [(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items()]
+        known = self._digests.get(prefix)
+        if known is None or known[0] != described:
+            known = self._digests[prefix] = (described, hashlib.blake2b(repr(described).encode()).hexdigest())
+        return known[1]
+
     def _items_of(self, key: str, tensor: torch.Tensor) -> list[WriteItem]:
         """How DCP describes this rank's chunk of a tensor; kept, because a DTensor computes it at some cost."""
         layout: Any = (tensor.shape, tensor.dtype)
@@ -260,8 +271,3 @@ def balance(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
         owners[index] = min(loads, key=loads.__getitem__)
         loads[owners[index]] += sizes[index]
     return owners
-
-
-def _digest_of_shapes(tensors: Mapping[str, torch.Tensor]) -> str:
-    described = repr([(key, tuple(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()])
-    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

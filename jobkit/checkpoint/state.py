@@ -57,7 +57,7 @@ def _walk(node: Any, path: str, found: dict[str, torch.Tensor], seen: set[int]) 
         return
     seen.add(id(node))
     if isinstance(node, torch.Tensor):
-        if _is_raw(node):
+        if is_raw(node):
             if path in found:
                 raise ValueError(f"two keys of a state are both written {path!r}")
             found[path] = node
@@ -67,7 +67,7 @@ def _walk(node: Any, path: str, found: dict[str, torch.Tensor], seen: set[int]) 
         _walk(child, prefix + escape(key), found, seen)
 
 
-def _is_raw(tensor: torch.Tensor) -> bool:
+def is_raw(tensor: torch.Tensor) -> bool:
     """Whether the bytes of the tensor say it all."""
     return (
         type(tensor) in _TENSORS
@@ -87,7 +87,7 @@ class _Pickler(pickle.Pickler):
         self._names = {id(tensor): name for name, tensor in named.items()}
 
     def persistent_id(self, value: Any) -> tuple[str, bool, bool] | None:
-        if not isinstance(value, torch.Tensor) or not _is_raw(value):
+        if not isinstance(value, torch.Tensor) or not is_raw(value):
             return None
         name = self._names.get(id(value))
         if name is None:

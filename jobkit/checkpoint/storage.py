@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
-import math
 import mmap
 import os
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, is_dataclass, replace
@@ -23,11 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as metadata_module
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
 from jobkit.checkpoint.store import FileDigest
 from jobkit.errors import CheckpointError
@@ -47,14 +43,6 @@ class Extent:
     length: int
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class _WholeFile:
-    """Travels among the write results: how the coordinator learns of each rank's file."""
-
-    file: str
-    digest: FileDigest
 
 
 class ChecksummedFile:
@@ -175,45 +163,36 @@ def _open_direct(path: Path) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-class RawWriter(FileSystemWriter):
-    """Writes each rank's items into one file of `directory`; at the end the coordinator's `files` has all digests.
+def file_of(rank: int) -> str:
+    """The name of a rank's file in a checkpoint."""
+    return f"rank_{rank:05d}.bin"
 
-    torch's `write_data` takes no checksum, goes through the page cache and pickles each tensor.
+
+def write_items(
+    directory: Path, rank: int, items: Sequence[tuple[WriteItem, torch.Tensor | bytes]]
+) -> tuple[FileDigest, list[tuple[MetadataIndex, Extent]]]:
+    """Write a rank's file, durably: its digest, and where each item lies, in the order given.
+
+    torch's FileSystemWriter takes no checksum, goes through the page cache and pickles each tensor.
     """
+    extents = []
+    with ChecksummedFile(directory / file_of(rank)) as file:
+        for item, value in items:
+            data = memoryview(value) if isinstance(value, bytes) else _bytes_of(value)
+            extent = Extent(file_of(rank), file.size, len(data))
+            if isinstance(value, torch.Tensor):
+                extent = replace(extent, shape=tuple(value.shape), dtype=value.dtype)
+            extents.append((item.index, extent))
+            file.write(data)
+    return file.digest, extents
 
-    def __init__(self, directory: Path, rank: int) -> None:
-        super().__init__(directory)
-        self.directory = directory
-        self.files: dict[str, FileDigest] = {}
-        self._file = f"rank_{rank:05d}.bin"
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        with ChecksummedFile(self.directory / self._file) as file:
-            for item in plan.items:
-                value = planner.resolve_data(item)
-                data = _bytes_of(value)
-                extent = Extent(self._file, file.size, len(data))
-                if isinstance(value, torch.Tensor):
-                    extent = replace(extent, shape=tuple(value.shape), dtype=value.dtype)
-                results.append(WriteResult(item.index, len(data), extent))
-                file.write(data)
-        results.append(WriteResult(None, 0, _WholeFile(self._file, file.digest)))  # type: ignore[arg-type]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        everything = [result for one_rank in results for result in one_rank]
-        metadata.storage_data = {
-            result.index: result.storage_data for result in everything if isinstance(result.storage_data, Extent)
-        }
-        with ChecksummedFile(self.directory / INDEX) as file:
-            file.write(memoryview(pickle.dumps(metadata)))
-        self.files = {
-            whole.file: whole.digest for result in everything if isinstance(whole := result.storage_data, _WholeFile)
-        }
-        self.files[INDEX] = file.digest
+def write_index(directory: Path, tensors: bytes, pickled: Mapping[MetadataIndex, Extent]) -> FileDigest:
+    """Write a checkpoint's index, durably: the pickled Metadata of its tensors, then where its other objects lie."""
+    with ChecksummedFile(directory / INDEX) as file:
+        file.write(memoryview(tensors))
+        file.write(memoryview(pickle.dumps(pickled)))
+    return file.digest
 
 
 _NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), (__name__, "Extent")}
@@ -247,75 +226,18 @@ class _IndexUnpickler(pickle.Unpickler):
         raise ForeignIndex(f"{INDEX} names {module}.{name}, which no index has")
 
 
-def read_index(directory: Path) -> Metadata:
-    """The index of a checkpoint; no code of its own is run. Raises ForeignIndex, OSError and what pickle raises."""
-    metadata: Metadata = _IndexUnpickler(io.BytesIO((directory / INDEX).read_bytes())).load()
+def parse_index(data: bytes) -> Metadata:
+    """The index of a checkpoint; no code of its own is run. Raises ForeignIndex and what pickle raises."""
+    stream = io.BytesIO(data)
+    metadata: Metadata = _IndexUnpickler(stream).load()
+    if stream.tell() < len(data):
+        metadata.storage_data |= _IndexUnpickler(stream).load()
     return metadata
 
 
-class RawReader(FileSystemReader):
-    """Reads what `RawWriter` wrote; a contiguous CPU tensor is read in place, of a slice only its rows are read."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.directory = directory
-        self._metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = read_index(self.directory)
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[Extent, ReadItem]]] = {}
-        for item in plan.items:
-            extent: Extent = self.storage_data[item.storage_index]
-            by_file.setdefault(extent.file, []).append((extent, item))
-        for name, wanted in by_file.items():
-            with (self.directory / name).open("rb", buffering=0) as file:
-                for extent, item in sorted(wanted, key=lambda pair: pair[0].offset):
-                    read_item(file, extent, item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
-def read_item(file: io.RawIOBase | io.BytesIO, extent: Extent, item: ReadItem, planner: LoadPlanner) -> None:
-    """Read what DCP wants of a saved object from the file in which it lies."""
-    if item.type == LoadItemType.BYTE_IO:
-        data = bytearray(extent.length)
-        read_exactly(file, extent.offset, memoryview(data))
-        planner.load_bytes(item, io.BytesIO(data))
-        return
-    target = planner.resolve_tensor(item).detach()
-    if target.numel():
-        _read_slice(file, extent, tuple(item.storage_offsets), tuple(item.lengths), target)
-    planner.commit_tensor(item, target)
-
-
-def _read_slice(
-    file: io.RawIOBase | io.BytesIO,
-    extent: Extent,
-    starts: tuple[int, ...],
-    lengths: tuple[int, ...],
-    target: torch.Tensor,
-) -> None:
-    """Read the box (starts, lengths) of a saved tensor into a tensor of the shape `lengths`."""
-    if extent.shape is None or extent.dtype is None:
-        raise ValueError(f"{extent.file}: a pickled object where a tensor was expected")
-    shape, offset = extent.shape, extent.offset
-    if shape:  # rows are contiguous in the file: read only those asked for
-        offset += starts[0] * math.prod(shape[1:]) * extent.dtype.itemsize
-        shape, starts = (lengths[0], *shape[1:]), (0, *starts[1:])
-    in_place = (
-        target.device.type == "cpu" and target.is_contiguous() and target.dtype == extent.dtype and shape == lengths
-    )
-    source = target if in_place else torch.empty(shape, dtype=extent.dtype)
-    read_exactly(file, offset, raw(source))
-    if not in_place:
-        for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            source = source.narrow(dim, start, length)
-        target.copy_(source)
+def read_index(directory: Path) -> Metadata:
+    """`parse_index` of a checkpoint's; raises OSError too."""
+    return parse_index((directory / INDEX).read_bytes())
 
 
 def read_exactly(file: io.RawIOBase | io.BytesIO, offset: int, target: memoryview) -> None:
@@ -328,9 +250,7 @@ def read_exactly(file: io.RawIOBase | io.BytesIO, offset: int, target: memoryvie
         target = target[count:]
 
 
-def _bytes_of(value: torch.Tensor | io.BytesIO) -> memoryview:
-    if isinstance(value, io.BytesIO):
-        return value.getbuffer()
+def _bytes_of(value: torch.Tensor) -> memoryview:
     return raw(value.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 

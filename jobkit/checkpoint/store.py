@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import time
@@ -103,9 +104,20 @@ class Store:
         staging.mkdir(parents=True)
         return staging
 
+    def staged(self, step: int) -> Path:
+        """The staging directory that rank 0 has made; CheckpointError where this rank does not see it."""
+        staging = self.staging(step)
+        if not self._appears(staging, time.monotonic() + self.missing_seconds):
+            raise CheckpointError(f"{staging} is missing here: do all ranks write to the same disk?")
+        return staging
+
     def publish(self, manifest: Manifest) -> Path:
-        """Make the staged files the checkpoint of their step; they are on the disk already, their names may not be."""
+        """Make the staged files the checkpoint of their step; they are on the disk already, their names may not be.
+
+        Raises CheckpointError where one of them is not to be seen here.
+        """
         staging, final = self.staging(manifest.step), self.path(manifest.step)
+        self._check_is_whole(staging, manifest)
         replaced = self.root / f"{_REPLACED}{final.name}"
         write_json(staging / MANIFEST, manifest.to_json())  # before the rename: a checkpoint without one is damaged
         if final.exists():
@@ -120,6 +132,17 @@ class Store:
         self._point_latest()
         _remove(replaced)  # only once the new name is on the disk: until then it is the only one that surely is
         return final
+
+    def _check_is_whole(self, staging: Path, manifest: Manifest) -> None:
+        """Raise CheckpointError unless all files are here with their sizes: a rank may have written to another disk."""
+        deadline = time.monotonic() + self.missing_seconds
+        for name, digest in manifest.files.items():
+            if not self._appears(staging / name, deadline):
+                raise CheckpointError(f"{name} is missing in {staging}: do all ranks write to the same disk?")
+            with (staging / name).open("rb") as file:  # opened: only then does NFS ask its server for the size
+                size = os.fstat(file.fileno()).st_size
+            if size != digest.size:
+                raise CheckpointError(f"{name} has {size} bytes, not {digest.size}")
 
     def _point_latest(self) -> None:
         latest, temporary = self.root / LATEST, self.root / f".{LATEST}.{self.attempt}"

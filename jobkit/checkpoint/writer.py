@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import io
+import secrets
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
+from jobkit.checkpoint.disks import SAVE, Disks
 from jobkit.checkpoint.memory import SnapshotMemory
 from jobkit.checkpoint.reader import Reader, RestoredCheckpoint
+from jobkit.checkpoint.save_plan import SavePlans
 from jobkit.checkpoint.staging import HostBuffers, Staged, Stager
-from jobkit.checkpoint.storage import RawWriter
-from jobkit.checkpoint.store import Manifest, Store
+from jobkit.checkpoint.storage import write_items
+from jobkit.checkpoint.store import FileDigest, Manifest, Store
 from jobkit.errors import CheckpointError, JobkitError
 from jobkit.group import RankGroup
 from jobkit.log import log
-
-# What DCP says of every save and load of a single process, which is no news here.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True)
@@ -78,6 +71,9 @@ class Checkpointer:
     None for a process that is alone, which needs no process group. `may_publish` is asked on rank 0 at the last
     moment: an attempt that has lost its lease must not publish. With `memory`, of the same ranks, every checkpoint is
     staged where it outlives the rank, and there can be snapshots between them that go to no disk.
+
+    With several `disks`, `ranks` are those that share the one of `store`. They keep a whole checkpoint on each, but for
+    the local trees of other ranks; that works for state that each rank has whole.
     """
 
     def __init__(
@@ -89,14 +85,17 @@ class Checkpointer:
         may_publish: Callable[[], bool] | None = None,
         memory: SnapshotMemory | None = None,
         ranks_per_node: int = 1,
+        disks: Disks | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, found {keep}")
         self.store = store
         self._ranks = ranks or RankGroup.alone()
         self._memory = memory
-        self._reader = Reader(store, self._ranks, memory)
-        self._stager = Stager(self._ranks.rank, self._ranks.world_size, ranks_per_node)
+        self._disks = disks or Disks(self._ranks)
+        self._reader = Reader(store, self._ranks, memory, self._disks)
+        self._stager = Stager(self._ranks.rank, self._ranks.world_size, ranks_per_node, self._ranks.number)
+        self._plans = SavePlans(self._ranks)
         self._buffers = HostBuffers()
         self._complaint = ""
         self._keep = keep
@@ -207,7 +206,7 @@ class Checkpointer:
         self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None
     ) -> CheckpointError | None:
         try:
-            with as_checkpoint_error(f"the checkpoint of step {step} was not written"):
+            with as_checkpoint_error(f"the checkpoint of step {step} was not written", self._ranks):
                 self._write(step, staged, extra)
         except CheckpointError as error:
             return error
@@ -238,7 +237,7 @@ class Checkpointer:
 
         One that does not verify is set aside by rank 0, appears in `set_aside`, and the one before is taken. A snapshot
         in memory is taken where it is whole on all ranks together and no older than the checkpoint. Those that are not
-        taken are gone.
+        taken are gone. Where there are checkpoints and none of them is good, that is a CheckpointError that names them.
         `templates`: live trees by name; their DTensors are filled in place and returned where the saved tree has a
         tensor at the same path. All other tensors come whole, on the CPU. `names`: which shared trees to read, all
         where None. Raises CheckpointError where a good checkpoint cannot be read into the templates, or where a rank
@@ -265,21 +264,33 @@ class Checkpointer:
 
     def _write(self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None) -> None:
         """Write, agree, publish; raises on all ranks or on none."""
-        writer = RawWriter(self.store.staging(step), self._ranks.rank)
+        folder = self.store.staging(step)
         try:
-            self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
-            group, planner = self._ranks.group, _SavePlanner(staged)
-            save_distributed({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-            self._ranks.on_main(lambda: self._publish(step, writer, extra))
+            files = self._disks.together(lambda: self._write_files(step, staged, folder))
+            if self._disks.several:
+                values = self._disks.everyone.on_main(lambda: {**self._extra(extra), SAVE: secrets.token_hex(8)})
+                self._disks.together(lambda: self._ranks.on_main(lambda: self._publish(step, files, values)))
+            else:
+                self._ranks.on_main(lambda: self._publish(step, files, self._extra(extra)))
         finally:
             if self._ranks.is_main:
                 self.store.discard_staging(step)
 
-    def _publish(self, step: int, writer: RawWriter, extra: Callable[[], dict[str, Any]] | None) -> None:
-        manifest = Manifest(step, self._ranks.world_size, writer.files, extra() if extra else {})
+    def _write_files(self, step: int, staged: Staged, folder: Path) -> dict[str, FileDigest]:
+        self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
+        items = self._plans.agree(staged)
+        digest, extents = self._ranks.all_or_none(lambda: write_items(self.store.staged(step), self._ranks.rank, items))
+        return self._plans.write_index(folder, digest, extents)
+
+    def _extra(self, extra: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
+        """On rank 0, at the last moment."""
+        values = extra() if extra else {}
         if self._may_publish is not None and not self._may_publish():
             raise JobkitError("another attempt owns the run by now")
-        self.store.publish(manifest)
+        return values
+
+    def _publish(self, step: int, files: dict[str, FileDigest], extra: dict[str, Any]) -> None:
+        self.store.publish(Manifest(step, self._disks.everyone.world_size, files, extra))
 
     def _retain(self) -> None:
         if self._ranks.is_main:
@@ -287,35 +298,3 @@ class Checkpointer:
                 self.store.retain(self._keep)
             except OSError as error:
                 log.warning("old checkpoints could not be removed: %s", error)
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Saves what was staged; DCP removes the shards that several ranks hold and makes the index."""
-
-    def __init__(self, staged: Staged) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged = staged
-        self._values: dict[MetadataIndex, torch.Tensor | bytes] = {}
-
-    def create_local_plan(self) -> SavePlan:
-        """This rank's items; CheckpointError where they could not be staged."""
-        if self._staged.problem:
-            raise CheckpointError(self._staged.problem)
-        self._values = {item.index: value for item, value in self._staged.items}
-        return SavePlan([item for item, _ in self._staged.items], planner_data=self._staged.shared)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """DCP's plan; CheckpointError where ranks differ about a shared tree, for then a tensor would be missing."""
-        for rank, plan in enumerate(all_plans):
-            for key, (holders, shapes) in plan.planner_data.items():
-                for holder in holders:
-                    if all_plans[holder].planner_data.get(key) != (holders, shapes):
-                        raise CheckpointError(
-                            f"{key!r} is not the same on rank {rank} and rank {holder}: other names, shapes or dtypes, "
-                            "or not there; what differs from rank to rank belongs into the local state"
-                        )
-        return super().create_global_plan([SavePlan(plan.items) for plan in all_plans])
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self._values[write_item.index]
-        return io.BytesIO(value) if isinstance(value, bytes) else value

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         with loaded.places.locating_errors():
             plan = make_plan(runs / "doctor", loaded.config, cluster)
         resources = plan.config.resources
-        found = [*checks.check_machine(resources.gpus_per_task), checks.check_runs_dir(runs)]
+        found = [*checks.check_machine(resources.devices_per_rank), checks.check_runs_dir(runs)]
         if plan.scheduler == "slurm":
             found += checks.check_slurm(plan.parameters.get("partition"), resources.nodes)
         for check in found:

@@ -25,6 +25,8 @@ from jobkit.run.yamlfile import dump, parse_value, read_yaml
 UNLIMITED = "unlimited"
 """For a budget of `retry:`."""
 
+AUTO = "auto"
+
 ALL = "all"
 """For `tensor` and `pipeline` of `parallel:`: as many ranks as there are left."""
 
@@ -89,6 +91,11 @@ def _check_watchdog(value: str | int | bool) -> None:
         _check_seconds(value, "auto, off, or a time like 10min", ("auto", "off"))
 
 
+def _check_deterministic(value: bool | str) -> None:
+    if isinstance(value, str) and value != "warn":
+        raise ValueError("true, false or warn")
+
+
 def _check_device(value: str) -> None:
     allowed = [device_kinds.AUTO, *(kind.name for kind in device_kinds.KINDS)]
     if value not in allowed:
@@ -118,10 +125,13 @@ class Resources:
 
     nodes: int = _field(_at_least(1), 1)
     """Machines. With `--local` they are simulated on this one."""
-    tasks_per_node: int = _field(_at_least(1), 1)
-    """Processes (ranks) on each node; usually one for each GPU."""
-    gpus_per_task: int = _field(_at_least(0), 0)
-    """GPUs of each rank; 0 trains on the CPU."""
+    tasks_per_node: str | int = _field(_check_auto_or_count, 1)
+    """Processes (ranks) on each node; usually one for each GPU. `auto` is as many as there are GPUs for, and 1 where
+    there is none: of those that this machine shows, or on Slurm of the `gpus_per_node` in the cluster's entry."""
+    gpus_per_task: str | int = _field(_count_or("auto", 0, "auto, or 0 or more"), 0)
+    """GPUs of each rank; 0 trains on the CPU. `auto` is one each where there are any, with no more ranks than GPUs,
+    else 0; it is the default beside `tasks_per_node: auto`. Each rank sees all GPUs of its node: its own begin with
+    number LOCAL_RANK x `gpus_per_task`."""
     cpus_per_task: int = _field(_at_least(1), 1)
     """CPU cores of each rank, data loader workers included."""
     time: str | int = _field(_check_time, "auto")
@@ -141,8 +151,18 @@ class Resources:
         return self.nodes if self.min_nodes == ALL else min(int(self.min_nodes), self.nodes)
 
     @property
+    def ranks_per_node(self) -> int:
+        """`tasks_per_node` in numbers, once it is known where the run goes."""
+        return int(self.tasks_per_node)
+
+    @property
+    def devices_per_rank(self) -> int:
+        """`gpus_per_task` in numbers, once it is known where the run goes."""
+        return int(self.gpus_per_task)
+
+    @property
     def world_size(self) -> int:
-        return self.nodes * self.tasks_per_node
+        return self.nodes * self.ranks_per_node
 
     @property
     def seconds(self) -> int:
@@ -161,6 +181,9 @@ class CheckpointConfig:
     """How often a snapshot is taken in host memory, which goes to no disk and outlives a rank that dies: a number of
     steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time. Two of them
     take at most a quarter of the memory that is free on a node, else there are none."""
+    weights: Literal["all", "trainable"] = "all"
+    """Which parameters of a model are in checkpoints and in `final/`: `all`, or `trainable`, as for a LoRA: not those
+    that require no gradient and are as they were at `ctx.track`, for the function builds them again. Buffers always."""
     keep: int = _field(_at_least(1), 3)
     """How many of the newest checkpoints are kept. An older one is deleted only after a newer one is on the disk."""
     mtbf: str | int = _field(_check_mtbf, "auto")
@@ -219,7 +242,8 @@ class CommConfig:
     powersgd_start: int = _field(_at_least(2), 100)
     """Steps with uncompressed gradients before PowerSGD begins: early gradients change too fast to be approximated."""
     bucket_cap_mb: int = _field(_at_least(1), 25)
-    """Megabytes of gradients in one of DDP's all-reduces, which overlap with backward."""
+    """Megabytes of gradients in one of DDP's all-reduces, which overlap with backward; the first one has 1 by default.
+    """
     local_sgd: int = _field(_at_least(0), 0)
     """Average parameters every this many steps, instead of gradients at every step; 0 is off."""
 
@@ -245,6 +269,10 @@ class Config:
     """Decides initial weights, sample order and all random numbers."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What `ctx.autocast()` and `ctx.backward` compute in; fp16 uses a loss scale, which is part of the checkpoint."""
+    deterministic: bool | str = _field(_check_deterministic, False)
+    """Whether torch, cuDNN and cuBLAS compute the same bits from the same values each time, which may be slower. With
+    `true` the run fails at an operation that has no such form; `warn` goes on, and says so. A `command:` gets the
+    variables (`CUBLAS_WORKSPACE_CONFIG`, `NCCL_NVLS_ENABLE`), and torch's switches where it calls `jobkit.init`."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     device: str = _field(_check_device, device_kinds.AUTO)
@@ -441,7 +469,8 @@ def _resolve(merged: Any) -> dict[str, Any]:
 
 
 def _in_full(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with `parallel: zero3`, one word, written out as a mapping, and the numbers in a command as texts."""
+    """`values` with `parallel: zero3`, one word, written out as a mapping, the numbers in a command as texts, and the
+    GPUs of ranks of which there are as many as GPUs."""
     word, command = values.get("parallel"), values.get("command")
     if isinstance(command, str):
         raise InvalidValue("command", f"found {command!r}, expected a list: [{', '.join(command.split())}]")
@@ -449,6 +478,9 @@ def _in_full(values: dict[str, Any]) -> dict[str, Any]:
         numbers = [isinstance(one, (int, float)) and not isinstance(one, bool) for one in command]
         texts = [str(one) if number else one for one, number in zip(command, numbers, strict=True)]
         values = values | {"command": texts}
+    resources = values.get("resources")
+    if isinstance(resources, dict) and resources.get("tasks_per_node") == AUTO:
+        values = values | {"resources": {"gpus_per_task": AUTO, **resources}}
     if not isinstance(word, str):
         return values
     if word not in PARALLEL_WORDS:

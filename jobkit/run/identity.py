@@ -22,6 +22,8 @@ def run_name(config: Config) -> str:
     }
     if config.command:
         decides["command"] = config.command
+    if config.deterministic:  # not where it is off, as in runs from before there was such a key
+        decides["deterministic"] = config.deterministic
     # Only where they differ from plain DDP, of which there are runs from before there was anything else.
     for key, default in (("parallel", ParallelConfig()), ("comm", CommConfig())):
         value = dataclasses.asdict(getattr(config, key))

@@ -61,18 +61,23 @@ def factor(parallel: ParallelConfig, world_size: int, tasks_per_node: int) -> La
     return Layout(pipeline, 1 if sharded else data, data if sharded else 1, tensor)
 
 
+def is_plain_ddp(parallel: ParallelConfig) -> bool:
+    """Whether each rank has the whole state of the model and its optimizer."""
+    return parallel.data == "ddp" and (parallel.tensor, parallel.pipeline) == (1, 1)
+
+
 def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources, precision: str = "fp32") -> Layout:
     """The Layout of a config; ValueError naming key and reason for a product that cannot work."""
-    layout = factor(parallel, resources.world_size, resources.tasks_per_node)
+    layout = factor(parallel, resources.world_size, resources.ranks_per_node)
     if parallel.shards != "auto" and parallel.data != "hsdp":
         raise ValueError(f"shards is for data: hsdp; {parallel.data} has one way to divide its ranks")
     if parallel.microbatches != "auto" and layout.pipeline == 1:
         raise ValueError("microbatches is for a pipeline; for accumulation pass micro_batch_size to ctx.backward")
     if parallel.data == "zero1" and layout.tensor > 1:
         raise ValueError("zero1 x tensor: ZeroRedundancyOptimizer takes no DTensors; use zero2 or ddp with tensor")
-    if layout.tensor > resources.tasks_per_node:
+    if layout.tensor > resources.ranks_per_node:
         raise ValueError(
-            f"tensor = {layout.tensor} spans nodes of {resources.tasks_per_node} task(s): every layer would wait for "
+            f"tensor = {layout.tensor} spans nodes of {resources.ranks_per_node} task(s): every layer would wait for "
             "the network; at most resources.tasks_per_node"
         )
     _check_comm(parallel, comm, layout, resources, precision)
@@ -87,7 +92,7 @@ def _check_comm(
         raise ValueError(
             f"comm.hook = {comm.hook} compresses DDP's gradients; {_name(parallel, layout)} does not use DDP"
         )
-    if comm.hook == "bf16" and resources.gpus_per_task == 0:
+    if comm.hook == "bf16" and resources.devices_per_rank == 0:
         raise ValueError("comm.hook = bf16 needs a GPU backend: gloo cannot add bfloat16; use fp16 or powersgd")
     if comm.hook == "powersgd" and layout.pipeline > 1:
         raise ValueError(

@@ -109,6 +109,8 @@ class Failure:
     peak_bytes: int | None = None
     everywhere: bool | None = None
     """Whether all nodes failed with this error, so that it is not the fault of one of them."""
+    final: bool | None = None
+    """Whether any other attempt would end with this error too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,38 @@ class FailureReport:
     """Whether the ranks did not form the group they were started for: equal errors on all nodes mean little then."""
     disk: bool = False
     """Whether a full disk is the cause."""
+    final: bool = False
+    """Whether any other attempt would end with this error too."""
     out_of_memory: str | None = None
     """`GPU` or `host`, where that is the reason."""
     peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedModel:
+    """What a rank would have of one model that was given to ctx.parallelize."""
+
+    name: str
+    """Of its class."""
+    parameters: int
+    own: int
+    """Of the parameters, those that the rank has."""
+    weights: int
+    """Bytes of this rank; so are the next two."""
+    gradients: int
+    optimizer: int | None = None
+    """None where that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCheck:
+    """How far a training function came on a rank that only pretends: worker/model_check.py for `--check-model`."""
+
+    rank: int
+    models: list[CheckedModel]
+    refused: str | None = None
+    """Why no run of this could train."""
+    problem: str | None = None
+    """What else the function failed with, so that the rest of it was not looked at."""
+    reached: str | None = None
+    """Where it was left: `ctx.steps`, or something else that needs a run."""

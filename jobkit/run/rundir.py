@@ -97,6 +97,10 @@ class RunDir:
         """The same for ranks that somebody else started, who do not know the attempt yet."""
         return self.path / "logs" / f"rendezvous-{launch}.json"
 
+    def disk_file(self, token: str) -> Path:
+        """Made by a rank at its start, for others to see that they have the same disk."""
+        return self.path / "logs" / f"seen-{token}"
+
     def stop_request_file(self, attempt: int) -> Path:
         return self.logs(attempt) / "notice.json"
 

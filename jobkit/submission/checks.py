@@ -17,7 +17,7 @@ from pathlib import Path
 from jobkit import slurm
 from jobkit.errors import SchedulerError, nearest
 from jobkit.run.locks import NoLocks, file_system, is_free, lock_at
-from jobkit.submission.plan import visible_gpus
+from jobkit.submission.devices import visible_gpus
 from jobkit.submission.submit import PLUGIN
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"

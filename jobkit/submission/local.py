@@ -58,7 +58,7 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
 def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
     """Start the supervisor of a plan; in the foreground it stops, with a checkpoint, when this process is gone."""
     resources = plan.config.resources
-    leases = take(plan.config.device, resources.world_size * resources.gpus_per_task, plan.run, os.environ)
+    leases = take(plan.config.device, resources.world_size * resources.devices_per_rank, plan.run, os.environ)
     read_end, _write_end = os.pipe() if foreground else (None, None)  # the write end stays open as long as we live
     try:
         job = LocalExecutor(plan, read_end, leases).submit(Worker(str(plan.run)))

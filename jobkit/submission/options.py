@@ -14,12 +14,11 @@ from jobkit.errors import InvalidValue, nearest
 from jobkit.run.config import Resources
 
 _OTHER = """
-acctg_freq batch bb bbf begin cluster_constraint container contiguous core_spec cores_per_socket cpu_freq
-deadline delay_boot distribution export export_file extra_node_info get_user_env gid gpu_bind gpu_freq gpus
-gpus_per_socket gres_flags hint hold kill_on_invalid_dep licenses mcs_label mem_bind mincpus network nice no_kill
-nodefile ntasks_per_core ntasks_per_gpu ntasks_per_socket overcommit oversubscribe power prefer priority profile
-propagate reboot reservation sockets_per_node spread_job switches thread_spec threads_per_core time_min tmp
-tres_per_task uid use_min_nodes wait_all_nodes
+acctg_freq batch bb bbf begin cluster_constraint container contiguous core_spec cores_per_socket cpu_freq deadline
+delay_boot distribution export export_file extra_node_info get_user_env gid gpu_freq gres_flags hint hold
+kill_on_invalid_dep licenses mcs_label mem_bind mincpus network nice no_kill nodefile ntasks_per_core
+ntasks_per_socket overcommit oversubscribe power prefer priority profile propagate reboot reservation sockets_per_node
+spread_job switches thread_spec threads_per_core time_min tmp uid use_min_nodes wait_all_nodes
 """
 OTHER_SBATCH = frozenset(_OTHER.split())
 """Long options of sbatch(1) that Submitit's signature does not have; its additional_parameters pass them on."""
@@ -44,6 +43,11 @@ OWNED = {
     "array_parallelism": "one run is one job",
     "stderr_to_stdout": "each rank has a file for either",
     "num_gpus": "set gpus_per_task",
+    "gpus": "Slurm may spread them unevenly; set gpus_per_task, or gpus_per_node",
+    "gpus_per_socket": "set gpus_per_task, or gpus_per_node",
+    "ntasks_per_gpu": "set tasks_per_node and gpus_per_task",
+    "tres_per_task": "set gpus_per_task and cpus_per_task",
+    "gpu_bind": "each rank sees all GPUs of its node, and LOCAL_RANK chooses",
     "clusters": "it asks the Slurm of this machine about its jobs: submit on that cluster's login node",
 }
 
@@ -52,6 +56,7 @@ SRUN_OWNED = {
     **dict.fromkeys(("-n", "-N", "--ntasks", "--nodes", "--ntasks-per-node"), "set nodes and tasks_per_node"),
     **dict.fromkeys(("-w", "--nodelist"), "set it for the job, or exclude nodes"),
     **dict.fromkeys(("-c", "--cpus-per-task"), "set cpus_per_task"),
+    **dict.fromkeys(("-G", "--gpus", "--gpus-per-task", "--gpu-bind"), "its ranks see all GPUs of their node"),
     **dict.fromkeys(("-o", "-e", "--output", "--error"), "logs are in the run directory: `python -m jobkit logs RUN`"),
 }
 """Options of srun, which starts one process a node, that jobkit needs for itself."""
@@ -128,6 +133,8 @@ def _additional(value: Any, full_key: str) -> dict[str, Any]:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", str(key)):  # `array=0-3` would be one that jobkit owns
             raise InvalidValue(full_key, f"found {str(key)!r}, expected the name of an option of sbatch")
         _refuse_owned(str(key).replace("-", "_"), f"{full_key}.{key}")
+        if str(key).replace("-", "_") == "gpus_per_task":  # Slurm would divide a node's GPUs among its tasks
+            raise InvalidValue(f"{full_key}.{key}", "set gpus_per_task in the entry itself, or under resources")
     return {str(key): _scalar(one, f"{full_key}.{key}") for key, one in value.items()}
 
 

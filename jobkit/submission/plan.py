@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jobkit.run.config import ALL, Config, Resources
 from jobkit.run.duration import format_seconds
 from jobkit.run.strict import build
 from jobkit.slurm import stop_margin
-from jobkit.submission import options
+from jobkit.submission import devices, options
 
 SCHEDULERS = ("slurm", "local")
 
@@ -33,6 +32,8 @@ class LaunchPlan:
     """`slurm` or `local`."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Submitit's parameters for the batch script; empty for local."""
+    notes: Sequence[str] = ()
+    """What a person should be told of it."""
 
     def at(self, run: Path) -> LaunchPlan:
         """The same plan for another run directory: which one it is, is decided last, under the submission's lock."""
@@ -46,13 +47,13 @@ class LaunchPlan:
     def describe(self) -> str:
         resources = self.config.resources
         spares = f", {resources.spares} spare node(s)" if resources.spares and self.scheduler == "slurm" else ""
-        ranks = f"{resources.nodes} node(s) x {resources.tasks_per_node} task(s) = {resources.world_size} rank(s)"
-        devices = f"{resources.gpus_per_task} GPU(s)" if resources.gpus_per_task else "CPU"
+        ranks = f"{resources.nodes} node(s) x {resources.ranks_per_node} task(s) = {resources.world_size} rank(s)"
+        own = f"{resources.devices_per_rank} GPU(s)" if resources.devices_per_rank else "CPU"
         endless = self.scheduler == "local" and resources.time == "auto"
         limit = "none" if endless else f"{format_seconds(resources.seconds)} an attempt"
         return (
             f"run directory: {self.run}\ncluster:       {self.cluster} ({self.scheduler})\n"
-            f"ranks:         {ranks}, {devices} and {resources.cpus_per_task} core(s) each{spares}\n"
+            f"ranks:         {ranks}, {own} and {resources.cpus_per_task} core(s) each{spares}\n"
             f"time limit:    {limit}"
         )
 
@@ -66,22 +67,42 @@ def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
     scheduler = _scheduler(cluster, entry)
     overridden, parameters = options.split(cluster, entry)
     resources = build(Resources, dataclasses.asdict(config.resources) | overridden, f"clusters.{cluster}.")
+    resources, notes = _fitted(config, resources, scheduler, cluster, overridden, parameters)
     config = dataclasses.replace(config, resources=resources)
     try:
         layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
         raise InvalidValue("comm" if str(error).startswith("comm.") else "parallel", str(error)) from None
-    if resources.gpus_per_task == 0 and config.device not in (device_kinds.AUTO, device_kinds.CPU):
-        raise InvalidValue("device", f"found {config.device!r}, but resources.gpus_per_task is 0: set it to 1")
     if scheduler == "local":
-        _check_local_devices(config.device, resources)
         parameters = {}  # they are sbatch's
     else:
         if resources.min_nodes != ALL and int(resources.min_nodes) > resources.nodes:
             allowed = f"at most resources.nodes, {resources.nodes}"
             raise InvalidValue("resources.min_nodes", f"found {resources.min_nodes}, allowed: {allowed}, or {ALL}")
         parameters = _sbatch_parameters(resources, parameters)
-    return LaunchPlan(run=run, config=config, cluster=cluster, scheduler=scheduler, parameters=parameters).at(run)
+    return LaunchPlan(
+        run=run, config=config, cluster=cluster, scheduler=scheduler, parameters=parameters, notes=notes
+    ).at(run)
+
+
+def _fitted(
+    config: Config,
+    resources: Resources,
+    scheduler: str,
+    cluster: str,
+    overridden: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+) -> tuple[Resources, list[str]]:
+    """The resources in numbers, and notes about them; `overridden` are those that the cluster's entry sets."""
+    if resources.gpus_per_task == 0 and config.device not in (device_kinds.AUTO, device_kinds.CPU):
+        raise InvalidValue("device", f"found {config.device!r}, but resources.gpus_per_task is 0: set it to 1")
+    if scheduler == "slurm":
+        return devices.fit_on_slurm(resources, parameters, cluster, config.device)
+
+    def key_of(name: str) -> str:
+        return f"clusters.{cluster}.{name}" if name in overridden else f"resources.{name}"
+
+    return devices.fit_here(config, resources, key_of)
 
 
 def _entry(config: Config, cluster: str) -> Mapping[str, Any]:
@@ -108,33 +129,15 @@ def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> d
     ours: dict[str, Any] = {
         "time": minutes,
         "nodes": resources.nodes + resources.spares,
-        "ntasks_per_node": resources.tasks_per_node,
+        "ntasks_per_node": resources.ranks_per_node,
         "cpus_per_task": resources.cpus_per_task,
         "signal_delay_s": round(stop_margin(minutes * 60)),
         "wckey": None,  # Submitit's default names itself; a cluster that checks keys would refuse it
     }
-    if resources.gpus_per_task:
+    if resources.devices_per_rank and devices.asked_for(parameters) is None:
         # Of the node, not of the task: its ranks see all of them, as NCCL needs to send from one to another directly.
-        ours["gpus_per_node"] = resources.gpus_per_task * resources.tasks_per_node
+        ours["gpus_per_node"] = resources.devices_per_rank * resources.ranks_per_node
     # sbatch's default may be not to requeue (JobRequeue=0): a preempted or node-lost job would be gone.
     # A node that is lost is replaced, or left out, within the job: without --no-kill Slurm would end all of it.
     additional = {"requeue": True, "no_kill": True, **parameters.get("additional_parameters", {})}
     return {**ours, **parameters, "additional_parameters": additional}
-
-
-def _check_local_devices(device: str, resources: Resources) -> None:
-    kind, found = device_kinds.of_this_machine(device, os.environ)
-    wanted = resources.world_size * resources.gpus_per_task
-    if found is None or wanted <= len(found):
-        return  # where only the driver can tell, each rank looks for itself
-    how = f"{kind.visible} allows" if kind.visible in os.environ else "this machine has"
-    ranks = f"{resources.world_size} rank(s) of {resources.gpus_per_task} GPU(s)"
-    raise InputError(
-        f"resources: {ranks} need {wanted}, {how} {len(found)}: "
-        "set resources.tasks_per_node and resources.nodes to fit, or resources.gpus_per_task=0 for the CPU"
-    )
-
-
-def visible_gpus() -> int:
-    """NVIDIA GPUs that a local task would see, counted without a CUDA library."""
-    return len(device_kinds.of_this_machine("cuda", os.environ)[1] or ())

@@ -70,7 +70,7 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
             problem = getattr(error, "strerror", None) or str(error)
         if problem:
             raise InvalidValue("inputs", f"{path}: {problem}; the task needs it to start")
-    for line in checked.warnings:
+    for line in (*plan.notes, *checked.warnings):
         log.warning("%s", line)
     return checked.files
 

@@ -68,12 +68,17 @@ class Leases:
         files = ",".join(map(str, self.files))
         return {self.variable: ",".join(self.devices), LEASES: f"{self.variable}:{files}"}
 
-    def of_rank(self, rank: int, each: int) -> tuple[dict[str, str], tuple[int, ...]]:
-        """A rank's environment, in which it sees `each` devices of its own only, and their open lock files."""
+    def of_rank(self, rank: int, per_node: int, each: int) -> tuple[dict[str, str], tuple[int, ...]]:
+        """A rank's environment, and the open lock files of its own devices.
+
+        It sees all devices of its node, as every program for several GPUs expects: LOCAL_RANK chooses among them, and
+        NCCL sends from one to another directly. Its own are `each`, from LOCAL_RANK x `each` on.
+        """
         if not self.devices:
             return {}, ()
-        own = slice(rank * each, (rank + 1) * each)
-        return {self.variable: ",".join(self.devices[own])}, self.files[own]
+        first = rank - rank % per_node
+        of_node, own = slice(first * each, (first + per_node) * each), slice(rank * each, (rank + 1) * each)
+        return {self.variable: ",".join(self.devices[of_node])}, self.files[own]
 
     def sign(self, run: Path, pid: int) -> None:
         """Write down who has the devices, for whoever wants them next."""

@@ -134,6 +134,8 @@ def _reported(report: FailureReport, reports: Sequence[FailureReport], nodes: in
     if report.out_of_memory:
         peak = f" (peak of the {report.out_of_memory}'s memory: {(report.peak_bytes or 0) / 2**30:.2f} GiB)"
         return EndCause("out_of_memory", replace(failure, error=f"{failure.error}{peak}"))
+    if report.final:
+        return EndCause("crashed", replace(failure, final=True))
     same = {one.node_index for one in reports if one.error == report.error}
     return EndCause("crashed", replace(failure, everywhere=len(same) >= nodes and not report.alone))
 
@@ -159,9 +161,10 @@ def _is_secondary(report: FailureReport) -> bool:
 
 
 def _first_of(reports: Sequence[FailureReport]) -> FailureReport | None:
-    """The earliest that is not about the others' end, else the earliest."""
+    """The earliest that is not about the others' end, else the earliest; what would fail again comes before all."""
+    final = [report for report in reports if report.final]
     own = [report for report in reports if not _is_secondary(report)]
-    return next(iter(own or reports), None)
+    return next(iter(final or own or reports), None)
 
 
 # What srun and Slurm say

@@ -71,7 +71,7 @@ class Place:
 
     @property
     def local_world_size(self) -> int:
-        return self.resources.tasks_per_node
+        return self.resources.ranks_per_node
 
     @property
     def environment(self) -> dict[str, str]:
@@ -87,7 +87,7 @@ class Place:
 
 def places(resources: Resources) -> list[Place]:
     """The place of every rank: the nodes are filled one after the other."""
-    per_node = resources.tasks_per_node
+    per_node = resources.ranks_per_node
     return [Place(rank, rank % per_node, rank // per_node, resources) for rank in range(resources.world_size)]
 
 
@@ -194,7 +194,8 @@ class LocalNodes:
 
     def environment_of(self, place: Place) -> tuple[dict[str, str], Sequence[int]]:
         # A rank that outlives the supervisor, for its checkpoint, still uses its device: it gets the lock's file.
-        visible, leases = self.leases.of_rank(place.rank, place.resources.gpus_per_task)
+        resources = place.resources
+        visible, leases = self.leases.of_rank(place.rank, resources.ranks_per_node, resources.devices_per_rank)
         return {**place.environment, **visible, "JOBKIT_JOB_ID": self.job_id}, leases
 
     def slots_of(self, place: Place) -> str:
@@ -358,7 +359,7 @@ class SlurmNodes:
             f"--ntasks={len(names)}",
             "--ntasks-per-node=1",
             f"--nodelist={','.join(names)}",
-            f"--cpus-per-task={resources.tasks_per_node * resources.cpus_per_task}",
+            f"--cpus-per-task={resources.ranks_per_node * resources.cpus_per_task}",
             # A parent, or a node, that is gone leaves the others as they are, ready for the next attempt.
             *("--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
             *(["--overlap"] if self._steps else []),  # beside a step that has parents on other nodes
@@ -433,7 +434,7 @@ class SlurmNodes:
     def environment_of(self, place: Place) -> tuple[dict[str, str], Sequence[int]]:
         """As srun would have told it to a task for each rank."""
         resources = place.resources
-        world, per_node, nodes = str(resources.world_size), resources.tasks_per_node, resources.nodes
+        world, per_node, nodes = str(resources.world_size), resources.ranks_per_node, resources.nodes
         each = f"{per_node}(x{nodes})" if nodes > 1 else str(per_node)
         first = place.node * per_node
         return {

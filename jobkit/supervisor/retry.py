@@ -83,6 +83,8 @@ def decide(
     cause = last.cause or "lost"
     if cause not in BUDGETS:
         return Decision("stop", cause)
+    if last.failure is not None and last.failure.final:
+        return Decision("stop", f"{_what_happened(last)} (would fail again: not retried)", failed=True)
     own = [attempt for attempt in attempts if attempt.submission == last.submission]
     is_silent = is_command and all(attempt.resumed is None for attempt in own)
     fruitless = _since_silent_progress(own) if is_silent else _since_progress(own)

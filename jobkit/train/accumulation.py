@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from jobkit.errors import UsageError
 from jobkit.train.nested import batch_size, cut
 
 Loss = Callable[..., Tensor]
 """`loss(output, target)`: the mean over a micro-batch's samples, a scalar."""
+
+SUM = "sum"
+"""For a global batch's size: what the ranks' shares add up to."""
+
+BatchSize = int | Literal["sum"]
 
 
 def micro_batches(size: int, largest: int, count: int) -> Iterator[tuple[int, int]]:
@@ -42,36 +50,64 @@ def backward(
     loss: Loss,
     target: Any,
     *,
-    global_batch_size: int,
+    global_batch_size: int | None = None,
+    largest_share: int | None = None,
     data_ranks: int = 1,
     micro_batch_size: int | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     unsynchronised: Callable[[], AbstractContextManager[Any]] = nullcontext,
     scale: float = 1.0,
+    add_up: Callable[[Tensor], dist.Work | None] | None = None,
 ) -> Tensor:
-    """Add to the gradients those of the loss's mean over the global batch; returns the mean over this rank's share.
+    """Add to the gradients those of the loss's mean over the global batch; returns that mean.
 
     `inputs` and `target` are this rank's share: tensors [n, ...], or tuples or dicts of them. Each of at most
     `micro_batch_size` samples (all at once where None) goes through `loss(model(inputs), target)` and backward; its
     weight is its part of the global batch, so that shares and micro-batches of different sizes add up to exactly the
     big batch's gradient once the `data_ranks` ranks' gradients are averaged. All but the last are computed within
     `unsynchronised()`, where gradients stay on the rank. `scale` multiplies the gradients, for fp16.
+
+    `global_batch_size` is the sum of all ranks' shares, which one rank knows, and `largest_share` the size of the
+    largest, which follows from it where shares differ by at most one sample. `add_up` begins to add a scalar up over
+    the ranks, in place, and is waited for after backward; without it the mean is of this rank's share. Raises
+    UsageError for a share that the global batch has no room for.
     """
     size = batch_size(inputs)
-    largest = math.ceil(global_batch_size / data_ranks)
-    count = math.ceil(largest / (micro_batch_size or largest))
-    parts = list(micro_batches(size, largest, count))
+    if global_batch_size is None:
+        global_batch_size = size * data_ranks
+    largest = math.ceil(global_batch_size / data_ranks) if largest_share is None else largest_share
+    if size > largest:
+        raise UsageError(
+            f"ctx.backward: of {global_batch_size} sample(s) on {data_ranks} rank(s) each has at most {largest}, and "
+            f"this one was given {size}: pass the number of all, or global_batch_size={SUM!r} to have it added up"
+        )
+    if not largest:
+        raise UsageError("ctx.backward was given no sample on any rank: leave such a batch out, on all of them")
+    parts = list(micro_batches(size, largest, math.ceil(largest / (micro_batch_size or largest))))
     total = torch.zeros(())
+    added: dist.Work | None = None
     for number, (start, stop) in enumerate(parts):
         last = number == len(parts) - 1
         samples = stop - start
-        if samples == 0:  # the other ranks' micro-batches have a sample more: take part, and count for nothing
+        if not samples:  # the other ranks' micro-batches have a sample more: take part, and count for nothing
             start, stop = 0, 1
         with nullcontext() if last else unsynchronised():
             with autocast():
                 value = loss(call(model, cut(inputs, start, stop)), cut(target, start, stop))
+            mean = _whole(value) if samples else torch.zeros_like(_whole(value))  # of no sample it may be a NaN
+            part = mean * (samples / max(1, size if add_up is None else global_batch_size))
+            total = part if number == 0 else total + part
+            if last and add_up is not None:
+                added = add_up(total)  # sent beside the gradients
             weight = samples * data_ranks / global_batch_size
             (value * (weight * scale)).backward()  # type: ignore[no-untyped-call]
-        part = value.detach() * (samples / size)
-        total = part if number == 0 else total + part
+    if added is not None:
+        added.wait()
     return total
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A loss to add up: in float32 at least, and not spread over the ranks that compute it together."""
+    value = value.detach()
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.to(torch.promote_types(value.dtype, torch.float32))

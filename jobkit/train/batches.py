@@ -1,7 +1,8 @@
 """Which rank computes which batch of an evaluation: whoever is free, or all in step.
 
-Both are iterables of batch numbers, made on every rank with the same numbers, and iterated once. `stop()` ends the
-hand-out on all ranks: each finishes the batch it has.
+Both are iterables of batch numbers, made on every rank with the same numbers, and iterated once. Who loads batches
+ahead calls `take` instead, which reserves one, and `proceed` before each that is computed. `stop` ends the hand-out on
+all ranks: each finishes the batch it has, and what it has reserved beyond that is computed by nobody.
 """
 
 from __future__ import annotations
@@ -10,27 +11,60 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+NOT_YET = -1
+"""What `take` returns instead of a batch where this rank has enough of them for now."""
+
+STOPPED = 1 << 32
+"""Above what the counter of a hand-out comes to by counting."""
+
 
 class DynamicBatches:
     """The next batch goes to the rank that asks next: a slow one does less, and holds the others up by a batch at most.
 
-    `store` is one that all ranks share, `key` that of a counter in it, for this hand-out alone.
+    Where batches are loaded ahead, a rank reserves no more of those that are left than it will come to at its pace so
+    far, so that nobody waits at the end for what a slow one has reserved.
+
+    `store` is one that all `ranks` share, `key` that of a counter in it, for this hand-out alone.
     """
 
-    def __init__(self, numbers: Sequence[int], store: Store, key: str) -> None:
+    def __init__(self, numbers: Sequence[int], store: Store, key: str, ranks: int = 1) -> None:
         self.numbers = numbers
         self.taken = 0
-        """Handed out, over all ranks, when this rank was last given one."""
-        self._store, self._key = store, key
+        """Handed out, over all ranks, when this rank last asked."""
+        self._own = 0
+        self._stopped = False
+        self._store, self._key, self._ranks = store, key, ranks
 
     def __iter__(self) -> Iterator[int]:
-        while (turn := self._store.add(self._key, 1) - 1) < len(self.numbers):
-            self.taken = turn + 1
-            yield self.numbers[turn]
+        return _each(self)
+
+    def take(self, held: int = 0) -> int | None:
+        """The next batch's number; None at the end, NOT_YET where the `held` ones not computed yet are enough."""
+        if held and self._ranks > 1:
+            self._look(self._store.add(self._key, 0))
+            left = len(self.numbers) - self.taken
+            share = min(self._own / self.taken, 1 / self._ranks)
+            if left and held + 1 > share * left:
+                return NOT_YET
+        turn = self._store.add(self._key, 1) - 1
+        self._look(turn + 1)
+        if turn >= len(self.numbers):
+            return None
+        self._own += 1
+        return self.numbers[turn]
+
+    def proceed(self) -> bool:
+        """Whether to compute another batch, as far as this rank knows."""
+        return not self._stopped
 
     def stop(self) -> None:
         """Hand out no more: the counter goes past the end."""
-        self._store.add(self._key, len(self.numbers))
+        self._stopped = True
+        self._store.add(self._key, STOPPED)
+
+    def _look(self, count: int) -> None:
+        self._stopped = self._stopped or count >= STOPPED
+        self.taken = min(count, len(self.numbers))
 
 
 class LockstepBatches:
@@ -50,19 +84,39 @@ class LockstepBatches:
     ) -> None:
         self.numbers = numbers
         self.taken = 0
-        """Handed out, over all ranks."""
+        """Begun, over all ranks."""
         self._data_rank, self._data_ranks = data_rank, data_ranks
         self._anywhere = anywhere
+        self._reserved = 0
+        """As `taken`, for what was reserved."""
         self._stopped = False
 
     def __iter__(self) -> Iterator[int]:
-        count = len(self.numbers)
-        for first in range(0, count, self._data_ranks):
-            if self._anywhere(self._stopped):
-                return
-            self.taken = min(first + self._data_ranks, count)
-            yield self.numbers[(first + self._data_rank) % count]
+        return _each(self)
+
+    def take(self, held: int = 0) -> int | None:
+        """The next batch's number, the same whenever it is asked for; None at the end."""
+        first, count = self._reserved, len(self.numbers)
+        if first >= count:
+            return None
+        self._reserved += self._data_ranks
+        return self.numbers[(first + self._data_rank) % count]
+
+    def proceed(self) -> bool:
+        """Whether all ranks compute another batch; collective."""
+        if self.taken >= len(self.numbers) or self._anywhere(self._stopped):
+            return False
+        self.taken = min(self.taken + self._data_ranks, len(self.numbers))
+        return True
 
     def stop(self) -> None:
         """Hand out no more from the next round on."""
         self._stopped = True
+
+
+HandOut = DynamicBatches | LockstepBatches
+
+
+def _each(batches: HandOut) -> Iterator[int]:
+    while batches.proceed() and (number := batches.take()) is not None:
+        yield number

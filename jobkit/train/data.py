@@ -2,90 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
 
-from jobkit.checkpoint.state import rng_state, seed_device, set_rng_state
-from jobkit.run.device_kinds import has_streams
+from jobkit.errors import UsageError
+from jobkit.train.loader_options import LoaderOptions
 from jobkit.train.nested import to_device
+from jobkit.train.order import SampleOrder
+from jobkit.train.seeds import derive_seed, preserved_generators, sample_seeds, seed_cpu_generators
+from jobkit.train.streams import StreamSource, is_stream
 
 T = TypeVar("T", covariant=True)
 
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any printable parts; equal parts give equal seeds on every machine and Python."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def seed_cpu_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generator, and leave those of accelerators alone."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-def seed_generators(seed: int, *devices: torch.device) -> None:
-    """Seed Python's, NumPy's and torch's generators; of accelerators those of `devices` alone: the rest are others'."""
-    seed_cpu_generators(seed)
-    for device in devices:
-        if device.type != "cpu":
-            seed_device(device, seed)
-
-
-@contextmanager
-def preserved_generators(*devices: torch.device) -> Iterator[None]:
-    """Put Python's, NumPy's and torch's CPU generator, and those of some devices, back as they were."""
-    state = rng_state(*devices)
-    try:
-        yield
-    finally:
-        set_rng_state(state, *devices)
-
-
-class SampleOrder:
-    """Which samples make up global batch number `n`: a pure function of (length, global batch, seed, shuffle).
-
-    The stream is the endless chain of one permutation an epoch, cut into global batches; a batch may cross from one
-    epoch into the next, so that no sample is dropped or repeated within an epoch, whatever divides what.
-    """
-
-    def __init__(self, length: int, global_batch_size: int, seed: int, shuffle: bool) -> None:
-        if length < 1:
-            raise ValueError("the dataset is empty")
-        self.length = length
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
-
-    def batch(self, number: int) -> list[tuple[int, int]]:
-        """The (epoch, sample id) pairs of a global batch."""
-        first = number * self.global_batch_size
-        return [self._at(position) for position in range(first, first + self.global_batch_size)]
-
-    def share(self, number: int, rank: int, world_size: int) -> list[tuple[int, int]]:
-        """One rank's contiguous part of a global batch; the parts of all ranks differ by at most one sample."""
-        size = self.global_batch_size
-        start, stop = size * rank // world_size, size * (rank + 1) // world_size
-        first = number * size
-        return [self._at(position) for position in range(first + start, first + stop)]
-
-    def _at(self, position: int) -> tuple[int, int]:
-        epoch, index = divmod(position, self.length)
-        if not self.shuffle:
-            return epoch, index
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
-            self._epoch, self._order = epoch, torch.randperm(self.length, generator=generator)
-        return epoch, int(self._order[index])
+AHEAD = 256
+"""Samples whose order is computed at once."""
 
 
 class _Shares(Sampler[list[tuple[int, int]]]):
@@ -93,98 +27,199 @@ class _Shares(Sampler[list[tuple[int, int]]]):
         self.order, self.first, self.rank, self.world_size = order, first, rank, world_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        number = self.first
+        number, count = self.first, max(1, AHEAD * self.world_size // self.order.global_batch_size)
         while True:
-            yield self.order.share(number, self.rank, self.world_size)
-            number += 1
+            yield from self.order.shares(number, count, self.rank, self.world_size)
+            number += count
 
 
 class SeededDataset(Dataset[T], Generic[T]):
     """Gives each sample random numbers of its own, so that augmentation depends on (seed, epoch, sample) alone.
 
-    Then a sample looks the same whichever rank and worker loads it, and after a resume. The generators of the training
-    process are put back afterwards.
+    Then a sample looks the same whichever rank and worker loads it, and after a resume. A dataset with `__getitems__`
+    makes several at once: what it draws for them depends on the first of these. The generators of the training process
+    are put back afterwards.
     """
 
     def __init__(self, dataset: Dataset[T], seed: int) -> None:
         self.dataset = dataset
-        self.seed = seed
+        self._seed = derive_seed(seed, "sample")
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[T]:
         """A batch, as DataLoader asks for it: to put the generators back takes longer than many a sample."""
         # A worker process has nobody else's generators to spare.
         with nullcontext() if get_worker_info() is not None else preserved_generators():
-            return [self._load(epoch, index) for epoch, index in keys]
+            return self._load(keys)
 
     def __getitem__(self, key: tuple[int, int]) -> T:
         return self.__getitems__([key])[0]
 
-    def _load(self, epoch: int, index: int) -> T:
-        seed_cpu_generators(derive_seed(self.seed, "sample", epoch, index))
-        return self.dataset[index]
+    def _load(self, keys: Sequence[tuple[int, int]]) -> list[T]:
+        dataset, ids = self.dataset, [sample for _, sample in keys]
+        while type(dataset) is Subset:  # its own __getitems__ would load sample after sample with one seed
+            ids, dataset = [dataset.indices[sample] for sample in ids], dataset.dataset
+        if callable(load := getattr(dataset, "__getitems__", None)):
+            seed_cpu_generators(sample_seeds(self._seed, keys[:1])[0])
+            return list(load(ids))
+        samples = []
+        for seed, sample in zip(sample_seeds(self._seed, keys), ids, strict=True):
+            seed_cpu_generators(seed)
+            samples.append(dataset[sample])
+        return samples
 
 
-class Loader:
-    """`next(loader)` is this rank's share of the next global batch, on the device.
+class Source(Protocol):
+    """Where a Loader's batches come from. Its state is that after the last batch of `batches`."""
 
-    Its state is the number of global batches handed out: exact whatever the loader has read ahead, and independent of
-    the number of ranks and workers.
-    """
+    @property
+    def state_is_per_rank(self) -> bool:
+        """Whether the state differs from rank to rank."""
+
+    def batches(self, position: int) -> Iterator[Any]:
+        """This rank's shares of the global batches from number `position` on."""
+
+    def samples(self, number: int) -> list[int]:
+        """Ids of this rank's samples in a global batch, where they have any."""
+
+    def epochs(self, position: int) -> float:
+        """Passes over the dataset up to a position."""
+
+    def state(self) -> dict[str, Any]:
+        """What `load` takes."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; raises UsageError where it is of something else."""
+
+
+class DatasetSource:
+    """The batches of a dataset with a length, whose samples can be read in any order."""
+
+    state_is_per_rank = False
 
     def __init__(
         self,
         dataset: Dataset[Any],
         *,
         global_batch_size: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        seed: int,
+        options: LoaderOptions,
+        shuffle: bool,
+        weights: Sequence[float] | torch.Tensor | None,
+    ) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise UsageError(
+                f"the {type(dataset).__name__} of ctx.loader has no length: give it __len__, or make it an "
+                "IterableDataset"
+            )
+        self._order = SampleOrder(len(dataset), global_batch_size, seed, shuffle, weights)
+        self._seeded = SeededDataset(dataset, seed)
+        self._rank, self._world_size, self._device, self._options = rank, world_size, device, options
+
+    def batches(self, position: int) -> Iterator[Any]:
+        """This rank's shares of the global batches from number `position` on."""
+        shares = _Shares(self._order, position, self._rank, self._world_size)
+        return self._options.batches(self._seeded, self._device, shares)
+
+    def samples(self, number: int) -> list[int]:
+        """Ids of this rank's samples in a global batch."""
+        return [sample for _, sample in self._order.share(number, self._rank, self._world_size)]
+
+    def epochs(self, position: int) -> float:
+        """Passes over the dataset up to a position, with the fraction of the current one."""
+        return position * self._order.global_batch_size / self._order.length
+
+    def state(self) -> dict[str, Any]:
+        """What the order follows from."""
+        return {"length": self._order.length, "order": self._order.kind}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Raises UsageError where a state is of another order."""
+        own = self.state()
+        if state["length"] != own["length"]:
+            raise UsageError(f"the checkpoint's loader has length {state['length']}, this one {own['length']}")
+        if state["order"] != own["order"]:
+            raise UsageError(
+                f"the checkpoint's loader has the order {state['order']!r}, this one {own['order']!r}: the rest of its "
+                "epoch would be other samples"
+            )
+
+
+class Loader:
+    """`next(loader)` is this rank's share of the next global batch, on the device.
+
+    Its state is the number of global batches handed out: exact whatever the loader has read ahead, and independent of
+    the number of ranks and workers. That of a stream (an IterableDataset) says besides how far it has been read.
+
+    `shuffle` (on) is for datasets with a length; so are `weights`, which draw samples with replacement, in proportion.
+    `name` tells loaders apart that draw from one seed. `sharded` says that a stream gives each rank other samples by
+    itself (True), or has each rank read all of it (False); None leaves it to what the stream can. `own_state=False`
+    has a stream continued by reading what has been read, where its state_dict does not say all. The further options are
+    those of LoaderOptions. Raises UsageError for options that do not fit.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int = 0,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
         seed: int = 0,
-        shuffle: bool = True,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        name: str = "",
+        shuffle: bool | None = None,
+        weights: Sequence[float] | torch.Tensor | None = None,
+        sharded: bool | None = None,
+        own_state: bool | None = None,
+        **options: Any,
     ) -> None:
-        if global_batch_size < world_size:
-            raise ValueError(
-                f"global_batch_size {global_batch_size} leaves some of {world_size} ranks without a sample"
-            )
-        self.dataset = dataset
+        others = ("global_batch_size", "name", "shuffle", "weights", "sharded", "own_state")
+        made = LoaderOptions.of(options, others)
+        _check_batch_size(global_batch_size, world_size)
+        self.dataset, self.name = dataset, name
         self.device = device or torch.device("cpu")
-        self.rank, self.world_size = rank, world_size
+        self.global_batch_size = global_batch_size
+        """Samples a batch, over all ranks."""
         self.position = 0
         """Global batches handed out."""
         self.current: int | None = None
         """Number of the global batch handed out last, or being loaded."""
-        self._order = SampleOrder(len(dataset), global_batch_size, seed, shuffle)  # type: ignore[arg-type]
-        self._seeded = SeededDataset(dataset, seed)
-        self._num_workers, self._collate_fn = num_workers, collate_fn
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": self.device}
+        place |= {"global_batch_size": global_batch_size, "options": made, "seed": derive_seed(seed, "loader", name)}
+        ordered = {"shuffle": shuffle or None, "weights": weights}
+        streamed: dict[str, Any] = {"sharded": sharded, "own_state": own_state}
+        self._source: Source
+        if is_stream(dataset):
+            if given := [key for key, value in ordered.items() if value is not None]:
+                raise UsageError(f"{given[0]} of ctx.loader: a stream comes in an order of its own, so do it there")
+            self._source = StreamSource(dataset, **place, **streamed)
+        else:
+            if given := [key for key, value in streamed.items() if value is not None]:
+                raise UsageError(
+                    f"{given[0]} of ctx.loader is for streams, and this dataset has a length: leave it out"
+                )
+            self._source = DatasetSource(dataset, **place, shuffle=_shuffle(shuffle, weights), weights=weights)
         self._iterator: Iterator[Any] | None = None
 
     @property
-    def global_batch_size(self) -> int:
-        """Samples a batch, over all ranks."""
-        return self._order.global_batch_size
+    def state_is_per_rank(self) -> bool:
+        """Whether each rank has a stream, and so a state, of its own."""
+        return self._source.state_is_per_rank
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset so far, with the fraction of the current one."""
-        return self.position * self.global_batch_size / self._order.length
+        """Passes over the dataset so far, with the fraction of the current one; of a stream, whole ones."""
+        return self._source.epochs(self.position)
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Any:
         if self._iterator is None:
-            loader = DataLoader(
-                self._seeded,
-                batch_sampler=_Shares(self._order, self.position, self.rank, self.world_size),
-                num_workers=self._num_workers,
-                collate_fn=self._collate_fn,
-                pin_memory=has_streams(self.device.type),
-                # A generator of its own: DataLoader would draw its base seed from the training's.
-                generator=torch.Generator().manual_seed(0),
-            )
-            self._iterator = iter(loader)
+            self._iterator = self._source.batches(self.position)
         self.current = self.position
         batch = next(self._iterator)
         self.position += 1
@@ -192,20 +227,41 @@ class Loader:
 
     def current_samples(self) -> list[int]:
         """Ids of this rank's samples in the current batch; none before the first."""
-        if self.current is None:
-            return []
-        return [sample for _, sample in self._order.share(self.current, self.rank, self.world_size)]
+        return [] if self.current is None else self._source.samples(self.current)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position, "length": self._order.length, "global_batch_size": self.global_batch_size}
+    def state_dict(self) -> dict[str, Any]:
+        own = {"position": self.position, "global_batch_size": self.global_batch_size, "name": self.name}
+        return {**own, **self._source.state()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a state; raises ValueError when the dataset or the global batch is another one."""
-        own = self.state_dict()
-        for key in ("length", "global_batch_size"):
-            if state[key] != own[key]:
-                raise ValueError(
-                    f"the checkpoint's loader has {key} {state[key]}, this one {own[key]}: not the same samples"
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; raises UsageError when it is of other samples, or of another order of them."""
+        if "name" not in state:
+            raise UsageError("the checkpoint was written by an older jobkit, whose loader had another order of samples")
+        for key in ("name", "global_batch_size"):
+            if state[key] != (own := getattr(self, key)):
+                raise UsageError(
+                    f"the checkpoint's loader has {key} {state[key]}, this one {own}: not the same samples"
                 )
+        if ("sharing" in state) != ("sharing" in self._source.state()):
+            raise UsageError("the checkpoint's loader reads a stream and this one does not, or the other way round")
+        self._source.load(state)
         self.position = int(state["position"])
         self._iterator = None
+
+
+def _check_batch_size(size: Any, ranks: int) -> None:
+    if not isinstance(size, int) or size < 1:
+        found = f"{size!r}" if size else "none"
+        raise UsageError(f"ctx.loader needs global_batch_size, the samples of a batch over all ranks, and got {found}")
+    if size < ranks:
+        raise UsageError(
+            f"global_batch_size {size} leaves some of {ranks} ranks without a sample: give at least {ranks}"
+        )
+
+
+def _shuffle(shuffle: Any, weights: Any) -> bool:
+    if not isinstance(shuffle, (bool, type(None))):
+        raise UsageError(f"shuffle={shuffle!r} of ctx.loader: expected True or False; weights=... draws by weights")
+    if weights is not None and shuffle is False:
+        raise UsageError("weights of ctx.loader draw samples at random: leave shuffle=False out, or the weights")
+    return True if shuffle is None else shuffle

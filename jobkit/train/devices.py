@@ -20,6 +20,9 @@ from jobkit.errors import DistributedError
 from jobkit.run import device_kinds
 from jobkit.run.device_kinds import DeviceKind
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What is computed in with each `precision` of the YAML but fp32."""
+
 
 def choose_device(name: str, gpus_per_task: int, local_rank: int, local_world_size: int) -> torch.device:
     """The device of one local rank, made torch's current one: the CPU where `gpus_per_task` is 0.

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
+from jobkit.log import log
 from jobkit.run.config import Config
 from jobkit.run.layout import factor
-from jobkit.train.accumulation import Loss
+from jobkit.train.accumulation import SUM, BatchSize, Loss
 from jobkit.train.data import Loader
-from jobkit.train.data_parallel import reshard
+from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
+from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import average_replicas
+from jobkit.train.nested import batch_size
 from jobkit.train.optimizer_state import Sharded, parameters_of
+from jobkit.train.order import share_of
 from jobkit.train.parallel import Parallel, unwrapped
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from jobkit.train.sharding import reshard
 
 
 class Engine:
     """Spreads models over the ranks as a config's `parallel:` says, and computes steps in its `precision:`.
 
-    Where there are several ranks their process group stands. Raises JobkitError where the world does not divide as
+    Where there are several ranks their process group stands. Raises UsageError where the world does not divide as
     `parallel:` asks.
     """
 
@@ -37,62 +40,107 @@ class Engine:
         try:
             layout = factor(config.parallel, world_size, tasks_per_node)
         except ValueError as error:
-            raise JobkitError(f"parallel: {error}") from None
-        self.parallel = Parallel(layout, config.parallel, config.comm, device, rank)
+            raise UsageError(f"parallel: {error}") from None
+        self.parallel = Parallel(
+            layout, config.parallel, config.comm, device, rank, precision=config.precision, seed=config.seed
+        )
         self.scaler = LossScaler() if config.precision == "fp16" else None
         """Part of the state of the run, where there is one."""
         self.modules: list[nn.Module] = []
-        """What `parallelize` made, in that order."""
+        """What `parallelize` made, in that order, without torch.compile's wrapper."""
         self.loaders: list[Loader] = []
+        self._replaced: list[tuple[weakref.ref[nn.Parameter], str]] = []
+        """The parameters that `parallelize` has put shards in the place of, and their names."""
         self._config = config
         self._device = device
-        self._updates = 0
+        self._backwards, self._updates = 0, 0
+        self._shares_checked = False
         self._scale_used = 1.0
         """The loss scale that the gradients have been computed with."""
         self._swapped: list[ExitStack] = []
         """Of each `averaged` that the caller is inside of: what ends it."""
 
-    def parallelize(self, module: nn.Module) -> nn.Module:
-        """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread that way."""
-        module = self.parallel.spread(module)
-        self.modules.append(module)
+    def parallelize(self, module: nn.Module, *, only_divides: bool = False, **options: bool) -> nn.Module:
+        """`module` on the device and over the ranks. Raises UsageError for one that cannot be spread that way.
+
+        With `only_divides` it is this rank's part of it, for a look at it: no rank sends another one anything.
+        """
+        before = dict(module.named_parameters())
+        if only_divides:
+            self.parallel.check(module, options)
+            module = self.parallel.divided(uncompiled(module).to(self._device))
+        else:
+            module = self.parallel.spread(module, **options)
+        now = {id(parameter) for parameter in module.parameters()}
+        self._replaced += [(weakref.ref(one), name) for name, one in before.items() if id(one) not in now]
+        self.modules.append(uncompiled(module))
         return module
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
         """`make(parameters, **options)` for the model's trainable parameters; with zero1 each rank keeps a part."""
+        reshard(model)  # a forward may have put whole parameters in the place of shards
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return self.parallel.optimizer(trainable, make, options)
 
-    def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
-        """The Loader of this rank's shares: ranks that compute the same samples together get the same share."""
+    def loader(self, dataset: Any, *, name: str | None = None, **options: Any) -> Loader:
+        """The Loader of this rank's shares: ranks that compute the same samples together get the same share.
+
+        Its name, by default its number, is a part of its seed: two loaders of a run draw different orders.
+        """
+        own = str(len(self.loaders)) if name is None else name
+        if any(loader.name == own for loader in self.loaders):
+            raise UsageError(f"ctx.loader has been given the name {own!r} twice: each loader needs one of its own")
         place: dict[str, Any] = {"rank": self.parallel.data_rank, "world_size": self.parallel.layout.data}
         place |= {"device": self._device, "seed": self._config.seed}
-        loader = Loader(dataset, global_batch_size=global_batch_size, **{**place, **options})
+        loader = Loader(dataset, name=own, **{**place, **options})
         self.loaders.append(loader)
         return loader
 
     def check_tracked(self, tracked: Iterable[Any]) -> None:
-        """Raise JobkitError where a run that is interrupted would lose a part of what was made here."""
+        """Raise UsageError where an interrupted run would lose a part of what was made here, or one trains nothing."""
+        for module in self.modules:
+            reshard(module)  # a forward may have put whole parameters in the place of shards
         own = [unwrapped(value) for value in tracked]
         trainable = [model for model in self.modules if any(one.requires_grad for one in model.parameters())]
         made = [("the model of ctx.parallelize", model) for model in trainable]
         for what, value in [*made, *(("the loader of ctx.loader", loader) for loader in self.loaders)]:
             if not any(unwrapped(value) is one for one in own):
-                raise JobkitError(
+                raise UsageError(
                     f"{what} is not tracked, so a run that is interrupted would lose it: "
                     "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps"
                 )
         sharing = self._config.parallel.data == "zero1" and self.parallel.layout.data > 1
         optimizers = [value for value in own if isinstance(value, torch.optim.Optimizer)]
         if sharing and optimizers and not any(isinstance(one, Sharded) for one in optimizers):
-            raise JobkitError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
+            raise UsageError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
         if any(_is_torchs_sharded(one) and not isinstance(one, Sharded) for one in optimizers):
-            raise JobkitError(
+            raise UsageError(
                 "a ZeroRedundancyOptimizer of your own would be saved in part: set parallel: zero1 and make it by "
                 "ctx.optimizer(model, ...)"
             )
+        self._check_trained(own, optimizers)
+
+    def _check_trained(self, tracked: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
+        """Raise UsageError for an optimizer of a parameter that no tracked object has: it would train nothing."""
+        holders = [value for value in tracked if callable(getattr(value, "parameters", None))]
+        held = {id(parameter) for holder in holders for parameter in holder.parameters()}
+        for optimizer in optimizers:
+            for parameter in parameters_of(optimizer):
+                if id(parameter) in held:
+                    continue
+                replaced = next((name for ref, name in self._replaced if ref() is parameter), None)
+                kind = type(optimizer).__name__
+                if replaced is not None:
+                    raise UsageError(
+                        f"the {kind} would train {replaced} as it was before ctx.parallelize put shards in its place, "
+                        "and the model would stay as it is: make the optimizer of what ctx.parallelize returns"
+                    )
+                raise UsageError(
+                    f"the {kind} trains a parameter of shape {list(parameter.shape)} that is in no tracked module, "
+                    "so a run that is interrupted would lose it: call ctx.track with a module that has it"
+                )
 
     @property
     def made_something(self) -> bool:
@@ -116,20 +164,36 @@ class Engine:
         target: Any,
         *,
         micro_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: BatchSize | None = None,
     ) -> torch.Tensor:
-        """Gradients over the global batch; returns the loss of this rank's share. See Context.backward."""
+        """Gradients over the global batch; returns its mean loss. See Context.backward."""
         if global_batch_size is None:
-            if len(self.loaders) != 1:
-                raise JobkitError(
-                    f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: "
-                    "pass global_batch_size"
-                )
-            global_batch_size = self.loaders[0].global_batch_size
+            global_batch_size = self._loaders_batch_size(batch_size(inputs))
+        self._backwards += 1
         self._scale_used = self.scaler.scale if self.scaler is not None else 1.0
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         options: dict[str, Any] = {**sizes, "autocast": self.autocast, "scale": self._scale_used}
         return self.parallel.backward(model, inputs, loss, target, **options)
+
+    def _loaders_batch_size(self, given: int) -> int:
+        """The loader's global batch, of which `given` samples must be this rank's share.
+
+        One rank cannot know what the shares of the others add up to where its own is another one.
+        """
+        ways = f"pass global_batch_size, the samples on all ranks together, or {SUM!r} to have them added up"
+        if len(self.loaders) != 1:
+            raise UsageError(
+                f"ctx.backward takes the global batch's size from the loader, and there are {len(self.loaders)}: {ways}"
+            )
+        size = self.loaders[0].global_batch_size
+        part = share_of(size, self.parallel.data_rank, self.parallel.layout.data)
+        share = part.stop - part.start
+        if given != share:
+            raise UsageError(
+                f"ctx.backward was given {given} sample(s), and this rank's share of the loader's {size} is {share}: "
+                f"{ways}"
+            )
+        return size
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
         """Unscale, clip, step and set the gradients to None; the norm before clipping. See Context.update."""
@@ -150,16 +214,44 @@ class Engine:
         self._updates += 1
         return norm
 
-    def check_updated(self) -> None:
-        """Raise JobkitError where a loop steps its optimizers itself and the config asks for what `update` does."""
+    def check_updated(self, *, is_continued: bool) -> None:
+        """Raise UsageError where a loop steps its optimizers itself and the config asks for what `update` does.
+
+        `is_continued`: the attempt began with a checkpoint.
+        """
+        self._check_shares(is_continued)
         if self._updates:
             return
         if self.scaler is not None:
-            raise JobkitError(
+            raise UsageError(
                 "precision: fp16 needs a loss scale: use ctx.backward(model, ...) and ctx.update(optimizer)"
             )
         if self.parallel.drifts:
-            raise JobkitError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
+            raise UsageError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")
+
+    def _check_shares(self, is_continued: bool) -> None:
+        """Whether a loop that does not weight its gradients has equal shares: the ranks' means are averaged as equals.
+
+        A run that has lost a node goes on with fewer ranks all the same, and says so.
+        """
+        ranks = self.parallel.layout.data
+        if self._backwards or self._shares_checked or self.parallel.drifts:
+            return
+        self._shares_checked = True
+        for size in sorted({loader.global_batch_size for loader in self.loaders if loader.position}):
+            if size % ranks == 0:
+                continue
+            problem = (
+                f"shares of {size} samples on {ranks} ranks are unequal, and loss.backward() counts the mean of each "
+                "rank as much as any other's"
+            )
+            ways = f"choose a global_batch_size that {ranks} divides, or ctx.backward, which weights the shares"
+            if not is_continued:
+                raise UsageError(f"{problem}: {ways}")
+            if self.parallel.rank == 0:
+                least = size // ranks
+                off = 100 * max(size / ranks / least - 1, 1 - size / ranks / (least + 1))
+                log.warning("%s: a sample's weight is off by up to %.2g %% here. To be exact, %s", problem, off, ways)
 
     def average_replicas(self, step: int, optimizers: Iterable[torch.optim.Optimizer], *, is_last: bool) -> None:
         """Local SGD: every `comm.local_sgd` steps, and after the last, the replicas become their mean. Collective."""

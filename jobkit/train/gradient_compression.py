@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,7 @@ class Compression:
     """
 
     def __init__(self, model: DistributedDataParallel, hook: str, powersgd_rank: int = 1, powersgd_start: int = 10):
+        self.device = next(model.parameters()).device
         self.power_sgd: powerSGD_hook.PowerSGDState | None = None
         if hook == "powersgd":
             self.power_sgd = powerSGD_hook.PowerSGDState(
@@ -36,7 +38,16 @@ class Compression:
         return dict(self.power_sgd.__getstate__())  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a memory of `state_dict`; what comes from a checkpoint is on the CPU, gradients may not be."""
         if self.power_sgd is not None and state:
             group = self.power_sgd.process_group  # which it replaces by the whole world
-            self.power_sgd.__setstate__(dict(state))  # type: ignore[no-untyped-call]
+            here = {key: _moved(value, self.device) for key, value in state.items()}
+            self.power_sgd.__setstate__(here)  # type: ignore[no-untyped-call]
             self.power_sgd.process_group = group
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A value of PowerSGD's state with its tensors on a device: they are in dicts, by the number of the bucket."""
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    return value.to(device) if isinstance(value, torch.Tensor) else value

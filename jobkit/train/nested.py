@@ -1,46 +1,143 @@
-"""Batches as datasets and collate functions make them: tensors [n, ...] within dicts, lists and tuples of any depth."""
+"""Batches as datasets and collate functions make them: tensors [n, ...] within dicts, lists and tuples of any depth.
+
+Objects of a library's own, as a batch of graphs, are batches too: with `to(device)` they move themselves; how many
+samples they hold is their `num_graphs`, their `batch_size` or their length; and `batch[start:stop]` cuts them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+
+from jobkit.errors import JobkitError
+from jobkit.run.device_kinds import has_streams
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """`batch` with `function` of every tensor in it; dicts, lists and tuples, named ones too, keep their types."""
-
-    def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Mapping):  # one that torch's pytree does not know, as tokenizers return
-            return {key: map_tensors(function, value) for key, value in leaf.items()}
-        if isinstance(leaf, (list, tuple)):  # a subclass, which it does not know either
-            values = [map_tensors(function, value) for value in leaf]
-            return type(leaf)(*values) if hasattr(leaf, "_fields") else type(leaf)(values)
-        return function(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return tree_map(of_leaf, batch)
+    """`batch` with `function` of every tensor in it; dicts, lists and tuples, a library's own too, keep their types."""
+    return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it on `device`; from pinned memory the copy goes on beside the program."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """`batch` with every tensor in it, and every object that has `to`, on `device`.
+
+    From pinned memory to a device with streams the copy goes on beside the program. Others, as mps, would hand out
+    tensors whose copy is not complete.
+    """
+    beside = has_streams(device.type)
+
+    def move(value: Any) -> Any:
+        if beside and (isinstance(value, Tensor) or _takes_non_blocking(value)):
+            return value.to(device, non_blocking=True)
+        return value.to(device)
+
+    return _map(move, batch)
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of a batch: every tensor in it cut along its first dimension."""
-    return map_tensors(lambda tensor: tensor[start:stop], batch)
+    """Samples `start` to `stop` of a batch: every tensor in it cut along its first dimension.
+
+    Raises JobkitError for an object that cannot be cut.
+    """
+
+    def part(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[start:stop] if value.dim() else value
+        if (start, stop) == (0, _samples(value)):
+            return value  # all of it
+        found = _slice(value, start, stop)
+        if not isinstance(found, type(value)):
+            raise JobkitError(
+                f"a batch is a {type(value).__name__}, which cannot be cut into micro-batches: batch[{start}:{stop}] "
+                f"is {'an error' if found is None else 'a ' + type(found).__name__}; give it such slices, or leave out "
+                "micro_batch_size and have each rank get equally many samples"
+            )
+        return found
+
+    return _map(part, batch)
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch: the length of the first tensor in it; 0 where there is none."""
-    lengths: list[int] = []
+    """Samples in a batch: the length of the first tensor in it, else the samples of the first object; 0 without any.
 
-    def note(tensor: Tensor) -> Tensor:
-        lengths.append(len(tensor))
-        return tensor
+    Raises JobkitError for an object that does not tell.
+    """
+    tensors: list[Tensor] = []
+    objects: list[Any] = []
 
-    map_tensors(note, batch)
-    return lengths[0] if lengths else 0
+    def note(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            objects.append(value)
+        elif value.dim():
+            tensors.append(value)
+        return value
+
+    _map(note, batch)
+    return len(tensors[0]) if tensors else _samples(objects[0]) if objects else 0
+
+
+def _map(function: Callable[[Any], Any], batch: Any) -> Any:
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if isinstance(leaf, Mapping):  # one that torch's pytree does not know, as tokenizers return
+            return _with_values(leaf, {key: _map(function, value) for key, value in leaf.items()})
+        if _moves_itself(leaf):
+            return function(leaf)
+        if isinstance(leaf, (list, tuple)):  # a subclass, which it does not know either
+            values = [_map(function, value) for value in leaf]
+            return type(leaf)(*values) if hasattr(leaf, "_fields") else type(leaf)(values)
+        return leaf
+
+    # torch's pytree would look into a tuple with names that moves itself, as a PackedSequence.
+    return tree_map(of_leaf, batch, is_leaf=_moves_itself)
+
+
+def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same type, attributes and all, as DataLoader makes one where it pins memory."""
+    try:
+        if isinstance(mapping, MutableMapping):
+            found = copy.copy(mapping)
+            found.update(values)
+            return found
+        return type(mapping)(values)  # type: ignore[call-arg]
+    except TypeError:
+        return values
+
+
+def _moves_itself(value: Any) -> bool:
+    return callable(getattr(type(value), "to", None)) and not isinstance(value, (type, Mapping, nn.Module))
+
+
+def _takes_non_blocking(value: Any) -> bool:
+    try:
+        parameters = inspect.signature(value.to).parameters
+    except (TypeError, ValueError):
+        return False
+    return "non_blocking" in parameters
+
+
+def _samples(value: Any) -> int:
+    """How many samples an object holds; a batch of graphs has the number of its fields for a length."""
+    for name in ("num_graphs", "batch_size"):
+        if isinstance(found := getattr(value, name, None), int):
+            return found
+    if hasattr(type(value), "__len__") and not isinstance(value, tuple):
+        return len(value)
+    raise JobkitError(
+        f"a batch is a {type(value).__name__}, which does not tell how many samples it holds: give it a length, or an "
+        "attribute batch_size"
+    )
+
+
+def _slice(value: Any, start: int, stop: int) -> Any:
+    try:
+        return value[start:stop]
+    except Exception:
+        return None

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from jobkit.train.names import plain_name
+
 Names = dict[nn.Parameter, str]
 
 
@@ -31,7 +33,8 @@ def parameter_names(modules: Iterable[nn.Module]) -> Names:
     names: Names = {}
     for number, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            names.setdefault(parameter, f"{number}:{name}" if number else name)
+            plain = plain_name(name)
+            names.setdefault(parameter, f"{number}:{plain}" if number else plain)
     return names
 
 

@@ -15,16 +15,20 @@ from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
-from jobkit.train.accumulation import Loss, backward
-from jobkit.train.data_parallel import data_parallel, shard, synchronise_buffers, without_synchronisation
-from jobkit.train.devices import is_spread_by_hand
+from jobkit.train.accumulation import BatchSize, Loss, backward
+from jobkit.train.data_parallel import OPTIONS, data_parallel, synchronise_buffers, without_synchronisation
+from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradient_compression import Compression
+from jobkit.train.gradient_order import settle_stage
 from jobkit.train.gradients import gradient_norm
+from jobkit.train.hooks import uncompiled
 from jobkit.train.nested import batch_size
 from jobkit.train.pipeline import Pipeline, stage_of
+from jobkit.train.sharding import shard
+from jobkit.train.weights import Weights, materialise
 
 AXES = ("pipeline", "replica", "shard", "tensor")
 
@@ -42,11 +46,20 @@ class Parallel:
     """
 
     def __init__(
-        self, layout: Layout, parallel: ParallelConfig, comm: CommConfig, device: torch.device, rank: int = 0
+        self,
+        layout: Layout,
+        parallel: ParallelConfig,
+        comm: CommConfig,
+        device: torch.device,
+        rank: int = 0,
+        *,
+        precision: str = "fp32",
+        seed: int = 0,
     ) -> None:
         self.layout, self.parallel, self.comm = layout, parallel, comm
         self.device = device
         self.rank = rank
+        self._precision, self._seed = precision, seed
         self.data_rank = layout.data_rank(rank)
         self.compressions: list[Compression] = []
         self._mesh: DeviceMesh | None = None
@@ -55,7 +68,8 @@ class Parallel:
         plain = layout.world_size == layout.replicas and parallel.tensor == 1 and not sharded
         if not plain:
             sizes = (layout.pipeline, layout.replicas, layout.shards, layout.tensor)
-            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            on = "cpu" if device.type == "meta" else device.type  # a model that is only looked at has no device
+            self._mesh = init_device_mesh(on, sizes, mesh_dim_names=AXES)
             _keep_generators(self._mesh)
         self.data_group = self._data_group()
         self.stages = self._mesh["pipeline"].get_group() if self._mesh is not None and layout.pipeline > 1 else None
@@ -71,44 +85,87 @@ class Parallel:
         sharded = self.parallel.data in SHARDED and self.layout.data > 1
         return sharded or self.layout.tensor > 1 or self.layout.pipeline > 1
 
-    def spread(self, module: nn.Module) -> nn.Module:
-        """`module` on the device and over the ranks. Raises JobkitError for one that cannot be spread this way."""
-        plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
-        if self.layout.pipeline > 1:
-            try:
-                module = stage_of(module, self.layout.stage(self.rank), self.layout.pipeline)
-            except ValueError as error:
-                raise JobkitError(f"parallel.pipeline: {error}") from None
-        if not is_spread_by_hand(module, self.device):
-            module = module.to(self.device)
-        if plan:
-            assert self._mesh is not None
-            _parallelize(module, self._mesh["tensor"], plan)
-        module = self._over_data(module)
+    def spread(self, module: nn.Module, **options: bool) -> nn.Module:
+        """`module` on the device and over the ranks, with rank 0's weights, or drawn ones for what is on meta.
+
+        `options` are DDP's. One that torch.compile has wrapped is spread, and what comes of it is compiled with the
+        same options. Raises UsageError for one that cannot be spread this way, and for options it cannot have so.
+        """
+        self.check(module, options)
+        own = uncompiled(module)
+        weights = Weights(own, self.device, self._seed, self.rank, self.layout.world_size)
+        spread = self._with_weights(self.divided(own), weights, options)
+        return spread if own is module else type(module)(spread, module.dynamo_ctx)
+
+    def check(self, module: nn.Module, options: Mapping[str, bool]) -> None:
+        """Raise UsageError for options of DDP that a module cannot have, and for a compiled one that is to be cut."""
+        self._check_options(options)
+        if uncompiled(module) is not module and self.layout.pipeline > 1:
+            raise UsageError(
+                "parallel.pipeline: a compiled model cannot be cut into stages: pass the model itself, with its blocks "
+                "compiled in place (block.compile())"
+            )
+
+    def _with_weights(self, module: nn.Module, weights: Weights, options: Mapping[str, bool]) -> nn.Module:
+        is_replicated = self._shares_gradients(module) and not self._is_sharded and not self.drifts
+        materialise(module, self.device)
+        weights.fill(module, send=not is_replicated or self.data_group is not None)  # of all ranks, DDP sends them
+        if is_replicated:
+            module = self._replicated(module, options)
         if self.stages is None:
             return module
         microbatches = self.parallel.microbatches
         return Pipeline(module, self.stages, self.device, None if microbatches == "auto" else int(microbatches))
 
-    def _over_data(self, module: nn.Module) -> nn.Module:
-        trainable = any(parameter.requires_grad for parameter in module.parameters())
-        if self.layout.data == 1 or not trainable:
-            return module
-        if self.parallel.data in SHARDED or self.layout.tensor > 1:
-            # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
+    def divided(self, module: nn.Module) -> nn.Module:
+        """What this rank has of `module`: a stage, parts of its layers, a shard. Raises UsageError as `spread` does."""
+        plan = _tensor_plan(module) if self.parallel.tensor != 1 else {}  # of the whole module: a stage has none
+        if self.layout.pipeline > 1:
+            try:
+                module = stage_of(module, self.layout.stage(self.rank), self.layout.pipeline)
+            except ValueError as error:
+                raise UsageError(f"parallel.pipeline: {error}") from None
+        if plan:
+            assert self._mesh is not None
+            _parallelize(module, self._mesh["tensor"], plan)
+        if self._is_sharded and self._shares_gradients(module):
             assert self._mesh is not None
             hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
             mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
-            shard(module, mesh, reshard_after_forward=self.parallel.data in ("zero3", "hsdp"))
-            return module
-        if self.drifts:
-            return module
-        wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb)
+            reshard_after_forward = self.parallel.data in ("zero3", "hsdp")
+            shard(module, mesh, reshard_after_forward=reshard_after_forward, dtype=AUTOCAST.get(self._precision))
+        return module
+
+    @property
+    def _is_sharded(self) -> bool:
+        # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
+        return self.parallel.data in SHARDED or self.layout.tensor > 1
+
+    def _shares_gradients(self, module: nn.Module) -> bool:
+        return self.layout.data > 1 and any(parameter.requires_grad for parameter in module.parameters())
+
+    def _replicated(self, module: nn.Module, options: Mapping[str, bool]) -> nn.Module:
+        wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb, **options)
+        if self.stages is not None:
+            settle_stage(wrapped)
         if self.comm.hook != "none":
             self.compressions.append(
                 Compression(wrapped, self.comm.hook, self.comm.powersgd_rank, self.comm.powersgd_start)
             )
         return wrapped
+
+    def _check_options(self, options: Mapping[str, bool]) -> None:
+        """Whether DDP, if this is to be DDP, takes these options: on one rank too, where there is none."""
+        if unknown := sorted(set(options) - set(OPTIONS)):
+            raise UsageError(f"ctx.parallelize({unknown[0]}=...): it takes DDP's {', '.join(OPTIONS)}")
+        for name in options:
+            other: str = "local SGD" if self.comm.local_sgd > 1 else self.parallel.data
+            if self.parallel.tensor != 1:
+                other = "tensor"
+            if other not in ("ddp", "zero1"):
+                raise UsageError(f"ctx.parallelize({name}=...) is an option of DDP's, and {other} does without it")
+            if name == "static_graph" and self.parallel.pipeline != 1 and options[name]:
+                raise UsageError("ctx.parallelize(static_graph=True): a pipeline calls a stage several times a step")
 
     def _data_group(self) -> dist.ProcessGroup | None:
         """The ranks that work on samples of their own beside this one; None for all of them."""
@@ -153,37 +210,64 @@ class Parallel:
         return gradient_norm(parameters, self.stages)
 
     def backward(
-        self, model: nn.Module, inputs: Any, loss: Loss, target: Any, *, global_batch_size: int, **options: Any
+        self, model: nn.Module, inputs: Any, loss: Loss, target: Any, *, global_batch_size: BatchSize, **options: Any
     ) -> Tensor:
-        """See jobkit.train.accumulation.backward; a pipeline runs its schedule instead."""
+        """See jobkit.train.accumulation.backward; a pipeline runs its schedule instead.
+
+        With local SGD the mean is of this rank's share: its replicas wait for each other at an average only.
+        """
+        ranks, size = self.layout.data, batch_size(inputs)
+        largest: int | None = None
+        if isinstance(global_batch_size, int):
+            total = global_batch_size
+        else:
+            total, largest = self._add_up_shares(size)
         if not isinstance(model, Pipeline):
             return backward(
                 model,
                 inputs,
                 loss,
                 target,
-                global_batch_size=global_batch_size,
-                data_ranks=self.layout.data,
+                global_batch_size=total,
+                largest_share=largest,
+                data_ranks=ranks,
                 unsynchronised=lambda: without_synchronisation(model),
+                add_up=self._add_up if ranks > 1 and not self.drifts else None,
                 **options,
             )
-        if global_batch_size % self.layout.data:
-            raise JobkitError(
-                f"parallel.pipeline: a global batch of {global_batch_size} does not divide by {self.layout.data} "
-                "data-parallel ranks, whose schedules must have equally many micro-batches of one size"
+        if size * ranks != total:
+            raise UsageError(
+                f"parallel.pipeline: a share of {size} is not one of {ranks} equal ones of a global batch of {total}: "
+                "the schedules of data-parallel ranks must have equally many micro-batches of one size"
             )
-        size = batch_size(inputs)
         scale = options.pop("scale", 1.0)
-        return model.backward(
-            inputs, loss, target, weight=scale * size * self.layout.data / global_batch_size, **options
-        )
+        mean = model.backward(inputs, loss, target, weight=scale, **options) / ranks
+        if ranks > 1:
+            dist.all_reduce(mean, group=self.data_group)
+        return mean
+
+    def _add_up(self, value: Tensor) -> dist.Work | None:
+        work: dist.Work | None = dist.all_reduce(value, group=self.data_group, async_op=True)
+        return work
+
+    def _add_up_shares(self, size: int) -> tuple[int, int]:
+        """The sum of the data-parallel ranks' shares, and the largest of them; waits for the device."""
+        sizes = torch.zeros(self.layout.data, dtype=torch.int64, device=self.device)
+        sizes[self.data_rank] = size
+        if self.layout.data > 1:
+            dist.all_reduce(sizes, group=self.data_group)
+        return int(sizes.sum()), int(sizes.max())
 
 
 def unwrapped(value: Any) -> Any:
-    """The module inside DDP's and a pipeline's, whose state_dict has the names of the user's own module."""
-    if isinstance(value, Pipeline):
-        value = value.stage
-    return value.module if isinstance(value, DistributedDataParallel) else value
+    """The module inside DDP's, torch.compile's and a pipeline's, whose names are those of the user's own module."""
+    while isinstance(value, nn.Module):
+        inner = value.stage if isinstance(value, Pipeline) else uncompiled(value)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        if inner is value:
+            break
+        value = inner
+    return value
 
 
 def _keep_generators(mesh: DeviceMesh) -> None:
@@ -199,7 +283,7 @@ def _keep_generators(mesh: DeviceMesh) -> None:
 
 def _tensor_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     if not hasattr(module, "tensor_plan"):
-        raise JobkitError(
+        raise UsageError(
             f"parallel.tensor: {type(module).__name__} has no tensor_plan() that says how its layers are divided; "
             'return {"layer.name": ColwiseParallel(), ...} (torch.distributed.tensor.parallel), or use another strategy'
         )
@@ -216,7 +300,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paralle
         try:
             parallelize_module(module, mesh, here)
         except (UserWarning, ValueError, NotImplementedError) as error:
-            raise JobkitError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
+            raise UsageError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
 
 
 def divided_by_axes(parameters: Parameters, axes: Iterable[Axes]) -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,11 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.accumulation import Loss
-from jobkit.train.data import derive_seed, preserved_generators, seed_generators
+from jobkit.train.collectives import contiguous
 from jobkit.train.nested import batch_size, cut
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
+from jobkit.train.sharding import reshard
+
+MAX_SCHEDULES = 8
+"""Schedules that are kept, of one number and shape of micro-batches each: they own the memory that tensors come in."""
 
 
 def cut_stages(sizes: Sequence[int], stages: int) -> list[int]:
@@ -54,15 +61,68 @@ def _greedy(sizes: Sequence[int], stages: int, limit: int) -> list[int] | None:
     return ends + [len(sizes)] if len(ends) + 1 == stages else None
 
 
-def stage_of(model: nn.Module, index: int, stages: int) -> nn.Sequential:
+class Blocks(nn.Sequential):
+    """An nn.Sequential whose children may have several inputs: a tuple that one gives is the arguments of the next.
+
+    What is given to the whole goes to the first child, by position or by name.
+    """
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        value: Any = inputs
+        for number, block in enumerate(self):
+            given = value if isinstance(value, tuple) else (value,)
+            value = block(*given, **(named if number == 0 else {}))
+        return value
+
+
+class Stage(nn.Sequential):
+    """Some of a model's blocks in a row; takes what the block before them gives as arguments: tensors.
+
+    `spreads` is whether a tuple is the arguments of the next block, as in Blocks, or its one argument. Gives a tensor
+    or a tuple of tensors; raises UsageError where a block gives something else.
+    """
+
+    def __init__(self, blocks: OrderedDict[str, nn.Module], spreads: bool) -> None:
+        super().__init__(blocks)
+        self.spreads = spreads
+        self.names: tuple[str, ...] = ()
+        """Of the last inputs, those that go to the first block by name."""
+
+    def forward(self, *inputs: Tensor) -> Any:
+        value: Any = inputs if len(inputs) > 1 else inputs[0]
+        for number, block in enumerate(self):
+            if number == 0 and self.names:
+                by_position = len(inputs) - len(self.names)
+                named = dict(zip(self.names, inputs[by_position:], strict=True))
+                value = block(*inputs[:by_position], **named)
+            else:
+                value = block(*value) if self.spreads and isinstance(value, tuple) else block(value)
+        parts = value if isinstance(value, tuple) else (value,)
+        for part in parts:
+            if not isinstance(part, Tensor):
+                raise UsageError(
+                    f"parallel.pipeline: block {list(self._modules)[-1]} gives a {type(part).__name__}; what goes from "
+                    "one stage to the next is a tensor or a tuple of tensors"
+                )
+        # Sent as they lie in memory.
+        return tuple(part.contiguous() for part in parts) if isinstance(value, tuple) else value.contiguous()
+
+
+def stage_of(model: nn.Module, index: int, stages: int) -> Stage:
     """The part of an nn.Sequential that one stage computes; its parameters keep their names.
 
-    Raises ValueError for a model that is no nn.Sequential, or one whose stages would share a parameter.
+    Raises ValueError for a model that is no nn.Sequential, or does more than call its children one after the other, or
+    whose stages would share a parameter.
     """
     if not isinstance(model, nn.Sequential):
         raise ValueError(
             f"a pipeline cuts an nn.Sequential between its children, and {type(model).__name__} is none: make it one, "
             "or use another `parallel:`"
+        )
+    if type(model).forward not in (nn.Sequential.forward, Blocks.forward):
+        raise ValueError(
+            f"{type(model).__name__} has a forward of its own, which no stage would run: leave it to nn.Sequential, or "
+            "to jobkit.train.pipeline.Blocks where blocks have several inputs"
         )
     children = list(model.named_children())
     ends = cut_stages([max(1, sum(p.numel() for p in child.parameters())) for _, child in children], stages)
@@ -73,7 +133,8 @@ def stage_of(model: nn.Module, index: int, stages: int) -> nn.Sequential:
                 first, first_key = where.setdefault(parameter, (number, key))
                 if first != number:
                     raise ValueError(f"{first_key} and {key} are one parameter, and would be on two stages: untie them")
-    return nn.Sequential(OrderedDict(children[ends[index - 1] if index else 0 : ends[index]]))
+    own = children[ends[index - 1] if index else 0 : ends[index]]
+    return Stage(OrderedDict(own), isinstance(model, Blocks))
 
 
 class Pipeline(nn.Module):
@@ -93,31 +154,59 @@ class Pipeline(nn.Module):
         self.microbatches = microbatches
         self.stages = dist.get_world_size(group)
         self.index = dist.get_rank(group)
-        self._schedules: dict[int, tuple[Schedule1F1B, _Losses]] = {}
+        self._schedules: dict[Any, tuple[Schedule1F1B, _Losses]] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The whole model's output, on every rank of the pipeline; JobkitError where gradients are on."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        copied = Pipeline(copy.deepcopy(self.stage, memo), self.group, self.device, self.microbatches)
+        return copied.train(self.training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "parallel.pipeline: a rank has one stage of the model, and its group of ranks, which cannot be pickled: "
+            "save model.stage.state_dict() on each rank, or take the weights in final/"
+        )
+
+    @property
+    def _own(self) -> Any:
+        """The stage without DDP, whose forward would wait for a backward pass."""
+        return self.stage.module if isinstance(self.stage, DistributedDataParallel) else self.stage
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The whole model's output, on every rank of the pipeline; UsageError where gradients are on."""
         if torch.is_grad_enabled():
-            raise JobkitError(
+            raise UsageError(
                 "parallel.pipeline: no gradients come out of model(x): train by ctx.backward(model, ...), "
                 "and look at outputs within torch.no_grad()"
             )
+        self._name_inputs(tuple(named))
+        value: Any = (*_flat(inputs), *named.values())
         for number in range(self.stages):
-            if number == self.index:
-                x = self.stage(x)
-            described = [(x.shape, x.dtype) if number == self.index else None]
-            source = dist.get_global_rank(self.group, number)
-            dist.broadcast_object_list(described, source, group=self.group)
-            assert described[0] is not None
+            value = self._shared(self._own(*_tensors(value)) if number == self.index else None, number)
+        return value
+
+    def _name_inputs(self, names: tuple[str, ...]) -> None:
+        if self.index == 0:
+            self._own.names = names
+
+    def _shared(self, value: Any, number: int) -> Any:
+        """What stage `number` has, a tensor or a tuple of tensors, on every rank of the pipeline."""
+        parts = _tensors(value) if number == self.index else ()
+        described: list[Any] = [(isinstance(value, tuple), [(x.shape, x.dtype, x.requires_grad) for x in parts])]
+        source = dist.get_global_rank(self.group, number)
+        dist.broadcast_object_list(described, source, group=self.group)
+        is_tuple, kinds = described[0]
+        if number != self.index:
+            parts = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds)
+        for part, (_, _, requires_grad) in zip(parts, kinds, strict=True):
+            with contiguous(part.detach()) as sent:
+                dist.broadcast(sent, source, group=self.group)
             if number != self.index:
-                x = torch.empty(described[0][0], dtype=described[0][1], device=self.device)
-            x = x.contiguous()
-            dist.broadcast(x, source, group=self.group)
-        return x
+                part.requires_grad_(requires_grad)
+        return parts if is_tuple else parts[0]
 
     def backward(
         self,
-        inputs: Tensor,
+        inputs: Any,
         loss: Loss,
         target: Any,
         *,
@@ -127,35 +216,63 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Add the gradients of `weight` times the loss's mean over `inputs` [n, ...]; returns that mean.
 
-        All ranks of the pipeline give the same inputs and target.
+        `inputs` are a tensor, a tuple of them (the first block's arguments) or a dict (by name). All ranks of the
+        pipeline give the same inputs and target.
         """
         size = batch_size(inputs)
         count = self._count(size, micro_batch_size)
+        given, names = _arguments(inputs)
         # Stages draw different numbers (dropout): each from a stream of its own, so that the common one, from which
         # the training function draws the noise that all stages must agree on, stays common.
         stream = derive_seed(int(torch.randint(2**62, ())), self.index)
-
-        def run(schedule: Schedule1F1B, losses: _Losses) -> Tensor:
-            losses.of, losses.target, losses.weight = loss, target, weight / count
-            found: list[Tensor] = []
-            given = (inputs,) if self.index == 0 else ()
-            is_last = self.index == self.stages - 1
-            ids = torch.arange(size, device=self.device) if is_last else None
-            with preserved_generators(self.device), autocast():
-                seed_generators(stream, self.device)
-                schedule.step(*given, target=ids, losses=found if is_last else None, return_outputs=False)
-            losses.of = losses.target = None
-            return torch.stack(found).sum().detach() / weight if found else torch.zeros((), device=self.device)
-
-        if count not in self._schedules:
-            losses = _Losses()
-            stage = PipelineStage(self.stage, self.index, self.stages, self.device, group=self.group)
-            self._schedules[count] = Schedule1F1B(stage, count, losses, scale_grads=False), losses
-            with unchanged(self.stage):
-                run(*self._schedules[count])
-        total = run(*self._schedules[count])
+        kind = (count, names, *((x.shape, x.dtype) for x in given))
+        if kind not in self._schedules:
+            while len(self._schedules) >= MAX_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+            with preserved_generators(self.device), autocast(), torch.enable_grad(), unchanged_buffers(self.stage):
+                self._schedules[kind] = self._schedule(count, cut(given, 0, size // count), names)
+        self._name_inputs(names)
+        schedule, losses = self._schedules[kind]
+        losses.of, losses.target, losses.weight = loss, target, weight / count
+        found: list[Tensor] = []
+        is_last = self.index == self.stages - 1
+        ids = torch.arange(size, device=self.device) if is_last else None
+        with preserved_generators(self.device), autocast():
+            seed_generators(stream, self.device)
+            schedule.step(
+                *(given if self.index == 0 else ()),
+                target=ids,
+                losses=found if is_last else None,
+                return_outputs=False,
+            )
+        losses.of = losses.target = None
+        total = torch.stack(found).sum().detach() / weight if found else torch.zeros((), device=self.device)
         dist.broadcast(total, dist.get_global_rank(self.group, self.stages - 1), group=self.group)
         return total
+
+    def _schedule(self, count: int, first: Any, names: tuple[str, ...]) -> tuple[Schedule1F1B, _Losses]:
+        """A schedule for `count` micro-batches like the `first` one, of which each stage computes its part here.
+
+        torch could find out the shapes by itself, but from tensors with nothing in them: numbers of tokens would be
+        none. With DDP its first step would also add gradients up in another order than those after it.
+        """
+        self._name_inputs(names)
+        value: Any = first
+        before: tuple[Tensor, ...] = ()
+        after: tuple[Tensor, ...] = ()
+        for number in range(self.stages):
+            if number == self.index:
+                before = _tensors(value)
+                value = self._own(*before)
+                after = tuple(x.detach().requires_grad_(x.requires_grad) for x in _tensors(value))
+            if number + 1 < self.stages:
+                value = self._shared(value, number)
+        reshard(self.stage)
+        losses = _Losses()
+        stage = PipelineStage(
+            self.stage, self.index, self.stages, self.device, input_args=before, output_args=after, group=self.group
+        )
+        return Schedule1F1B(stage, count, losses, scale_grads=False), losses
 
     def _count(self, size: int, micro_batch_size: int | None) -> int:
         """How many micro-batches a share of `size` samples is cut into: of one size, and at least one a stage."""
@@ -167,7 +284,7 @@ class Pipeline(nn.Module):
             least, most = self.stages, size
         counts = [count for count in range(least, most + 1) if size % count == 0]
         if not counts:
-            raise JobkitError(
+            raise UsageError(
                 f"a pipeline of {self.stages} stages cannot cut a share of {size} sample(s) into "
                 f"{least} or more micro-batches of one size: choose the global batch, or parallel.microbatches, to fit"
             )
@@ -176,19 +293,33 @@ class Pipeline(nn.Module):
         return max((count for count in counts if count <= 4 * self.stages), default=counts[0])
 
 
-@contextmanager
-def unchanged(stage: nn.Module) -> Iterator[None]:
-    """Put gradients and buffers back afterwards: for a schedule's first step, in which it asks for the shapes.
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
-    With DDP that step adds its gradients up in another order than those after it, so that a resumed run, which has a
-    first step of its own, would differ in the last bit. It is taken twice instead.
-    """
-    gradients = [parameter.grad for parameter in stage.parameters()]
+
+def _flat(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a first stage: a tuple that is the only one is written out."""
+    return inputs[0] if len(inputs) == 1 and isinstance(inputs[0], tuple) else inputs
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+    """What ctx.backward is given, and its names where it has any; UsageError for what cannot be cut and sent."""
+    names = tuple(inputs) if isinstance(inputs, Mapping) else ()
+    values = tuple(inputs.values()) if names else _flat(tuple(inputs) if isinstance(inputs, list) else _tensors(inputs))
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"parallel.pipeline: found a {type(value).__name__} among the inputs; they are a tensor [n, ...], a "
+                "tuple of them or a dict"
+            )
+    return values, names
+
+
+@contextmanager
+def unchanged_buffers(stage: nn.Module) -> Iterator[None]:
+    """Put buffers back afterwards: for the forward pass in which a schedule's shapes are found."""
     buffers = [buffer.clone() for buffer in stage.buffers()]
-    stage.zero_grad(set_to_none=True)
     yield
-    for parameter, gradient in zip(stage.parameters(), gradients, strict=True):
-        parameter.grad = gradient
     with torch.no_grad():
         for buffer, before in zip(stage.buffers(), buffers, strict=True):
             buffer.copy_(before)

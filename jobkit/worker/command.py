@@ -20,6 +20,7 @@ from jobkit.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port,
 from jobkit.errors import DistributedError, JobkitError
 from jobkit.run.command_line import find_program, is_python, target
 from jobkit.run.rundir import RunDir
+from jobkit.worker.determinism import set_variables
 from jobkit.worker.failure import write_report
 from jobkit.worker.launcher import Topology, topology_of
 from jobkit.worker.startup import jobkit_snapshot
@@ -53,7 +54,7 @@ def become_command(path: str) -> NoReturn:
     config = run.config()
     topology = topology_of(JobEnvironment())
     try:
-        topology.check(config.resources.tasks_per_node, config.resources.fewest_nodes, config.resources.nodes)
+        topology.check(config.resources.ranks_per_node, config.resources.fewest_nodes, config.resources.nodes)
         # Where the program can form its process group: MASTER_ADDR and MASTER_PORT.
         find_port = _tell_port if topology.rank == 0 else _ask_for_port
         address, port = find_port(topology, run.rendezvous_file(attempt))
@@ -64,6 +65,7 @@ def become_command(path: str) -> NoReturn:
             raise JobkitError(f"command: {words[0]}: no such program on this node")
         environment = {**os.environ, **topology.environment(address, port), "PYTHONUNBUFFERED": "1"}
         environment.update(jobkit_snapshot.environment(str(source), str(code), os.environ))
+        set_variables(config.deterministic, environment)
         if interface := interface_towards(address):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         _become([program, *words[1:]], environment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,22 +14,26 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import Dataset
 
+from jobkit.checkpoint.disks import Disks
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run import secrets
 from jobkit.run.events import Event
-from jobkit.train.accumulation import Loss
-from jobkit.train.data import Loader, derive_seed, preserved_generators, seed_generators
+from jobkit.train.accumulation import BatchSize, Loss
+from jobkit.train.data import Loader
 from jobkit.train.engine import Engine
-from jobkit.train.evaluate import Metrics, PerSample, independent_forwards, means
+from jobkit.train.evaluate import Metrics, PerSample, as_scores, means
+from jobkit.train.hooks import ForwardHook, uncompiled
 from jobkit.train.parallel import unwrapped
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.checkpointing import Checkpoints, find_memory
 from jobkit.worker.evaluation import Evaluator
-from jobkit.worker.finish import export, retry_on_full_disk
+from jobkit.worker.export import export
+from jobkit.worker.finish import retry_on_full_disk
 from jobkit.worker.lease import holds_lease
 from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
@@ -77,10 +81,11 @@ class Context:
         self._rank, self._reporter, self._signals = rank, reporter, finder.signals
         self.is_closed = False
         store = Store(run.checkpoints, attempt=str(rank.attempt))
-        if rank.is_main:
-            store.clean()  # the lease is ours, and nobody writes yet
         # Of their own: collectives of the writing thread must not be matched with the training's.
-        ranks = RankGroup.of_world()
+        everyone = RankGroup.of_world()
+        ranks = RankGroup.of_parts(rank.disks) if rank.disks else everyone
+        if ranks.is_main:
+            store.clean()  # the lease is ours, and nobody writes yet
         earlier = run.status().attempts[:-1] if rank.is_main else []
         memory_schedule = MemorySchedule(config.checkpoint.memory)
         self._checkpointer = Checkpointer(
@@ -88,8 +93,9 @@ class Context:
             ranks,
             keep=config.checkpoint.keep,
             may_publish=partial(holds_lease, run, rank.attempt),
-            memory=None if memory_schedule.is_off else find_memory(rank, ranks, earlier),
+            memory=None if memory_schedule.is_off or rank.disks else find_memory(rank, ranks, earlier),
             ranks_per_node=topology.local_world_size,
+            disks=Disks(everyone, several=bool(rank.disks)),
         )
         self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
         restored = self._checkpointer.load_newest(names=())
@@ -97,7 +103,9 @@ class Context:
         self.has_returned = "result" in extra
         """Whether the checkpoint this attempt starts from was written after the training function had returned."""
         self._earlier_result = extra.get("result")
-        self._tracked = TrackedState(self._engine.parallel, self._checkpointer, rank.group, restored)
+        self._tracked = TrackedState(
+            self._engine.parallel, self._checkpointer, rank.group, restored, weights=config.checkpoint.weights
+        )
         schedule = CheckpointSchedule(config.checkpoint, earlier)
         durable = restored.durable_step if restored is not None else None
         self._checkpoints = Checkpoints(
@@ -129,21 +137,29 @@ class Context:
 
     # The parts of a step
 
-    def parallelize(self, module: nn.Module) -> nn.Module:
+    def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """`module` on this rank's device and over the ranks as the YAML's `parallel:` says: DDP where it is silent.
 
-        Raises JobkitError for a module that cannot be spread that way.
+        All ranks begin with the weights that rank 0 gives. What is on the meta device is drawn from the seed, by
+        `init_weights()` or `reset_parameters()`. Make optimizers of what is returned. `options` are DDP's:
+        find_unused_parameters, static_graph, broadcast_buffers, gradient_as_bucket_view. Raises UsageError for a
+        module that cannot be spread that way or differs from rank 0's, and for options the strategy has no use for.
         """
-        module = self._engine.parallelize(module)
+        module = self._engine.parallelize(module, **options)
         self._tracked.add_module(module)
+        self._watch(module)
+        return module
+
+    def _watch(self, module: nn.Module) -> None:
         self._loop.stragglers.watch(module, self._engine.parallel.forward_is_collective)
 
-        def beat(*_: Any) -> None:
+        def beat() -> None:
             if not torch.is_grad_enabled():  # many forwards without a step in between, as in sampling, are no hang
                 self._reporter.heartbeat.beat()
 
-        unwrapped(module).register_forward_hook(beat)
-        return module
+        # A user may call what is inside, too; inside a compiled one hooks are not called.
+        for one in {unwrapped(module), module}:
+            one.register_forward_hook(ForwardHook(beat))
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
@@ -154,10 +170,12 @@ class Context:
         """
         return self._engine.optimizer(model, make, **options)
 
-    def loader(self, dataset: Dataset[Any], *, global_batch_size: int, **options: Any) -> Loader:
-        """An endless iterator over this rank's shares of global batches; see jobkit.train.data.Loader.
+    def loader(self, dataset: Any, *, global_batch_size: int = 0, **options: Any) -> Loader:
+        """An endless iterator over this rank's shares of global batches of a Dataset or a stream (IterableDataset).
 
-        Ranks that compute the same samples together, as those of a pipeline, get the same share.
+        The options are those of jobkit.train.data.Loader (shuffle, weights, name ...) and of torch's DataLoader
+        (num_workers, collate_fn ...). Ranks that compute the same samples together, as those of a pipeline, get the
+        same share. Raises JobkitError for options that do not fit.
         """
         return self._engine.loader(dataset, global_batch_size=global_batch_size, **options)
 
@@ -173,14 +191,18 @@ class Context:
         target: Any,
         *,
         micro_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: BatchSize | None = None,
     ) -> torch.Tensor:
-        """Gradients of `loss(model(inputs), target)` over the global batch; returns the loss of this rank's share.
+        """Gradients of `loss(model(inputs), target)` over the global batch; returns its mean loss, on all ranks alike.
 
         `inputs` and `target` are this rank's share of a global batch: tensors [n, ...], or tuples of them (positional
         arguments) or dicts (by name). The share goes through in micro-batches of at most `micro_batch_size` samples,
-        under `precision`'s autocast; the gradients are those of the whole global batch, exactly, which is of
-        `global_batch_size` samples or of the loader's. `loss` returns the mean over the samples it is given.
+        under `precision`'s autocast; the gradients are those of the whole global batch, exactly. `loss` returns the
+        mean over the samples it is given.
+
+        Without `global_batch_size` the share must be of as many samples as the loader's. For a batch of another size
+        it is the number on all ranks together, or "sum": then the ranks add up what each was given, zero included,
+        and wait for each other and the device to do so. Raises UsageError where the sizes do not fit.
         """
         self._loop.stragglers.timer.forward_begins()
         return self._engine.backward(
@@ -213,12 +235,14 @@ class Context:
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise TypeError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
         if self._loop.total is not None:
-            raise JobkitError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
+            raise UsageError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
         own = dict(per_rank or {})
         for name, value in {**objects, **own}.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
             self._tracked.add(name, value, per_rank=name in own)
+            if isinstance(value, nn.Module) and uncompiled(value) is not value and value not in self._tracked.modules:
+                self._watch(value)  # compiled after ctx.parallelize
             if isinstance(value, torch.optim.Optimizer):
                 self._loop.watch(value)
 
@@ -227,12 +251,18 @@ class Context:
 
         A step ends where the loop asks for the next one. Raises Stopped, on every rank, after a signal to stop.
         """
-        return self._loop.steps(total)
+        for step in self._loop.steps(total):
+            yield step
+            self._evaluator.end_step()
 
     # Logging
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Scalars for TensorBoard at the current step, rank 0's: numbers, or one-element tensors, not synchronised."""
+        """Scalars for TensorBoard at the current step, rank 0's: numbers, or one-element tensors, not synchronised.
+
+        None is left out. Raises UsageError, on every rank, for what is not one number, as a DTensor whose parts the
+        ranks have: log its full_tensor(), which all of them call.
+        """
         self._reporter.log(values)
 
     def log_image(self, tag: str, image: torch.Tensor) -> None:
@@ -271,25 +301,61 @@ class Context:
         self, function: Callable[[Any, torch.Tensor], Values], dataset: Dataset[Any], *, batch_size: int, **options: Any
     ) -> Values:
         """What `evaluate` takes the mean of: float64 [len(dataset)] by sample number, on the CPU of every rank."""
+        scores = as_scores(function)
+        return self._mapped(scores, dataset, batch_size=batch_size, **options)  # type: ignore[no-any-return]
+
+    def map(
+        self,
+        function: Callable[[Any, torch.Tensor], Any],
+        items: Sized | int,
+        *,
+        batch_size: int = 1,
+        to: str = "all",
+        **options: Any,
+    ) -> Any:
+        """What `function(batch, ids)` returns for all items, in their order; all ranks work, as in `evaluate`.
+
+        `items` is a dataset, a sequence, or a number n for those from 0 to n - 1. `batch` is of up to `batch_size` of
+        them, collated and on the device, `ids` are their numbers, int64 [n]. For n items `function` returns a tensor
+        [n, ...], of one shape but for n, or a list of n objects that can be pickled (texts, tensors of any shapes), or
+        a dict or tuple of such; None stands for None for each. The result has the same form: tensors
+        [len(items), ...] on the CPU, lists of len(items).
+
+        `to="all"` returns it on every rank, `to="main"` on rank 0 alone, and None on the others; rank 0 then has it
+        twice until the step ends, for the case that a stop breaks off something else in it. Options, also those of
+        `evaluate`: `num_workers` processes load batches ahead, with DataLoader's `prefetch_factor`, `worker_init_fn`
+        and `multiprocessing_context`; `collate_fn` makes a batch of a list of items. What one rank's function raises is
+        raised on all.
+        """
+        if to not in ("all", "main"):
+            raise UsageError(f"ctx.map(to=...): found {to!r}, allowed: 'all', 'main'")
+        given: Any = range(items) if isinstance(items, int) else items
+        if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+            raise UsageError(
+                f"ctx.map: found a {type(items).__name__} as items, expected a dataset or a sequence, "
+                "which has a length and numbered items, or how many there are: make a list of it"
+            )
+        return self._mapped(function, given, batch_size=batch_size, to_all=to == "all", **options)
+
+    def _mapped(self, function: Callable[[Any, torch.Tensor], Any], items: Any, **options: Any) -> Any:
         with self._loop.unchanged_by(self._alike()):
-            scores = self._evaluator.run(
+            found = self._evaluator.run(
                 function,
-                dataset,
-                batch_size=batch_size,
+                items,
                 step=self.step,
-                models=(),
+                equal=self._tracked.replicas(),
                 may_stop=self._loop.may_stop_here,
                 stop_if_told=self._loop.stop_if_told,
                 **options,
             )
         self._loop.evaluated()
-        return scores.result()  # type: ignore[return-value]
+        return found
 
     @contextmanager
     def _alike(self) -> Iterator[None]:
-        """All ranks have the same buffers, and call their models each for itself, on any of a rank's devices."""
+        """All ranks have the same buffers, and what is drawn on any of a rank's devices is not the training's."""
         self._tracked.share_buffers()
-        with independent_forwards(self._engine.modules), preserved_generators(*self._rank.devices):
+        with preserved_generators(*self._rank.devices):
             yield
 
     # The end

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+import pickle
+from collections.abc import Callable, Iterable
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch import Tensor, nn
 
 from jobkit.log import log
 from jobkit.run.events import Event
-from jobkit.run.files import read_fresh, write_atomic
-from jobkit.train.batches import DynamicBatches, LockstepBatches
-from jobkit.train.evaluate import Collate, Metrics, PerSample, compute, independent_forwards
+from jobkit.run.files import foreign_owner, read_fresh, replacing
+from jobkit.train.batches import DynamicBatches, HandOut, LockstepBatches
+from jobkit.train.ddp_buffers import independent_forwards
+from jobkit.train.evaluate import computed
+from jobkit.train.outputs import Outputs
 from jobkit.train.parallel import Parallel
-from jobkit.train.scores import SampleScores
 from jobkit.worker.lease import holds_lease
 from jobkit.worker.rank import Rank
 from jobkit.worker.rendezvous import shared_store
@@ -40,116 +41,152 @@ class Evaluator:
         self._rank, self._reporter, self._parallel, self._signals = rank, reporter, parallel, signals
         self._restored = restored
         self._store = shared_store(rank.topology.world_size)
-        self._kept: list[SampleScores] = []
-        """What an earlier attempt has found of this step's evaluations, on every rank."""
+        self._kept: list[Outputs] = []
+        """What an earlier attempt has found of this step's evaluations: rank 0 has it, all know of which batches."""
         self._step: int | None = None
-        self._of_step: list[SampleScores] = []
-        """The evaluations of this step so far, in their order; all ranks know the same."""
+        self._of_step: list[Outputs] = []
+        """The evaluations of this step so far, in their order; as `_kept`."""
         self._handouts = 0
 
     def run(
         self,
-        function: PerSample | Metrics,
-        dataset: Dataset[Any],
+        function: Callable[[Any, Tensor], Any],
+        dataset: Any,
         *,
         batch_size: int,
         step: int,
-        models: Iterable[Any],
+        equal: Iterable[nn.Module],
         may_stop: Callable[[], bool],
         stop_if_told: Callable[[], None],
-        collate_fn: Collate = default_collate,
-    ) -> SampleScores:
-        """The values of all samples, on every rank; see Context.evaluate.
+        to_all: bool = True,
+        **options: Any,
+    ) -> Any:
+        """The outputs of all samples, on every rank or on rank 0; see Context.map.
 
         `may_stop`: whether nothing of the step would be repeated. `stop_if_told` is called on all ranks after a signal;
-        it raises Stopped, or it was a false alarm.
+        it raises Stopped, or it was a false alarm. `equal` are modules whose buffers are the same on all ranks;
+        `options` are those of jobkit.train.evaluate.computed.
         """
-        scores = self._begin(step, SampleScores(len(dataset), batch_size))  # type: ignore[arg-type]
-        rank, stoppable = self._rank, True
-        options = {"device": rank.device, "seed": rank.config.seed, "collate_fn": collate_fn}
+        outputs = self._begin(step, Outputs(len(dataset), batch_size))
+        group, stoppable = self._rank.group, True
         try:
-            with independent_forwards(models):
-                while missing := scores.missing():
-                    part = SampleScores(scores.length, scores.batch_size)
-                    batches = self._watched(self._hand_out(missing), scores, may_stop if stoppable else lambda: False)
-                    compute(part, function, dataset, batches, **options)  # type: ignore[arg-type]
-                    scores.update(part.gathered(rank.group.group))
-                    if scores.missing():  # some rank was told to stop
-                        told, touched = rank.group.maximum(self._signals.pending, not may_stop())
-                        if told and not touched:
-                            stop_if_told()
-                        else:
-                            stoppable = False  # going on to the end repeats least
+            while missing := outputs.missing():
+                batches = self._hand_out(missing)
+                # In lockstep all ranks make equally many forward passes, and may exchange what they like in them.
+                alone = isinstance(batches, DynamicBatches) and group.world_size > 1
+                with independent_forwards(equal) if alone else nullcontext():
+                    self._compute(outputs, batches, function, dataset, may_stop if stoppable else _never, options)
+                outputs.agree(group)
+                if outputs.missing():  # some rank was told to stop
+                    told, touched = group.maximum(self._signals.pending, not may_stop())
+                    if told and not touched:
+                        stop_if_told()
+                    else:
+                        stoppable = False  # going on to the end repeats least
+            # What is done of a step is not repeated where a stop breaks off a later evaluation of the same step.
+            result = outputs.gathered(group, to_all=to_all, keep=may_stop(), on_piece=self._reporter.heartbeat.beat)
         except Stopped as stopped:
-            self._keep(stopped.checkpoint)
+            self._keep(outputs, stopped.checkpoint)
             raise
         finally:
             self._reporter.update(evaluation=None)
         if self._kept and len(self._of_step) >= len(self._kept):
             self._drop_kept()
-        return scores
+        return result
 
-    def _hand_out(self, missing: list[int]) -> DynamicBatches | LockstepBatches:
-        parallel = self._parallel
+    def end_step(self) -> None:
+        """Let go of what the step's evaluations have found: nothing of them will be repeated."""
+        self._of_step = []
+
+    def _hand_out(self, missing: list[int]) -> HandOut:
+        parallel, ranks = self._parallel, self._rank.topology.world_size
         self._handouts += 1
         # Replicas that drift apart give each batch another value: who computes it must not depend on the clock.
         if parallel.forward_is_collective or parallel.drifts:
             return LockstepBatches(missing, parallel.data_rank, parallel.layout.data, self._rank.group.anywhere)
         if self._rank.is_main:  # nobody asks for it any more: all ranks have gathered since
             self._store.delete_key(f"jobkit/evaluation/{self._handouts - 1}")
-        return DynamicBatches(missing, self._store, f"jobkit/evaluation/{self._handouts}")
+        return DynamicBatches(missing, self._store, f"jobkit/evaluation/{self._handouts}", ranks)
 
-    def _watched(
-        self, batches: DynamicBatches | LockstepBatches, scores: SampleScores, may_stop: Callable[[], bool]
-    ) -> Iterator[int]:
-        """The batches handed to this rank; between two of them it sends a heartbeat and looks for a signal."""
-        done = before = scores.done
-        for number in batches:
-            self._reporter.update(evaluation={"done": done, "total": scores.length})
-            yield number
-            self._reporter.heartbeat.beat()
-            done = min(scores.length, before + batches.taken * scores.batch_size)
-            if self._signals.pending and may_stop():
+    def _compute(
+        self,
+        outputs: Outputs,
+        batches: HandOut,
+        function: Callable[[Any, Tensor], Any],
+        dataset: Any,
+        may_stop: Callable[[], bool],
+        options: dict[str, Any],
+    ) -> None:
+        """The batches handed to this rank; after each it sends a heartbeat and looks for a signal.
+
+        An error of one rank is raised on all, unless they are waiting for each other in a forward pass.
+        """
+        rank, before = self._rank, outputs.done
+
+        def compute() -> None:
+            options_of_rank = {"device": rank.device, "seed": rank.config.seed, **options}
+            with closing(computed(function, dataset, outputs, batches, **options_of_rank)) as results:
+                self._reporter.update(evaluation={"done": before, "total": outputs.length})
+                for number, output in results:
+                    outputs.add(number, output)
+                    self._reporter.heartbeat.beat()
+                    done = min(outputs.length, before + batches.taken * outputs.batch_size)
+                    self._reporter.update(evaluation={"done": done, "total": outputs.length})
+                    if self._signals.pending and may_stop():
+                        batches.stop()
+
+        def or_stop() -> None:
+            try:
+                compute()
+            except Exception:
                 batches.stop()
+                raise
+
+        compute() if isinstance(batches, LockstepBatches) else rank.group.all_or_none(or_stop)
 
     # Across attempts
 
-    def _begin(self, step: int, scores: SampleScores) -> SampleScores:
+    def _begin(self, step: int, outputs: Outputs) -> Outputs:
         """The next evaluation of a step, with what an earlier attempt has found of it."""
         if step != self._step:
             first, self._step, self._of_step = self._step is None, step, []
             self._kept = self._load() if first else []
         if len(self._of_step) < len(self._kept):
             kept = self._kept[len(self._of_step)]
-            if (kept.length, kept.batch_size) == (scores.length, scores.batch_size):
-                scores.update(kept)
+            if (kept.length, kept.batch_size) == (outputs.length, outputs.batch_size):
+                outputs = kept
                 self._reporter.record(Event.EVALUATION_RESUMED, step=step, done=kept.done, total=kept.length)
-        self._of_step.append(scores)
-        return scores
+        self._of_step.append(outputs)
+        return outputs
 
-    def _keep(self, checkpoint: int | None) -> None:
-        """Keep what is known for an attempt that begins with the checkpoint of this step, None for none at all."""
-        if not self._rank.is_main:
-            return
+    def _keep(self, now: Outputs, checkpoint: int | None) -> None:
+        """Keep what is known for an attempt that begins with the checkpoint of this step, None for none at all.
+
+        The checkpoint is safe by now: whatever goes wrong here costs a repetition.
+        """
         run, kept = self._rank.run, False
         # A script of which nobody has taken a snapshot may have changed by the next attempt: then nothing is kept.
-        if self._step == (checkpoint or 0) and "JOBKIT_CODE" in os.environ and holds_lease(run, self._rank.attempt):
+        if self._step == (checkpoint or 0) and "JOBKIT_CODE" in os.environ:
             try:
-                write_scores(run.evaluation_file, self._key(checkpoint), self._of_step)
-                kept = True
-            except OSError as error:
+                now.collect(self._rank.group, self._reporter.heartbeat.beat)
+                if self._rank.is_main and holds_lease(run, self._rank.attempt):
+                    write_outputs(run.evaluation_file, self._key(checkpoint), self._of_step)
+                    kept = True
+            except Exception as error:
                 log.info("%s; what is done of the evaluation will be repeated", error)
-        now = self._of_step[-1]
-        self._reporter.record(Event.EVALUATION_INTERRUPTED, step=self._step, done=now.done, total=now.length, kept=kept)
+        if self._rank.is_main:
+            counts = {"done": now.done, "total": now.length}
+            self._reporter.record(Event.EVALUATION_INTERRUPTED, step=self._step, **counts, kept=kept)
 
-    def _load(self) -> list[SampleScores]:
+    def _load(self) -> list[Outputs]:
         """What was kept for an attempt like this one; what was kept for another is no longer needed."""
         found = None
         if self._rank.is_main and self._step == (self._restored or 0):
-            found = read_scores(self._rank.run.evaluation_file, self._key(self._restored))
+            found = read_outputs(self._rank.run.evaluation_file, self._key(self._restored), self._rank.run.path)
         if found is None:
             self._drop_kept()
-        return self._rank.group.broadcast(found or [])  # type: ignore[no-any-return]
+        headers = self._rank.group.broadcast([one.header() for one in found or []])
+        return found or [Outputs.of_header(header) for header in headers]
 
     def _key(self, checkpoint: int | None) -> dict[str, Any]:
         return {"step": self._step, "checkpoint": checkpoint, "code": Path(os.environ.get("JOBKIT_CODE", "")).name}
@@ -161,29 +198,47 @@ class Evaluator:
                 self._rank.run.evaluation_file.unlink(missing_ok=True)
 
 
-def write_scores(file: Path, key: dict[str, Any], evaluations: list[SampleScores]) -> None:
+def write_outputs(file: Path, key: dict[str, Any], evaluations: list[Outputs]) -> None:
     """Write some evaluations and what they belong to, with a checksum in front; whole or not at all."""
-    buffer = io.BytesIO()
-    torch.save({"key": key, "evaluations": [vars(scores) for scores in evaluations]}, buffer)
-    data = buffer.getvalue()
-    write_atomic(file, hashlib.sha256(data).digest() + data)
+    described = [(one.header(), [piece.numel() for piece in one.pieces]) for one in evaluations]
+    header = pickle.dumps((key, described))
+    pieces: list[Any] = [piece.numpy().data for one in evaluations for piece in one.pieces]
+    checksum = hashlib.sha256()
+    with replacing(file) as whole:
+        whole.seek(checksum.digest_size)
+        for part in (len(header).to_bytes(8, "little"), header, *pieces):
+            whole.write(part)
+            checksum.update(part)
+        whole.seek(0)
+        whole.write(checksum.digest())
 
 
-def read_scores(file: Path, key: dict[str, Any]) -> list[SampleScores] | None:
-    """The evaluations in a file; None where there is none, it is damaged, or it belongs to something else."""
+def read_outputs(file: Path, key: dict[str, Any], folder: Path) -> list[Outputs] | None:
+    """The evaluations in a file; None where there is none, it is damaged, or it belongs to something else.
+
+    One that is not the owner's of `folder` is not read, since objects in it are unpickled.
+    """
     try:
-        content = read_fresh(file)
+        content = bytearray(read_fresh(file))
+        if foreign_owner(file, folder) is not None:
+            return None
     except OSError:
         return None
-    digest, data = content[:32], content[32:]
-    if hashlib.sha256(data).digest() != digest:
+    start = hashlib.sha256().digest_size
+    if len(content) < start + 8 or hashlib.sha256(memoryview(content)[start:]).digest() != content[:start]:
         return None
-    found = torch.load(io.BytesIO(data), weights_only=True)
-    if found["key"] != key:
+    end = start + 8 + int.from_bytes(content[start : start + 8], "little")
+    found, described = pickle.loads(memoryview(content)[start + 8 : end])
+    if found != key:
         return None
     evaluations = []
-    for fields in found["evaluations"]:
-        scores = SampleScores(fields["length"], fields["batch_size"])
-        scores.known, scores.values = fields["known"], fields["values"]
-        evaluations.append(scores)
+    for header, sizes in described:
+        evaluations.append(Outputs.of_header(header))
+        for size in sizes:
+            evaluations[-1].pieces.append(torch.frombuffer(content, dtype=torch.uint8, count=size, offset=end))
+            end += size
     return evaluations
+
+
+def _never() -> bool:
+    return False

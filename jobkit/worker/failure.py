@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jobkit.errors import DistributedError
+from jobkit.errors import DistributedError, InputError, UsageError
 from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.disk_errors import is_full
@@ -49,18 +49,28 @@ def write_report(
         rank=topology.rank,
         node_index=topology.node,
         node=os.environ.get("SLURMD_NODENAME"),
-        error=f"{type(error).__name__}: {error}".strip(),
+        error=f"{type(error).__name__}: {error}{_advice(error)}".strip(),
         traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
         step=step,
         samples=list(samples[:MAX_SAMPLES]),
         alone=isinstance(error, DistributedError),
         disk=is_full(error),
+        final=isinstance(error, (UsageError, InputError)) or _has_no_deterministic_form(error),
         **_memory(error),
     )
     try:
         records.write(run.error_file(attempt, topology.rank), report)
     except OSError as problem:
         log.warning("the error could not be written down: %s", problem)
+
+
+def _has_no_deterministic_form(error: BaseException) -> bool:
+    """Whether torch has refused an operation because the YAML asks for `deterministic: true`."""
+    return isinstance(error, RuntimeError) and "torch.use_deterministic_algorithms(" in str(error)
+
+
+def _advice(error: BaseException) -> str:
+    return "; set `deterministic: warn` to go on without it" if _has_no_deterministic_form(error) else ""
 
 
 def _memory(error: BaseException) -> dict[str, Any]:

@@ -147,12 +147,13 @@ class _Optimizer:
 class _Tensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._counted = tensors
-        self._local = list(map(_local, tensors))
-        if any(one is not whole for one, whole in zip(self._local, tensors, strict=True)):
-            self._counted = [*tensors, *self._local]  # a DTensor counts for itself
+        local = list(map(_local, tensors))
+        if any(one is not whole for one, whole in zip(local, tensors, strict=True)):
+            self._counted = [*tensors, *local]  # a DTensor counts for itself
+        self._with_address = [one for one in local if one.layout == torch.strided]  # a sparse one has none
 
     def versions(self) -> tuple[list[int], list[int]]:
-        return list(map(Tensor.data_ptr, self._local)), list(map(attrgetter("_version"), self._counted))
+        return list(map(Tensor.data_ptr, self._with_address)), list(map(attrgetter("_version"), self._counted))
 
 
 def _local(tensor: Tensor) -> Tensor:

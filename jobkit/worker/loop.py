@@ -11,11 +11,11 @@ import torch
 
 from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.state import seed_device, set_rng_state
-from jobkit.errors import CheckpointError, JobkitError
+from jobkit.errors import CheckpointError, UsageError
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
-from jobkit.train.data import Loader, derive_seed, seed_generators
 from jobkit.train.engine import Engine
+from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpointing import Checkpoints
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
 from jobkit.worker.heartbeat import peak_bytes
@@ -67,6 +67,7 @@ class TrainingLoop:
         optimizer.register_step_post_hook(count)
 
     def steps(self, total: int) -> Iterator[int]:
+        is_continued = self._restored is not None
         self._begin(total)
         first = self.step
         while self.step < total:
@@ -77,7 +78,7 @@ class TrainingLoop:
             self.stragglers.timer.end()
             self.step += 1
             if self._optimizer_steps:
-                self._engine.check_updated()
+                self._engine.check_updated(is_continued=is_continued)
             self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == total)
             self._mark.set(self.step)
             self._reporter.heartbeat.beat()
@@ -97,8 +98,8 @@ class TrainingLoop:
 
     def _begin(self, total: int) -> None:
         if self.total is not None:
-            raise JobkitError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
-        self._engine.check_tracked(self._tracked.objects.values())
+            raise UsageError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
+        self._engine.check_tracked([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
         self.total = total
         if self._engine.scaler is not None:
             self._tracked.add("loss_scale", self._engine.scaler)
@@ -208,7 +209,7 @@ class TrainingLoop:
         if seconds is None:
             return
         values: dict[str, Any] = {"perf/step_seconds": seconds}
-        for loader in self._of_type(Loader)[:1]:
+        for loader in self._engine.loaders[:1]:
             values["perf/samples_per_second"] = loader.global_batch_size / seconds
             values["perf/epoch"] = loader.epoch
         for optimizer in self._of_type(torch.optim.Optimizer)[:1]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.optimizer_state import laid_out_as, parameters_of
 
 
@@ -47,11 +47,11 @@ class PendingGradients:
     def of(self, module: nn.Module) -> dict[str, Tensor]:
         """The gradients that the next step may add to, by the parameter's name.
 
-        JobkitError where ranks have yet to add them up: those are in no place from which they can be read.
+        UsageError where ranks have yet to add them up: those are in no place from which they can be read.
         """
         for part in module.modules():
             if isinstance(part, FSDPModule) and _has_unshared(part):
-                raise JobkitError(
+                raise UsageError(
                     "a step ends with gradients that the ranks have not added up, of which a checkpoint cannot be "
                     "taken: call set_requires_gradient_sync(True) for the last backward pass of each step, or let "
                     "ctx.backward divide the batch"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from jobkit.checkpoint.summary import Difference, Summary, digest, first_difference, summarise
-from jobkit.errors import JobkitError
+from jobkit.errors import JobkitError, UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
 
@@ -20,6 +20,7 @@ class Replicas:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._has_warned = False
+        self._have_agreed = False
 
     def check(self, objects: Mapping[str, Any], trees: Mapping[str, Any], held_by: Mapping[str, Sequence[int]]) -> None:
         """Raise JobkitError, on all ranks, where the ranks that have a tree in common do not agree about it.
@@ -36,6 +37,7 @@ class Replicas:
         for name, ranks in sorted(shared.items(), key=lambda entry: isinstance(objects.get(entry[0]), nn.Module)):
             if len({known[rank].get(name) for rank in ranks}) > 1:
                 self._explain(name, objects.get(name.split("#")[0]), summaries.get(name, {}), ranks)
+        self._have_agreed = True
 
     def _explain(self, name: str, value: Any, summary: Summary, holders: Sequence[int]) -> None:
         first = holders[0]
@@ -48,7 +50,8 @@ class Replicas:
             f"rank {rank}"
         )
         if not difference.is_rounding:
-            raise JobkitError(f"{what}; {_advice(name, value)}")
+            # Ranks that agreed before may differ by a fault of a machine: another attempt may do better.
+            raise (JobkitError if self._have_agreed else UsageError)(f"{what}; {_advice(name, value)}")
         if self._group.is_main and not self._has_warned:
             self._has_warned = True
             log.warning("%s: by rounding, as on machines of two kinds; a checkpoint has one of the two", what)

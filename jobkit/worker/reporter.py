@@ -21,6 +21,7 @@ from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.worker.heartbeat import Heartbeat
 from jobkit.worker.lease import LostLease, check_lease, holds_lease
+from jobkit.worker.results import number, whole
 
 if TYPE_CHECKING:
     from jobkit.worker.metrics import MetricLog, Position
@@ -125,15 +126,19 @@ class RunReporter:
             self._metrics = MetricLog(self._run.tensorboard, first_step, self._tick, may_write)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Scalars of the step that is under way; a tensor is copied and not synchronised."""
+        """Scalars of the step that is under way; a tensor is copied and not synchronised, None is left out.
+
+        Raises UsageError, on every rank, for what is not one number.
+        """
+        found = {tag: number(tag, value) for tag, value in values.items() if value is not None}
         if self._metrics is not None:
-            for tag, value in values.items():
-                self._values[tag] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self._values |= {tag: _copied(value) for tag, value in found.items()}
 
     def log_media(self, kind: Literal["image", "video", "text"], tag: str, value: torch.Tensor | str) -> None:
         """An image, video or text of the step that is under way; a tensor is copied."""
+        value = whole(tag, value)
         if self._metrics is not None:
-            self._media.append((kind, tag, value.detach().clone() if isinstance(value, torch.Tensor) else value))
+            self._media.append((kind, tag, _copied(value)))
 
     def end_step(self, step: int) -> None:
         """Hand a whole step's values on: those of one that is broken off half-way are logged when it is repeated."""
@@ -194,3 +199,7 @@ class RunReporter:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

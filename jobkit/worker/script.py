@@ -20,7 +20,7 @@ from jobkit.display import Display
 from jobkit.errors import InputError, JobkitError
 from jobkit.log import configure
 from jobkit.run import layout, records
-from jobkit.run.config import Config, load
+from jobkit.run.config import AUTO, Config, load
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
 from jobkit.run.records import Failure
@@ -30,6 +30,7 @@ from jobkit.run.status import State
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor.diagnosis import EndCause, own_failure
 from jobkit.worker.context import Context
+from jobkit.worker.disks import find_disks
 from jobkit.worker.failure import show_stacks_when_asked, write_report
 from jobkit.worker.launcher import Topology, find_topology
 from jobkit.worker.lease import LostLease, end_after_lost_lease
@@ -81,12 +82,13 @@ def init(
     _make_folders(run)
     found = rendezvous(launch, run.launch_file(launch.key))
     chosen = found.group.all_or_none(lambda: _with_ranks(chosen, found.topology, gpus))
+    disks = find_disks(run, chosen, found.topology, found.group)
     lock = run.alive_lock()
     number = found.group.on_main(lambda: _begin(run, chosen, launch.launcher, lock))
     if number is None:
         raise SystemExit(0)
     STOP_SIGNALS.install()
-    rank = join(found, run, chosen, number)
+    rank = join(found, run, chosen, number, disks)
     display = Display(run.name) if rank.is_main else None  # what a follower would draw outside
     # Nobody outside knows more than that one rank got a signal.
     context = open_context(rank, display=display, unknown_cause="user")
@@ -94,6 +96,8 @@ def init(
     if display is not None:
         goes_on = f"goes on from step {context.step}" if context.step else "begins"
         display.say(f"{run.name} {goes_on}; run directory: {run.path}")
+        if disks:
+            display.say(f"{len(disks)} nodes have disks of their own: each keeps a whole copy of every checkpoint")
     return _unless_finished(context)
 
 
@@ -112,13 +116,18 @@ def _with_ranks(config: Config, topology: Topology, gpus: int | None) -> Config:
         config.resources,
         nodes=topology.world_size // per_node,
         tasks_per_node=per_node,
-        gpus_per_task=config.resources.gpus_per_task if gpus is None else gpus,
+        gpus_per_task=_gpus_of_rank(config) if gpus is None else gpus,
     )
     try:
         layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
         raise InputError(f"parallel: {error} (started were {topology.world_size} rank(s))") from None
     return dataclasses.replace(config, resources=resources)
+
+
+def _gpus_of_rank(config: Config) -> int:
+    each = config.resources.gpus_per_task
+    return int(torch.accelerator.is_available()) if each == AUTO else int(each)
 
 
 def _make_folders(run: RunDir) -> None:

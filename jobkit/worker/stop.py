@@ -6,9 +6,11 @@ A handler only sets a flag; all that follows happens at a step boundary, on all 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import time
+from typing import Any
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE
@@ -66,9 +68,28 @@ class StopSignals:
             signal.signal(number, note)
         # Slurm signals data loader workers too, and one that dies takes its rank with it, before the checkpoint.
         os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS))
+        _block_in_started_workers()
 
     def clear(self) -> None:
         self.signal = None
+
+
+def _block_in_started_workers() -> None:
+    """Have workers that are started by spawn or forkserver block the signals from their first moment on, as forked do.
+
+    A new program inherits what is blocked. It imports torch for seconds before it could block anything by itself. All
+    that multiprocessing starts so, the server of forkserver too, goes through this function of it.
+    """
+    start = multiprocessing.util.spawnv_passfds
+
+    def start_blocked(*arguments: Any) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+        try:
+            return start(*arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    multiprocessing.util.spawnv_passfds = start_blocked  # type: ignore[assignment]
 
 
 STOP_SIGNALS = StopSignals()

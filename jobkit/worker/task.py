@@ -45,7 +45,7 @@ def run_rank(path: str) -> None:
     topology = topology_of(JobEnvironment())
     context: Context | None = None
     try:
-        topology.check(config.resources.tasks_per_node, config.resources.fewest_nodes, config.resources.nodes)
+        topology.check(config.resources.ranks_per_node, config.resources.fewest_nodes, config.resources.nodes)
         _use_snapshot(os.environ["JOBKIT_SOURCE"], os.environ["JOBKIT_CODE"])
         function = load_task(config.task)  # before the group forms: an import that fails should not keep others waiting
         found = rendezvous(Launch("jobkit", topology, "file"), run.rendezvous_file(attempt))

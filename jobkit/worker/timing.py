@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from jobkit.train.hooks import ForwardHook
+
 AGREEMENT_SECONDS = 0.25
 """How often the ranks agree on a stop: an agreement waits for all of them, and one a step would slow short steps."""
 
@@ -101,9 +103,9 @@ class ComputeTimer:
     def watch(self, model: torch.nn.Module, forward_waits: bool = False) -> None:
         self.forward_waits = self.forward_waits or forward_waits
         if forward_waits:
-            model.register_forward_pre_hook(lambda *_: self.forward_begins(), prepend=True)  # before FSDP gathers
+            model.register_forward_pre_hook(ForwardHook(self.forward_begins), prepend=True)  # before FSDP gathers
         else:
-            model.register_forward_hook(self._forward_ended)
+            model.register_forward_hook(ForwardHook(self._forward_ended))
 
     def begin(self) -> None:
         self._begin, self._end = self._new_event(), None
@@ -115,7 +117,7 @@ class ComputeTimer:
         if self.forward_waits and self._end is None:
             self._forward_ended()
 
-    def _forward_ended(self, *_: Any) -> None:
+    def _forward_ended(self) -> None:
         if self._begin is not None:
             self._end = self._end or self._new_event()
             self._end.record()

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
-from jobkit.checkpoint.state import escape, unescape
+from jobkit.checkpoint.state import escape, is_raw, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
+from jobkit.train.frozen import FrozenParameters, frozen_parameters
+from jobkit.train.gradient_order import GradientOrder, orders_of
 from jobkit.train.gradients import LossScaler
+from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import averaged_copy
+from jobkit.train.names import load_module_state, module_state
 from jobkit.train.optimizer_state import (
     Names,
     Sharded,
@@ -47,7 +51,13 @@ class TrackedState:
     """The tracked objects of one rank. Saving and restoring are collective."""
 
     def __init__(
-        self, parallel: Parallel, checkpointer: Checkpointer, group: RankGroup, loaded: RestoredCheckpoint | None
+        self,
+        parallel: Parallel,
+        checkpointer: Checkpointer,
+        group: RankGroup,
+        loaded: RestoredCheckpoint | None,
+        *,
+        weights: str = "all",
     ) -> None:
         self.objects: dict[str, Any] = {}
         """What all ranks have in common: equal on each, or a part of a whole."""
@@ -61,6 +71,8 @@ class TrackedState:
         self._pending = PendingGradients()
         self._loaded = loaded
         self._names: Names = {}
+        self._orders: dict[str, list[GradientOrder]] = {}
+        self._frozen = FrozenParameters() if weights == "trainable" else None
 
     def add_module(self, module: nn.Module) -> None:
         self.modules.append(module)
@@ -69,8 +81,15 @@ class TrackedState:
     def add(self, name: str, value: Any, *, per_rank: bool = False) -> None:
         """Track an object; where the run is being continued it is restored. Raises CheckpointError for a misfit."""
         per_rank = per_rank or getattr(value, "state_is_per_rank", False)
+        self._orders[name] = orders_of(value)
         if self._loaded is not None:
             (self._restore_own if per_rank else self._restore)(self._loaded, name, value)
+            known = (self._loaded.local or {}).get("gradient_order", {}).get(name, [])
+            for order, names in zip_longest(self._orders[name], known[: len(self._orders[name])]):
+                order.settle(names)
+        value = uncompiled(value) if isinstance(value, nn.Module) else value
+        if isinstance(value, nn.Module) and not per_rank and self._frozen is not None:
+            self._frozen.watch(unwrapped(value), self._saved_tensors(name))
         (self.own_objects if per_rank else self.objects)[name] = value
         if isinstance(value, torch.optim.Optimizer):
             self._pending.watch(value)
@@ -86,12 +105,29 @@ class TrackedState:
     def _all(self) -> dict[str, Any]:
         return {**self.objects, **self.own_objects}
 
+    def replicas(self) -> list[nn.Module]:
+        """The modules that all ranks have: what ctx.parallelize made, and what a user made and maybe put into DDP."""
+        return list(
+            dict.fromkeys([*self.modules, *(one for one in self.objects.values() if isinstance(one, nn.Module))])
+        )
+
     def share_buffers(self) -> None:
-        wrapped = [value for value in self.objects.values() if isinstance(value, DistributedDataParallel)]
-        for module in dict.fromkeys([*self.modules, *wrapped]):  # DDP may be the user's own
+        """Give every rank the first one's buffers of those modules."""
+        for module in self.replicas():
             self._parallel.share_buffers(module)
 
     # Saving
+
+    def module_state(self, value: nn.Module) -> dict[str, Any]:
+        """What is saved of a module, and exported: by the names of the user's own, whatever wraps it."""
+        state = module_state(unwrapped(value))
+        for key in self.left_out(value):
+            state.pop(key, None)
+        return state
+
+    def left_out(self, value: nn.Module) -> list[str]:
+        """The names of the module's parameters that are not saved, `checkpoint.weights: trainable`."""
+        return [] if self._frozen is None else self._frozen.untouched(unwrapped(value))
 
     def trees(self) -> tuple[dict[str, Any], dict[str, Sequence[int]], dict[str, Any]]:
         """This rank's part of the shared state by name, for what only some ranks have, which, and its own state."""
@@ -107,6 +143,8 @@ class TrackedState:
             own["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
         if memory := [compression.state_dict() for compression in self._parallel.compressions]:
             own["compressions"] = memory
+        if orders := {name: [order.known() for order in found] for name, found in self._orders.items() if found}:
+            own["gradient_order"] = orders
         self._add_gradients(shared, held_by, own)
         return shared, held_by, own
 
@@ -155,7 +193,7 @@ class TrackedState:
     def _state(self, value: Any) -> Any:
         if self._is_named(value):
             return optimizer_state(value, self._names)
-        return unwrapped(value).state_dict()
+        return self.module_state(value) if isinstance(value, nn.Module) else value.state_dict()
 
     def _part(self, value: Any) -> tuple[int | None, Sequence[int]]:
         """Which part of an object this rank has, and the ranks that have it too; None for the whole."""
@@ -168,6 +206,11 @@ class TrackedState:
         return None, ()
 
     # Restoring
+
+    def _saved_tensors(self, name: str) -> set[str]:
+        """The names of the tensors that the checkpoint has of an object."""
+        contents = {} if self._loaded is None else self._loaded.contents
+        return {unescape(path) for key, of in contents.items() if key.split(PART)[0] == name for path in of}
 
     def _restore_own(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
         before, now = loaded.manifest.world_size, self._parallel.layout.world_size
@@ -207,6 +250,8 @@ class TrackedState:
                 f"{loaded.name} has no {name!r} (it has: {there}); "
                 "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
             )
+        if isinstance(value, nn.Module) and self._frozen is None:
+            _check_frozen(loaded, name, unwrapped(value), self._saved_tensors(name))
         whole = saved == [name]
         templates = {key: self._template(value, loaded.contents[key]) for key in saved}
         wanted = self._paths(value)
@@ -219,15 +264,20 @@ class TrackedState:
     def _load(self, value: Any, state: Any) -> None:
         if self._is_named(value):
             load_optimizer_state(value, self._names, state)
+        elif isinstance(value, nn.Module):
+            module = unwrapped(value)
+            if self._frozen is not None:
+                self._frozen.complete(module, state)
+            load_module_state(module, state)
         else:
-            unwrapped(value).load_state_dict(state)
+            value.load_state_dict(state)
         if isinstance(value, torch.optim.Optimizer):
             lay_out_state(value)
 
     def _template(self, value: Any, contents: Contents) -> Any:
         """Live tensors, or tensors spread as live ones are, for what a checkpoint has of an object."""
         if not self._is_named(value):
-            return unwrapped(value).state_dict() if isinstance(value, nn.Module) else {}
+            return module_state(unwrapped(value)) if isinstance(value, nn.Module) else {}
         parameters = {self._names[parameter]: parameter for parameter in parameters_of(value)}
         state: dict[str, dict[str, Any]] = {}
         for path, (shape, dtype) in contents.items():
@@ -243,7 +293,7 @@ class TrackedState:
         if self._is_named(value):
             return tuple(f"state/{escape(self._names[parameter])}/" for parameter in parameters_of(value))
         if isinstance(value, nn.Module):
-            return tuple(escape(key) for key in unwrapped(value).state_dict())
+            return tuple(escape(key) for key in module_state(unwrapped(value)))
         return None
 
     def _joined(self, value: Any, parts: list[Any]) -> Any:
@@ -253,7 +303,7 @@ class TrackedState:
                 "state": {name: state for part in parts for name, state in part["state"].items()},
                 "param_groups": [group for part in parts for group in part["param_groups"]],
             }
-        own = unwrapped(value).state_dict()
+        own = module_state(unwrapped(value))
         return {key: tensor for part in parts for key, tensor in part.items() if key in own}
 
 
@@ -261,6 +311,15 @@ def _own_states(loaded: RestoredCheckpoint) -> dict[str, Any]:
     """The states that this rank alone has, by the object's name; none where fewer ranks wrote the checkpoint."""
     states: dict[str, Any] = (loaded.local or {}).get("objects", {})
     return states
+
+
+def _check_frozen(loaded: RestoredCheckpoint, name: str, module: nn.Module, saved: Collection[str]) -> None:
+    missing = [key for key, one in frozen_parameters(module).items() if key not in saved and is_raw(one)]
+    if missing:
+        raise CheckpointError(
+            f"{loaded.name} has no {missing[0]!r} of {name}, which requires no gradient: it was written with "
+            "checkpoint.weights: trainable, or by other code; set that again, or submit with --fresh"
+        )
 
 
 @contextmanager

@@ -20,13 +20,14 @@ from jobkit.checkpoint.state import rng_state, seed_device, set_rng_state
 from jobkit.run.config import Config
 from jobkit.run.device_kinds import has_streams
 from jobkit.run.slots import make_slots
-from jobkit.train.data import Loader, seed_generators
+from jobkit.train.data import Loader
 from jobkit.train.data_parallel import data_parallel, synchronise_buffers
 from jobkit.train.devices import check_precision, describe, group_backend, report
 from jobkit.train.engine import Engine
 from jobkit.train.gradients import clip_gradients, gradient_norm
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optim import fused_ema_adam
+from jobkit.train.seeds import seed_generators
 from jobkit.worker.timing import ComputeTimer, events_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.gpu import deterministic, overrides
+from harness.gpu import overrides
 from harness.project import Project, causes, describe, logged_steps, status, step, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def trained(device: torch.device, folder: Path, experiment: str, *, interrupted:
         project.env.pop(variable, None)
     shutil.copytree(ROOT / "experiments", folder / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "slow.py").write_text(TASK.format(experiment=experiment, pause=0.4 if interrupted else 0.0))
-    schedule = ["task=slow:train", f"params.steps={STEPS}", "params.validate_every=10", *deterministic("warn")]
+    schedule = ["task=slow:train", f"params.steps={STEPS}", "params.validate_every=10", "deterministic=warn"]
     arguments = ["submit", f"experiments/{experiment}.yaml", *overrides(device), *schedule]
     if interrupted:
         process = project.start(*arguments)

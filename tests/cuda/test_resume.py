@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.gpu import deterministic, overrides
+from harness.gpu import overrides
 from harness.project import Project, causes, describe, events, logged_steps, status
 
 TASK = """
@@ -81,7 +81,7 @@ def test_a_killed_rank_goes_on_with_the_same_bits(device: torch.device, tmp_path
     project = Project(tmp_path)
     (project.path / "mytask.py").write_text(TASK)
     params = f"params={{compile: false, device: {device.type}}}"
-    exact = [*deterministic("true"), "checkpoint.every=3"]
+    exact = ["deterministic=true", "checkpoint.every=3"]
     project.submit(params, *overrides(device), *exact, *CASES[name])
     (run,) = project.runs
     assert causes(run)[-1] == "finished", describe(run)

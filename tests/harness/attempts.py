@@ -11,7 +11,7 @@ from typing import Any
 import jobkit
 from harness.ranks import Team, on_ranks
 from jobkit.errors import JobkitError
-from jobkit.worker.stop import Stopped
+from jobkit.worker.stop import Stopped, kill_children
 
 STOPPED = "stopped"
 
@@ -37,6 +37,7 @@ def _attempt(team: Team, runs: Path, train: Callable[..., Any], args: tuple[Any,
         result = train(ctx, *args)
         ctx.finish()
     except Stopped:
+        kill_children()
         ctx.close()
         return STOPPED
     except JobkitError as error:

@@ -6,8 +6,6 @@ import os
 
 import torch
 
-from jobkit.run.config import Config
-
 WANTED = "JOBKIT_TEST_DEVICE"
 """Environment variable: `cuda`, or `cpu` for all of these tests without a GPU."""
 
@@ -16,11 +14,6 @@ def pretended_or_real() -> torch.device:
     """The device that is named, else the first GPU, else the CPU."""
     name = os.environ.get(WANTED) or ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device("cpu") if name == "cpu" else torch.device(name, 0)
-
-
-def deterministic(value: str) -> list[str]:
-    """What asks a run for it."""
-    return [f"deterministic={value}"] if "deterministic" in Config.__dataclass_fields__ else []
 
 
 def overrides(device: torch.device, ranks: int = 1) -> list[str]:

@@ -29,7 +29,8 @@ def train(ctx):
     model = ctx.parallelize(nn.Sequential(nn.Linear(8, 32), dropout, nn.Linear(32, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=ctx.params.steps)
-    loader = ctx.loader(Numbers(), global_batch_size=12, num_workers=ctx.params.get("workers", 0))
+    workers = {"num_workers": ctx.params.get("workers", 0), "multiprocessing_context": ctx.params.get("started_by")}
+    loader = ctx.loader(Numbers(), global_batch_size=12, **workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     if hasattr(orders, "before_loop"):
         orders.before_loop(ctx)

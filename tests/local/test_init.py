@@ -61,6 +61,41 @@ def test_a_plain_script_resumes_and_ends_with_the_uninterrupted_weights(tmp_path
     assert weights[0] == weights[1]
 
 
+SEES_AT_ONCE = "import jobkit.worker.disks\njobkit.worker.disks.LATE_SECONDS = 0.1  # no file server here\n"
+
+
+def agents(folder: Path, sleep: float) -> list[subprocess.Popen[str]]:
+    """torchrun as on two machines: each has a folder of its own, and no other disk."""
+    port, started = free_port(), []
+    for node in (0, 1):
+        own = folder / f"node{node}"
+        own.mkdir(exist_ok=True)
+        (own / "train.py").write_text(SEES_AT_ONCE + SCRIPT.replace("SLEEP", str(sleep)))
+        words = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+        command = [sys.executable, "-m", "torch.distributed.run", *words, f"--master-port={port}", "train.py"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen(command, cwd=own, env=env, text=True, stderr=subprocess.PIPE))
+    return started
+
+
+def test_two_machines_without_a_shared_disk_each_keep_a_copy_and_resume(tmp_path: Path) -> None:
+    first = agents(tmp_path, 0.05)
+    wait_for("a run", lambda: list(tmp_path.glob("node0/runs/*/config.yaml")) or first[0].poll() is not None)
+    (run,) = tmp_path.glob("node0/runs/plain-*")
+    wait_for("some steps", lambda: step(run) >= 5 or first[0].poll() is not None, run)
+    first[0].send_signal(signal.SIGTERM)
+    said = [process.communicate(timeout=600)[1] for process in first]
+    assert status(run)["state"] == "interrupted", said
+    second = agents(tmp_path, 0.0)
+    said = [process.communicate(timeout=600)[1] for process in second]
+    assert [process.returncode for process in second] == [0, 0], said
+    stopped, resumed = status(run)["attempts"]
+    assert resumed["first_step"] == stopped["last_step"] >= 5
+    assert logged_steps(run) == list(range(40))
+    for node in (0, 1):
+        assert list(tmp_path.glob(f"node{node}/runs/plain-*/checkpoints/step_00000040/manifest.json"))
+
+
 def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("SLEEP", "0").replace("loss.backward()", "1 / 0"))
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600)

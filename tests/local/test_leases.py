@@ -94,7 +94,7 @@ def test_a_run_on_the_cpu_takes_nothing(environ: dict[str, str]) -> None:
         nothing = take(device, count, A, environ)
         assert nothing == Leases()
         assert nothing.environment == {}
-        assert nothing.of_rank(0, 1) == ({}, ())
+        assert nothing.of_rank(0, 1, 1) == ({}, ())
     assert not Path(environ[FOLDER]).exists()
 
 
@@ -103,7 +103,7 @@ def test_other_kinds_of_devices_have_their_own_variable_and_locks(environ: dict[
     signed(environ, 2, A)
     npus = take("npu", 3, B, environ)
     assert npus.environment["ASCEND_RT_VISIBLE_DEVICES"] == "4,5,6"
-    assert npus.of_rank(2, 1)[0] == {"ASCEND_RT_VISIBLE_DEVICES": "6"}
+    assert npus.of_rank(2, 3, 1)[0] == {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6"}
 
 
 def test_every_user_of_the_machine_may_use_the_folder_and_none_may_remove_the_others_locks(
@@ -270,14 +270,22 @@ def test_without_that_lock_two_processes_never_get_the_same_device_either(
 # From the submission to the ranks
 
 
-def test_a_supervisor_gives_each_rank_its_own_devices(environ: dict[str, str]) -> None:
+def test_a_supervisor_shows_each_rank_its_nodes_devices_and_lends_it_the_locks_of_its_own(
+    environ: dict[str, str],
+) -> None:
     environ["CUDA_VISIBLE_DEVICES"] = "2,3,4,5"
     leases = take("auto", 4, A, environ)
     inherited = Leases.inherited(environ | leases.environment)
     assert inherited == leases
-    assert [inherited.of_rank(rank, 1)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == ["2", "3", "4", "5"]
-    assert [inherited.of_rank(rank, 2)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["2,3", "4,5"]
-    assert sorted([*inherited.of_rank(0, 2)[1], *inherited.of_rank(1, 2)[1]]) == sorted(leases.files)
+
+    def shown(per_node: int, each: int) -> list[str]:
+        return [inherited.of_rank(rank, per_node, each)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(4 // each)]
+
+    assert shown(per_node=4, each=1) == ["2,3,4,5"] * 4
+    assert shown(per_node=2, each=1) == ["2,3", "2,3", "4,5", "4,5"]
+    assert shown(per_node=2, each=2) == ["2,3,4,5"] * 2
+    assert shown(per_node=1, each=2) == ["2,3", "4,5"]
+    assert (*inherited.of_rank(0, 2, 2)[1], *inherited.of_rank(1, 2, 2)[1]) == leases.files
     assert Leases.inherited({"CUDA_VISIBLE_DEVICES": "2,3"}) == Leases()
 
 
@@ -295,7 +303,7 @@ def train(ctx):
 """
 
 
-def test_the_ranks_of_a_local_run_see_one_device_each_and_the_order_that_the_user_chose(
+def test_the_ranks_of_a_local_run_see_their_nodes_devices_in_the_order_that_the_user_chose(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     project = Project(tmp_path / "project", environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
@@ -310,6 +318,19 @@ def test_the_ranks_of_a_local_run_see_one_device_each_and_the_order_that_the_use
     (run,) = project.runs
     assert status(run)["state"] == "failed"
     assert signed(environ, 2, A).devices == ("4", "5"), "the end of the run gives them back"
+
+
+def test_every_rank_of_a_command_sees_all_devices_of_its_node_and_its_local_rank_is_one_of_them(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    project = Project(tmp_path / "project", environ | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    tell = 'echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES > seen_${JOBKIT_ATTEMPT}_$RANK; test "$JOBKIT_ATTEMPT" = 2\n'
+    (project.path / "tell.sh").write_text(tell)
+    (project.path / "toy.yaml").write_text("name: toy\ncommand: [sh, tell.sh]\n")
+    project.submit("--local", "resources.tasks_per_node=auto", "resources.gpus_per_task=1")
+    for attempt in (1, 2):  # the second is started in place
+        seen = [(project.path / f"seen_{attempt}_{rank}").read_text().split() for rank in range(4)]
+        assert seen == [[str(rank), "4,5,6,7"] for rank in range(4)]
 
 
 def test_a_run_that_can_have_no_device_is_refused_before_anything_is_started(

@@ -31,3 +31,23 @@ def test_submit_is_one_program_under_both_names(tmp_path: Path) -> None:
     ours, theirs = project.jobkit("submit", "--help").stdout, submit(project, "--help").stdout
     assert ours == theirs
     assert "75 interrupted" in " ".join(ours.split())
+
+
+NO_PLAN = """
+import torch
+
+
+def train(ctx):
+    ctx.parallelize(torch.nn.Linear(8, 8))
+"""
+
+
+def test_a_strategy_that_the_model_cannot_have_is_found_before_anything_is_queued(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.path / "mytask.py").write_text(NO_PLAN)
+    yaml = "name: toy\ntask: mytask:train\nresources: {tasks_per_node: 2}\nparallel: tensor\n"
+    (project.path / "toy.yaml").write_text(yaml)
+    done = project.submit("--dry-run", "--check-model", "--cluster", "slurm", expect=2)
+    assert done.stderr.startswith("error: toy.yaml:4: parallel: tensor: Linear has no tensor_plan() that says how")
+    assert (len(done.stderr.splitlines()), done.stdout) == (1, "")
+    assert not (project.path / "runs").exists()

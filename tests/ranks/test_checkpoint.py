@@ -349,13 +349,41 @@ def test_damage_is_found_and_all_ranks_fall_back_to_the_checkpoint_before(
     assert reason in (root / "step_00000002.corrupt" / "REASON").read_text()
 
 
-def test_where_every_checkpoint_is_bad_there_is_none(root: Path) -> None:
+def test_where_every_checkpoint_is_bad_that_is_an_error_each_time(root: Path) -> None:
     checkpointer = Checkpointer(Store(root, missing_seconds=0.0))
     for step in (1, 2):
         checkpointer.save(step, {"x": torch.ones(100)}).wait()
         truncate(root / f"step_{step:08d}" / "rank_00000.bin")
-    assert checkpointer.load_newest() is None
-    assert [step for step, _ in checkpointer.set_aside] == [2, 1]
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"step 2: rank_00000.bin has .*; step 1: rank_00000.bin has .*--fresh"
+        ):
+            checkpointer.load_newest()
+        assert (Store(root).steps(), checkpointer.set_aside) == ([2, 1], [])
+
+
+def write_on_a_disk_of_its_own(team: Team, root: Path, folder_is_there: bool) -> str:
+    if folder_is_there:
+        Store(root / f"disk_{team.rank}").staging(1).mkdir(parents=True)
+    saved = team.checkpointer(root / f"disk_{team.rank}").save(1, {"x": torch.ones(100)}, {"rank": team.rank})
+    return str(saved.outcome().error)
+
+
+@pytest.mark.parametrize("folder_is_there", [False, True])
+def test_a_checkpoint_is_published_only_where_every_ranks_file_is_seen(tmp_path: Path, folder_is_there: bool) -> None:
+    errors = on_ranks(2, write_on_a_disk_of_its_own, tmp_path, folder_is_there)
+    missing = "rank_00001.bin is missing" if folder_is_there else ".staging_step_00000001.0 is missing here"
+    for error in errors:
+        assert missing in error and "the same disk" in error
+    assert [path for path in tmp_path.rglob("step_*") if not path.name.startswith(".")] == []
+
+
+def test_a_file_that_is_cut_off_before_it_is_published_is_noticed(root: Path) -> None:
+    store = Store(root, missing_seconds=0.0)
+    (store.stage(1) / "rank_00000.bin").write_bytes(b"12")
+    with pytest.raises(CheckpointError, match=r"rank_00000\.bin has 2 bytes, not 3"):
+        store.publish(Manifest(1, 1, {"rank_00000.bin": FileDigest(3, 0)}))
+    assert store.steps() == []
 
 
 def test_without_any_checkpoint_there_is_none(root: Path) -> None:

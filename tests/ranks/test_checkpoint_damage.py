@@ -27,11 +27,13 @@ from harness.checkpoint_kills import (
     version_of,
 )
 from harness.other_user import NOBODY, only_root
+from harness.ranks import Team, on_ranks
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from jobkit.checkpoint.storage import INDEX, ForeignIndex, RawReader, read_index
+from jobkit.checkpoint.storage import INDEX, ForeignIndex, read_index
 from jobkit.checkpoint.store import Store, digest_of
 from jobkit.checkpoint.writer import Checkpointer
+from jobkit.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -156,22 +158,25 @@ def test_the_two_newest_damaged_at_once_are_both_set_aside(four: Path) -> None:
     assert read(four) == 11
 
 
-def test_where_all_are_damaged_all_are_set_aside_and_the_run_starts_from_nothing(four: Path) -> None:
+def test_where_all_are_damaged_the_run_stops_names_them_and_does_not_start_from_nothing(four: Path) -> None:
     tear(four / "step_00000001" / "manifest.json")
     (four / "step_00000002" / "index.pickle").unlink()
     make_a_file(four / "step_00000003")
     empty(four / "step_00000004" / "rank_00001.bin")
-    copy = Path(shutil.copytree(four, four.with_name("copy"), symlinks=True))
-    checkpointer = Checkpointer(Store(copy, missing_seconds=0.0))
-    assert checkpointer.load_newest() is None
-    corrupt = [f"step_{step:08d}.corrupt" for step in (1, 2, 3, 4)]
-    assert sorted(path.name for path in copy.iterdir()) == corrupt
+    before = sorted(four.iterdir())
+    for _ in range(2):  # nor does the next start
+        with pytest.raises(CheckpointError, match="--fresh") as refused:
+            Checkpointer(Store(four, missing_seconds=0.0)).load_newest()
+        for named in ("step 4: rank_00001.bin has 0 bytes", "step 3: manifest.json is missing", "step 2", "step 1"):
+            assert named in str(refused.value)
+    assert sorted(four.iterdir()) == before
+    assert all("none of the checkpoints" in problem for problem in on_ranks(2, why_it_stops, four))
 
-    for ended in run(Plan(four, {11: 1}, ranks=2)):
-        assert (ended.loaded, ended.durable) == (0, 11)
-        assert [step for step, _ in ended.set_aside] == [4, 3, 2, 1]
-    assert untidy(four) == corrupt
-    assert Store(four).steps() == [1]
+
+def why_it_stops(team: Team, root: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        team.checkpointer(root).load_newest()
+    return str(refused.value)
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -268,7 +273,7 @@ def test_nor_does_it_where_it_is_hidden_in_a_true_index(four: Path) -> None:
     checkpointer = Checkpointer(Store(four), keep=4)
     assert version_of(checkpointer.load_newest()) == 3
     with pytest.raises(ForeignIndex):
-        RawReader(four / "step_00000004.corrupt").read_metadata()
+        read_index(four / "step_00000004.corrupt")
     assert not (four / "ran").exists()
 
 

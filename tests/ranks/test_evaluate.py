@@ -32,10 +32,11 @@ from jobkit.run.layout import Layout
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.train.batches import DynamicBatches, LockstepBatches
-from jobkit.train.data_parallel import data_parallel
-from jobkit.train.evaluate import evaluate, independent_forwards
+from jobkit.train.data_parallel import data_parallel, synchronise_buffers
+from jobkit.train.ddp_buffers import independent_forwards
+from jobkit.train.evaluate import evaluate
+from jobkit.train.outputs import Outputs
 from jobkit.train.parallel import Parallel
-from jobkit.train.scores import SampleScores
 from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.launcher import Topology
 from jobkit.worker.rank import Rank
@@ -121,11 +122,11 @@ def test_the_others_compute_what_a_slow_rank_does_not_come_to() -> None:
 
 def strange_floats(team: Team) -> list[bytes]:
     """The bits of every value that is gathered from two ranks, a batch each."""
-    scores = SampleScores(4, 2)
+    scores, ranks = Outputs(4, 2), RankGroup.of(team.group)
     mine = [[-0.0, float("nan")], [float("-inf"), 5e-324]][team.rank]
     scores.add(team.rank, {"b": torch.tensor(mine, dtype=torch.float64), "a": torch.tensor([1, 2])})
-    together = scores.gathered().result()
-    assert isinstance(together, dict) and list(together) == ["a", "b"]
+    scores.agree(ranks)
+    together = scores.gathered(ranks)
     return [together["b"].numpy().tobytes(), together["a"].tolist()]
 
 
@@ -161,7 +162,7 @@ def test_in_lockstep_every_rank_has_equally_many_batches_and_none_is_left_out(co
     assert {number for one in dealt for number in one} == set(numbers)
 
 
-def with_a_collective(team: Team) -> float:
+def with_a_collective(team: Team, num_workers: int) -> float:
     """Of a function in which all ranks must meet; the ranks of one pair have the same batches."""
 
     def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -169,13 +170,14 @@ def with_a_collective(team: Team) -> float:
         return noisy(batch, ids)
 
     lockstep = LockstepBatches(range(5), team.rank // 2, team.world_size // 2)
-    mean = evaluate(value, Indexed(17), batch_size=4, batches=lockstep)
+    mean = evaluate(value, Indexed(17), batch_size=4, batches=lockstep, num_workers=num_workers)
     assert isinstance(mean, float)
     return mean
 
 
-def test_a_function_in_which_all_ranks_meet_gives_the_same_number_in_lockstep() -> None:
-    assert on_ranks(4, with_a_collective) == [evaluate(noisy, Indexed(17), batch_size=4)] * 4
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_in_which_all_ranks_meet_gives_the_same_number_in_lockstep(num_workers: int) -> None:
+    assert on_ranks(4, with_a_collective, num_workers) == [evaluate(noisy, Indexed(17), batch_size=4)] * 4
 
 
 def stopped_in_lockstep(team: Team) -> list[int]:
@@ -218,6 +220,7 @@ def with_batch_norm(team: Team, batches: int) -> tuple[Any, list[float]]:
     statistics = model.module[1].running_mean
     statistics.fill_(float(team.rank))  # as after a step of training, which each rank has its own samples for
     model.eval()
+    synchronise_buffers(model)
     with independent_forwards([model]):
         mean = evaluate(lambda batch, ids: model(batch.float()).sum(1), Indexed(2 * batches), batch_size=2)
     model.train()
@@ -361,16 +364,15 @@ class Run:
                 raise Stopped("preempted", step, checkpoint)
             self.signals.clear()
 
-        scores = evaluations.run(
+        result = evaluations.run(
             value,
             Indexed(20),
             batch_size=batch_size,
             step=step,
-            models=[],
+            equal=[],
             may_stop=lambda: may_stop,
             stop_if_told=stop,
         )
-        result = scores.result()
         assert isinstance(result, torch.Tensor)
         return result
 

@@ -16,18 +16,20 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from jobkit.checkpoint.whole import gather_whole
+from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.run.config import CommConfig, ParallelConfig, Resources
 from jobkit.run.layout import Layout, check, factor
 from jobkit.train import schedule
-from jobkit.train.accumulation import backward
+from jobkit.train.accumulation import backward, call
 from jobkit.train.gradients import LossScaler, clip_gradients, gradient_norm
 from jobkit.train.local_sgd import average_replicas
+from jobkit.train.names import module_state
 from jobkit.train.optim import fused_ema_adam
 from jobkit.train.optimizer_state import parameters_of
 from jobkit.train.parallel import Parallel, unwrapped
-from jobkit.train.pipeline import cut_stages, stage_of
-from jobkit.worker.finish import whole_weights
+from jobkit.train.pipeline import Blocks, cut_stages, stage_of
 from jobkit.worker.tracked_state import TrackedState
 
 STEPS, BATCH, WIDTH = 6, 12, 8
@@ -94,6 +96,7 @@ class Training:
         batches: Callable[[int], tuple[Tensor, Tensor]] = data,
     ) -> None:
         config = ParallelConfig(**case)
+        self.group = team.group
         self.layout = factor(config, team.world_size, team.world_size)
         self.comm = comm or CommConfig()
         self.parallel = Parallel(self.layout, config, self.comm, torch.device("cpu"), team.rank)
@@ -136,7 +139,8 @@ class Training:
 
     def weights(self) -> dict[str, Tensor]:
         """All of them, on rank 0."""
-        return {name: tensor.clone() for name, tensor in whole_weights(self.model).items()}
+        whole = gather_whole(RankGroup.of(self.group), module_state(unwrapped(self.model)))
+        return {name: tensor.clone() for name, tensor in whole.tensors.items()}
 
     def own_weights(self) -> dict[str, Tensor]:
         """What this rank has, under plain DDP or local SGD."""
@@ -258,6 +262,106 @@ def test_products_on_eight_ranks_train_as_one_process_does_and_resume(tmp_path: 
         "hsdp x pipeline": ({"data": "hsdp", "shards": 2, "pipeline": 2}, {"data": "zero3"}),
     }
     check_products(cases, tmp_path)
+
+
+# Pipelines of blocks with several inputs
+
+
+class Conditioned(nn.Module):
+    """Gives what it is given, `x` changed: by a condition that needs a gradient, numbers and a mask, that need none."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.embed = nn.Linear(WIDTH, WIDTH), nn.Embedding(4, WIDTH)
+        self.deepen = nn.Linear(WIDTH, WIDTH) if number == 0 else None
+
+    def forward(self, x: Tensor, condition: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        condition = self.deepen(condition) if self.deepen else condition
+        changed = torch.tanh(self.linear(x) + condition + self.embed(ids)).masked_fill(mask, 0.0)
+        return x + changed, condition, ids, mask
+
+
+class First(nn.Module):
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return x
+
+
+class TakesTuple(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Any:
+        return self.block(*inputs)
+
+
+def blocks(spread: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    found: list[nn.Module] = [*(Conditioned(number) for number in range(3)), First()]
+    return Blocks(*found) if spread else nn.Sequential(*map(TakesTuple, found))
+
+
+def conditions(length: int = WIDTH) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, condition = torch.randn(2, BATCH, length, WIDTH, generator=generator)
+    ids = torch.randint(4, (BATCH, length), generator=generator)
+    return {"x": x, "condition": condition, "ids": ids, "mask": torch.rand(x.shape, generator=generator) < 0.2}
+
+
+GIVEN: dict[str, tuple[bool, Callable[[dict[str, Tensor]], Any]]] = {
+    "a tuple": (True, lambda inputs: tuple(inputs.values())),
+    "a dict": (True, dict),
+    "a tuple as the only input": (False, lambda inputs: (tuple(inputs.values()),)),
+}
+
+
+def gradients_and_outputs(team: Team) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    config = ParallelConfig(pipeline="all")
+    for name, (spread, given) in GIVEN.items():
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(name == "a dict")  # fills memory that nobody has written with wrong numbers
+        parallel = Parallel(factor(config, 2, 2), config, CommConfig(), torch.device("cpu"), team.rank)
+        model = parallel.spread(blocks(spread))
+        for length in (WIDTH, 3):  # of another length the tensors between the stages are others
+            inputs = given(conditions(length))
+            options: dict[str, Any] = {"global_batch_size": BATCH, "micro_batch_size": 4, "autocast": nullcontext}
+            loss = parallel.backward(model, inputs, mean_square, torch.zeros(BATCH, length, WIDTH), **options)
+        with torch.no_grad():
+            output = call(model, inputs)
+        gradients = {key: parameter.grad for key, parameter in unwrapped(model).named_parameters()}
+        found[name] = loss, output, gradients
+    return found
+
+
+def test_a_pipeline_takes_blocks_with_several_inputs() -> None:
+    stages = on_ranks(2, gradients_and_outputs)
+    for name, (spread, given) in GIVEN.items():
+        dense, expected = blocks(spread), torch.zeros(())
+        for length in (WIDTH, 3):
+            output = call(dense, given(conditions(length)))
+            expected = mean_square(output, torch.zeros(BATCH, length, WIDTH))
+            expected.backward()
+        found: dict[str, Tensor] = {}
+        for stage in stages:
+            loss, outputs, gradients = stage[name]
+            torch.testing.assert_close(loss, expected.detach())
+            torch.testing.assert_close(outputs, output.detach())
+            found |= gradients
+        assert len(stages[0][name][2]) and len(stages[1][name][2])
+        for key, parameter in dense.named_parameters():
+            torch.testing.assert_close(found[key], parameter.grad, msg=f"{name}: {key}")
+
+
+def test_what_a_stage_would_not_run_or_could_not_send_is_refused() -> None:
+    class OwnForward(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    with pytest.raises(ValueError, match=r"OwnForward has a forward of its own, which no stage would run"):
+        stage_of(OwnForward(Block(), Block()), 0, 2)
+    with pytest.raises(UsageError, match=r"block 0 gives a NoneType; what goes from one stage to the next"):
+        stage_of(Blocks(First(), nn.Linear(1, 1)), 0, 2)(None)
 
 
 # Communication

@@ -6,10 +6,12 @@ import json
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from harness.attempts import attempt
 from harness.experiment_folder import Folder
 from harness.project import logged_steps, status, weights
 from harness.ranks import Team, on_ranks
@@ -18,7 +20,7 @@ from PIL import Image, ImageSequence
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from experiments.cogvideo import network, sample_clips
+from experiments.cogvideo import drawn_clips, network, sample_clips
 from experiments.cogvideo.clips import Clips, split, write_index
 from experiments.cogvideo.diffusion import STEPS, NoiseSchedule, denoise, fixed_noise, guided, spread_steps
 from experiments.cogvideo.digits import moving, to_latent, to_pixels, write_moving_digits
@@ -105,7 +107,7 @@ def test_velocity_depends_on_step_and_text_and_every_parameter_is_trained() -> N
 
 
 def test_text_and_video_are_shifted_scaled_and_gated_each_by_its_own_numbers() -> None:
-    norm = small_net().blocks[0].norm1
+    norm = small_net().block_0.norm1
     words, video, time = torch.randn(1, 2, 16), torch.randn(1, 3, 16), torch.randn(1, 8)
     tokens, words_gate, video_gate = norm(words, video, time)
     with torch.no_grad():
@@ -147,12 +149,11 @@ def _gradients_when(team: Team, parallel: ParallelConfig) -> tuple[Tensor, dict[
     return velocity.detach(), whole
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(data="zero3")], ids=["tensor", "zero3"])
-def test_divided_over_two_ranks_it_is_the_same_model(parallel: ParallelConfig) -> None:
+def test_sharded_over_two_ranks_it_is_the_same_model() -> None:
     net = small_net()
     expected = net(*some_input())
     expected.square().mean().backward()
-    for velocity, gradients in on_ranks(2, _gradients_when, parallel):
+    for velocity, gradients in on_ranks(2, _gradients_when, ParallelConfig(data="zero3")):
         assert torch.allclose(velocity, expected, atol=1e-5)
         for name, parameter in net.named_parameters():
             assert torch.allclose(gradients[name], parameter.grad, atol=1e-5), name
@@ -266,6 +267,24 @@ def test_a_sampled_clip_depends_on_its_number_and_text_alone() -> None:
     assert torch.allclose(sample_clips(net, schedule, texts[1:], [6], p)[0], both[1], atol=1e-5)
     assert not torch.allclose(sample_clips(net, schedule, texts[1:], [5], p)[0], both[1], atol=0.1)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def validation_clips(ctx: Any) -> tuple[Any, int]:
+    """What rank 0 is shown of four clips, and how often this rank has called the network, twice for each of them."""
+    p = OmegaConf.create({"latent": [4, 3, 4, 6], "guidance": 1.0, "denoising_steps": 2})
+    net = small_net()
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    held_out = [(torch.zeros(0), text) for text in torch.cat(2 * [some_input()[2]])]
+    latents = ctx.map(drawn_clips(ctx, NoiseSchedule(3.0), net, p), held_out, to="main")
+    return (None if latents is None else latents.tolist()), len(calls)
+
+
+def test_a_validation_draws_each_clip_once_on_one_rank_or_another(tmp_path: Path) -> None:
+    ((serial, calls),) = attempt(1, tmp_path / "1", validation_clips)
+    (first, *others) = attempt(3, tmp_path / "3", validation_clips)
+    assert first[0] == serial and [latents for latents, _ in others] == [None, None]
+    assert calls == first[1] + sum(calls for _, calls in others) == 8
 
 
 # The data

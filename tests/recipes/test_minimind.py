@@ -18,20 +18,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from harness.project import Project, events, logged_steps, status, step, wait_for, weights
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 
 from experiments.minimind import cross_entropy
 from experiments.minimind.data import IGNORED, Corpus, documents, open_corpus
-from experiments.minimind.generate import load_weights
 from experiments.minimind.model import Block, MiniMind, rotate
 from experiments.minimind.sampling import complete, draw
 from experiments.minimind.tokens import ByteTokenizer, open_tokenizer
 from experiments.minimind.topics import write_topics
 from jobkit.run.config import Config, load
+from jobkit.train.exported import load_weights
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TINY = {"vocabulary": 257, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "theta": 1e4, "tie": True}
@@ -160,43 +156,6 @@ def test_under_bf16_the_norms_and_the_stream_stay_fp32(recwarn: pytest.WarningsR
     assert stream.dtype == torch.float32
     assert torch.allclose(logits.float(), net(tokens), atol=0.05)
     assert [str(warning.message) for warning in recwarn if "rms_norm" in str(warning.message)] == []
-
-
-def _tensor_parallel_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    dense, net = tiny(), tiny()
-    with torch.no_grad():  # norms that start as ones would hide mistakes
-        for a, b in zip(dense.parameters(), net.parameters(), strict=True):
-            a.add_(0.1 * torch.randn_like(a))
-            b.copy_(a)
-    parallelize_module(net, mesh, net.tensor_plan())
-    tokens, target = torch.randint(257, (2, 3, 16))
-    logits = {}
-    for name, model in (("dense", dense), ("tensor", net)):
-        logits[name] = model(tokens)
-        cross_entropy(logits[name], target).backward()
-    gradients = {}
-    for name, parameter in net.named_parameters():
-        gradient = parameter.grad
-        gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    share = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in net.parameters())
-    expected = {name: parameter.grad for name, parameter in dense.named_parameters()}
-    torch.save((logits, gradients, expected, share), folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_the_tensor_plan_gives_the_dense_models_logits_and_gradients(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_tensor_parallel_rank, (tmp_path,), nprocs=2)
-    dense_size = sum(parameter.numel() for parameter in tiny().parameters())
-    for rank in range(2):
-        logits, gradients, expected, share = torch.load(tmp_path / f"{rank}.pt")
-        assert torch.allclose(logits["tensor"], logits["dense"], atol=1e-5)
-        assert gradients.keys() == expected.keys()
-        for name in expected:
-            assert torch.allclose(gradients[name], expected[name], atol=1e-6, rtol=1e-4), name
-        assert share < 0.8 * dense_size
 
 
 # The tokens
@@ -492,7 +451,7 @@ def test_generation_writes_every_sample_and_finds_the_trainings_own_cost(finishe
     assert status(generated)["result"] == status(run)["result"]
     # Once more, without jobkit: exact bits of every held-out byte and end.
     net = tiny()
-    load_weights(net, run / "final" / "model.safetensors")
+    load_weights(net, run)
     corpus = open_corpus(project.path / "data" / "topics" / "topics.jsonl", ByteTokenizer(), 0.05)
     windows, nats = corpus.validation(32), 0.0
     with torch.no_grad():

@@ -103,7 +103,9 @@ def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
 ) -> None:
     project = Project(tmp_path, slurm.env)
     project.slow_down(attempts=1)
-    project.submit(*ALONE, "params.workers=1")
+    # It has the signals blocked before it is a Python: a forked one has its rank's handlers at first.
+    workers = ["params.workers=1", "params.started_by=spawn"]
+    project.submit(*ALONE, *workers)
     (run,) = project.runs
     job = status(run)["job_id"]
     interrupt_when(run, 1, 10, lambda: slurm.command("scancel", job))
@@ -111,7 +113,7 @@ def test_scancel_is_final_and_leaves_a_checkpoint_with_loader_workers_too(
     assert status(run)["state"] == "cancelled"
     assert "requeued" not in names(run)
     assert status(run)["checkpoint"] >= 10
-    project.submit(*ALONE, "params.workers=1")
+    project.submit(*ALONE, *workers)
     wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["cancelled", "finished"]
     assert status(run)["attempts"][1]["job_id"] != job

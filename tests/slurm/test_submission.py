@@ -229,6 +229,26 @@ def test_an_edit_after_the_end_is_told_and_a_slip_in_a_parameter_too(tmp_path: P
     assert "did you mean 'steps'?" in project.submit("--local", "params.stepz=3", "--dry-run").stderr
 
 
+# Devices
+
+TELL = 'echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES > seen_${JOBKIT_ATTEMPT}_$RANK; test "$JOBKIT_ATTEMPT" = 2\n'
+
+
+def test_every_rank_of_a_node_sees_all_the_devices_that_the_user_asked_for(project: Project) -> None:
+    (project.path / "tell.sh").write_text(TELL)
+    (project.path / "toy.yaml").write_text("name: toy\ncommand: [sh, tell.sh]\nclusters: {slurm: {partition: low}}\n")
+    resources = ["resources={nodes: 2, tasks_per_node: 2, gpus_per_task: 1}", "clusters.slurm.gres='gpu:4'"]
+    project.submit("--cluster", "slurm", *resources)
+    (run,) = project.runs
+    wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
+    for attempt in (1, 2):  # the second was started in place
+        seen = [(project.path / f"seen_{attempt}_{rank}").read_text().split() for rank in range(4)]
+        assert [int(local_rank) for local_rank, _ in seen] == [0, 1, 0, 1], describe(run)
+        shown = [visible.split(",") for _, visible in seen]
+        assert shown[0] == shown[1] and shown[2] == shown[3]
+        assert [len(set(visible)) for visible in shown] == [4] * 4
+
+
 # What Slurm refuses
 
 REFUSED = {

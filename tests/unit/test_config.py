@@ -248,7 +248,10 @@ REFUSED = [
     ("checkpoint: {mtbf: 0}", ["toy.yaml:3: checkpoint.mtbf: found 0", "auto, or a time like 8h"]),
     ("checkpoint: {mtbf: rarely}", ["checkpoint.mtbf: found 'rarely'", "auto, or a time like 8h"]),
     ("checkpoint: {mtbf: 1.5}", ["checkpoint.mtbf: found 1.5", "a text or a whole number"]),
-    ("checkpoint: {mtfb: 8h}", ["toy.yaml:3: checkpoint.mtfb", "did you mean 'mtbf'?", "every, memory, keep, mtbf"]),
+    (
+        "checkpoint: {mtfb: 8h}",
+        ["toy.yaml:3: checkpoint.mtfb", "did you mean 'mtbf'?", "every, memory, weights, keep, mtbf"],
+    ),
     ("resources: {time: yes}", ["toy.yaml:3: resources.time: found True", "a text or a whole number"]),
     ("resources: {time: Auto}", ["resources.time: found 'Auto'", "30min"]),
     ("resources: {time: unlimited}", ["resources.time: found 'unlimited'", "30min"]),
@@ -422,6 +425,7 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         seed=3,
         precision="bf16",
         parallel=ParallelConfig(data="hsdp", shards=2, tensor=3, pipeline="all", microbatches=4),
+        deterministic="warn",
         comm=CommConfig(hook="powersgd", powersgd_rank=2, powersgd_start=5, bucket_cap_mb=50, local_sgd=8),
         device="cuda",
         backend="gloo",
@@ -522,6 +526,8 @@ ONE = Config(name="toy", task="m:f", params={"lr": 1e-3, "net": {"width": 8, "de
         {"task": "m:g"},
         {"seed": 1},
         {"precision": "bf16"},
+        {"deterministic": True},
+        {"deterministic": "warn"},
         {"name": "other"},
     ],
     ids=str,
@@ -543,6 +549,10 @@ def test_what_decides_the_result_makes_another_run(changed: dict[str, Any]) -> N
 )
 def test_what_only_says_where_and_how_it_runs_makes_the_same_run(changed: dict[str, Any]) -> None:
     assert run_name(dataclasses.replace(ONE, **changed)) == run_name(ONE)
+
+
+def test_a_run_from_before_a_key_was_there_keeps_its_directory() -> None:
+    assert run_name(Config(name="toy", task="mytask:train", params={"steps": 3})) == "toy-759c531a"
 
 
 def test_a_run_is_called_by_its_name_and_eight_digits(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
-from jobkit.train.data import Loader, SampleOrder, derive_seed
+from jobkit.errors import JobkitError
+from jobkit.train.data import Loader
 from jobkit.train.nested import batch_size, cut, to_device
+from jobkit.train.order import SampleOrder
+from jobkit.train.seeds import derive_seed
 
 WORLD_SIZES = [1, 2, 3, 5]
 SIZES = [(1, 1), (7, 3), (10, 5), (13, 4), (5, 8), (97, 16), (3, 20)]
@@ -87,12 +90,12 @@ def test_without_shuffling_the_samples_come_as_they_lie() -> None:
 
 
 def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(JobkitError, match="empty"):
         Loader(Augmented(0), global_batch_size=1)
 
 
 def test_a_global_batch_too_small_for_the_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="global_batch_size 2"):
+    with pytest.raises(JobkitError, match="global_batch_size 2"):
         Loader(Augmented(), global_batch_size=2, world_size=3)
 
 
@@ -146,6 +149,7 @@ def test_the_trainings_random_numbers_are_untouched(workers: int) -> None:
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
+    random.gauss(), np.random.randn()  # each keeps a second number, for the next call
     before = generators()
     take(Loader(Augmented(), global_batch_size=6, num_workers=workers), 5)
     assert generators() == before
@@ -163,11 +167,139 @@ def test_random_numbers_are_put_back_when_a_sample_cannot_be_read() -> None:
     assert generators() == before
 
 
+class Batched(Augmented):
+    """Loads its samples together, as a table does, and says so."""
+
+    def __init__(self, length: int = 23) -> None:
+        super().__init__(length)
+        self.asked: list[list[int]] = []
+
+    def __getitems__(self, ids: list[int]) -> list[torch.Tensor]:
+        self.asked.append(ids)
+        return [self[one] for one in ids]
+
+
+def test_a_dataset_that_loads_samples_together_is_asked_once_a_batch() -> None:
+    data = Batched()
+    loader = Loader(Subset(data, range(5, 20)), global_batch_size=6, seed=1)
+    batches = take(loader, 3)
+    assert data.asked == [[int(sample[0]) for sample in batch] for batch in batches]
+    again = Loader(Subset(Batched(), range(5, 20)), global_batch_size=6, seed=1)
+    again.load_state_dict({**loader.state_dict(), "position": 1})
+    assert take(again, 2) == batches[1:]
+
+
+def test_a_part_of_a_dataset_is_augmented_sample_by_sample() -> None:
+    """torch's Subset loads a batch at once, and would let each sample's numbers depend on those before it."""
+    loaders = [Loader(Subset(Augmented(), range(12)), global_batch_size=size, seed=1) for size in (4, 6)]
+    four, six = (
+        [sample for batch in take(loader, 12 // size) for sample in batch]
+        for loader, size in zip(loaders, (4, 6), strict=True)
+    )
+    assert four == six
+
+
+def test_loaders_of_one_run_draw_different_orders_and_random_numbers() -> None:
+    one, two = (take(Loader(Augmented(), global_batch_size=23, name=name), 1)[0] for name in ("0", "1"))
+    assert [sample[0] for sample in one] != [sample[0] for sample in two]
+    assert sorted(sample[0] for sample in one) == sorted(sample[0] for sample in two)
+    assert not {sample[1] for sample in one} & {sample[1] for sample in two}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": "1"}, "has name 1, this one 0: not the same samples"),
+        ({"order": "as it lies, version 2"}, "has the order 'as it lies, version 2', this one 'shuffled, version 2'"),
+        ({"sharing": "whole"}, "reads a stream and this one does not"),
+    ],
+)
+def test_the_state_of_another_order_is_refused(changed: dict[str, str], message: str) -> None:
+    loader = Loader(Augmented(), global_batch_size=6, name="0")
+    with pytest.raises(JobkitError, match=message):
+        loader.load_state_dict({**loader.state_dict(), **changed})
+
+
+def test_the_state_of_a_jobkit_with_another_order_is_refused() -> None:
+    with pytest.raises(JobkitError, match="by an older jobkit, whose loader had another order"):
+        Loader(Augmented(), global_batch_size=6).load_state_dict({"position": 3, "length": 23, "global_batch_size": 6})
+
+
+# Options
+
+
+def is_worker(number: int) -> None:
+    random.seed(number)
+    Augmented.worker = number  # type: ignore[attr-defined]
+
+
+class InWorker(Augmented):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(getattr(Augmented, "worker", -1))
+
+
+def test_the_options_of_dataloader_reach_it() -> None:
+    options = {"num_workers": 1, "prefetch_factor": 1, "persistent_workers": True, "timeout": 60.0}
+    options |= {"multiprocessing_context": "fork", "worker_init_fn": is_worker, "pin_memory": False}
+    loader = Loader(InWorker(), global_batch_size=2, collate_fn=tuple, **options)
+    assert [int(sample) for sample in next(loader)] == [0, 0]
+
+
+REFUSED = [
+    ({"num_wokers": 2}, "takes no num_wokers; did you mean 'num_workers'?"),
+    ({"weigths": [1.0]}, "takes no weigths; did you mean 'weights'?"),
+    ({"batch_size": 4}, "takes no batch_size: give global_batch_size"),
+    ({"sampler": None}, "takes no sampler: give weights=... to draw with replacement"),
+    ({"drop_last": True}, "takes no drop_last: leave it out: the loader is endless"),
+    ({"generator": None}, "takes no generator: leave it out: the order follows from the YAML's seed"),
+    ({"shuffle": "yes"}, "shuffle='yes' of ctx.loader: expected True or False"),
+    ({"shuffle": False, "weights": [1.0] * 23}, "leave shuffle=False out"),
+    ({"num_workers": -1}, "num_workers=-1 of ctx.loader: expected a whole number of at least 0"),
+    ({"collate_fn": 3}, "collate_fn=3 of ctx.loader: expected a function"),
+    ({"prefetch_factor": 2}, "prefetch_factor of ctx.loader needs workers"),
+    ({"multiprocessing_context": "forksever", "num_workers": 1}, "expected one of .*; did you mean 'forkserver'?"),
+    ({"sharded": True}, "sharded of ctx.loader is for streams"),
+    ({"global_batch_size": 0}, "needs global_batch_size, the samples of a batch over all ranks, and got none"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_an_option_that_cannot_be_is_refused_in_a_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobkitError, match=message) as refusal:
+        Loader(Augmented(), **{"global_batch_size": 6, **options})
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_cannot_be_sent_to_a_spawned_worker_is_refused_in_a_line() -> None:
+    loader = Loader(
+        Augmented(), global_batch_size=6, num_workers=1, multiprocessing_context="spawn", collate_fn=lambda batch: batch
+    )
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(JobkitError, match=r"cannot be started.*multiprocessing_context='fork'"),
+    ):
+        next(loader)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (iter([1, 2]), "can be read once and not again from its beginning"),
+        (DataLoader(Augmented()), "was given a DataLoader: give it that one's dataset"),
+        (3, "takes a Dataset or an IterableDataset, and was given a int"),
+        (Dataset(), "has no length: give it __len__"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(dataset: Any, message: str) -> None:
+    with pytest.raises(JobkitError, match=message):
+        Loader(dataset, global_batch_size=6)
+
+
 @pytest.mark.parametrize(("key", "state"), [("length", (24, 6)), ("global_batch_size", (23, 5))])
 def test_the_state_of_another_dataset_is_refused_by_what_differs(key: str, state: tuple[int, int]) -> None:
     other = Loader(Augmented(state[0]), global_batch_size=state[1]).state_dict()
     loader = Loader(Augmented(), global_batch_size=6)
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(JobkitError, match=key):
         loader.load_state_dict(other)
     assert loader.position == 0
 
@@ -237,3 +369,91 @@ def test_a_mapping_of_a_librarys_own_is_looked_into() -> None:
     assert cut([batch], 0, 3)[0]["inner"]["mask"].shape == (3, 2)
     assert to_device(batch, torch.device("meta"))["ids"].device.type == "meta"
     assert batch_size(batch) == 4
+
+
+class Graphs:
+    """A batch of a library's own: its length is the number of its fields, and a slice of it a list."""
+
+    def __init__(self, x: torch.Tensor, owner: torch.Tensor) -> None:
+        self.x, self.owner = x, owner
+
+    @property
+    def num_graphs(self) -> int:
+        return int(self.owner.max()) + 1
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, key: slice) -> list[Any]:
+        return [self.x[self.owner == one] for one in range(key.start, key.stop)]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Graphs:
+        self.moved_beside = non_blocking
+        return Graphs(self.x.to(device), self.owner.to(device))
+
+
+class Boxes:
+    """One that can be cut, and knows nothing of non_blocking."""
+
+    def __init__(self, corners: torch.Tensor) -> None:
+        self.corners = corners
+
+    def __len__(self) -> int:
+        return len(self.corners)
+
+    def __getitem__(self, key: slice) -> Boxes:
+        return Boxes(self.corners[key])
+
+    def to(self, device: torch.device) -> Boxes:
+        return Boxes(self.corners.to(device))
+
+
+def test_objects_that_move_themselves_are_moved_and_cut() -> None:
+    graphs, boxes = Graphs(torch.zeros(7), torch.tensor([0, 0, 1, 2, 2, 3, 3])), Boxes(torch.zeros(4, 2))
+    batch = {"graphs": graphs, "boxes": [boxes]}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["graphs"].x.device.type == moved["boxes"][0].corners.device.type == "meta"
+    assert batch_size(batch) == batch_size(boxes) == 4
+    assert cut(graphs, 0, 4) is graphs and len(cut([boxes], 1, 3)[0]) == 2
+    with pytest.raises(JobkitError, match=r"a batch is a Graphs, which cannot be cut .* batch\[1:3\] is a list"):
+        cut(batch, 1, 3)
+
+
+def test_an_object_that_tells_no_size_is_refused_by_its_name() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    with pytest.raises(JobkitError, match="a PackedSequence, which does not tell how many samples"):
+        batch_size(packed)
+    assert type(to_device(packed, torch.device("cpu"))) is type(packed)
+
+
+@pytest.mark.parametrize(("device", "beside"), [("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)])
+def test_only_devices_with_streams_are_copied_to_beside_the_program(device: str, beside: bool) -> None:
+    """What is asked of a tensor and of an object: there is no such device here."""
+    asked: list[Any] = []
+
+    class Spy(torch.Tensor):
+        def to(self, *args: Any, **options: Any) -> Any:
+            asked.append(options.get("non_blocking", False))
+            return self
+
+    class Object:
+        def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+            asked.append(non_blocking)
+            return self
+
+    to_device([torch.zeros(2).as_subclass(Spy), Object()], torch.device(device))
+    assert asked == [beside, beside]
+
+
+def test_a_mapping_with_attributes_keeps_them() -> None:
+    class Encoding(UserDict[str, Any]):
+        """As BatchEncoding of transformers, whose constructor takes more than a mapping."""
+
+        def __init__(self, data: dict[str, Any], tokenizer: str) -> None:
+            super().__init__(data)
+            self.tokenizer = tokenizer
+
+    batch = Encoding({"ids": torch.arange(4), "text": "x"}, "bpe")
+    for found, size in ((to_device(batch, torch.device("meta")), 4), (cut(batch, 1, 3), 2)):
+        assert type(found) is Encoding and found.tokenizer == "bpe" and len(found["ids"]) == size
+    assert batch["ids"].device.type == "cpu" and len(batch["ids"]) == 4, "the batch itself was changed"

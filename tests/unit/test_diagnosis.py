@@ -249,6 +249,13 @@ def test_the_first_to_fail_by_itself_counts(run: RunDir) -> None:
     assert death(run).failure.error == "rank 2: ValueError: early"
 
 
+def test_what_would_fail_again_is_told_by_the_rank_that_knows_and_not_by_those_that_heard_of_it(run: RunDir) -> None:
+    report(run, 0, "RankError: rank 1: no tensor_plan()", time=99.0, alone=True)
+    report(run, 1, "UsageError: no tensor_plan()", time=100.0, final=True)
+    failure = death(run).failure
+    assert (failure.rank, failure.error, failure.final) == (1, "rank 1: UsageError: no tensor_plan()", True)
+
+
 def test_where_all_have_broken_connections_the_first_of_them_counts(run: RunDir) -> None:
     report(run, 1, CLOSED, time=101.0)
     report(run, 0, CLOSED, time=100.0)

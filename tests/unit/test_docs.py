@@ -73,6 +73,9 @@ RUN_BY = {
     "python -m jobkit.submit toy.yaml --local": "test_the_example_and_the_commands_of_the_readme_run",
     "python -m jobkit.submit toy.yaml --cluster slurm params.lr=3e-4 resources.nodes=1": "test_the_example_on_slurm",
     "python -m jobkit.submit toy.yaml --cluster slurm --dry-run": "test_the_example_on_slurm",
+    "python -m jobkit.submit toy.yaml --cluster slurm --dry-run --check-model": (
+        "test_a_strategy_that_the_model_cannot_have_is_found_before_anything_is_queued"
+    ),
     "python -m jobkit doctor": "test_doctor_measures_two_nodes_of_a_slurm",
     "python -m jobkit doctor --cluster h100 --nodes 2 --no-probe": "test_a_cluster_of_the_users_own",
     "python -m jobkit doctor --local --no-probe": "test_the_checks_of_this_machine_run",
@@ -96,6 +99,7 @@ RUN_BY = {
     ".venv/bin/python tools/bench/step.py --ranks 1 2": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/checkpoint.py --megabytes 512 --repeats 7": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/evaluate.py --ranks 4": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/overlap.py": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/journal.py --checkpoints 86400 864000": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/list.py --runs 10000": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/restart.py --cred-expire 120": "test_chaos_and_benches",
@@ -108,6 +112,11 @@ RUN_BY = {
     "tests/soak/sixty_four.py": "test_sixty_four_ranks",
     "python myscript.py": "test_the_example_of_a_script_runs",
     "torchrun --nproc_per_node=2 myscript.py": "test_the_example_of_a_script_runs_under_torchrun",
+    **{
+        f"torchrun --nnodes=2 --node_rank={node} --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=29500 "
+        "myscript.py": ("test_two_machines_without_a_shared_disk_each_keep_a_copy_and_resume")
+        for node in (0, 1)
+    },
     "tools/run experiments/cogvideo.yaml --local": "test_the_small_recipes",
     "tools/run experiments/cogvideo_sample.yaml --local params.run=$(echo runs/cogvideo-*)": ("test_the_small_recipes"),
     "tools/run experiments/minimind.yaml --local": "test_the_small_recipes",

@@ -31,7 +31,7 @@ BELOW = {
     "display": {"run"},
     "group": {"run"},
     "checkpoint": {"run", "group"},
-    "train": {"run", "checkpoint"},
+    "train": {"run", "group", "checkpoint"},
     "supervisor": {"run", "slurm", "start", "addresses"},
     "worker": {"run", "slurm", "start", "addresses", "display", "group", "checkpoint", "train", "supervisor"},
     "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main"},

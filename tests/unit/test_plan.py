@@ -11,7 +11,8 @@ import pytest
 from jobkit.errors import InputError, InvalidValue
 from jobkit.run.config import Config, Resources
 from jobkit.submission import options
-from jobkit.submission.plan import LaunchPlan, make_plan, visible_gpus
+from jobkit.submission.devices import visible_gpus
+from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.sbatch import script
 
 

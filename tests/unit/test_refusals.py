@@ -54,6 +54,7 @@ MISTAKES = [
         "a negative count of GPUs", ["resources.gpus_per_task: found -1", "0 or more"], ["resources.gpus_per_task=-1"]
     ),
     Mistake("an unknown precision", ["precision: found 'fp8'", "fp32, bf16"], ["precision=fp8"]),
+    Mistake("no such determinism", ["deterministic: found 'always'", "true, false or warn"], ["deterministic=always"]),
     Mistake("an unset variable", ["params.data", "JOBKIT_TEST_NOT_SET"], ["params.data=${oc.env:JOBKIT_TEST_NOT_SET}"]),
     Mistake("a value within itself", ["toy.yaml:1", "recursive"], files={"toy.yaml": "a: &a [*a]\n"}),
     Mistake(
@@ -69,6 +70,13 @@ MISTAKES = [
     Mistake("an override that is no YAML", ["params.a=[1", "not valid YAML"], ["params.a=[1"]),
     Mistake("an override of nothing", ["command line: nodes", "allowed: name"], ["nodes=2"]),
     Mistake("a demo that is not there", ["--demo"], ["--demo"]),
+    Mistake("a check that is part of a dry run", ["--check-model starts nothing", "--dry-run"], ["--check-model"]),
+    Mistake(
+        "a check of a command",
+        ["toy.yaml:2: command: --check-model is for a `task`"],
+        ["--dry-run", "--check-model"],
+        {"toy.yaml": "name: toy\ncommand: [python, -c, pass]\n"},
+    ),
     # The task
     Mistake("no task", ["task: missing"], files={"toy.yaml": "name: toy\n"}),
     Mistake("a task of another form", ["task: found 'mytask'", "module:callable"], ["task=mytask"]),

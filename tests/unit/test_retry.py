@@ -161,6 +161,8 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
         [ended("preempted", 0, 5), ended("crashed", None, durable=5, everywhere=True)],
         True,
     ),
+    ("what would fail again, after progress", [ended("crashed", 0, 9, 5, final=True)], False),
+    ("what would fail again, on its only node", [ended("crashed", None, nodes=["node1"], final=True)], False),
     ("everywhere, and a preemption before", [ended("preempted", None), ended("crashed", None, everywhere=True)], False),
     # A person's submission counts anew
     ("spent, and submitted again", [*SPENT, ended("crashed", 5, submission=2)], True),

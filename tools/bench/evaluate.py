@@ -1,7 +1,9 @@
-"""What a slow rank costs an evaluation: batches handed out to whoever is free, against a split made beforehand.
+"""What a slow rank costs an evaluation, and what samples cost that take as long to decode as to compute.
 
-One rank takes three times as long as the others. The work is sleeping, so that a machine with few cores shows the same
-as one with many; ideal is what it would take if it could be divided to the last second:
+One rank takes three times as long as the others. Batches are handed out to whoever is free, against a split made
+beforehand; samples are decoded by the rank between its batches, against two workers that load ahead. The work is
+sleeping, so that a machine with few cores shows the same as one with many; ideal is what the computing would take if it
+could be divided to the last second:
     python tools/bench/evaluate.py --ranks 4
 """
 
@@ -39,9 +41,24 @@ def measure(ctx: Any) -> dict[str, Any]:
         time.sleep(seconds)
         return batch[0]
 
+    def images(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        time.sleep(seconds)
+        return ids.float()[:, None].expand(-1, 64 * 64 * 3)
+
+    class Decoded(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(dataset)
+
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(seconds / 4)
+            return dataset[index]
+
     ways = {
         "dynamic": lambda: ctx.evaluate(function, dataset, batch_size=4),
         "static": lambda: evaluate(function, dataset, batch_size=4),
+        "decoded_between": lambda: ctx.evaluate(function, Decoded(), batch_size=4),
+        "outputs": lambda: float(ctx.map(images, 4 * p.batches, batch_size=4)[:, 0].double().mean()),
+        "decoded_ahead": lambda: ctx.evaluate(function, Decoded(), batch_size=4, num_workers=2),
     }
     ideal = p.batches * p.milliseconds / 1e3 / (ctx.world_size - 1 + 1 / p.slowdown)
     found: dict[str, list[float]] = {way: [] for way in ways}
@@ -79,7 +96,13 @@ def main() -> None:
         f"{arguments.ranks} ranks, one {arguments.slowdown:g} times slower, {arguments.batches} batches of "
         f"{arguments.milliseconds:g} ms: ideally {result['ideal']:.2f} s"
     )
-    for way, target in (("dynamic", 1.15), ("static", None)):
+    for way, target in (
+        ("dynamic", 1.15),
+        ("static", None),
+        ("decoded_between", None),
+        ("decoded_ahead", 1.5),
+        ("outputs", 1.25),
+    ):
         ratios = result[way]
         spread = [round(min(ratios), 3), round(max(ratios), 3)]
         line = {f"{way}_over_ideal": round(statistics.median(ratios), 3), "target": target, "spread": spread}

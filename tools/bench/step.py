@@ -1,6 +1,6 @@
-"""What `ctx.steps` and `ctx.log` cost, against the same loop written by hand around the same DDP module.
+"""What `ctx.steps`, `ctx.log` and `ctx.backward` cost, against the same loop by hand around the same DDP module.
 
-Blocks of both kinds alternate within one run, so that a busy machine slows both:
+Blocks of all kinds alternate within one run, so that a busy machine slows both:
     python tools/bench/step.py --ranks 1 2 --milliseconds 10
 """
 
@@ -45,39 +45,47 @@ def train(ctx: Any) -> dict[str, Any]:
     work(200)
     repeats = max(1, round(p.milliseconds / 1e3 / ((time.perf_counter() - started) / 200)))
 
-    def body() -> torch.Tensor:
+    def mean_square(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    def body(kind: str) -> torch.Tensor:
         work(repeats)
-        loss = model(data).square().mean()
-        loss.backward()
+        if kind == "backward":
+            loss = ctx.backward(model, data, mean_square, data, global_batch_size=32 * ctx.world_size)
+        else:
+            loss = model(data).square().mean()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
     steps = ctx.steps(10**9)
-    ratios, boundaries, step_ms = [], [], []
+    ratios, backward_ratios, boundaries, step_ms = [], [], [], []
     for _ in range(200):  # until the first agreements have set the pace
         next(steps)
-        ctx.log({"train/loss": body()})
+        ctx.log({"train/loss": body("ours")})
     for block in range(p.blocks):
         times = {}
-        for kind in ("ours", "hand") if block % 2 else ("hand", "ours"):
+        kinds = ["ours", "hand", "backward"] if block % 2 else ["backward", "hand", "ours"]
+        for kind in kinds[block % 3 :] + kinds[: block % 3]:
             ctx.barrier()
             started = time.perf_counter()
             for _ in range(p.block_steps):
-                if kind == "ours":
-                    next(steps)
-                    ctx.log({"train/loss": body()})
+                if kind == "hand":
+                    body(kind)
                 else:
-                    body()
+                    next(steps)
+                    ctx.log({"train/loss": body(kind)})
             times[kind] = (time.perf_counter() - started) / p.block_steps
             time.sleep(0.05)
         ratios.append(times["ours"] / times["hand"])
+        backward_ratios.append(times["backward"] / times["ours"])
         step_ms.append(times["hand"] * 1e3)
     for _ in range(500):
         started = time.perf_counter()
         next(steps)
         boundaries.append((time.perf_counter() - started) * 1e6)
-    return {"ratios": ratios, "boundary_us": boundaries, "step_ms": step_ms}
+    return {"ratios": ratios, "backward": backward_ratios, "boundary_us": boundaries, "step_ms": step_ms}
 
 
 def main() -> None:
@@ -102,6 +110,7 @@ def main() -> None:
         print(
             json.dumps({"step_over_hand": round(statistics.median(ratios), 4), "target": 1.02, "quartiles": quartiles})
         )
+        print(json.dumps({"with_ctx_backward_over_without": round(statistics.median(result["backward"]), 4)}))
         print(json.dumps({"boundary_us": round(statistics.median(boundary), 1), "target": 50 if ranks == 1 else None}))
 
 

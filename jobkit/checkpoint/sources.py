@@ -1,0 +1,193 @@
+"""Where a checkpoint is read from, on all ranks together: the files of one on the disk, or a snapshot in memory.
+
+What several ranks need is read by one of them and sent to the others.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+
+from jobkit.checkpoint.memory import Snapshot
+from jobkit.checkpoint.storage import Extent, read_exactly
+from jobkit.checkpoint.targets import Sink, Targets, is_pickled, is_whole, read_item
+from jobkit.checkpoint.transfer import Transfer, send_all
+from jobkit.group import RankGroup
+
+Ranks = tuple[int, ...]
+
+
+class Source(Protocol):
+    """What a checkpoint is read from."""
+
+    metadata: Metadata
+
+    def read(self, targets: Targets) -> None:
+        """Fill the targets of all ranks; collective, and what goes wrong on one is raised on all."""
+
+
+class DiskSource:
+    """The files of a verified checkpoint: each byte is read by one rank, unless ranks want different rows of a tensor.
+
+    `metadata` is what its index says.
+    """
+
+    def __init__(self, directory: Path, metadata: Metadata, ranks: RankGroup) -> None:
+        self.metadata = metadata
+        self._directory, self._ranks = directory, ranks
+        extents: dict[MetadataIndex, Extent] = metadata.storage_data
+        # In the order of the files, which is the fastest to read.
+        self._chunks = sorted(extents.items(), key=lambda pair: (pair[1].file, pair[1].offset))
+        self._numbers = {index: number for number, (index, _) in enumerate(self._chunks)}
+
+    def read(self, targets: Targets) -> None:
+        items: dict[int, list[ReadItem]] = {}
+        for item in targets.items:
+            items.setdefault(self._numbers[item.storage_index], []).append(item)
+        whole = [n for n, some in items.items() if all(is_whole(item, self._chunks[n][1]) for item in some)]
+        wanted = {
+            number: ranks
+            for number, ranks in _wanted(self._ranks, len(self._chunks), whole).items()
+            if len(ranks) > 1 and self._chunks[number][1].length
+        }
+        with ExitStack() as opened:
+            files = _Files(self._directory, opened)
+            self._ranks.all_or_none(lambda: self._read_own(targets, files, items, wanted))
+            _send(
+                self._ranks,
+                [(number, ranks, ranks) for number, ranks in wanted.items()],
+                lambda number: self._chunks[number][1],
+                lambda number, start, data: files.read(self._chunks[number][1], start, data),
+                items,
+                targets,
+            )
+
+    def _read_own(
+        self, targets: Targets, files: _Files, items: Mapping[int, Sequence[ReadItem]], wanted: Mapping[int, Ranks]
+    ) -> None:
+        """What this rank alone wants, or in part."""
+        for number in sorted(items):
+            if self._ranks.rank not in wanted.get(number, ()):
+                for item in items[number]:
+                    extent = self._chunks[number][1]
+                    read_item(files.of(extent), extent, item, targets)
+
+
+class MemorySource:
+    """A verified snapshot in memory: what a rank needs and has not itself is sent by one that has."""
+
+    def __init__(self, snapshot: Snapshot, ranks: RankGroup) -> None:
+        self._slot, self._ranks = snapshot.slot, ranks
+        items = {item.index: item for _, part in snapshot.found for item, _ in [*part.tensors, *part.pickled]}
+        self.metadata: Metadata = create_default_global_save_plan([SavePlan(list(items.values()))])[1]
+        # Of what several nodes have, that of the first rank, as in a checkpoint.
+        self._pickled = {item.index: data for _, part in reversed(snapshot.found) for item, data in part.pickled}
+        self._places: dict[MetadataIndex, dict[int, Extent]] = {}
+        """Where each tensor, or chunk of one, lies: the place in the slot of every rank that has it."""
+        for rank, part in snapshot.found:
+            for item, extent in part.tensors:
+                self._places.setdefault(item.index, {})[rank] = extent
+        self._chunks = list(self._places)
+        self._numbers = {index: number for number, index in enumerate(self._chunks)}
+
+    def read(self, targets: Targets) -> None:
+        missing: dict[int, list[ReadItem]] = {}
+        here = self._ranks.rank
+        with self._open() as file:
+
+            def read_own() -> None:
+                for item in targets.items:
+                    if is_pickled(item):
+                        targets.put(item, self._pickled[item.storage_index])
+                    elif (extent := self._places[item.storage_index].get(here)) is not None:
+                        read_item(file, extent, item, targets)
+                    else:
+                        missing.setdefault(self._numbers[item.storage_index], []).append(item)
+
+            self._ranks.all_or_none(read_own)
+            wanted = _wanted(self._ranks, len(self._chunks), list(missing))
+            _send(
+                self._ranks,
+                [(number, tuple(self._places[self._chunks[number]]), ranks) for number, ranks in wanted.items()],
+                lambda number: next(iter(self._places[self._chunks[number]].values())),
+                lambda number, start, data: read_exactly(
+                    file, self._places[self._chunks[number]][here].offset + start, data
+                ),
+                missing,
+                targets,
+            )
+
+    def _open(self) -> io.RawIOBase | io.BytesIO:
+        """This rank's slot; opened again, for the position in an inherited file is the parent's too."""
+        return io.BytesIO() if self._slot is None else Path(f"/proc/self/fd/{self._slot.file}").open("rb", buffering=0)
+
+
+class _Files:
+    """The files of a checkpoint, each opened once."""
+
+    def __init__(self, directory: Path, opened: ExitStack) -> None:
+        self._directory, self._opened = directory, opened
+        self._files: dict[str, io.RawIOBase] = {}
+
+    def of(self, extent: Extent) -> io.RawIOBase:
+        if extent.file not in self._files:
+            file = (self._directory / extent.file).open("rb", buffering=0)
+            self._files[extent.file] = self._opened.enter_context(file)
+        return self._files[extent.file]
+
+    def read(self, extent: Extent, start: int, data: memoryview) -> None:
+        read_exactly(self.of(extent), extent.offset + start, data)
+
+
+def _wanted(ranks: RankGroup, count: int, numbers: Iterable[int]) -> dict[int, Ranks]:
+    """Which ranks want which of `count` chunks, where any does; this one wants `numbers`. Collective."""
+    if ranks.world_size == 1:
+        return dict.fromkeys(numbers, (0,))
+    mine = np.zeros(count, np.uint8)
+    mine[list(numbers)] = 1
+    packed = ranks.gather(np.packbits(mine).tobytes())
+    table = np.stack([np.unpackbits(np.frombuffer(bits, np.uint8), count=count) for bits in packed], axis=1)
+    known: dict[bytes, Ranks] = {}  # few are different
+    found = {}
+    for number in np.flatnonzero(table.any(axis=1)).tolist():
+        row = table[number]
+        key = row.tobytes()
+        if key not in known:
+            known[key] = tuple(np.flatnonzero(row).tolist())
+        found[number] = known[key]
+    return found
+
+
+def _send(
+    ranks: RankGroup,
+    chunks: Iterable[tuple[int, Ranks, Ranks]],
+    extent: Callable[[int], Extent],
+    read: Callable[[int, int, memoryview], None],
+    items: Mapping[int, Sequence[ReadItem]],
+    targets: Targets,
+) -> None:
+    """Send chunks, each as (number, ranks that can read it, ranks that want it), to the items of the latter."""
+    order = sorted(chunks, key=lambda chunk: (chunk[1], chunk[2], chunk[0]))
+    sinks: dict[int, Sink] = {}
+
+    def take(position: int, start: int, data: memoryview) -> None:
+        number = order[position][0]
+        if number not in sinks:
+            sinks[number] = Sink(extent(number), items[number], targets)
+        if sinks[number].take(start, data):
+            del sinks[number]
+
+    send_all(
+        ranks,
+        [Transfer(extent(number).length, holders, receivers) for number, holders, receivers in order],
+        lambda position, start, data: read(order[position][0], start, data),
+        take,
+    )

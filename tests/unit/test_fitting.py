@@ -1,0 +1,179 @@
+"""How many ranks and GPUs a submission has: `auto` in numbers, and what is said where they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobkit.errors import InputError
+from jobkit.run.config import Config, ParallelConfig, Resources, load
+from jobkit.run.identity import run_name
+from jobkit.submission.devices import asked_for
+from jobkit.submission.plan import LaunchPlan, make_plan
+from jobkit.submission.sbatch import script
+
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
+
+
+def plan(
+    cluster: str = "local", entry: dict[str, Any] | None = None, parallel: Any = None, **resources: Any
+) -> LaunchPlan:
+    config = Config(
+        name="toy",
+        task="m:f",
+        resources=Resources(**resources),
+        parallel=parallel or ParallelConfig(),
+        clusters={cluster: entry} if entry is not None else {},
+    )
+    return make_plan(Path("/runs/toy-12345678"), config, cluster)
+
+
+def numbers(made: LaunchPlan) -> tuple[int, int, int]:
+    """(nodes, tasks of each, GPUs of each task)."""
+    resources = made.config.resources
+    return resources.nodes, resources.ranks_per_node, resources.devices_per_rank
+
+
+HERE: list[tuple[str, dict[str, Any], tuple[int, int, int], str]] = [
+    ("", {"tasks_per_node": "auto", "gpus_per_task": "auto"}, (1, 1, 0), ""),
+    ("4,5", {"tasks_per_node": "auto", "gpus_per_task": "auto"}, (1, 2, 1), ""),
+    ("0,1,2,3", {"tasks_per_node": "auto", "gpus_per_task": 2}, (1, 2, 2), ""),
+    ("0,1,2,3", {"tasks_per_node": "auto", "gpus_per_task": "auto", "nodes": 2}, (2, 2, 1), ""),
+    ("0,1,2,3", {"tasks_per_node": 2, "gpus_per_task": "auto"}, (1, 2, 1), "2 of 4 .* all: resources.tasks_per_node=4"),
+    ("0", {"tasks_per_node": 2, "gpus_per_task": "auto"}, (1, 1, 1), "tasks_per_node is 1, not 2, so that each"),
+    ("", {"tasks_per_node": 2, "gpus_per_task": "auto"}, (1, 2, 0), ""),
+    ("0,1", {"tasks_per_node": 2}, (1, 2, 0), "0 of 2 .* all: resources.gpus_per_task=1$"),
+    ("0,1,2", {"nodes": 2, "gpus_per_task": 1}, (2, 1, 1), "all: resources.nodes=1 resources.tasks_per_node=3$"),
+    ("0,1", {"tasks_per_node": 2, "gpus_per_task": 1}, (1, 2, 1), ""),
+]
+
+
+@pytest.mark.parametrize(("visible", "resources", "expected", "note"), HERE)
+def test_auto_is_what_this_machine_shows_and_what_is_left_unused_is_said(
+    visible: str, resources: dict[str, Any], expected: tuple[int, int, int], note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    made = plan(**resources)
+    assert numbers(made) == expected
+    assert [bool(re.search(note, said)) for said in made.notes] == [True] * bool(note), made.notes
+
+
+def test_a_yaml_for_64_ranks_says_what_makes_it_fit_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    big: dict[str, Any] = {"nodes": 8, "tasks_per_node": 8, "gpus_per_task": 1}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    fits = (
+        "64 rank.* need 64, CUDA_VISIBLE_DEVICES allows 2; .*add: resources.nodes=1 resources.tasks_per_node=2 .resou"
+    )
+    with pytest.raises(InputError, match=fits):
+        plan(**big)
+    with pytest.raises(InputError, match=r"add: clusters\.local\.nodes=1 resources\.tasks_per_node=2 "):
+        plan(entry={"nodes": 8}, **big)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
+    with pytest.raises(InputError, match=r"resources\.tasks_per_node=6 "):  # 7 do not divide by 2
+        plan(parallel=ParallelConfig(tensor=2), **big)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cpu = "resources.nodes=1 resources.tasks_per_node=1 resources.gpus_per_task=0 .*is the CPU.$"
+    with pytest.raises(InputError, match=cpu):
+        plan(**big)
+
+
+def test_what_is_advised_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(InputError) as refused:
+        plan(nodes=8, tasks_per_node=8, gpus_per_task=1)
+    advice = str(refused.value).partition("add: ")[2].partition(" (")[0].replace("resources.", "").split()
+    made = plan(**{"gpus_per_task": 1} | {key: int(value) for key, _, value in (one.partition("=") for one in advice)})
+    assert (numbers(made), made.notes) == ((1, 2, 1), [])
+
+
+def test_tasks_per_node_auto_alone_means_gpus_too_and_is_not_part_of_the_runs_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    (tmp_path / "toy.yaml").write_text("name: toy\ntask: m:f\nresources: {tasks_per_node: auto}\n")
+    config = load(tmp_path / "toy.yaml").config
+    made = make_plan(tmp_path / "run", config, "local")
+    assert numbers(made) == (1, 3, 1)
+    assert run_name(config) == run_name(made.config) == run_name(dataclasses.replace(config, resources=Resources()))
+    on_cpu = load(tmp_path / "toy.yaml", ["resources.gpus_per_task=0"]).config
+    assert numbers(make_plan(tmp_path / "run", on_cpu, "local")) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("visible", ["", "3", "0,1,2,3"])
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.stem)
+def test_the_small_recipes_use_a_gpu_that_is_there(
+    experiment: Path, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    overrides = ["params.run=/runs/a"] if experiment.stem.endswith(("_sample", "_generate")) else []
+    made = make_plan(Path("/runs/a-1"), load(experiment, overrides, demo=True).config, "local")
+    count = len(visible.split(",")) if visible else 0
+    assert numbers(made) == ((1, min(2, count), 1) if count else (1, 2, 0))
+    on_slurm = make_plan(Path("/runs/a-1"), load(experiment, overrides, demo=True).config, "slurm")
+    assert numbers(on_slurm) == (1, 2, 0)
+
+
+# On Slurm, where the submitting machine sees no node
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"gpus_per_node": 4}, ("gpus_per_node", 4)),
+        ({"gpus_per_node": "a100:4"}, ("gpus_per_node", 4)),
+        ({"gpus_per_node": "a100:2,h100:1"}, ("gpus_per_node", 3)),
+        ({"gres": "gpu:a100:2,nvme:1"}, ("gres", 2)),
+        ({"gres": "gpu"}, ("gres", 1)),
+        ({"gres": "nvme:1"}, None),
+        ({"additional_parameters": {"gpus-per-node": 8}}, ("gpus-per-node", 8)),
+        ({}, None),
+    ],
+)
+def test_what_an_entry_asks_for_is_understood(entry: dict[str, Any], expected: tuple[str, int] | None) -> None:
+    assert asked_for(entry) == expected
+
+
+def gpu_lines(made: LaunchPlan) -> list[str]:
+    return [line for line in script(made).splitlines() if "gpu" in line or "gres" in line]
+
+
+def test_auto_on_slurm_is_what_the_entry_asks_for() -> None:
+    auto = {"tasks_per_node": "auto", "gpus_per_task": "auto"}
+    made = plan("slurm", {"gpus_per_node": 8}, **auto)
+    assert (numbers(made), gpu_lines(made), made.notes) == ((1, 8, 1), ["#SBATCH --gpus-per-node=8"], [])
+    assert numbers(plan("slurm", {"gres": "gpu:8"}, tasks_per_node="auto", gpus_per_task=2)) == (1, 4, 2)
+    assert numbers(plan("slurm", {"tasks_per_node": "auto", "gpus_per_node": 8}, gpus_per_task=1)) == (1, 8, 1)
+    assert (numbers(plan("slurm", **auto)), gpu_lines(plan("slurm", **auto))) == ((1, 1, 0), [])
+    with pytest.raises(InputError, match=r"how many GPUs a node has .*set clusters.slurm.gpus_per_node, or a number"):
+        plan("slurm", tasks_per_node="auto", gpus_per_task=1)
+
+
+def test_an_entrys_own_request_stays_and_is_the_only_one() -> None:
+    made = plan("slurm", {"gres": "gpu:a100:4"}, tasks_per_node=2, gpus_per_task=1)
+    assert gpu_lines(made) == ["#SBATCH --gres=gpu:a100:4"], "with two, Slurm shows the ranks the smaller one"
+    assert [note.partition("; ")[2] for note in made.notes] == ["all: resources.tasks_per_node=auto"]
+    with pytest.raises(InputError, match=r"clusters.slurm.gpus_per_node: 2 GPU.* but 4 task.* need 4"):
+        plan("slurm", {"gpus_per_node": 2}, tasks_per_node=4, gpus_per_task=1)
+    (note,) = plan("slurm", {"gpus_per_node": 2}, tasks_per_node=2).notes
+    assert "0 of 2 GPU(s) are used" in note and "resources.gpus_per_task=auto" in note
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"gpus": 4},
+        {"gpu_bind": "single:1"},
+        {"tres_per_task": "gres/gpu:1"},
+        {"additional_parameters": {"gpus-per-task": 1}},
+        {"srun_args": "--gpus-per-task=1"},
+        {"srun_args": "--gpu-bind=closest"},
+    ],
+    ids=str,
+)
+def test_what_would_hide_a_nodes_gpus_from_its_ranks_is_refused(entry: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"clusters.slurm"):
+        plan("slurm", entry)
