@@ -17,6 +17,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters by plain names; a tied one has its first."""
+    return {plain_name(name): parameter for name, parameter in module.named_parameters()}
+
+
 def module_state(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` by plain names."""
     state: Any = module.state_dict()

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from jobkit.errors import UsageError
+from jobkit.train.names import named_parameters
 from jobkit.train.optimizer_state import laid_out_as, parameters_of
 
 
@@ -56,7 +57,8 @@ class PendingGradients:
                     "taken: call set_requires_gradient_sync(True) for the last backward pass of each step, or let "
                     "ctx.backward divide the batch"
                 )
-        return {name: p.grad for name, p in module.named_parameters() if p.grad is not None and not self._is_used(p)}
+        parameters = named_parameters(module)
+        return {name: p.grad for name, p in parameters.items() if p.grad is not None and not self._is_used(p)}
 
     def _is_used(self, parameter: nn.Parameter) -> bool:
         used = self._used.get(parameter)
@@ -88,7 +90,7 @@ def _bits(gradient: Tensor) -> Tensor:
 
 def set_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
     """Give the parameters of a module these gradients by name, and none to the others that are not spread."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module).items():
         if name in gradients:
             gradient = gradients[name]
             whole = gradient if isinstance(gradient, DTensor) else gradient.to(parameter.device)

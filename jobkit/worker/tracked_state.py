@@ -21,7 +21,7 @@ from jobkit.train.gradient_order import GradientOrder, orders_of
 from jobkit.train.gradients import LossScaler
 from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import averaged_copy
-from jobkit.train.names import load_module_state, module_state
+from jobkit.train.names import load_module_state, module_state, named_parameters
 from jobkit.train.optimizer_state import (
     Names,
     Sharded,
@@ -173,8 +173,8 @@ class TrackedState:
                 self._put(shared, held_by, name + GRADIENTS, self.objects[name], mean)
 
     def _mean(self, module: nn.Module, found: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-        parameters = {name: parameter for name, parameter in module.named_parameters() if name in names}
-        whole = {name: found.get(name, torch.zeros_like(parameter)) for name, parameter in parameters.items()}
+        parameters = {name: parameter for name, parameter in named_parameters(module).items() if name in names}
+        whole = {name: found[name] if name in found else torch.zeros_like(p) for name, p in parameters.items()}
         sharded = {name: gradient for name, gradient in whole.items() if isinstance(gradient, DTensor)}
         plain = {name: gradient for name, gradient in whole.items() if name not in sharded}
         return {**averaged_copy(plain, self._parallel.data_group), **sharded}
@@ -237,7 +237,7 @@ class TrackedState:
                     set_gradients(unwrapped(value), self._read_gradients(self._loaded, saved, unwrapped(value)))
 
     def _read_gradients(self, loaded: RestoredCheckpoint, saved: list[str], module: nn.Module) -> dict[str, Tensor]:
-        parameters = dict(module.named_parameters())
+        parameters = named_parameters(module)
         templates = {key: _gradients_like(parameters, loaded.contents[key]) for key in saved}
         read = self._checkpointer.read(loaded, templates, lambda key, path: unescape(path) in parameters)
         return {name: one for tree in read.values() for name, one in tree.items() if name in parameters}
