@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.train.names import named_parameters
 from jobkit.train.pipeline import Pipeline
 
 
@@ -132,7 +133,7 @@ def has_order(model: Any) -> bool:
 
 
 def _reduced(model: Any) -> dict[str, nn.Parameter]:
-    """The parameters that DDP's reducer has, by name."""
+    """The parameters that DDP's reducer has, by the name that they have without torch.compile."""
     parameters, _ = model._build_params_for_reducer()
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    names = {parameter: name for name, parameter in named_parameters(model.module).items()}
     return {names[parameter]: parameter for parameter in parameters}
