@@ -181,6 +181,8 @@ class Loader:
         _check_batch_size(global_batch_size, world_size)
         self.dataset, self.name = dataset, name
         self.device = device or torch.device("cpu")
+        self.rank, self.world_size = rank, world_size
+        """Whose share it is, of how many."""
         self.global_batch_size = global_batch_size
         """Samples a batch, over all ranks."""
         self.position = 0
