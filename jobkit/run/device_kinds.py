@@ -71,6 +71,11 @@ def has_streams(name: str) -> bool:
     return any(one.streams for one in KINDS if one.name == name)
 
 
+def none_visible() -> dict[str, str]:
+    """The environment of a process that is to see none of a machine's devices."""
+    return {one.visible: "" for one in KINDS if one.visible is not None}
+
+
 def listed(one: DeviceKind, environ: Mapping[str, str]) -> list[str] | None:
     """A machine's devices of a kind that `environ` allows; None where only its driver can tell."""
     if one.visible is not None and one.visible in environ:

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 
 from jobkit.errors import InputError, UsageError
 from jobkit.run.config import Config
+from jobkit.run.device_kinds import none_visible
 from jobkit.run.layout import factor
 from jobkit.run.records import CheckedModel, ModelCheck
 from jobkit.run.strict import build
@@ -204,7 +205,7 @@ def main(arguments: list[str]) -> int:
     source, report, device = arguments
     config = build(Config, json.load(sys.stdin))
     sys.path[:] = [source, *filter(None, sys.path)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # those of a login node are not the run's
+    os.environ.update(none_visible())  # a login node's devices are not the run's
     try:
         function = load_task(config.task)
     except Exception as error:

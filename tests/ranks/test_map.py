@@ -193,8 +193,8 @@ def test_what_one_rank_cannot_do_is_raised_on_all_of_them(tmp_path: Path) -> Non
         assert all(message in one for one in told), told
     wrong = [
         "ValueError: the dataset is empty",
-        "JobkitError: ctx.map: found a list_iterator as items, expected a dataset or a sequence",
-        "JobkitError: ctx.map(to=...): found 'rank 0', allowed: 'all', 'main'",
+        "UsageError: ctx.map: found a list_iterator as items, expected a dataset or a sequence",
+        "UsageError: ctx.map(to=...): found 'rank 0', allowed: 'all', 'main'",
     ]
     (alone,) = attempt(1, tmp_path / "alone", refused)
     assert [message in one for message, one in zip([*expected, *wrong], alone, strict=True)] == [True] * 8, alone
