@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -20,11 +19,11 @@ from jobkit.checkpoint.summary import digest, summarise, windows
 from jobkit.train.optimizer_state import Sharded
 from jobkit.train.parallel import unwrapped
 
-_MOST_OF_A_STEP = 0.01
-"""Of a step's time, what a fingerprint may cost; where it costs more, none is taken."""
+_FREE_SECONDS = 0.1
+"""What the fingerprints of an attempt may cost in any case."""
 
-_ALWAYS_SECONDS = 5e-4
-"""What it may cost in any case."""
+_SHARE, _SHARE_WHERE_EXPECTED = 0.005, 0.02
+"""Of the time since, what they may cost; and those of steps at which an evaluation is expected."""
 
 _LOOKED_AT = 16
 """Parameters of each module of which some elements are looked at."""
@@ -54,8 +53,8 @@ class StateWatch:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._generators = _Generators(devices)
-        self._seconds: deque[float] = deque(maxlen=8)
-        """What the last ones cost."""
+        self._since: float | None = None
+        self._spent = 0.0
         self._modules: list[_Module] = []
         self._optimizers: list[_Optimizer] = []
         self._others: list[Any] = []
@@ -70,21 +69,22 @@ class StateWatch:
             else:
                 self._others.append(value)
 
-    def take_if_cheap(self, step_seconds: float | None) -> Fingerprint | None:
-        """A fingerprint, unless the last ones cost too much of a step."""
-        allowed = max(_ALWAYS_SECONDS, _MOST_OF_A_STEP * (step_seconds or 0.0))
-        # The least of several: the first ones, and some on a busy machine, take many times what they cost.
-        is_dear = len(self._seconds) == self._seconds.maxlen and min(self._seconds) > allowed
-        return None if is_dear else self.take()
+    def take_if_cheap(self, *, evaluation_expected: bool) -> Fingerprint | None:
+        """A fingerprint, unless those taken here have cost too much of the time since the first."""
+        now = time.perf_counter()
+        self._since = self._since or now
+        share = _SHARE_WHERE_EXPECTED if evaluation_expected else _SHARE
+        if self._spent > _FREE_SECONDS + share * (now - self._since):
+            return None
+        found = self.take()
+        self._spent += time.perf_counter() - now
+        return found
 
     def take(self) -> Fingerprint:
-        started = time.perf_counter()
         watched = [one.parts() for one in self._modules], [one.parts() for one in self._optimizers]
         digests = [digest(summarise(value.state_dict())) for value in self._others]
         elements = [one for module in self._modules for one in module.elements()]
-        found = Fingerprint((self._generators.states(), watched, digests), elements)
-        self._seconds.append(time.perf_counter() - started)
-        return found
+        return Fingerprint((self._generators.states(), watched, digests), elements)
 
 
 class _Module:

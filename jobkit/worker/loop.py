@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -59,6 +60,8 @@ class TrainingLoop:
         self._watch = StateWatch(rank.devices)
         self._step_start: Fingerprint | None = None
         """The state that the step under way began with; None where it is not known."""
+        self._evaluated_at: deque[int] = deque(maxlen=2)
+        """The last steps that evaluated something."""
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         def count(*_: Any) -> None:
@@ -71,7 +74,7 @@ class TrainingLoop:
         self._begin(total)
         first = self.step
         while self.step < total:
-            self._step_start = self._watch.take_if_cheap(self._timer.seconds_a_step)
+            self._step_start = self._watch.take_if_cheap(evaluation_expected=self._expects_evaluation())
             self.is_in_step = True
             self.stragglers.timer.begin()
             yield self.step
@@ -154,7 +157,8 @@ class TrainingLoop:
         # is repeated. The final checkpoint comes with the function's result.
         due = due or self.step + 1 == self.total
         in_memory = self._memory_schedule.is_due_after(self.step)
-        if self._rank.topology.world_size == 1 or self._timer.agree_at <= self.step:
+        alone = self._rank.topology.world_size == 1  # whose signals nobody else has to hear of
+        if self._timer.agree_at <= self.step or (alone and self._signals.pending):
             by_time, in_memory_by_time = self._agree()
             due, in_memory = due or by_time, in_memory or in_memory_by_time
         if due:
@@ -243,5 +247,14 @@ class TrainingLoop:
 
     def evaluated(self) -> None:
         """An evaluation took part of the step: the next step's end is one to agree at, and own time begins again."""
+        if self.step not in self._evaluated_at:
+            self._evaluated_at.append(self.step)
         self._timer.agree_at = self.step + 1
         self.stragglers.timer.begin()  # in there the ranks waited for each other
+
+    def _expects_evaluation(self) -> bool:
+        """Whether this step is as far from the last one that evaluated as that was from the one before."""
+        if len(self._evaluated_at) < 2:
+            return False
+        before, last = self._evaluated_at
+        return self.step - last == last - before

@@ -32,10 +32,6 @@ class StepTimer:
         self._since_step, self._since = 0, 0.0
         self._sampled_step, self._sampled = 0, 0.0
 
-    @property
-    def seconds_a_step(self) -> float | None:
-        return None if self.steps_per_second is None else 1 / self.steps_per_second
-
     def start(self, step: int) -> None:
         self.agree_at = step + 1
         self._since_step, self._since = step, time.perf_counter()
