@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,15 +38,18 @@ class Difference:
     is_rounding: bool
 
 
-def summarise(tree: Any) -> Summary:
+def summarise(tree: Any, *, whole_up_to: int = 3 * _WINDOW) -> Summary:
     """What `tree` consists of. Equal trees have equal summaries, whichever process made them.
 
-    Of a tensor a few elements are looked at, in one copy from its device for all of them; of a DTensor, which is a part
-    on each rank, none. Two trees of equal summaries may differ: in elements between those looked at.
+    A tensor of at most `whole_up_to` elements is looked at whole, of others a few elements are, in one copy from each
+    device for all of them; of a DTensor, which is a part on each rank, nothing is. Two trees of equal summaries may
+    differ: in elements between those looked at.
     """
     found: Summary = {}
     tensors: dict[str, Tensor] = {}
     for path, leaf in _leaves(tree, "", ()):
+        if isinstance(leaf, np.generic):
+            leaf = leaf.item()
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
         if isinstance(leaf, Tensor):
@@ -55,14 +59,14 @@ def summarise(tree: Any) -> Summary:
         else:
             found[path] = type(leaf).__name__, _value(leaf)
     tensors = {path: one for path, one in tensors.items() if not isinstance(one, DTensor)}
-    for path, elements in _elements(_some(tensors)).items():
+    for path, elements in _elements(_some(tensors), whole_up_to).items():
         found[path] = found[path][0], elements
     return found
 
 
 def digest(summary: Summary) -> str:
     """A number that is another one for another summary."""
-    return hashlib.blake2b(repr(summary).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(sorted(summary.items())).encode(), digest_size=16).hexdigest()
 
 
 def first_difference(here: Summary, there: Summary) -> Difference | None:
@@ -92,18 +96,28 @@ def _leaves(node: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str,
             yield f"{prefix}{key}", child
 
 
+class _Pickler(pickle.Pickler):
+    """Writes equal objects down equally, whichever process made them."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is str:  # two equal ones are one object or two, as a process happens to keep them
+            return value.encode(errors="surrogatepass")
+        if isinstance(value, (set, frozenset)):  # whose order differs from process to process
+            return type(value).__name__.encode(), sorted(map(_value, value))
+        if isinstance(value, Tensor):  # pickled it would have the address of its memory
+            found = summarise(value)[""]
+            return found[0].encode(), found[1]
+        return None
+
+
 def _value(leaf: Any) -> bytes:
     if leaf is None or type(leaf) in (bool, int, float, complex, str, bytes, dict, list, tuple):
         return repr(leaf).encode()
-    if isinstance(leaf, (set, frozenset)):
-        return b" ".join(sorted(map(_value, leaf)))  # whose order differs from process to process
     buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=5)
-    pickler.fast = True  # else two equal strings are written down once or twice, as this process happens to keep them
     try:
-        pickler.dump(leaf)
-    except ValueError:  # something that holds itself
-        return pickle.dumps(leaf)
+        _Pickler(buffer, protocol=5).dump(leaf)
+    except Exception:  # whatever it is, a save will say it
+        return b"cannot be pickled"
     return buffer.getvalue()
 
 
@@ -112,11 +126,11 @@ def _some(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(list(tensors.items())[::distance])
 
 
-def _elements(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+def _elements(tensors: Mapping[str, Tensor], whole_up_to: int) -> dict[str, bytes]:
     """Some elements of each tensor: one copy from each device, however many tensors there are."""
     by_device: dict[torch.device, dict[str, list[Tensor]]] = {}
     for path, tensor in tensors.items():
-        by_device.setdefault(tensor.device, {})[path] = windows(tensor)
+        by_device.setdefault(tensor.device, {})[path] = windows(tensor, whole_up_to)
     found = {}
     for parts in by_device.values():
         data = torch.cat([window for several in parts.values() for window in several]).cpu().numpy().tobytes()
@@ -128,11 +142,11 @@ def _elements(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     return found
 
 
-def windows(tensor: Tensor) -> list[Tensor]:
+def windows(tensor: Tensor, whole_up_to: int = 3 * _WINDOW) -> list[Tensor]:
     """Views of some elements of a dense tensor, as uint8 [n]; of what is not contiguous in any order, copies."""
     flat = _flat(tensor.detach().resolve_conj().resolve_neg())
     size = flat.numel()
-    if size <= 3 * _WINDOW:
+    if size <= max(whole_up_to, 3 * _WINDOW):
         return [flat.view(torch.uint8)]
     starts = (0, (size - _WINDOW) // 2, size - _WINDOW)
     return [flat[start : start + _WINDOW].view(torch.uint8) for start in starts]
@@ -163,8 +177,12 @@ def _is_rounding(here: tuple[str, bytes] | None, there: tuple[str, bytes] | None
     ours, theirs = _numbers(here), _numbers(there)
     if ours is None or theirs is None or len(ours) != len(theirs):
         return False
-    largest = max((abs(number) for number in (*ours, *theirs)), default=0.0)
-    return all(abs(a - b) <= _ROUNDING * largest for a, b in zip(ours, theirs, strict=True))
+    largest = max((abs(number) for number in (*ours, *theirs) if math.isfinite(number)), default=0.0)
+    return all(_is_near(a, b, _ROUNDING * largest) for a, b in zip(ours, theirs, strict=True))
+
+
+def _is_near(a: float, b: float, distance: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= distance
 
 
 def _numbers(leaf: tuple[str, bytes]) -> Sequence[float] | None:

@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from jobkit.checkpoint.memory import SnapshotMemory
-from jobkit.checkpoint.state import rng_state
+from jobkit.checkpoint.state import flatten, rng_state
 from jobkit.checkpoint.writer import Checkpointer, PendingSave, Saved
+from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run.events import Event
@@ -58,10 +59,11 @@ class Checkpoints:
         self._pending: PendingSave | None = None
         self._replicas = Replicas(rank.group)
 
-    def check_equal(self) -> None:
-        """Raise JobkitError, on all ranks together, where they differ about what a checkpoint keeps one of."""
+    def check_state(self) -> None:
+        """Raise UsageError, on all ranks, where there is state that cannot be saved, or differs where one is kept."""
+        shared, held_by, own = self._tracked.trees()
+        self._rank.group.all_or_none(lambda: _check_can_be_saved({**shared, **own.get("objects", {})}))
         if self._rank.topology.world_size > 1:
-            shared, held_by, _ = self._tracked.trees()
             self._replicas.check(self._tracked.objects, shared, held_by)
 
     def save(self, step: int, *, wait: bool = False, must: bool = True, extra: Mapping[str, Any] | None = None) -> None:
@@ -146,3 +148,14 @@ class Checkpoints:
             self._reporter.record(
                 Event.CHECKPOINT_INTERVAL, seconds=round(auto.seconds, 2), cost=auto.cost, mtbf=round(auto.mtbf)
             )
+
+
+def _check_can_be_saved(trees: Mapping[str, Any]) -> None:
+    for name, tree in trees.items():
+        try:
+            flatten(tree)
+        except Exception as error:
+            raise UsageError(
+                f"{name}: its state_dict holds what cannot be saved ({type(error).__name__}: {error}); leave that out "
+                "of it, or make it something that pickle takes"
+            ) from None

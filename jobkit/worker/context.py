@@ -237,7 +237,8 @@ class Context:
         if self._loop.total is not None:
             raise UsageError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
         own = dict(per_rank or {})
-        for name, value in {**objects, **own}.items():
+        for name, value in [*objects.items(), *own.items()]:
+            self._tracked.check_name(name, value)
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
             self._tracked.add(name, value, per_rank=name in own)

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from jobkit.checkpoint.state import device_rng_states
+from jobkit.checkpoint.state import device_rng_states, named_tensors
 from jobkit.checkpoint.summary import digest, summarise, windows
 from jobkit.train.optimizer_state import Sharded
 from jobkit.train.parallel import unwrapped
@@ -27,6 +28,9 @@ _SHARE, _SHARE_WHERE_EXPECTED = 0.005, 0.02
 
 _LOOKED_AT = 16
 """Parameters of each module of which some elements are looked at."""
+
+_WHOLE = 1 << 20
+"""Elements up to which a tensor of other objects is looked at whole; of a larger one torch's count is taken too."""
 
 
 class Fingerprint:
@@ -82,16 +86,24 @@ class StateWatch:
 
     def take(self) -> Fingerprint:
         watched = [one.parts() for one in self._modules], [one.parts() for one in self._optimizers]
-        digests = [digest(summarise(value.state_dict())) for value in self._others]
+        digests = [_digest(value.state_dict()) for value in self._others]
         elements = [one for module in self._modules for one in module.elements()]
         return Fingerprint((self._generators.states(), watched, digests), elements)
 
 
+def _digest(tree: Any) -> Any:
+    large = [one for one in named_tensors(tree).values() if one.numel() > _WHOLE]
+    return digest(summarise(tree, whole_up_to=_WHOLE)), _Tensors(large).versions()
+
+
 class _Module:
-    """A module; what it consists of is looked up once."""
+    """A module, and what it consists of at the moment."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._parameters = list(module.parameters())
+        # Between forwards fully_shard puts whole parameters in the place of shards, which are what counts.
+        self._is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
         self._tensors = _Tensors([*self._parameters, *module.buffers()])
         plain = nn.Module.get_extra_state
         self._with_extra = [part for part in module.modules() if type(part).get_extra_state is not plain]
@@ -101,11 +113,13 @@ class _Module:
         self._views: list[list[Tensor]] = []
 
     def parts(self) -> Any:
+        if not self._is_sharded:
+            self._tensors = _Tensors([*self._module.parameters(), *self._module.buffers()])
         gradients = [parameter.grad for parameter in self._parameters]
         return (
             self._tensors.versions(),
             [None if one is None else (id(one), one._version) for one in gradients],
-            [digest(summarise(part.get_extra_state())) for part in self._with_extra],
+            [_digest(part.get_extra_state()) for part in self._with_extra],
         )
 
     def elements(self) -> list[Tensor]:
@@ -120,28 +134,27 @@ class _Module:
 
 
 class _Optimizer:
-    """An optimizer; its state is looked up again when it has grown."""
+    """An optimizer, its options and state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._own = optimizer.optim if isinstance(optimizer, Sharded) else optimizer
         self._steps = 0
-        self._known = -1
-        self._tensors = _Tensors([])
         optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self._steps += 1
 
     def parts(self) -> Any:
-        if len(self._own.state) != self._known:
-            self._known = len(self._own.state)
-            states = [one for state in self._own.state.values() for one in state.values()]
-            self._tensors = _Tensors([one for one in states if isinstance(one, Tensor)])
         options = [value for group in self._optimizer.param_groups for key, value in group.items() if key != "params"]
-        rates = _Tensors([value for value in options if isinstance(value, Tensor)])
-        others = repr([value for value in options if not isinstance(value, Tensor)])
-        return self._steps, self._tensors.versions(), rates.versions(), others
+        found = [one for state in self._own.state.values() for one in _values(state)] + options
+        tensors = _Tensors([one for one in found if isinstance(one, Tensor)])
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        return self._steps, sizes, tensors.versions(), repr([one for one in found if not isinstance(one, Tensor)])
+
+
+def _values(state: Any) -> list[Any]:
+    return list(state.values()) if isinstance(state, dict) else [state]
 
 
 class _Tensors:
@@ -153,7 +166,8 @@ class _Tensors:
         self._with_address = [one for one in local if one.layout == torch.strided]  # a sparse one has none
 
     def versions(self) -> tuple[list[int], list[int]]:
-        return list(map(Tensor.data_ptr, self._with_address)), list(map(attrgetter("_version"), self._counted))
+        counted = [one for one in self._counted if not one.is_inference()]  # of those torch counts nothing
+        return list(map(Tensor.data_ptr, self._with_address)), list(map(attrgetter("_version"), counted))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from jobkit.worker.reporter import RunReporter
 from jobkit.worker.stop import CauseFinder, Stopped
 from jobkit.worker.stragglers import StragglerMonitor
 from jobkit.worker.timing import StepTimer
-from jobkit.worker.tracked_state import TrackedState
+from jobkit.worker.tracked_state import LOSS_SCALE, TrackedState
 
 
 class TrainingLoop:
@@ -86,7 +86,7 @@ class TrainingLoop:
             self._mark.set(self.step)
             self._reporter.heartbeat.beat()
             if self.step == first + 1:
-                self._checkpoints.check_equal()  # whatever makes ranks differ, as a seed by rank, has done so by now
+                self._checkpoints.check_state()  # whatever makes ranks differ, as a seed by rank, has done so by now
                 self._reporter.record_soon(Event.STEPPED)
                 self._on_first_step()
             self._reporter.end_step(self.step - 1)  # before the boundary: a checkpoint there marks where curves end
@@ -105,7 +105,7 @@ class TrainingLoop:
         self._engine.check_tracked([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
         self.total = total
         if self._engine.scaler is not None:
-            self._tracked.add("loss_scale", self._engine.scaler)
+            self._tracked.add(LOSS_SCALE, self._engine.scaler)
         restored = self._restored
         self._tracked.restore_gradients()
         if missing := self._tracked.forget_checkpoint():

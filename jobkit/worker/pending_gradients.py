@@ -36,7 +36,7 @@ class PendingGradients:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         known = [(self._used[p][0](), p.grad) for p in parameters_of(optimizer) if p in self._used]
-        if known:
+        if known and self._are_set_to_none.get(optimizer, True):  # one step that adds to used ones is enough
             self._are_set_to_none[optimizer] = all(used is None or used is not now for used, now in known)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -58,7 +58,9 @@ class PendingGradients:
                     "ctx.backward divide the batch"
                 )
         parameters = named_parameters(module)
-        return {name: p.grad for name, p in parameters.items() if p.grad is not None and not self._is_used(p)}
+        pending = {name: p.grad for name, p in parameters.items() if p.grad is not None and not self._is_used(p)}
+        # Sparse ones have other sizes on each rank, and can be added to as dense ones.
+        return {name: one.to_dense() if one.is_sparse else one for name, one in pending.items()}
 
     def _is_used(self, parameter: nn.Parameter) -> bool:
         used = self._used.get(parameter)
@@ -80,8 +82,6 @@ def checksums(gradients: Mapping[str, Tensor]) -> list[int]:
 def _bits(gradient: Tensor) -> Tensor:
     if isinstance(gradient, DTensor):
         return torch.zeros(1)
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

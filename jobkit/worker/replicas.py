@@ -44,6 +44,8 @@ class Replicas:
         reference: Summary = self._group.gather(summary if self._group.rank == first else None)[first]
         found: list[Difference | None] = self._group.gather(first_difference(reference, summary))
         differing = [(rank, one) for rank in holders if (one := found[rank]) is not None]
+        if not differing:  # what differs has no place in a state: the order of a dict
+            return
         rank, difference = next((pair for pair in differing if not pair[1].is_rounding), differing[0])
         what = (
             f"{name}: {difference.path or 'its state'} is {difference.here} on rank {first} and {difference.there} on "

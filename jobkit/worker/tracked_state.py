@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, is_raw, unescape
 from jobkit.checkpoint.writer import Checkpointer
-from jobkit.errors import CheckpointError
+from jobkit.errors import CheckpointError, UsageError
 from jobkit.group import RankGroup
 from jobkit.train.frozen import FrozenParameters, frozen_parameters
 from jobkit.train.gradient_order import GradientOrder, orders_of
@@ -38,6 +38,9 @@ from jobkit.worker.pending_gradients import PendingGradients, checksums, set_gra
 
 PART = "#"
 """Between a tracked object's name and the number of a part: of a pipeline's stage, or of zero1's rank."""
+
+LOSS_SCALE = "loss_scale"
+"""The name of fp16's, which jobkit tracks itself."""
 
 GRADIENTS = "#gradients"
 """After the name of a module: the gradients that the next step adds to."""
@@ -77,6 +80,14 @@ class TrackedState:
     def add_module(self, module: nn.Module) -> None:
         self.modules.append(module)
         self._names = parameter_names(unwrapped(one) for one in self.modules)
+
+    def check_name(self, name: str, value: Any) -> None:
+        """Raise UsageError for a name that an object cannot be tracked by."""
+        known = self._all().get(name)
+        if known is not None and known is not value and known is not uncompiled(value):
+            raise UsageError(f"ctx.track({name}=...): another object has that name; give each one a name of its own")
+        if PART in name or name == LOSS_SCALE:
+            raise UsageError(f"ctx.track: {name!r} cannot be a name: jobkit keeps something of its own by it")
 
     def add(self, name: str, value: Any, *, per_rank: bool = False) -> None:
         """Track an object; where the run is being continued it is restored. Raises CheckpointError for a misfit."""
@@ -314,7 +325,9 @@ def _own_states(loaded: RestoredCheckpoint) -> dict[str, Any]:
 
 
 def _check_frozen(loaded: RestoredCheckpoint, name: str, module: nn.Module, saved: Collection[str]) -> None:
-    missing = [key for key, one in frozen_parameters(module).items() if key not in saved and is_raw(one)]
+    kept = module_state(module)  # a module may leave something out by itself
+    frozen = frozen_parameters(module).items()
+    missing = [key for key, one in frozen if key in kept and key not in saved and is_raw(one)]
     if missing:
         raise CheckpointError(
             f"{loaded.name} has no {missing[0]!r} of {name}, which requires no gradient: it was written with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
 import random
@@ -268,3 +269,53 @@ def test_gradients_that_an_optimizer_has_used_are_not_in_the_checkpoint(tmp_path
     # After the first step nobody knows yet that the next one does not add to them.
     assert attempt(1, tmp_path / "2", stepping_each_time, "before") == [[True, False, False, False, False]]
     assert attempt(1, tmp_path / "3", stepping_each_time, "never") == [[True] * 5]
+
+
+class Registry:
+    """State of a kind that equal processes write down in different ways."""
+
+    def __init__(self, rank: int) -> None:
+        words = ["one", "two", "three"]
+        self.state: dict[str, Any] = {
+            "words": {"".join(list(word)) for word in words},
+            "table": dict(reversed([(word, 1) for word in words]) if rank else [(word, 1) for word in words]),
+            "last": collections.deque([torch.ones(3), torch.zeros(2)]),
+            "rate": np.float64(0.1 + rank * 1e-12),
+            "mask": torch.tensor([-torch.inf, 1.0 + rank * 1e-7]),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def with_a_registry(ctx: Any) -> None:
+    ctx.track(registry=Registry(ctx.rank))
+    for _ in ctx.steps(3):
+        pass
+
+
+def test_equal_state_is_found_equal_however_a_process_writes_it_down(tmp_path: Path) -> None:
+    assert attempt(2, tmp_path, with_a_registry) == [None, None]
+
+
+def what_cannot_be_saved(ctx: Any) -> None:
+    registry = Registry(0)
+    registry.state["rule"] = lambda: 1
+    ctx.track(rule=registry)
+    for _ in ctx.steps(3):
+        pass
+
+
+def two_of_one_name(ctx: Any) -> None:
+    for _ in range(2):
+        ctx.track(position=Position(1))
+
+
+def test_what_no_checkpoint_could_hold_is_refused_at_once(tmp_path: Path) -> None:
+    (refused,) = attempt(1, tmp_path / "1", what_cannot_be_saved)
+    assert "rule: its state_dict holds what cannot be saved" in refused
+    (refused,) = attempt(1, tmp_path / "2", two_of_one_name)
+    assert "ctx.track(position=...): another object has that name" in refused
