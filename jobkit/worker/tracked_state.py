@@ -84,7 +84,8 @@ class TrackedState:
     def check_name(self, name: str, value: Any) -> None:
         """Raise UsageError for a name that an object cannot be tracked by."""
         known = self._all().get(name)
-        if known is not None and known is not value and known is not uncompiled(value):
+        own = uncompiled(value) if isinstance(value, nn.Module) else value
+        if known is not None and known is not own:
             raise UsageError(f"ctx.track({name}=...): another object has that name; give each one a name of its own")
         if PART in name or name == LOSS_SCALE:
             raise UsageError(f"ctx.track: {name!r} cannot be a name: jobkit keeps something of its own by it")
