@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from jobkit.errors import UsageError
-from jobkit.train.nested import batch_size, cut
+from jobkit.train.nested import batch_size, check_can_be_cut, cut
 
 Loss = Callable[..., Tensor]
 """`loss(output, target)`: the mean over a micro-batch's samples, a scalar."""
@@ -73,6 +73,8 @@ def backward(
     UsageError for a share that the global batch has no room for.
     """
     size = batch_size(inputs)
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise UsageError(f"ctx.backward: micro_batch_size is {micro_batch_size}, and must be at least 1, or None")
     if global_batch_size is None:
         global_batch_size = size * data_ranks
     largest = math.ceil(global_batch_size / data_ranks) if largest_share is None else largest_share
@@ -84,6 +86,11 @@ def backward(
     if not largest:
         raise UsageError("ctx.backward was given no sample on any rank: leave such a batch out, on all of them")
     parts = list(micro_batches(size, largest, math.ceil(largest / (micro_batch_size or largest))))
+    if len(parts) > 1:
+        check_can_be_cut(inputs, size, "the input")
+        check_can_be_cut(target, size, "the target")
+    # In one piece nothing is cut: what has another first dimension than the samples stays whole.
+    is_whole = len(parts) == 1 and size > 0
     total = torch.zeros(())
     added: dist.Work | None = None
     for number, (start, stop) in enumerate(parts):
@@ -93,7 +100,8 @@ def backward(
             start, stop = 0, 1
         with nullcontext() if last else unsynchronised():
             with autocast():
-                value = loss(call(model, cut(inputs, start, stop)), cut(target, start, stop))
+                x, y = (inputs, target) if is_whole else (cut(inputs, start, stop), cut(target, start, stop))
+                value = loss(call(model, x), y)
             mean = _whole(value) if samples else torch.zeros_like(_whole(value))  # of no sample it may be a NaN
             part = mean * (samples / max(1, size if add_up is None else global_batch_size))
             total = part if number == 0 else total + part

@@ -60,7 +60,7 @@ class SeededDataset(Dataset[T], Generic[T]):
             ids, dataset = [dataset.indices[sample] for sample in ids], dataset.dataset
         if callable(load := getattr(dataset, "__getitems__", None)):
             seed_cpu_generators(sample_seeds(self._seed, keys[:1])[0])
-            return list(load(ids))
+            return load(ids)  # type: ignore[no-any-return]
         samples = []
         for seed, sample in zip(sample_seeds(self._seed, keys), ids, strict=True):
             seed_cpu_generators(seed)
@@ -187,6 +187,8 @@ class Loader:
         """Samples a batch, over all ranks."""
         self.position = 0
         """Global batches handed out."""
+        self.is_trained_on = False
+        """Whether a batch was drawn where gradients are on."""
         self.current: int | None = None
         """Number of the global batch handed out last, or being loaded."""
         place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": self.device}
@@ -225,6 +227,7 @@ class Loader:
         self.current = self.position
         batch = next(self._iterator)
         self.position += 1
+        self.is_trained_on = self.is_trained_on or torch.is_grad_enabled()
         return to_device(batch, self.device)
 
     def current_samples(self) -> list[int]:

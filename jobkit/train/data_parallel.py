@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -70,10 +70,10 @@ def without_synchronisation(model: nn.Module) -> Iterator[None]:
             yield
 
 
-def synchronise_buffers(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank of a group the first one's buffers (BatchNorm's statistics), as DDP does before a forward."""
+def send_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank of a group the first one's values, in place: of buffers, as DDP does before a forward."""
     source = dist.get_global_rank(group, 0) if group is not None else 0
-    for buffer in module.buffers():
-        if not isinstance(buffer, DTensor):
-            with contiguous(buffer) as sent:
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            with contiguous(tensor) as sent:
                 dist.broadcast(sent, source, group=group)

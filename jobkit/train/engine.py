@@ -238,7 +238,7 @@ class Engine:
         if self._backwards or self._shares_checked or self.parallel.drifts:
             return
         self._shares_checked = True
-        for size in sorted({loader.global_batch_size for loader in self.loaders if loader.position}):
+        for size in sorted({loader.global_batch_size for loader in self.loaders if loader.is_trained_on}):
             if size % ranks == 0:
                 continue
             problem = (

@@ -46,8 +46,9 @@ class GradientOrder:
         To be called between two backward passes.
         """
         if self._known is None and self._seen:
-            # Where a gradient is accumulated several times in a pass, which a static graph allows, the last one counts.
-            order = list(dict.fromkeys(reversed(self._seen)))[::-1]
+            # DDP follows the first pass. In a static graph's a gradient may be added to several times: the last counts.
+            last = list(dict.fromkeys(reversed(self._seen)))[::-1]
+            order = last if self.model.static_graph else list(dict.fromkeys(self._seen))
             unused = [name for name in _reduced(self.model) if name not in set(order)]
             self._seen.clear()
             if not unused or self.model.static_graph:  # else DDP will say what is wrong

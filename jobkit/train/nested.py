@@ -11,11 +11,12 @@ import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.run.device_kinds import has_streams
 
 
@@ -43,7 +44,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def cut(batch: Any, start: int, stop: int) -> Any:
     """Samples `start` to `stop` of a batch: every tensor in it cut along its first dimension.
 
-    Raises JobkitError for an object that cannot be cut.
+    Raises UsageError for an object that cannot be cut.
     """
 
     def part(value: Any) -> Any:
@@ -53,7 +54,7 @@ def cut(batch: Any, start: int, stop: int) -> Any:
             return value  # all of it
         found = _slice(value, start, stop)
         if not isinstance(found, type(value)):
-            raise JobkitError(
+            raise UsageError(
                 f"a batch is a {type(value).__name__}, which cannot be cut into micro-batches: batch[{start}:{stop}] "
                 f"is {'an error' if found is None else 'a ' + type(found).__name__}; give it such slices, or leave out "
                 "micro_batch_size and have each rank get equally many samples"
@@ -63,10 +64,34 @@ def cut(batch: Any, start: int, stop: int) -> Any:
     return _map(part, batch)
 
 
-def batch_size(batch: Any) -> int:
-    """Samples in a batch: the length of the first tensor in it, else the samples of the first object; 0 without any.
+def check_can_be_cut(batch: Any, size: int, what: str) -> None:
+    """Raise UsageError where a part of a batch of `size` samples is not cut into micro-batches with the others."""
+    if isinstance(batch, Tensor):
+        if batch.dim() and len(batch) != size:
+            raise UsageError(
+                f"ctx.backward: {what} has a tensor of {list(batch.shape)} beside {size} samples, and micro-batches "
+                "are cut along the first dimension: let the loss have it in another way, as by functools.partial"
+            )
+    elif isinstance(batch, np.ndarray) or (isinstance(batch, list) and batch and not _has_parts(batch)):
+        kind = "an array" if isinstance(batch, np.ndarray) else f"a list of {type(batch[0]).__name__}"
+        if np.ndim(batch):
+            raise UsageError(
+                f"ctx.backward: {what} has {kind}, which is not cut into micro-batches: make it a tensor, or leave out "
+                "micro_batch_size"
+            )
+    elif isinstance(batch, (Mapping, list, tuple)) and not _moves_itself(batch):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            check_can_be_cut(part, size, what)
 
-    Raises JobkitError for an object that does not tell.
+
+def _has_parts(batch: list[Any]) -> bool:
+    return any(isinstance(one, (Tensor, np.ndarray, Mapping, list, tuple)) or _moves_itself(one) for one in batch)
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the length of the first tensor in it, else the samples of the first object.
+
+    Raises UsageError where nothing tells.
     """
     tensors: list[Tensor] = []
     objects: list[Any] = []
@@ -79,7 +104,12 @@ def batch_size(batch: Any) -> int:
         return value
 
     _map(note, batch)
-    return len(tensors[0]) if tensors else _samples(objects[0]) if objects else 0
+    if not tensors and not objects:
+        raise UsageError(
+            f"a batch is a {type(batch).__name__} with no tensor in it that tells how many samples it holds: give "
+            "ctx.backward a tensor, or a dict, list or tuple with one"
+        )
+    return len(tensors[0]) if tensors else _samples(objects[0])
 
 
 def _map(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -130,7 +160,7 @@ def _samples(value: Any) -> int:
             return found
     if hasattr(type(value), "__len__") and not isinstance(value, tuple):
         return len(value)
-    raise JobkitError(
+    raise UsageError(
         f"a batch is a {type(value).__name__}, which does not tell how many samples it holds: give it a length, or an "
         "attribute batch_size"
     )

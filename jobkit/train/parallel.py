@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from jobkit.errors import UsageError
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import SHARDED, Layout
-from jobkit.train.accumulation import BatchSize, Loss, backward
-from jobkit.train.data_parallel import OPTIONS, data_parallel, synchronise_buffers, without_synchronisation
+from jobkit.train.accumulation import SUM, BatchSize, Loss, backward
+from jobkit.train.data_parallel import OPTIONS, data_parallel, send_first, without_synchronisation
 from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradient_compression import Compression
 from jobkit.train.gradient_order import settle_stage
@@ -189,13 +190,17 @@ class Parallel:
             return make(groups[0]["params"], **options)
         return make(groups, **options)
 
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Give all copies of a spread module the first one's values of some tensors, in place."""
+        send_first(tensors, self.data_group)
+
     def share_buffers(self, module: nn.Module) -> None:
         """Give all copies of a spread module the first one's buffers (BatchNorm's statistics), unless they may drift.
 
         Each copy goes on with statistics of its own samples; what is saved, evaluated and exported is one of them.
         """
         if self.layout.data > 1 and not self.drifts:
-            synchronise_buffers(unwrapped(module), self.data_group)
+            self.share(unwrapped(module).buffers())
 
     def _axes_of_all_stages(self, parameters: Parameters) -> list[Axes]:
         """The axes that parameters of any stage are spread over, in one order on all stages."""
@@ -218,10 +223,15 @@ class Parallel:
         """
         ranks, size = self.layout.data, batch_size(inputs)
         largest: int | None = None
-        if isinstance(global_batch_size, int):
-            total = global_batch_size
-        else:
+        if global_batch_size == SUM:
             total, largest = self._add_up_shares(size)
+        else:
+            try:
+                total = operator.index(global_batch_size)  # type: ignore[arg-type]
+            except TypeError:
+                raise UsageError(
+                    f"ctx.backward: global_batch_size is {global_batch_size!r}: expected a whole number, or {SUM!r}"
+                ) from None
         if not isinstance(model, Pipeline):
             return backward(
                 model,

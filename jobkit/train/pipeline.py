@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jobkit.errors import UsageError
 from jobkit.train.accumulation import Loss
 from jobkit.train.collectives import contiguous
-from jobkit.train.nested import batch_size, cut
+from jobkit.train.nested import batch_size, check_can_be_cut, cut
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
 from jobkit.train.sharding import reshard
 
@@ -224,6 +224,8 @@ class Pipeline(nn.Module):
         given, names = _arguments(inputs)
         # Stages draw different numbers (dropout): each from a stream of its own, so that the common one, from which
         # the training function draws the noise that all stages must agree on, stays common.
+        check_can_be_cut(inputs, size, "the input")
+        check_can_be_cut(target, size, "the target")
         stream = derive_seed(int(torch.randint(2**62, ())), self.index)
         kind = (count, names, *((x.shape, x.dtype) for x in given))
         if kind not in self._schedules:

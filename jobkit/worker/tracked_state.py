@@ -21,7 +21,7 @@ from jobkit.train.gradient_order import GradientOrder, orders_of
 from jobkit.train.gradients import LossScaler
 from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import averaged_copy
-from jobkit.train.names import load_module_state, module_state, named_parameters
+from jobkit.train.names import load_module_state, module_state, named_parameters, plain_name
 from jobkit.train.optimizer_state import (
     Names,
     Sharded,
@@ -145,12 +145,15 @@ class TrackedState:
         """This rank's part of the shared state by name, for what only some ranks have, which, and its own state."""
         shared: dict[str, Any] = {}
         held_by: dict[str, Sequence[int]] = {}
-        self.share_buffers()
+        buffers: dict[str, dict[str, Tensor]] = {}
         for name, value in self.objects.items():
             tree = self._state(value)
+            if isinstance(value, nn.Module):
+                tree, buffers[name] = self._with_first_buffers(value, tree)
             averaged = self._parallel.drifts and isinstance(value, REPLICATED)
             self._put(shared, held_by, name, value, averaged_copy(tree) if averaged else tree)
         own: dict[str, Any] = {"objects": {name: value.state_dict() for name, value in self.own_objects.items()}}
+        own["buffers"] = {name: found for name, found in buffers.items() if found}
         if self._parallel.drifts:
             own["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
         if memory := [compression.state_dict() for compression in self._parallel.compressions]:
@@ -159,6 +162,23 @@ class TrackedState:
             own["gradient_order"] = orders
         self._add_gradients(shared, held_by, own)
         return shared, held_by, own
+
+    def _with_first_buffers(self, value: nn.Module, tree: Any) -> tuple[Any, dict[str, Tensor]]:
+        """A module's state with copies of the first rank's buffers, and those of this rank that are others.
+
+        Between two forwards each copy of a model may have its own, as BatchNorm's statistics; some always do.
+        """
+        plain = {
+            key: one
+            for name, one in unwrapped(value).named_buffers(remove_duplicate=False)
+            if (key := plain_name(name)) in tree and not isinstance(one, DTensor)
+        }
+        if not plain or self._parallel.drifts or self._parallel.layout.data == 1:
+            return tree, {}
+        copies = {key: one.detach().clone() for key, one in plain.items()}
+        self._parallel.share(copies.values())
+        tree.update(copies)
+        return tree, {key: one for key, one in plain.items() if not torch.equal(one, copies[key])}
 
     def _put(self, shared: dict[str, Any], held_by: dict[str, Sequence[int]], name: str, value: Any, tree: Any) -> None:
         part, holders = self._part(value)
@@ -196,6 +216,11 @@ class TrackedState:
             compression.load_state_dict(saved)
         for name, saved in state.get("replica", {}).items():
             self._load(self.objects[name], saved)
+        for name, saved in state.get("buffers", {}).items():
+            live = dict(unwrapped(self.objects[name]).named_buffers(remove_duplicate=False))
+            for key, buffer in live.items():
+                if plain_name(key) in saved:
+                    buffer.copy_(saved[plain_name(key)])
         for name, saved in state.get("gradients", {}).items():
             set_gradients(unwrapped(self._all()[name]), saved)
 

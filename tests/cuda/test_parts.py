@@ -21,7 +21,7 @@ from jobkit.run.config import Config
 from jobkit.run.device_kinds import has_streams
 from jobkit.run.slots import make_slots
 from jobkit.train.data import Loader
-from jobkit.train.data_parallel import data_parallel, synchronise_buffers
+from jobkit.train.data_parallel import data_parallel, send_first
 from jobkit.train.devices import check_precision, describe, group_backend, report
 from jobkit.train.engine import Engine
 from jobkit.train.gradients import clip_gradients, gradient_norm
@@ -210,7 +210,7 @@ def test_one_rank_of_the_devices_own_backend(device: torch.device, one_rank: str
     assert all(one.grad is not None for one in model.parameters())
     with torch.no_grad():
         model.module.register_buffer("view", numbers)
-        synchronise_buffers(model.module)
+        send_first(model.module.buffers())
     assert torch.equal(numbers.cpu(), torch.arange(6.0).view(2, 3).t())
 
     torch.manual_seed(0)
@@ -233,7 +233,7 @@ def two_on_one_device(team: Team, name: str) -> list[torch.Tensor]:
     model = data_parallel(images_net().to(device), device)
     x = torch.full((2, 3, 8, 8), team.rank + 1.0, device=device)
     model(x).sum().backward()
-    synchronise_buffers(model.module)
+    send_first(model.module.buffers())
     (bias,) = [one.grad for one in model.parameters() if one.grad is not None and one.grad.shape == (1,)]
     average_replicas([model.module], [])
     return [bias.cpu(), *(one.detach().cpu() for one in model.module.buffers())]

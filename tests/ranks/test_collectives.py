@@ -6,7 +6,7 @@ import torch
 from harness.ranks import Team, on_ranks
 from torch import nn
 
-from jobkit.train.data_parallel import synchronise_buffers
+from jobkit.train.data_parallel import send_first
 from jobkit.train.local_sgd import average_replicas
 
 
@@ -28,7 +28,7 @@ def both(team: Team) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
     average_replicas([model], [])
     average = [tensor.detach().clone() for tensor in (model.turned, *model.buffers())]
     model = Views(float(team.rank), channels_last=team.rank == 0)
-    synchronise_buffers(model)
+    send_first(model.buffers())
     images = model.images
     return average, list(model.buffers()), images.is_contiguous(memory_format=torch.channels_last)
 

@@ -32,7 +32,7 @@ from jobkit.run.layout import Layout
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.train.batches import DynamicBatches, LockstepBatches
-from jobkit.train.data_parallel import data_parallel, synchronise_buffers
+from jobkit.train.data_parallel import data_parallel, send_first
 from jobkit.train.ddp_buffers import independent_forwards
 from jobkit.train.evaluate import evaluate
 from jobkit.train.outputs import Outputs
@@ -220,7 +220,7 @@ def with_batch_norm(team: Team, batches: int) -> tuple[Any, list[float]]:
     statistics = model.module[1].running_mean
     statistics.fill_(float(team.rank))  # as after a step of training, which each rank has its own samples for
     model.eval()
-    synchronise_buffers(model)
+    send_first(model.buffers())
     with independent_forwards([model]):
         mean = evaluate(lambda batch, ids: model(batch.float()).sum(1), Indexed(2 * batches), batch_size=2)
     model.train()

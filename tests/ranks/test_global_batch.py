@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness.ranks import Team, on_ranks
@@ -17,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from jobkit.errors import JobkitError
+from jobkit.errors import JobkitError, UsageError
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.layout import factor
+from jobkit.train.accumulation import backward
 from jobkit.train.engine import Engine
 from jobkit.train.parallel import Parallel
 from jobkit.worker.metrics import MetricLog
@@ -249,3 +251,33 @@ def test_a_dtensor_is_logged_if_a_rank_has_all_of_it_and_refused_on_every_rank_i
 def test_what_is_no_number_is_refused_where_it_is_logged(value: Any, said: str, is_main: bool) -> None:
     reporter = RunReporter(None, 1, is_main, on_lost_lease=lambda error: None)  # type: ignore[arg-type]
     assert said in refusal(lambda: reporter.log({"x": value}))
+
+
+def pairs(output: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    own, table = target
+    return (output - own).square().mean() + (output @ table.T).mean()
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ((torch.ones(4, 3), torch.ones(7, 3)), {"micro_batch_size": 2}, r"a tensor of \[7, 3\] beside 4 samples"),
+        ({"captions": ["a", "b", "c", "d"]}, {"micro_batch_size": 2}, "a list of str"),
+        (np.ones(4), {"micro_batch_size": 2}, "an array"),
+        (torch.ones(4, 3), {"micro_batch_size": -1}, "micro_batch_size is -1"),
+    ],
+)
+def test_what_cannot_be_cut_with_the_samples_is_refused(target: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        backward(torch.nn.Linear(3, 3), torch.ones(4, 3), pairs, target, **options)
+
+
+def test_in_one_piece_a_target_may_have_a_table_of_another_length() -> None:
+    model = torch.nn.Linear(3, 3)
+    target = torch.ones(4, 3), torch.ones(7, 3)
+    assert torch.equal(backward(model, torch.ones(4, 3), pairs, target), pairs(model(torch.ones(4, 3)), target))
+
+
+def test_a_batch_that_tells_no_size_is_refused() -> None:
+    with pytest.raises(UsageError, match="no tensor in it that tells how many samples"):
+        backward(torch.nn.Linear(3, 3), {"texts": ["a", "b"]}, pairs, None, global_batch_size=2)

@@ -518,11 +518,11 @@ def normalise(team: Team, case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3"])
-def test_ranks_save_and_go_on_with_the_first_ones_batch_norm(name: str) -> None:
+def test_ranks_save_the_first_ones_batch_norm_and_go_on_with_their_own(name: str) -> None:
     (first, after, saved), (second, other_after, other_saved) = on_ranks(2, normalise, STRATEGIES[name])
     assert not torch.equal(first, second), "each has seen samples of its own"
-    for one in (after, saved, other_after, other_saved):
-        assert torch.equal(one, first)
+    assert torch.equal(saved, first) and torch.equal(other_saved, first)
+    assert torch.equal(after, first) and torch.equal(other_after, second)
 
 
 # Pieces

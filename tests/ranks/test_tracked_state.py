@@ -319,3 +319,38 @@ def test_what_no_checkpoint_could_hold_is_refused_at_once(tmp_path: Path) -> Non
     assert "rule: its state_dict holds what cannot be saved" in refused
     (refused,) = attempt(1, tmp_path / "2", two_of_one_name)
     assert "ctx.track(position=...): another object has that name" in refused
+
+
+class Counted(torch.nn.Module):
+    """A layer that reads a buffer which each rank has for itself, as statistics of its own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.mean()
+        return self.layer(x) * (1 + self.seen.detach())
+
+
+def with_buffers_of_its_own(ctx: Any, stop: bool) -> list[Any]:
+    model = ctx.parallelize(Counted())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(8):
+        model(torch.ones(2, 3) * (ctx.rank + step + 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if stop:
+            stop_after(ctx, 4)
+    return [float(model.seen), *(one.full_tensor().tolist() for one in model.parameters())]
+
+
+def test_a_checkpoint_changes_no_ranks_own_buffers_and_keeps_them(tmp_path: Path) -> None:
+    config = "parallel: zero3\nresources: {tasks_per_node: 2}\ncheckpoint: {every: "
+    whole = attempt(2, tmp_path / "rare", with_buffers_of_its_own, False, config=config + "1000}")
+    assert whole[0][0] == sum(range(1, 9)) and whole[1][0] == sum(range(2, 10))
+    assert attempt(2, tmp_path / "often", with_buffers_of_its_own, False, config=config + "2}") == whole
+    assert attempt(2, tmp_path, with_buffers_of_its_own, True, config=config + "1000}") == [STOPPED, STOPPED]
+    assert attempt(2, tmp_path, with_buffers_of_its_own, False, config=config + "1000}") == whole
