@@ -103,6 +103,7 @@ class TrainingLoop:
         if self.total is not None:
             raise UsageError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
         self._engine.check_tracked([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
+        self._tracked.check_unchanged()
         self.total = total
         if self._engine.scaler is not None:
             self._tracked.add(LOSS_SCALE, self._engine.scaler)

@@ -6,10 +6,14 @@ A handler only sets a flag; all that follows happens at a step boundary, on all 
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from multiprocessing.forkserver import ForkServer
+from multiprocessing.popen_fork import Popen
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from jobkit import slurm
@@ -66,30 +70,47 @@ class StopSignals:
 
         for number in NUMBERS:
             signal.signal(number, note)
-        # Slurm signals data loader workers too, and one that dies takes its rank with it, before the checkpoint.
-        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS))
-        _block_in_started_workers()
+        _spare_loader_workers()
 
     def clear(self) -> None:
         self.signal = None
 
 
-def _block_in_started_workers() -> None:
-    """Have workers that are started by spawn or forkserver block the signals from their first moment on, as forked do.
+def _spare_loader_workers() -> None:
+    """Have the workers of every DataLoader block the signals from their first moment on, however they are started.
 
-    A new program inherits what is blocked. It imports torch for seconds before it could block anything by itself. All
-    that multiprocessing starts so, the server of forkserver too, goes through this function of it.
+    Slurm signals them too, and one that dies takes its rank with it, before the checkpoint. A process inherits what is
+    blocked; it could block anything by itself only after it has imported torch, which sets handlers of its own. Other
+    children are not to inherit it, nor what they start: those that are forked have the handlers of `install`, which do
+    nothing there, and lose them with a new program. As these ignore SIGTERM, `terminate` sends SIGKILL instead, which
+    for a process without handlers is the same.
     """
-    start = multiprocessing.util.spawnv_passfds
+    start, ensure_running = BaseProcess.start, ForkServer.ensure_running
 
-    def start_blocked(*arguments: Any) -> Any:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
-        try:
-            return start(*arguments)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def start_spared(process: Any) -> None:
+        of_loader = getattr(getattr(process, "_target", None), "__module__", "").startswith("torch.utils.data.")
+        with _blocked() if of_loader else nullcontext():
+            start(process)
 
-    multiprocessing.util.spawnv_passfds = start_blocked  # type: ignore[assignment]
+    def ensure_running_spared(server: ForkServer) -> None:  # whose workers have what it has
+        with _blocked():
+            ensure_running(server)
+
+    def terminate(started: Any) -> None:
+        started._send_signal(signal.SIGKILL)
+
+    BaseProcess.start = start_spared  # type: ignore[method-assign]
+    ForkServer.ensure_running = ensure_running_spared  # type: ignore[assignment, method-assign]
+    Popen.terminate = terminate  # type: ignore[assignment, method-assign]
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 STOP_SIGNALS = StopSignals()

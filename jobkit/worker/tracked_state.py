@@ -34,6 +34,7 @@ from jobkit.train.optimizer_state import (
 )
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.pipeline import Pipeline
+from jobkit.worker.marks import Mark
 from jobkit.worker.pending_gradients import PendingGradients, checksums, set_gradients
 
 PART = "#"
@@ -74,6 +75,7 @@ class TrackedState:
         self._pending = PendingGradients()
         self._loaded = loaded
         self._names: Names = {}
+        self._marks: dict[str, Mark] = {}
         self._orders: dict[str, list[GradientOrder]] = {}
         self._frozen = FrozenParameters() if weights == "trainable" else None
 
@@ -103,8 +105,14 @@ class TrackedState:
         if isinstance(value, nn.Module) and not per_rank and self._frozen is not None:
             self._frozen.watch(unwrapped(value), self._saved_tensors(name))
         (self.own_objects if per_rank else self.objects)[name] = value
+        self._marks[name] = Mark(name, unwrapped(value), is_restored=self._loaded is not None)
         if isinstance(value, torch.optim.Optimizer):
             self._pending.watch(value)
+
+    def check_unchanged(self) -> None:
+        """Raise UsageError for an object that was changed since it was tracked, as each resume would do again."""
+        for mark in self._marks.values():
+            mark.check()
 
     def forget_checkpoint(self) -> list[str]:
         """Nothing is restored from here on; returns the names in the checkpoint that nothing was tracked for."""

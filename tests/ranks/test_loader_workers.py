@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +68,30 @@ def test_workers_that_are_told_to_stop_work_on_until_the_checkpoint(tmp_path: Pa
     whole = Loader(DATA, global_batch_size=6, name="0")
     expected = [batch[0].tolist() for batch in itertools.islice(whole, STEPS)][3:]
     assert [list(itertools.chain(*parts)) for parts in zip(*rests, strict=True)] == expected
+
+
+def sleep_long(_: Any = None) -> None:
+    time.sleep(600)
+
+
+def children_of_ones_own(ctx: Any) -> list[bool]:
+    """Whether each of some children ends when it is told to."""
+    ctx.track(loader=ctx.loader(DATA, global_batch_size=6))
+    ended = []
+    for _ in ctx.steps(1):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            pool.map_async(sleep_long, [None])
+        ended.append(True)
+        process = multiprocessing.get_context("fork").Process(target=sleep_long)
+        process.start()
+        process.terminate()
+        process.join(30)
+        ended.append(process.exitcode is not None)
+        with subprocess.Popen(["sleep", "600"], preexec_fn=os.setsid) as program:
+            program.terminate()
+            ended.append(program.wait(30) == -signal.SIGTERM)
+    return ended
+
+
+def test_children_of_the_users_own_end_when_they_are_told_to(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path, children_of_ones_own) == [[True] * 3]

@@ -354,3 +354,32 @@ def test_a_checkpoint_changes_no_ranks_own_buffers_and_keeps_them(tmp_path: Path
     assert attempt(2, tmp_path / "often", with_buffers_of_its_own, False, config=config + "2}") == whole
     assert attempt(2, tmp_path, with_buffers_of_its_own, True, config=config + "1000}") == [STOPPED, STOPPED]
     assert attempt(2, tmp_path, with_buffers_of_its_own, False, config=config + "1000}") == whole
+
+
+def changed_after_track(ctx: Any, how: str, steps: int = 40) -> None:
+    model = ctx.parallelize(torch.nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = ctx.loader(torch.utils.data.TensorDataset(torch.ones(9, 3)), global_batch_size=3)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    if how == "schedule":
+        torch.optim.lr_scheduler.LinearLR(optimizer)
+    if how == "batch":
+        next(loader)
+    if how == "weights":
+        torch.nn.init.ones_(model.weight)
+    if how == "rate":  # which may be set anew in each attempt
+        optimizer.param_groups[0]["lr"] = 0.2
+    for _ in ctx.steps(steps):
+        if how == "":
+            stop_after(ctx, 3)
+
+
+def test_what_each_resume_would_change_again_is_refused(tmp_path: Path) -> None:
+    def told(how: str) -> str:
+        return str(attempt(1, tmp_path, changed_after_track, how)[0])
+
+    assert "a learning-rate schedule of optimizer was made after ctx.track" in told("schedule")
+    assert "loader: a batch was drawn between ctx.track and the first step" in told("batch")
+    assert told("") == STOPPED
+    assert "model: weight was changed after ctx.track had restored it" in told("weights")
+    assert told("rate") == "None"
