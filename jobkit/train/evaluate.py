@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
@@ -89,6 +90,7 @@ def computed(
 def as_scores(function: PerSample | Metrics) -> Callable[[Any, Tensor], Tensor | dict[str, Tensor]]:
     """`function`, with what it returns as float64; it raises ValueError where that is not one value a sample."""
 
+    @functools.wraps(function)
     def scores(batch: Any, ids: Tensor) -> Tensor | dict[str, Tensor]:
         result = function(batch, ids)
         if not isinstance(result, Mapping):

@@ -72,13 +72,25 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, names: Names, state: 
         if missing := [name for name in wanted if name not in saved]:
             raise ValueError(f"it has no parameter {missing[0]!r}")
         groups.append({**_options(saved[wanted[0]] if wanted else group), "params": wanted})
+    known = set(names.values()) - {names[parameter] for parameter in parameters_of(optimizer)}
+    if lost := [name for name in saved if name in known]:
+        raise ValueError(f"it has {lost[0]!r}, which no group of this one has: add_param_group before ctx.track")
     # In the order of the groups: a set's differs from rank to rank, and so would the state that is saved next.
     present = [name for group in groups for name in group["params"] if name in state["state"]]
     own.load_state_dict({**state, "state": {name: state["state"][name] for name in present}, "param_groups": groups})
+    by_name = {names[parameter]: parameter for parameter in parameters_of(own)}
+    for name in present:  # torch gives state the type of its parameter; master copies have another
+        _restore_types(own.state[by_name[name]], state["state"][name])
     if own is not optimizer:  # what a learning-rate schedule changes is the outer one's
         for group in optimizer.param_groups:
             if group["params"]:
                 group.update(_options(saved[names[group["params"][0]]]))
+
+
+def _restore_types(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
+            live[key] = value.to(live[key].device)
 
 
 def placed_like(parameter: nn.Parameter, shape: torch.Size, dtype: torch.dtype) -> DTensor | None:

@@ -61,6 +61,8 @@ class Outputs:
             raise ValueError(f"batch_size is {batch_size}, and must be at least 1")
         self.length = length
         self.batch_size = batch_size
+        self.of = ""
+        """What was called on what, for another attempt to know it by."""
         self.known = torch.zeros(math.ceil(length / batch_size), dtype=torch.bool)
         """Whether any rank has the outputs of batch number `i`."""
         self.form: Form | None = None
@@ -71,13 +73,13 @@ class Outputs:
 
     def header(self) -> tuple[Any, ...]:
         """All but the outputs, for `of_header`."""
-        return self.length, self.batch_size, self.known, self.form
+        return self.length, self.batch_size, self.of, self.known, self.form
 
     @classmethod
     def of_header(cls, header: tuple[Any, ...]) -> Outputs:
         """Outputs without pieces, as of another rank, or of one whose pieces are read elsewhere."""
         outputs = cls(*header[:2])
-        outputs.known, outputs.form = header[2:]
+        outputs.of, outputs.known, outputs.form = header[2:]
         return outputs
 
     @property

@@ -344,6 +344,7 @@ class Context:
                 function,
                 items,
                 step=self.step,
+                place="in the step" if self._loop.is_in_step else "before the loop",
                 equal=self._tracked.replicas(),
                 may_stop=self._loop.may_stop_here,
                 stop_if_told=self._loop.stop_if_told,

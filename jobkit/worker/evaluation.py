@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterable
@@ -58,16 +59,18 @@ class Evaluator:
         equal: Iterable[nn.Module],
         may_stop: Callable[[], bool],
         stop_if_told: Callable[[], None],
+        place: str = "",
         to_all: bool = True,
         **options: Any,
     ) -> Any:
         """The outputs of all samples, on every rank or on rank 0; see Context.map.
 
         `may_stop`: whether nothing of the step would be repeated. `stop_if_told` is called on all ranks after a signal;
-        it raises Stopped, or it was a false alarm. `equal` are modules whose buffers are the same on all ranks;
+        it raises Stopped, or it was a false alarm. `place` tells evaluations of one step apart, as those
+        before the loop. `equal` are modules whose buffers are the same on all ranks;
         `options` are those of jobkit.train.evaluate.computed.
         """
-        outputs = self._begin(step, Outputs(len(dataset), batch_size))
+        outputs = self._begin(step, Outputs(len(dataset), batch_size), f"{place}: {_called(function, dataset)}")
         group, stoppable = self._rank.group, True
         try:
             while missing := outputs.missing():
@@ -146,16 +149,17 @@ class Evaluator:
 
     # Across attempts
 
-    def _begin(self, step: int, outputs: Outputs) -> Outputs:
+    def _begin(self, step: int, outputs: Outputs, of: str) -> Outputs:
         """The next evaluation of a step, with what an earlier attempt has found of it."""
         if step != self._step:
             first, self._step, self._of_step = self._step is None, step, []
             self._kept = self._load() if first else []
         if len(self._of_step) < len(self._kept):
             kept = self._kept[len(self._of_step)]
-            if (kept.length, kept.batch_size) == (outputs.length, outputs.batch_size):
+            if (kept.length, kept.batch_size, kept.of) == (outputs.length, outputs.batch_size, of):
                 outputs = kept
                 self._reporter.record(Event.EVALUATION_RESUMED, step=step, done=kept.done, total=kept.length)
+        outputs.of = of
         self._of_step.append(outputs)
         return outputs
 
@@ -196,6 +200,15 @@ class Evaluator:
         if self._rank.is_main:
             with suppress(OSError):
                 self._rank.run.evaluation_file.unlink(missing_ok=True)
+
+
+def _called(function: Any, dataset: Any) -> str:
+    """A function by its name and line, and a dataset by its type: the same in each attempt of the same code."""
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    line = f" in line {code.co_firstlineno}" if code is not None else ""
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    return f"{getattr(inner, '__module__', '')}.{name}{line} of {type(dataset).__qualname__}"
 
 
 def write_outputs(file: Path, key: dict[str, Any], evaluations: list[Outputs]) -> None:

@@ -99,7 +99,7 @@ def _spare_loader_workers() -> None:
     def terminate(started: Any) -> None:
         started._send_signal(signal.SIGKILL)
 
-    BaseProcess.start = start_spared  # type: ignore[method-assign]
+    BaseProcess.start = start_spared  # type: ignore[assignment, method-assign]
     ForkServer.ensure_running = ensure_running_spared  # type: ignore[assignment, method-assign]
     Popen.terminate = terminate  # type: ignore[assignment, method-assign]
 

@@ -383,3 +383,70 @@ def test_what_each_resume_would_change_again_is_refused(tmp_path: Path) -> None:
     assert told("") == STOPPED
     assert "model: weight was changed after ctx.track had restored it" in told("weights")
     assert told("rate") == "None"
+
+
+class Masters(torch.optim.SGD):
+    """SGD of bfloat16 parameters with copies in float32, which take the steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("master", parameter.float())
+            state["master"] -= 1e-3 * parameter.grad.float()
+            parameter.copy_(state["master"])
+
+
+def with_masters(ctx: Any, stop: bool) -> list[float]:
+    model = ctx.parallelize(torch.nn.Linear(3, 1).bfloat16())
+    optimizer = Masters(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    for _ in ctx.steps(30):
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if stop:
+            stop_after(ctx, 3)
+    return [float(one) for one in optimizer.state[model.weight]["master"].flatten()]
+
+
+def with_another_group(ctx: Any, stop: bool) -> None:
+    model = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(30):
+        if step == 2:
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        if stop:
+            stop_after(ctx, 3)
+
+
+def test_an_optimizers_state_keeps_its_types_and_loses_no_parameter(tmp_path: Path) -> None:
+    (whole,) = attempt(1, tmp_path / "whole", with_masters, False)
+    assert attempt(1, tmp_path / "1", with_masters, True) == [STOPPED]
+    assert attempt(1, tmp_path / "1", with_masters, False) == [whole]
+    assert attempt(1, tmp_path / "2", with_another_group, True) == [STOPPED]
+    (refused,) = attempt(1, tmp_path / "2", with_another_group, False)
+    assert "it has '1.weight', which no group of this one has: add_param_group before ctx.track" in refused
+
+
+def with_a_baseline(ctx: Any, stop: bool) -> tuple[float, float]:
+    model = ctx.parallelize(torch.nn.Linear(3, 1))
+    ctx.track(model=model)
+    held_out = torch.utils.data.TensorDataset(torch.ones(200, 3))
+    baseline = ctx.evaluate(lambda batch, ids: ids * 0 + 1000.0, held_out, batch_size=2)
+
+    def error(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        if stop and ctx.step == 1 and ids[0] == 100:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ids * 0 + 1.0
+
+    for _ in ctx.steps(2):
+        found = ctx.evaluate(error, held_out, batch_size=2)
+    return baseline, found
+
+
+def test_what_is_kept_of_an_evaluation_is_not_given_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOBKIT_CODE", "1")
+    assert attempt(1, tmp_path, with_a_baseline, True) == [STOPPED]
+    assert attempt(1, tmp_path, with_a_baseline, False) == [(1000.0, 1.0)]
