@@ -6,9 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from jobkit.checkpoint.summary import summarise
 from jobkit.train.names import module_state, plain_name
 
 
@@ -20,17 +21,16 @@ class FrozenParameters:
     """
 
     def __init__(self) -> None:
-        self._changes: dict[nn.Module, dict[str, int]] = {}
+        self._known: dict[nn.Module, dict[str, _Kept]] = {}
 
     def watch(self, module: nn.Module, saved: Collection[str]) -> None:
         """From here on changes count; `saved` are the names in the checkpoint that the module was restored from."""
-        found = frozen_parameters(module)
-        self._changes[module] = {name: _changes(one) for name, one in found.items() if name not in saved}
+        self._known[module] = {name: one for name, one in _kept(module).items() if name not in saved}
 
     def untouched(self, module: nn.Module) -> list[str]:
         """The names of those of a module."""
-        known = self._changes.get(module, {})
-        return [name for name, one in frozen_parameters(module).items() if known.get(name) == _changes(one)]
+        known = self._known.get(module, {})
+        return [name for name, one in _kept(module).items() if known.get(name) == one] if known else []
 
     def complete(self, module: nn.Module, state: dict[str, Any]) -> None:
         """Add to a saved state the module's own frozen parameters, where it was saved without."""
@@ -46,8 +46,21 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): parameter for name, parameter in named if not parameter.requires_grad}
 
 
-def _changes(parameter: nn.Parameter) -> int:
-    """How often it was written to."""
+_Kept = tuple[int, int, int, tuple[str, bytes]]
+"""What a parameter is known to be the same by: object, address, how often it was written to, and some elements: writes
+through `.data`, as of a momentum encoder, torch does not count."""
+
+
+def _kept(module: nn.Module) -> dict[str, _Kept]:
+    found = frozen_parameters(module)
     with torch.no_grad():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return parameter._version + (0 if local is parameter else local._version)
+        local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in found.items()}
+    elements = summarise(local)
+    return {
+        name: (id(one), _address(local[name]), one._version + local[name]._version, elements[name])
+        for name, one in found.items()
+    }
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0

@@ -146,8 +146,15 @@ class TrackedState:
         return state
 
     def left_out(self, value: nn.Module) -> list[str]:
-        """The names of the module's parameters that are not saved, `checkpoint.weights: trainable`."""
-        return [] if self._frozen is None else self._frozen.untouched(unwrapped(value))
+        """The names of the module's parameters that are not saved, `checkpoint.weights: trainable`. Collective."""
+        if self._frozen is None:
+            return []
+        module = unwrapped(value)
+        untouched = self._frozen.untouched(module)
+        touched = frozen_parameters(module).keys() - set(untouched)
+        # Of a shared one the part of one rank may have changed, and another's be empty.
+        anywhere = {name for of_one in self._group.gather(sorted(touched)) for name in of_one}
+        return [name for name in untouched if name not in anywhere]
 
     def trees(self) -> tuple[dict[str, Any], dict[str, Sequence[int]], dict[str, Any]]:
         """This rank's part of the shared state by name, for what only some ranks have, which, and its own state."""

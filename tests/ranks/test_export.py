@@ -300,8 +300,10 @@ def train_a_part(ctx: Any, weights: float, stop: bool) -> Any:
         for parameter in module.out.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        with torch.no_grad():
-            module.teacher.weight.add_(1)
+        if ctx.world_size == 1:  # as momentum encoders are written: torch counts no write
+            module.teacher.weight.data = module.teacher.weight.data * 1.0 + 1
+        else:
+            module.teacher.weight.data.add_(1)
         if stop:
             stop_after(ctx, 1)
     own = [one.to_local() if isinstance(one, DTensor) else one for one in (module.net[0].weight, module.teacher.weight)]
