@@ -41,7 +41,12 @@ def save_weights(
     metadata = {"format": "pt", **{key: json.dumps(value) for key, value in about.items() if value}}
     file, beside = folder / f"{name}.safetensors", folder / f"{name}.extra.pt"
     folder.mkdir(exist_ok=True)
-    written = [_write(file, lambda path: save_file(stored, str(path), metadata=metadata))]
+
+    def save(path: Path) -> None:
+        save_file(stored, str(path), metadata=metadata)
+        _sort_metadata(path)
+
+    written = [_write(file, save)]
     if extra:
         written.append(_write(beside, lambda path: torch.save(extra, path)))
     for temporary, final in reversed(written):  # the one that names the other comes last
@@ -138,3 +143,15 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if storage:
             seen.add(storage)
     return found
+
+
+def _sort_metadata(path: Path) -> None:
+    """Give the metadata of a safetensors file one order: the library's differs from process to process."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        if len(text) == length:  # else it is written in another way than JSON's shortest, and stays
+            file.seek(8)
+            file.write(text)
