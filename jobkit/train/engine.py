@@ -55,8 +55,6 @@ class Engine:
         self._device = device
         self._backwards, self._updates = 0, 0
         self._shares_checked = False
-        self._scale_used = 1.0
-        """The loss scale that the gradients have been computed with."""
         self._swapped: list[ExitStack] = []
         """Of each `averaged` that the caller is inside of: what ends it."""
 
@@ -170,9 +168,9 @@ class Engine:
         if global_batch_size is None:
             global_batch_size = self._loaders_batch_size(batch_size(inputs))
         self._backwards += 1
-        self._scale_used = self.scaler.scale if self.scaler is not None else 1.0
+        scale = self.scaler.begin(self._has_gradients) if self.scaler is not None else 1.0
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
-        options: dict[str, Any] = {**sizes, "autocast": self.autocast, "scale": self._scale_used}
+        options: dict[str, Any] = {**sizes, "autocast": self.autocast, "scale": scale}
         return self.parallel.backward(model, inputs, loss, target, **options)
 
     def _loaders_batch_size(self, given: int) -> int:
@@ -195,15 +193,18 @@ class Engine:
             )
         return size
 
+    def _has_gradients(self) -> bool:
+        return any(one.grad is not None for module in self.modules for one in module.parameters())
+
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
         """Unscale, clip, step and set the gradients to None; the norm before clipping. See Context.update."""
         parameters = parameters_of(optimizer)
         norm: torch.Tensor | None = None
         accepted = True
         if self.scaler is not None:
-            norm = self.parallel.norm(parameters) / self._scale_used
+            norm = self.parallel.norm(parameters) / self.scaler.used
             accepted = self.scaler.accepts(norm)
-            scale_gradients(parameters, 1 / self._scale_used)
+            scale_gradients(parameters, 1 / self.scaler.used)
         elif max_norm is not None:
             norm = self.parallel.norm(parameters)
         if accepted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,15 @@ class LossScaler:
     def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.scale = scale
         self.growth_interval = growth_interval
+        self.used = 1.0
+        """What the gradients that there are have been multiplied by."""
         self._good_steps = 0
+
+    def begin(self, pending: Callable[[], bool]) -> float:
+        """What to multiply the next gradients by: the scale as it is now, unless they are added to `pending` ones."""
+        if self.used != self.scale and not pending():
+            self.used = self.scale
+        return self.used
 
     def accepts(self, norm: Tensor) -> bool:
         """Whether gradients of this norm may be used; adjusts the scale. Waits for the device."""
@@ -89,7 +97,8 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_steps": self._good_steps}
+        return {"scale": self.scale, "used": self.used, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
+        self.used = float(state["used"])

@@ -148,15 +148,18 @@ def untouched(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_untouched(tensor: Tensor) -> bool:
-    """Whether some of what `untouched` filled it with is still there; of integers, all of it."""
+def is_untouched(tensor: Tensor, writes: int) -> bool:
+    """Whether some of what `untouched` filled it with is still there; of integers, all of it.
+
+    Types all of whose values an initialiser may write, as a mask's bool, are known by the number of writes.
+    """
     if not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     if tensor.dtype in (torch.int16, torch.int32, torch.int64):
         return bool((tensor == torch.iinfo(tensor.dtype).min).all())
-    return False
+    return writes == 0
 
 
 def changes(tensor: Tensor, begun: dict[int, tuple[Tensor, int]]) -> int:

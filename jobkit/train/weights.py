@@ -144,7 +144,7 @@ class Weights:
             if whole.names[0] != name:
                 continue  # a tied one is its first owner's
             value, changes = found[name]
-            if is_untouched(value):
+            if is_untouched(value, changes):
                 raise UsageError(
                     f"ctx.parallelize: {name} is on the meta device, and what initialises "
                     f"{block.name or 'the model'} leaves it as it is: see to it in init_weights() or reset_parameters()"

@@ -204,6 +204,14 @@ class Bare(nn.Module):
         self.scale = nn.Parameter(torch.ones(4))
 
 
+class Masked(nn.Linear):
+    """A causal mask beside weights that initialise themselves: nothing gives it its values again."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4, dtype=torch.bool)))
+
+
 class Forgetful(Bare):
     def reset_parameters(self) -> None:
         pass
@@ -221,6 +229,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Linear(2, 2), Forgetful()),
         "1.scale is on the meta device, and what initialises",
     ),
+    "mask": (lambda: nn.Sequential(Masked()), "0.mask is on the meta device, and what initialises"),
     "lost": (lambda: nn.Sequential(scaled(nn.Linear(2, 2))), "0.weight is on the meta device, and was given values by"),
 }
 
@@ -243,7 +252,7 @@ def refuse(team: Team) -> list[str]:
 
 def test_what_cannot_initialise_itself_on_meta_and_different_models_are_refused_on_all_ranks() -> None:
     for of_rank in on_ranks(2, refuse):
-        assert len(of_rank) == 4
+        assert len(of_rank) == 5
         for said, (_, expected) in zip(of_rank, REFUSED.values(), strict=False):
             assert expected in said
-        assert "not the same as rank 0's" in of_rank[3]
+        assert "not the same as rank 0's" in of_rank[4]

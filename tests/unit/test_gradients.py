@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobkit.train.gradients import clip_gradients, gradient_norm, scale_gradients
+from jobkit.train.gradients import LossScaler, clip_gradients, gradient_norm, scale_gradients
 
 
 def parameter(gradient: Tensor) -> nn.Parameter:
@@ -30,3 +30,14 @@ def test_parameters_without_gradients_are_left_as_they_are() -> None:
     clip_gradients(frozen, 1.0, gradient_norm(frozen))
     scale_gradients(frozen, 0.5)
     assert frozen[0].grad is None
+
+
+def test_gradients_that_are_added_to_others_have_the_scale_of_those() -> None:
+    scaler = LossScaler(scale=8.0)
+    assert scaler.begin(lambda: False) == 8.0
+    assert not scaler.accepts(torch.tensor(torch.inf))
+    assert (scaler.scale, scaler.begin(lambda: True)) == (4.0, 8.0)
+    resumed = LossScaler(scale=2.0)
+    resumed.load_state_dict(scaler.state_dict())
+    assert resumed.begin(lambda: True) == 8.0, "those of before the interruption are unscaled by another number"
+    assert resumed.begin(lambda: False) == 4.0
