@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
+from torch.utils.data import Dataset, Sampler, Subset, default_collate, get_worker_info
 
 from jobkit.errors import UsageError
-from jobkit.train.loader_options import LoaderOptions
+from jobkit.train.loader_options import LoaderOptions, Share, whole_number
 from jobkit.train.nested import to_device
 from jobkit.train.order import SampleOrder
 from jobkit.train.seeds import derive_seed, preserved_generators, sample_seeds, seed_cpu_generators
 from jobkit.train.streams import StreamSource, is_stream
-
-T = TypeVar("T", covariant=True)
 
 AHEAD = 256
 """Samples whose order is computed at once."""
@@ -33,39 +31,53 @@ class _Shares(Sampler[list[tuple[int, int]]]):
             number += count
 
 
-class SeededDataset(Dataset[T], Generic[T]):
-    """Gives each sample random numbers of its own, so that augmentation depends on (seed, epoch, sample) alone.
+class SeededBatches(Dataset[Any]):
+    """Makes the batches of a dataset, and gives each sample random numbers of its own.
 
-    Then a sample looks the same whichever rank and worker loads it, and after a resume. A dataset with `__getitems__`
-    makes several at once: what it draws for them depends on the first of these. The generators of the training process
-    are put back afterwards.
+    So augmentation depends on (seed, epoch, sample) alone: a sample looks the same whichever rank and worker loads it,
+    and after a resume. A dataset with `__getitems__` makes several at once: what it draws for them, and what
+    `collate_fn` draws, depends on the first of these. A dataset with `set_epoch` is told the epoch, in workers too. The
+    generators of the training process are put back afterwards.
     """
 
-    def __init__(self, dataset: Dataset[T], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[Any], Any] | None) -> None:
         self.dataset = dataset
-        self._seed = derive_seed(seed, "sample")
+        self._collate = collate_fn or default_collate
+        self._of_samples, self._of_batches = derive_seed(seed, "sample"), derive_seed(seed, "collate")
+        self._epoch: int | None = None
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[T]:
-        """A batch, as DataLoader asks for it: to put the generators back takes longer than many a sample."""
-        # A worker process has nobody else's generators to spare.
+    def of_worker(self, number: int) -> Dataset[Any]:
+        """The user's dataset."""
+        return self.dataset
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
+        """A batch, as DataLoader asks for it."""
+        # To put the generators back takes longer than many a sample; a worker has nobody else's to spare.
         with nullcontext() if get_worker_info() is not None else preserved_generators():
-            return self._load(keys)
+            samples = self._load(keys)
+            seed_cpu_generators(sample_seeds(self._of_batches, keys[:1])[0])
+            return self._collate(samples)
 
-    def __getitem__(self, key: tuple[int, int]) -> T:
-        return self.__getitems__([key])[0]
-
-    def _load(self, keys: Sequence[tuple[int, int]]) -> list[T]:
+    def _load(self, keys: Sequence[tuple[int, int]]) -> Any:
         dataset, ids = self.dataset, [sample for _, sample in keys]
         while type(dataset) is Subset:  # its own __getitems__ would load sample after sample with one seed
             ids, dataset = [dataset.indices[sample] for sample in ids], dataset.dataset
         if callable(load := getattr(dataset, "__getitems__", None)):
-            seed_cpu_generators(sample_seeds(self._seed, keys[:1])[0])
-            return load(ids)  # type: ignore[no-any-return]
+            self._begin(dataset, keys[0][0])
+            seed_cpu_generators(sample_seeds(self._of_samples, keys[:1])[0])
+            return load(ids)
         samples = []
-        for seed, sample in zip(sample_seeds(self._seed, keys), ids, strict=True):
+        for (epoch, _), seed, sample in zip(keys, sample_seeds(self._of_samples, keys), ids, strict=True):
+            self._begin(dataset, epoch)
             seed_cpu_generators(seed)
             samples.append(dataset[sample])
         return samples
+
+    def _begin(self, dataset: Any, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+                set_epoch(epoch)
 
 
 class Source(Protocol):
@@ -99,13 +111,8 @@ class DatasetSource:
     def __init__(
         self,
         dataset: Dataset[Any],
+        share: Share,
         *,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        seed: int,
-        options: LoaderOptions,
         shuffle: bool,
         weights: Sequence[float] | torch.Tensor | None,
     ) -> None:
@@ -114,18 +121,18 @@ class DatasetSource:
                 f"the {type(dataset).__name__} of ctx.loader has no length: give it __len__, or make it an "
                 "IterableDataset"
             )
-        self._order = SampleOrder(len(dataset), global_batch_size, seed, shuffle, weights)
-        self._seeded = SeededDataset(dataset, seed)
-        self._rank, self._world_size, self._device, self._options = rank, world_size, device, options
+        self._order = SampleOrder(len(dataset), share.global_batch_size, share.seed, shuffle, weights)
+        self._made = SeededBatches(dataset, share.seed, share.options.collate_fn)
+        self._share = share
 
     def batches(self, position: int) -> Iterator[Any]:
         """This rank's shares of the global batches from number `position` on."""
-        shares = _Shares(self._order, position, self._rank, self._world_size)
-        return self._options.batches(self._seeded, self._device, shares)
+        shares = _Shares(self._order, position, self._share.rank, self._share.world_size)
+        return self._share.options.batches(self._made, self._share, position, shares)
 
     def samples(self, number: int) -> list[int]:
         """Ids of this rank's samples in a global batch."""
-        return [sample for _, sample in self._order.share(number, self._rank, self._world_size)]
+        return [sample for _, sample in self._order.share(number, self._share.rank, self._share.world_size)]
 
     def epochs(self, position: int) -> float:
         """Passes over the dataset up to a position, with the fraction of the current one."""
@@ -178,6 +185,7 @@ class Loader:
     ) -> None:
         others = ("global_batch_size", "name", "shuffle", "weights", "sharded", "own_state")
         made = LoaderOptions.of(options, others)
+        global_batch_size = whole_number(global_batch_size)
         _check_batch_size(global_batch_size, world_size)
         self.dataset, self.name = dataset, name
         self.device = device or torch.device("cpu")
@@ -191,21 +199,21 @@ class Loader:
         """Whether a batch was drawn where gradients are on."""
         self.current: int | None = None
         """Number of the global batch handed out last, or being loaded."""
-        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": self.device}
-        place |= {"global_batch_size": global_batch_size, "options": made, "seed": derive_seed(seed, "loader", name)}
+        seed = derive_seed(seed, "loader", name)
+        share = Share(rank, world_size, global_batch_size, seed, self.device, made)
         ordered = {"shuffle": shuffle or None, "weights": weights}
         streamed: dict[str, Any] = {"sharded": sharded, "own_state": own_state}
         self._source: Source
         if is_stream(dataset):
             if given := [key for key, value in ordered.items() if value is not None]:
                 raise UsageError(f"{given[0]} of ctx.loader: a stream comes in an order of its own, so do it there")
-            self._source = StreamSource(dataset, **place, **streamed)
+            self._source = StreamSource(dataset, share, **streamed)
         else:
             if given := [key for key, value in streamed.items() if value is not None]:
                 raise UsageError(
                     f"{given[0]} of ctx.loader is for streams, and this dataset has a length: leave it out"
                 )
-            self._source = DatasetSource(dataset, **place, shuffle=_shuffle(shuffle, weights), weights=weights)
+            self._source = DatasetSource(dataset, share, shuffle=_shuffle(shuffle, weights), weights=weights)
         self._iterator: Iterator[Any] | None = None
 
     @property
@@ -225,7 +233,13 @@ class Loader:
         if self._iterator is None:
             self._iterator = self._source.batches(self.position)
         self.current = self.position
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except Exception:
+            # A script may go on after it. A dataset's next batch is the one after; a stream is read again.
+            self.position += not is_stream(self.dataset)
+            self._iterator = None
+            raise
         self.position += 1
         self.is_trained_on = self.is_trained_on or torch.is_grad_enabled()
         return to_device(batch, self.device)

@@ -9,11 +9,14 @@ from dataclasses import dataclass, fields
 from multiprocessing.context import BaseContext
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import worker as torchs_worker
 
 from jobkit.errors import UsageError, nearest
 from jobkit.run.device_kinds import has_streams
+from jobkit.train.seeds import derive_seed
 
 INSTEAD = {
     "batch_size": "give global_batch_size, the samples of a batch over all ranks",
@@ -56,6 +59,10 @@ class LoaderOptions:
         Raises UsageError for one that is unknown or cannot be.
         """
         own = [field.name for field in fields(cls)]
+        # What changes nothing may be given: a script's settings often are passed on as they are.
+        options = {name: value for name, value in options.items() if value is not None or name not in own}
+        if options.get("drop_last") is False:
+            del options["drop_last"]
         for name in options:
             if name in INSTEAD:
                 raise UsageError(f"ctx.loader takes no {name}: {INSTEAD[name]}")
@@ -64,7 +71,7 @@ class LoaderOptions:
                     f"ctx.loader takes no {name}{nearest(name, [*own, *others])} "
                     f"(it takes {', '.join([*others, *own])})"
                 )
-        made = cls(**options)
+        made = cls(**{name: whole_number(value) for name, value in options.items()})
         made._check()
         return made
 
@@ -87,25 +94,26 @@ class LoaderOptions:
             )
 
     def batches(
-        self, dataset: Dataset[Any], device: torch.device, batch_sampler: Iterable[Any] | None = None
+        self, dataset: Dataset[Any], share: Share, position: int, batch_sampler: Iterable[Any] | None = None
     ) -> Iterator[Any]:
-        """What DataLoader makes of a dataset; without a `batch_sampler` the dataset is a stream of batches."""
-        if batch_sampler is not None:
-            source: dict[str, Any] = {"batch_sampler": batch_sampler, "collate_fn": self.collate_fn}
-        else:
-            source = {"batch_size": None, "collate_fn": _as_it_is}
+        """What DataLoader hands on of a dataset that makes batches, from a position on; of a stream without a sampler.
+
+        `dataset.of_worker(number)` is the user's own, of which its workers are to know.
+        """
+        device = share.device
         loader = DataLoader(
             dataset,
-            **source,
+            **({"batch_size": None} if batch_sampler is None else {"batch_sampler": batch_sampler}),
+            collate_fn=_as_it_is,
             num_workers=self.num_workers,
-            worker_init_fn=self.worker_init_fn,
+            worker_init_fn=_InitWorker(self.worker_init_fn),
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers,
             multiprocessing_context=self.multiprocessing_context,
             pin_memory=has_streams(device.type) if self.pin_memory is None else self.pin_memory,
             timeout=self.timeout,
-            # A generator of its own: DataLoader would draw its base seed from the training's.
-            generator=torch.Generator().manual_seed(0),
+            # A generator of its own: DataLoader would draw the seed of its workers from the training's.
+            generator=torch.Generator().manual_seed(derive_seed(share.seed, "workers", share.rank, position)),
         )
         try:
             return iter(loader)
@@ -117,6 +125,37 @@ class LoaderOptions:
                 "dataset and its functions by pickle: define them at the top of a module, or give "
                 "multiprocessing_context='fork'"
             ) from error
+
+
+@dataclass(frozen=True)
+class Share:
+    """Whose share of the global batches a loader makes, from which seed, for which device, and how."""
+
+    rank: int
+    world_size: int
+    global_batch_size: int
+    seed: int
+    device: torch.device
+    options: LoaderOptions
+
+
+@dataclass
+class _InitWorker:
+    """What a worker begins with: it knows the user's dataset, and not what reads it; then the user's function."""
+
+    function: Callable[[int], None] | None
+
+    def __call__(self, number: int) -> None:
+        info: Any = get_worker_info()
+        known = {"id": info.id, "num_workers": info.num_workers, "seed": info.seed}
+        torchs_worker._worker_info = type(info)(**known, dataset=info.dataset.of_worker(number))
+        if self.function is not None:
+            self.function(number)
+
+
+def whole_number(value: Any) -> Any:
+    """A number of NumPy's as Python's; anything else as it is."""
+    return value.item() if isinstance(value, np.integer) else value
 
 
 def _check_number(name: str, value: Any, kinds: Any, least: int) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torchs_worker
 
+from jobkit.checkpoint.summary import digest, summarise
 from jobkit.errors import UsageError
-from jobkit.train.loader_options import LoaderOptions
+from jobkit.train.loader_options import Share
 from jobkit.train.order import share_of
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators
 
@@ -137,6 +138,8 @@ class _Item(NamedTuple):
     """None where there is no batch: it is another worker's turn."""
     is_empty: bool = False
     """Whether the stream has no sample."""
+    first: str | None = None
+    """Of the first batch of a stream that all ranks read whole, a digest of all ranks' samples."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,10 @@ class _Reader(IterableDataset[_Item]):
     seed: tuple[object, ...]
     collate_fn: Callable[[list[Any]], Any]
 
+    def of_worker(self, number: int) -> Any:
+        """The user's stream."""
+        return self.parts[number % len(self.parts)]
+
     def __iter__(self) -> Iterator[_Item]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
@@ -174,7 +181,7 @@ class _Reader(IterableDataset[_Item]):
             yield _Item(worker, None, None)  # DataLoader takes turns from worker 0 on
         # Batches that take samples of this stream: all, or each that is this worker's turn.
         number, step = (self.first, 1) if self.is_whole else (self.first + (worker - self.first) % workers, workers)
-        stream = self.parts[worker % len(self.parts)]
+        stream = self.of_worker(worker)
         if info is not None and isinstance(epoch := getattr(stream, "_epoch", None), torch.Tensor):
             stream._epoch = epoch.clone()  # Hugging Face's: in memory that workers share, and these are not in step
         samples = _Samples(
@@ -191,7 +198,9 @@ class _Reader(IterableDataset[_Item]):
             batch.append(sample)
             if len(batch) == self.size:
                 if number % workers == worker:
-                    yield _Item(worker, self.collate_fn(batch[self.share]), _Opaque(samples.place_now()))
+                    first = digest(summarise(batch)) if self.is_whole and number == self.first else None
+                    made = self.collate_fn(batch[self.share])
+                    yield _Item(worker, made, _Opaque(samples.place_now()), first=first)
                 batch = []
                 number += step
         yield _Item(worker, None, None, is_empty=True)
@@ -209,23 +218,22 @@ class StreamSource:
     def __init__(
         self,
         stream: Any,
+        share: Share,
         *,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        seed: int,
-        options: LoaderOptions,
         sharded: bool | None = None,
         own_state: bool | None = None,
     ) -> None:
-        self._device, self._options, self._seed = device, options, seed
-        self._global_batch_size = global_batch_size
-        self._rank, self._world_size = rank, world_size
-        self._streams = max(options.num_workers, 1)
+        self._of, self._options, self._seed = share, share.options, share.seed
+        self._global_batch_size = share.global_batch_size
+        self._rank, self._world_size = share.rank, share.world_size
+        self._streams = max(share.options.num_workers, 1)
+        if sharded is None and getattr(stream, "_distributed", None) is not None:
+            sharded = True  # Hugging Face's, which split_dataset_by_node has divided already
         self.sharing = OWN if sharded else SPLIT if sharded is None and _can_be_split(stream) else WHOLE
         self._parts = self._split(stream) if self.sharing == SPLIT else [stream]
         self._own_state = _has_exact_state(stream) if own_state is None else own_state
+        self._first: str | None = None
+        """A digest of the first global batch that was read in this attempt, by which ranks are compared."""
         self._places = [Place()] * (1 if self.sharing == WHOLE else self._streams)
 
     @property
@@ -262,7 +270,7 @@ class StreamSource:
             collate_fn=self._options.collate_fn or default_collate,
         )
         self._places = list(self._places)
-        items = self._options.batches(reader, self._device)
+        items = self._options.batches(reader, self._of, position)
         while True:
             with nullcontext() if self._options.num_workers else preserved_generators():
                 item = next(items)
@@ -272,13 +280,15 @@ class StreamSource:
                     f"the stream gives {where}rank {self._rank} no samples: it needs some for each"
                     + (", or fewer num_workers" if where else "")
                 )
+            self._first = item.first or self._first
             if item.place is not None:
                 self._places[item.worker % len(self._places)] = item.place.place
                 yield item.batch
 
     def state(self) -> dict[str, Any]:
         """How far each worker's stream had been read when the last batch was handed out."""
-        return {"sharing": self.sharing, "places": [asdict(place) for place in self._places]}
+        places = [asdict(place) for place in self._places]
+        return {"sharing": self.sharing, "places": places, "first": self._first}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; raises UsageError where the stream was shared out in another way."""

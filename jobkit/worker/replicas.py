@@ -12,6 +12,7 @@ from jobkit.checkpoint.summary import Difference, Summary, digest, first_differe
 from jobkit.errors import JobkitError, UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.train.data import Loader
 
 
 class Replicas:
@@ -64,6 +65,11 @@ def _advice(name: str, value: Any) -> str:
         return (
             "it should be equal on all ranks: load weights before ctx.parallelize, which gives all ranks those of rank "
             "0, and change it afterwards in the same way on each"
+        )
+    if isinstance(value, Loader):
+        return (
+            "ranks read other samples, or did not draw equally many batches: a stream that gives each rank samples of "
+            "its own is ctx.loader(..., sharded=True)"
         )
     if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
         return "it should be equal on all ranks: change it by values that all have, as those of ctx.evaluate"

@@ -88,3 +88,15 @@ def test_a_stateful_dataloader_of_the_users_own_continues_exactly(tmp_path: Path
     wholes = attempt(2, tmp_path / "undisturbed", train_with_own_loader, False, workers)
     assert attempt(2, tmp_path, train_with_own_loader, True, workers) == [STOPPED] * 2
     assert attempt(2, tmp_path, train_with_own_loader, False, workers) == [whole[3:] for whole in wholes]
+
+
+def train_divided(ctx: Any) -> None:
+    loader = ctx.loader(Numbers(range(ctx.rank, 100, ctx.world_size)), global_batch_size=6)
+    ctx.track(loader=loader)
+    for _ in ctx.steps(STEPS):
+        next(loader)
+
+
+def test_a_stream_that_each_rank_has_divided_already_is_not_divided_again(tmp_path: Path) -> None:
+    for told in attempt(2, tmp_path, train_divided):
+        assert "loader: first is" in told and "ctx.loader(..., sharded=True)" in told

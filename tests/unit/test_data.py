@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
 
 from jobkit.errors import JobkitError
 from jobkit.train.data import Loader
@@ -457,3 +457,55 @@ def test_a_mapping_with_attributes_keeps_them() -> None:
     for found, size in ((to_device(batch, torch.device("meta")), 4), (cut(batch, 1, 3), 2)):
         assert type(found) is Encoding and found.tokenizer == "bpe" and len(found["ids"]) == size
     assert batch["ids"].device.type == "cpu" and len(batch["ids"]) == 4, "the batch itself was changed"
+
+
+class Habits(Dataset[Any]):
+    """What datasets do in workers: open something by worker_init_fn, change with the epoch, fail once."""
+
+    def __init__(self, broken: int = -1) -> None:
+        self.level, self.opened, self.broken = 0, False, broken
+
+    def set_epoch(self, epoch: int) -> None:
+        self.level = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.broken:
+            raise OSError("cannot be read")
+        return {"index": index, "level": self.level, "opened": self.opened}
+
+
+def open_it(_: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.opened = True
+
+
+def with_noise(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**default_collate(samples), "noise": torch.rand(2)}
+
+
+def test_workers_know_the_dataset_its_epoch_and_what_collate_fn_draws() -> None:
+    batches = {}
+    for workers in (0, 2):
+        options = {"worker_init_fn": open_it, "num_workers": np.int64(2), "drop_last": False} if workers else {}
+        loader = Loader(Habits(), global_batch_size=np.int64(2), timeout=None, collate_fn=with_noise, **options)
+        batches[workers] = [next(loader) for _ in range(6)]
+        assert [batch["opened"].all().item() for batch in batches[workers]] == [bool(workers)] * 6
+    for alone, loaded in zip(batches[0], batches[2], strict=True):
+        assert alone["level"].tolist() == loaded["level"].tolist() and torch.equal(alone["noise"], loaded["noise"])
+    assert [batch["level"].unique().tolist() for batch in batches[2]] == [[0], [0], [1], [1], [2], [2]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_cannot_be_loaded_counts_as_drawn(workers: int) -> None:
+    loader = Loader(Habits(broken=2), global_batch_size=1, shuffle=False, num_workers=workers)
+    seen = [next(loader)["index"].item(), next(loader)["index"].item()]
+    with pytest.raises(OSError, match="cannot be read"):
+        next(loader)
+    assert loader.position == 3
+    resumed = Loader(Habits(), global_batch_size=1, shuffle=False)
+    resumed.load_state_dict(loader.state_dict())
+    assert [*seen, next(loader)["index"].item(), next(resumed)["index"].item()] == [0, 1, 3, 3]
