@@ -80,10 +80,16 @@ def listed(one: DeviceKind, environ: Mapping[str, str]) -> list[str] | None:
     """A machine's devices of a kind that `environ` allows; None where only its driver can tell."""
     if one.visible is not None and one.visible in environ:
         entries = [entry.strip() for entry in environ[one.visible].split(",")]
-        return list(takewhile(lambda entry: entry not in ("", "-1"), entries))  # an invalid one hides those after it
+        found = list(takewhile(_is_device, entries))  # an invalid one hides those after it
+        return found if len(set(found)) == len(found) else []  # with one that comes twice all are hidden
     if one.visible is None or one.files is None:
         return None
     return [str(index) for index, _ in enumerate(Path("/").glob(one.files.removeprefix("/")))]
+
+
+def _is_device(entry: str) -> bool:
+    """Whether an entry of a list of visible devices is a number, `0.1` a part of one, or a name, as `GPU-8932f937`."""
+    return entry.replace(".", "").isdecimal() or entry.startswith(("GPU-", "MIG-"))
 
 
 def of_this_machine(device: str, environ: Mapping[str, str]) -> tuple[DeviceKind, list[str] | None]:

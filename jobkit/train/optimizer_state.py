@@ -38,6 +38,16 @@ def parameter_names(modules: Iterable[nn.Module]) -> Names:
     return names
 
 
+def has_torchs_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's state_dict is as torch's own, in which parameters have numbers."""
+    kind = type(_local(optimizer))
+    plain = torch.optim.Optimizer
+    if kind.state_dict is plain.state_dict:
+        return True
+    state = _local(optimizer).state_dict()
+    return state.keys() >= {"state", "param_groups"}
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """All parameters that an optimizer changes."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -53,7 +63,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str,
     numbered = [names[parameter] for parameter in parameters_of(own)]  # state_dict counts them in this order
     return {
         **state,
-        "state": {numbered[number]: value for number, value in state["state"].items()},
+        # torch keeps what an optimizer has by keys of its own as it is.
+        "state": {numbered[key] if isinstance(key, int) else key: value for key, value in state["state"].items()},
         "param_groups": [
             # A learning-rate schedule changes the outer optimizer's groups; the local ones follow at the next step.
             {**group, **_options(outer), "params": [numbered[number] for number in group["params"]]}
@@ -77,7 +88,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, names: Names, state: 
         raise ValueError(f"it has {lost[0]!r}, which no group of this one has: add_param_group before ctx.track")
     # In the order of the groups: a set's differs from rank to rank, and so would the state that is saved next.
     present = [name for group in groups for name in group["params"] if name in state["state"]]
-    own.load_state_dict({**state, "state": {name: state["state"][name] for name in present}, "param_groups": groups})
+    of_its_own = [key for key in state["state"] if key not in saved]
+    kept = {key: state["state"][key] for key in [*present, *of_its_own]}
+    own.load_state_dict({**state, "state": kept, "param_groups": groups})
     by_name = {names[parameter]: parameter for parameter in parameters_of(own)}
     for name in present:  # torch gives state the type of its parameter; master copies have another
         _restore_types(own.state[by_name[name]], state["state"][name])
@@ -89,7 +102,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, names: Names, state: 
 
 def _restore_types(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
+        both = isinstance(value, Tensor) and isinstance(live.get(key), Tensor)
+        if both and value.dtype.itemsize > live[key].dtype.itemsize:
             live[key] = value.to(live[key].device)
 
 
@@ -107,7 +121,8 @@ def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
     A checkpoint's tensors are contiguous, and fused kernels pair elements up as they lie in memory.
     """
     own = _local(optimizer)
-    for parameter, state in own.state.items():
+    for parameter in parameters_of(own):
+        state = own.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, Tensor):
                 state[key] = laid_out_as(parameter, value)

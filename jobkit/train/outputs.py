@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,7 +57,7 @@ class Outputs:
 
     def __init__(self, length: int, batch_size: int) -> None:
         if length < 1:
-            raise ValueError("the dataset is empty: there is nothing to evaluate")
+            raise ValueError("the dataset is empty: there is nothing to evaluate or to map")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, and must be at least 1")
         self.length = length
@@ -98,7 +99,8 @@ class Outputs:
     def add(self, number: int, output: Any) -> None:
         """Take down what the function returned for a batch; ValueError where that is not one output a sample."""
         count = len(self.ids(number))
-        found, spec = tree_flatten_with_path([None] * count if output is None else output, is_leaf=_is_list)
+        given = [None] * count if output is None else _in_order(output)
+        found, spec = tree_flatten_with_path(given, is_leaf=_is_list)
         if not found:
             raise ValueError(f"function returned an empty {type(output).__name__}, expected outputs of {count} samples")
         for path, leaf in found:
@@ -108,7 +110,7 @@ class Outputs:
                     f"function returned {_name(leaf)}{where}, expected a tensor [{count}, ...] or a list of {count}: "
                     f"an output for each of {count} samples"
                 )
-        leaves = [map_tensors(_copied, leaf) for _, leaf in found]
+        leaves = [_kept(leaf) for _, leaf in found]
         kinds = [
             (keystr(path), leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else (keystr(path), None, ())
             for (path, _), leaf in zip(found, leaves, strict=True)
@@ -213,6 +215,13 @@ def _common(forms: list[Form]) -> Form | None:
     return forms[0] if forms else None
 
 
+def _in_order(output: Any) -> Any:
+    """An output with the keys of its dicts sorted, which may come in another order for another batch."""
+    if type(output) is dict:
+        return {key: _in_order(output[key]) for key in sorted(output, key=str)}
+    return output
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, list)
 
@@ -231,6 +240,14 @@ def _bytes(leaf: Leaf) -> int:
 
     map_tensors(note, leaf)
     return sum(sizes)
+
+
+def _kept(leaf: Leaf) -> Leaf:
+    """Copies of the tensors and arrays of an output, of which a function may use the memory again."""
+    copied: Leaf = map_tensors(_copied, leaf)
+    if isinstance(copied, list):
+        return [one.copy() if isinstance(one, np.ndarray) else one for one in copied]
+    return copied
 
 
 def _copied(tensor: Tensor) -> Tensor:

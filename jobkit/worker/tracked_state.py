@@ -25,6 +25,7 @@ from jobkit.train.names import load_module_state, module_state, named_parameters
 from jobkit.train.optimizer_state import (
     Names,
     Sharded,
+    has_torchs_state,
     lay_out_state,
     load_optimizer_state,
     optimizer_state,
@@ -136,6 +137,21 @@ class TrackedState:
         for module in self.replicas():
             self._parallel.share_buffers(module)
 
+    @contextmanager
+    def shared_buffers(self) -> Iterator[None]:
+        """While inside, every rank has the first one's; afterwards its own again, unless it was written to."""
+        if self._parallel.layout.data == 1 or self._parallel.drifts:
+            yield
+            return
+        buffers = [one for module in self.replicas() for one in unwrapped(module).buffers()]
+        own = [one.detach().clone() for one in buffers]
+        self.share_buffers()
+        shared = [one.detach().clone() for one in buffers]
+        yield
+        for buffer, before, given in zip(buffers, own, shared, strict=True):
+            if not isinstance(buffer, DTensor) and torch.equal(buffer, given) and not torch.equal(before, given):
+                buffer.copy_(before)
+
     # Saving
 
     def module_state(self, value: nn.Module) -> dict[str, Any]:
@@ -240,7 +256,11 @@ class TrackedState:
             set_gradients(unwrapped(self._all()[name]), saved)
 
     def _is_named(self, value: Any) -> bool:
-        return isinstance(value, torch.optim.Optimizer) and all(p in self._names for p in parameters_of(value))
+        return (
+            isinstance(value, torch.optim.Optimizer)
+            and all(p in self._names for p in parameters_of(value))
+            and has_torchs_state(value)
+        )
 
     def _state(self, value: Any) -> Any:
         if self._is_named(value):

@@ -334,11 +334,13 @@ class Counted(torch.nn.Module):
         return self.layer(x) * (1 + self.seen.detach())
 
 
-def with_buffers_of_its_own(ctx: Any, stop: bool) -> list[Any]:
+def with_buffers_of_its_own(ctx: Any, stop: bool, evaluate: bool = False) -> list[Any]:
     model = ctx.parallelize(Counted())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ctx.track(model=model, optimizer=optimizer)
     for step in ctx.steps(8):
+        if evaluate:
+            ctx.evaluate(lambda batch, ids: ids * model.seen, range(4), batch_size=1)
         model(torch.ones(2, 3) * (ctx.rank + step + 1)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -347,11 +349,12 @@ def with_buffers_of_its_own(ctx: Any, stop: bool) -> list[Any]:
     return [float(model.seen), *(one.full_tensor().tolist() for one in model.parameters())]
 
 
-def test_a_checkpoint_changes_no_ranks_own_buffers_and_keeps_them(tmp_path: Path) -> None:
+def test_checkpoints_and_evaluations_change_no_ranks_own_buffers(tmp_path: Path) -> None:
     config = "parallel: zero3\nresources: {tasks_per_node: 2}\ncheckpoint: {every: "
     whole = attempt(2, tmp_path / "rare", with_buffers_of_its_own, False, config=config + "1000}")
     assert whole[0][0] == sum(range(1, 9)) and whole[1][0] == sum(range(2, 10))
     assert attempt(2, tmp_path / "often", with_buffers_of_its_own, False, config=config + "2}") == whole
+    assert attempt(2, tmp_path / "and", with_buffers_of_its_own, False, True, config=config + "1000}") == whole
     assert attempt(2, tmp_path, with_buffers_of_its_own, True, config=config + "1000}") == [STOPPED, STOPPED]
     assert attempt(2, tmp_path, with_buffers_of_its_own, False, config=config + "1000}") == whole
 
@@ -383,6 +386,43 @@ def test_what_each_resume_would_change_again_is_refused(tmp_path: Path) -> None:
     assert told("") == STOPPED
     assert "model: weight was changed after ctx.track had restored it" in told("weights")
     assert told("rate") == "None"
+
+
+class Slow(torch.optim.SGD):
+    """What keeps a state of its own: by another key, and by another layout of its state_dict."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["updates"] = self.state.get("updates", 0) + 1
+
+
+class Lookahead(Slow):
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["slow"])
+
+
+def with_state_of_its_own(ctx: Any, kind: type[torch.optim.Optimizer], stop: bool) -> Any:
+    model = ctx.parallelize(torch.nn.Linear(3, 1))
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    ctx.track(model=model, optimizer=optimizer)
+    for _ in ctx.steps(8):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if stop:
+            stop_after(ctx, 3)
+    return optimizer.state["updates"], model.weight.tolist()
+
+
+@pytest.mark.parametrize("kind", [Slow, Lookahead])
+def test_an_optimizer_may_keep_state_in_its_own_way(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
+    whole = attempt(1, tmp_path / "whole", with_state_of_its_own, kind, False)
+    assert whole[0][0] == 8
+    assert attempt(1, tmp_path, with_state_of_its_own, kind, True) == [STOPPED]
+    assert attempt(1, tmp_path, with_state_of_its_own, kind, False) == whole
 
 
 class Masters(torch.optim.SGD):

@@ -97,6 +97,9 @@ def test_no_other_module_knows_what_a_device_talks_over_or_which_variable_shows_
         (" 4 , 5 ", ["4", "5"]),
         ("0,-1,1", ["0"]),
         ("-1", []),
+        ("NoDevFiles", []),
+        ("0,x,1", ["0"]),
+        ("0,0", []),
         ("GPU-8932f937,MIG-41b5", ["GPU-8932f937", "MIG-41b5"]),
     ],
 )
