@@ -107,7 +107,8 @@ class Engine:
             if not any(unwrapped(value) is one for one in own):
                 raise UsageError(
                     f"{what} is not tracked, so a run that is interrupted would lose it: "
-                    "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps"
+                    "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps, with each itself and not "
+                    "a module that holds it"
                 )
         sharing = self._config.parallel.data == "zero1" and self.parallel.layout.data > 1
         optimizers = [value for value in own if isinstance(value, torch.optim.Optimizer)]

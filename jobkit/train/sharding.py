@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
+from jobkit.errors import UsageError
 from jobkit.train.hooks import uncompiled
 
 
@@ -28,6 +29,7 @@ def shard(
     autocast or not; the shards and their gradients are in the parameters' own type, sums over ranks in float32. Norms
     and embeddings, which autocast computes in their own type, are gathered in it.
     """
+    _check_can_be_sharded(module)
     shared_out = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
     # The inputs of a unit are autocast's to convert: where it keeps a stream in float32, so do the sharded models.
     reduced = torch.float32 if dtype is not None else None
@@ -43,9 +45,34 @@ def shard(
             continue
         if dtype is not None and (norms := [part for part in unit.modules() if _is_exact_norm(part)]):
             shared_out(norms)
+        _check_is_of_one_type(unit)
         shared_out(unit, mp_policy=policy)
     if dtype is not None:
         module.forward = torch.autocast(mesh.device_type, dtype)(module.forward)
+
+
+def _check_can_be_sharded(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise UsageError(
+                f"parallel: {name} is a scalar, which fully_shard cannot divide: make it a tensor of one element, "
+                "nn.Parameter(torch.zeros(1)), or use ddp or zero1"
+            )
+
+
+def _check_is_of_one_type(unit: nn.Module) -> None:
+    """Raise UsageError where parameters that are gathered together are of several types: torch's fails later."""
+    inside = {one for part in unit.modules() if isinstance(part, FSDPModule) for one in part.parameters()}
+    found: dict[torch.dtype, str] = {}
+    for name, parameter in unit.named_parameters():
+        if parameter.requires_grad and parameter not in inside:
+            found.setdefault(parameter.dtype, name)
+    if len(found) > 1:
+        (one, first), (two, second) = list(found.items())[:2]
+        raise UsageError(
+            f"parallel: {type(unit).__name__} has {first} in {one} and {second} in {two}, which fully_shard cannot "
+            "gather together: give all of a block one type, name blocks by shard_units(), or use ddp or zero1"
+        )
 
 
 def shard_units(module: nn.Module) -> list[nn.Module]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 from harness.ranks import Team, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from jobkit.errors import UsageError
 from jobkit.run.config import Config, ParallelConfig
 from jobkit.train.engine import Engine
 from jobkit.train.parallel import unwrapped
@@ -90,9 +92,13 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (2, 6), generator=generator).unbind()  # type: ignore[return-value]
 
 
-def train(team: Team, kind: str, precision: Any, tie: bool = False, seen: dict[str, Any] | None = None) -> nn.Module:
+def engine_of(team: Team, kind: str, precision: Any) -> Engine:
     config = Config(name="x", task="a:b", parallel=ParallelConfig(data=kind), precision=precision)
-    engine = Engine(config, torch.device("cpu"), team.rank, team.world_size, team.world_size)
+    return Engine(config, torch.device("cpu"), team.rank, team.world_size, team.world_size)
+
+
+def train(team: Team, kind: str, precision: Any, tie: bool = False, seen: dict[str, Any] | None = None) -> nn.Module:
+    engine = engine_of(team, kind, precision)
     torch.manual_seed(0)
     model = engine.parallelize(Transformer(tie))
     optimizer = engine.optimizer(model, torch.optim.SGD, lr=0.5)
@@ -164,3 +170,36 @@ def test_tied_weights_stay_tied_within_units_and_between_them() -> None:
             torch.testing.assert_close(zero3[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
         assert torch.equal(zero3["head.weight"], zero3["embed.weight"])
         assert torch.equal(zero3["layers.0.up.weight"], zero3["layers.2.up.weight"])
+
+
+# What fully_shard does not take
+
+
+class WithScalar(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.zeros(()))
+
+
+class WithTwoTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)})])
+        self.layers[0]["down"].half()
+
+
+def refused_by_name(team: Team, data: str) -> tuple[str, ...]:
+    engine = engine_of(team, data, "fp32")
+    messages = []
+    for module in (WithScalar(), WithTwoTypes()):
+        with pytest.raises(UsageError) as refused:
+            engine.parallelize(module)
+        messages.append(str(refused.value))
+    return tuple(messages)
+
+
+@pytest.mark.parametrize("data", ["zero2", "zero3"])
+def test_a_scalar_or_a_block_of_two_types_is_refused_by_name(data: str) -> None:
+    for scalar, types in on_ranks(2, refused_by_name, data):
+        assert "temperature is a scalar" in scalar and "ddp" in scalar
+        assert "layers.0.up.weight in torch.float32 and layers.0.down.weight in torch.float16" in types
