@@ -430,10 +430,11 @@ class Cluster:
         table = process_table()
         found: dict[int, Process] = {}
         for process in table.values():
+            environment = process.environment()
             if process.name.startswith("slurm"):  # slurmstepd overwrites its environment with its title
-                mine = process.has_open(files)
+                has_begun = process.name == "slurmstepd" and conf in environment  # and has yet to open its log
+                mine = process.has_open(files) or (has_begun and not node)
             else:
-                environment = process.environment()
                 on_node = place in environment if node else any(line.startswith(place) for line in environment)
                 mine = conf in environment and (on_node or (not node and process.name in ("srun", "salloc")))
             if mine:

@@ -59,7 +59,7 @@ def backward(
     scale: float = 1.0,
     add_up: Callable[[Tensor], dist.Work | None] | None = None,
 ) -> Tensor:
-    """Add to the gradients those of the loss's mean over the global batch; returns that mean.
+    """Add to the gradients those of the loss's mean over the global batch; returns the mean over what was given.
 
     `inputs` and `target` are this rank's share: tensors [n, ...], or tuples or dicts of them. Each of at most
     `micro_batch_size` samples (all at once where None) goes through `loss(model(inputs), target)` and backward; its
@@ -68,7 +68,7 @@ def backward(
     `unsynchronised()`, where gradients stay on the rank. `scale` multiplies the gradients, for fp16.
 
     `global_batch_size` is the sum of all ranks' shares, which one rank knows, and `largest_share` the size of the
-    largest, which follows from it where shares differ by at most one sample. `add_up` begins to add a scalar up over
+    largest, which follows from it where shares differ by at most one sample. `add_up` begins to add a tensor up over
     the ranks, in place, and is waited for after backward; without it the mean is of this rank's share. Raises
     UsageError for a share that the global batch has no room for.
     """
@@ -103,15 +103,19 @@ def backward(
                 x, y = (inputs, target) if is_whole else (cut(inputs, start, stop), cut(target, start, stop))
                 value = loss(call(model, x), y)
             mean = _whole(value) if samples else torch.zeros_like(_whole(value))  # of no sample it may be a NaN
-            part = mean * (samples / max(1, size if add_up is None else global_batch_size))
+            part = mean * samples
             total = part if number == 0 else total + part
             if last and add_up is not None:
+                total = torch.stack(
+                    [total, total.new_full((), size)]
+                )  # what was given may be a part of the global batch
                 added = add_up(total)  # sent beside the gradients
             weight = samples * data_ranks / global_batch_size
             (value * (weight * scale)).backward()  # type: ignore[no-untyped-call]
-    if added is not None:
-        added.wait()
-    return total
+    if added is None:
+        return total / max(1, size)
+    added.wait()
+    return total[0] / total[1]
 
 
 def _whole(value: Tensor) -> Tensor:

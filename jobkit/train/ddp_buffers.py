@@ -1,4 +1,4 @@
-"""DDP models that some ranks call more often than others: no exchange of buffers in a forward pass."""
+"""DDP models that some ranks call more often than others: they exchange neither buffers nor gradients."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ def independent_forwards(equal: Iterable[nn.Module]) -> Iterator[None]:
     since each rank would compute with its own.
     """
     known = {id(buffer) for module in equal for buffer in module.buffers()}
-    called: dict[DistributedDataParallel, bool] = {}
+    called: dict[DistributedDataParallel, tuple[bool, bool]] = {}
 
     def will_sync_module_buffers(model: DistributedDataParallel) -> bool:
         if model not in called:
-            called[model] = model.require_forward_param_sync  # a forward pass without gradients turns it off
+            # A forward pass without gradients turns the first off.
+            called[model] = model.require_forward_param_sync, model.require_backward_grad_sync
             syncs = original(model)  # type: ignore[no-untyped-call]
             if syncs and not all(id(buffer) in known for buffer in _sent(model)):
                 raise UsageError(
                     f"a DistributedDataParallel of {type(model.module).__name__} is called in an evaluation, and its "
                     "buffers may differ from rank to rank, since it is not tracked: ctx.track(model=...) it first"
                 )
+        model.require_backward_grad_sync = False  # as in no_sync: for functions that differentiate
         return False
 
     original = DistributedDataParallel.will_sync_module_buffers
@@ -40,8 +42,8 @@ def independent_forwards(equal: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         DistributedDataParallel.will_sync_module_buffers = original  # type: ignore[method-assign]
-        for model, value in called.items():  # as on ranks that did not call it
-            model.require_forward_param_sync = value
+        for model, values in called.items():  # as on ranks that did not call it
+            model.require_forward_param_sync, model.require_backward_grad_sync = values
 
 
 def _sent(model: DistributedDataParallel) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from jobkit.errors import UsageError
 from jobkit.log import log
@@ -51,6 +52,8 @@ class Engine:
         self.loaders: list[Loader] = []
         self._replaced: list[tuple[weakref.ref[nn.Parameter], str]] = []
         """The parameters that `parallelize` has put shards in the place of, and their names."""
+        self._left_alone: dict[nn.Parameter, str] = {}
+        """The names of the parameters that `parallelize` was given frozen: the ranks do not add up their gradients."""
         self._config = config
         self._device = device
         self._backwards, self._updates = 0, 0
@@ -72,6 +75,9 @@ class Engine:
         now = {id(parameter) for parameter in module.parameters()}
         self._replaced += [(weakref.ref(one), name) for name, one in before.items() if id(one) not in now]
         self.modules.append(uncompiled(module))
+        if self.parallel.layout.data > 1 and not self.parallel.drifts and not isinstance(unwrapped(module), FSDPModule):
+            frozen = {one: name for name, one in unwrapped(module).named_parameters() if not one.requires_grad}
+            self._left_alone.update(frozen)
         return module
 
     def optimizer(
@@ -123,11 +129,10 @@ class Engine:
 
     def _check_trained(self, tracked: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
         """Raise UsageError for an optimizer of a parameter that no tracked object has: it would train nothing."""
-        holders = [value for value in tracked if callable(getattr(value, "parameters", None))]
-        held = {id(parameter) for holder in holders for parameter in holder.parameters()}
+        held = {id(parameter) for holder in tracked for parameter in _parameters_in(holder)}
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
-                if id(parameter) in held:
+                if id(parameter) in held or not parameter.requires_grad:
                     continue
                 replaced = next((name for ref, name in self._replaced if ref() is parameter), None)
                 kind = type(optimizer).__name__
@@ -140,6 +145,20 @@ class Engine:
                     f"the {kind} trains a parameter of shape {list(parameter.shape)} that is in no tracked module, "
                     "so a run that is interrupted would lose it: call ctx.track with a module that has it"
                 )
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UsageError at a step by a gradient that ranks have not added up: of what was unfrozen too late."""
+
+        def check(*_: Any) -> None:
+            for parameter in parameters_of(optimizer) if self._left_alone else ():
+                if parameter.grad is not None and (name := self._left_alone.get(parameter)) is not None:
+                    raise UsageError(
+                        f"{name} was frozen when ctx.parallelize was called, so each rank would train it by its own "
+                        "samples alone: freeze what is to be trained later after ctx.parallelize(model, "
+                        "find_unused_parameters=True), or use zero2 or zero3"
+                    )
+
+        optimizer.register_step_pre_hook(check)
 
     @property
     def made_something(self) -> bool:
@@ -285,6 +304,14 @@ class Engine:
         """Put the parameters themselves back: a stop within `averaged` is about to save them."""
         for swapped in reversed(self._swapped):
             swapped.close()
+
+
+def _parameters_in(holder: Any) -> list[Any]:
+    """The parameters of a module, or of anything that lists them as one does."""
+    try:
+        return list(holder.parameters())
+    except (AttributeError, TypeError):
+        return []
 
 
 def _is_torchs_sharded(optimizer: torch.optim.Optimizer) -> bool:

@@ -32,12 +32,12 @@ class FrozenParameters:
         known = self._known.get(module, {})
         return [name for name, one in _kept(module).items() if known.get(name) == one] if known else []
 
-    def complete(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Add to a saved state the module's own frozen parameters, where it was saved without."""
-        missing = [name for name in frozen_parameters(module) if name not in state]
+    def complete(self, module: nn.Module, state: dict[str, Any], left_out: Collection[str]) -> None:
+        """Add to a saved state the module's own parameters that are frozen, or were left out, where it has none."""
+        missing = [name for name in {**frozen_parameters(module), **dict.fromkeys(left_out)} if name not in state]
         if missing:
             own = module_state(module)
-            state.update((name, own[name]) for name in missing)
+            state.update((name, own[name]) for name in missing if name in own)
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

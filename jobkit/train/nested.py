@@ -134,6 +134,9 @@ def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[
     try:
         if isinstance(mapping, MutableMapping):
             found = copy.copy(mapping)
+            for name, value in vars(mapping).items() if hasattr(mapping, "__dict__") else ():
+                if isinstance(value, MutableMapping) and vars(found).get(name) is value:
+                    setattr(found, name, copy.copy(value))  # where it keeps its values, which are the batch's still
             found.update(values)
             return found
         return type(mapping)(values)  # type: ignore[call-arg]

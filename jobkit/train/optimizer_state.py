@@ -38,6 +38,12 @@ def parameter_names(modules: Iterable[nn.Module]) -> Names:
     return names
 
 
+def tracked_names(objects: Mapping[str, nn.Module]) -> Names:
+    """The names of the parameters of modules that are tracked by a name of their own."""
+    named = {key: module.named_parameters() for key, module in objects.items()}
+    return {one: f"{key}:{plain_name(name)}" for key, found in named.items() for name, one in found}
+
+
 def has_torchs_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's state_dict is as torch's own, in which parameters have numbers."""
     kind = type(_local(optimizer))

@@ -101,6 +101,7 @@ class Outputs:
         count = len(self.ids(number))
         given = [None] * count if output is None else _in_order(output)
         found, spec = tree_flatten_with_path(given, is_leaf=_is_list)
+        found = [(path, [None] * count if leaf is None else leaf) for path, leaf in found]
         if not found:
             raise ValueError(f"function returned an empty {type(output).__name__}, expected outputs of {count} samples")
         for path, leaf in found:

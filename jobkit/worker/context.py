@@ -237,6 +237,7 @@ class Context:
         if self._loop.total is not None:
             raise UsageError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
         own = dict(per_rank or {})
+        self._tracked.name_parameters({**objects, **own})
         for name, value in [*objects.items(), *own.items()]:
             self._tracked.check_name(name, value)
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):

@@ -120,7 +120,7 @@ LAUNCHERS = (
     Launcher(
         name="srun",
         rank="SLURM_PROCID",
-        world_size="SLURM_NTASKS",
+        world_size="SLURM_STEP_NUM_TASKS",  # of an interactive step SLURM_NTASKS is the job's
         local_rank="SLURM_LOCALID",
         local_world_size="SLURM_STEP_TASKS_PER_NODE",
         node="SLURM_NODEID",

@@ -16,6 +16,7 @@ from jobkit.errors import CheckpointError, UsageError
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
 from jobkit.train.engine import Engine
+from jobkit.train.modes import Now
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpointing import Checkpoints
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
@@ -60,6 +61,8 @@ class TrainingLoop:
         self._watch = StateWatch(rank.devices)
         self._step_start: Fingerprint | None = None
         """The state that the step under way began with; None where it is not known."""
+        self._modes: dict[str, Now] | None = None
+        """Those that it began with: an evaluation changes them, and maybe back. None between two steps."""
         self._evaluated_at: deque[int] = deque(maxlen=2)
         """The last steps that evaluated something."""
 
@@ -68,6 +71,7 @@ class TrainingLoop:
             self._optimizer_steps += 1
 
         optimizer.register_step_post_hook(count)
+        self._engine.watch(optimizer)
 
     def steps(self, total: int) -> Iterator[int]:
         is_continued = self._restored is not None
@@ -75,10 +79,12 @@ class TrainingLoop:
         first = self.step
         while self.step < total:
             self._step_start = self._watch.take_if_cheap(evaluation_expected=self._expects_evaluation())
+            self._modes = self._tracked.modes() if self._step_start is not None else None
             self.is_in_step = True
             self.stragglers.timer.begin()
             yield self.step
             self.stragglers.timer.end()
+            self._modes = None
             self.step += 1
             if self._optimizer_steps:
                 self._engine.check_updated(is_continued=is_continued)
@@ -108,6 +114,7 @@ class TrainingLoop:
         if self._engine.scaler is not None:
             self._tracked.add(LOSS_SCALE, self._engine.scaler)
         restored = self._restored
+        self._tracked.begin_modes()
         self._tracked.restore_gradients()
         if missing := self._tracked.forget_checkpoint():
             raise CheckpointError(
@@ -201,6 +208,7 @@ class TrainingLoop:
         self._reporter.heartbeat.stopping = True
         self._engine.end_averaged()
         if self._checkpoints.durable_step != self.step and self.total is not None:
+            self._tracked.modes_of_save = self._modes
             self._checkpoints.save(self.step, wait=True, must=False)
         durable = self._checkpoints.durable_step
         self._reporter.record(Event.INTERRUPTED, cause=cause, step=durable or 0, reached=self.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,9 @@ def numbers(result: Any) -> dict[str, float]:
     """The numbers of a result, as metrics for TensorBoard's HPARAMS page."""
     if not isinstance(result, Mapping):
         return {}
-    return {f"final/{key}": float(value) for key, value in result.items() if isinstance(value, (int, float))}
+    largest = sys.float_info.max
+    given = {f"final/{key}": value for key, value in result.items() if isinstance(value, (int, float))}
+    return {tag: float(value) for tag, value in given.items() if isinstance(value, float) or abs(value) <= largest}
 
 
 def flat(params: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -76,10 +79,10 @@ def number(tag: str, value: Any) -> Any:
                 f"ctx.log: {tag!r} is a tensor of {value.dtype} {list(value.shape)} and not one number: "
                 "log a mean of it, or an element"
             )
-    elif not isinstance(value, (int, float)):
+    elif not isinstance(value, float):
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             what = f"{type(value).__name__} {value!r}"[:80]
             raise UsageError(f"ctx.log: {tag!r} is no number, but {what}") from None
     return value

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
-from jobkit.checkpoint.state import escape, is_raw, unescape
+from jobkit.checkpoint.state import escape, flatten, is_raw, named_tensors, unescape, unflatten
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.group import RankGroup
@@ -21,6 +21,7 @@ from jobkit.train.gradient_order import GradientOrder, orders_of
 from jobkit.train.gradients import LossScaler
 from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import averaged_copy
+from jobkit.train.modes import Modes, Now
 from jobkit.train.names import load_module_state, module_state, named_parameters, plain_name
 from jobkit.train.optimizer_state import (
     Names,
@@ -32,9 +33,11 @@ from jobkit.train.optimizer_state import (
     parameter_names,
     parameters_of,
     placed_like,
+    tracked_names,
 )
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.pipeline import Pipeline
+from jobkit.train.sharding import reshard
 from jobkit.worker.marks import Mark
 from jobkit.worker.pending_gradients import PendingGradients, checksums, set_gradients
 
@@ -47,6 +50,13 @@ LOSS_SCALE = "loss_scale"
 GRADIENTS = "#gradients"
 """After the name of a module: the gradients that the next step adds to."""
 
+BESIDE = "#beside"
+"""After the name of an object: what is no part of its state, and is needed to restore it."""
+
+
+Beside = dict[str, Any]
+"""Of a module `requires_grad` and `training`, where they were changed in the loop, and `left_out`, the names of the
+parameters that its state is without; of another object `on_device`, the paths of what was not on the CPU."""
 
 REPLICATED = (nn.Module, torch.optim.Optimizer, LossScaler)
 """What local SGD lets drift apart from rank to rank."""
@@ -76,13 +86,30 @@ class TrackedState:
         self._pending = PendingGradients()
         self._loaded = loaded
         self._names: Names = {}
+        self._named: set[torch.optim.Optimizer] = set()
+        """Those whose state is saved by the names of their parameters."""
+        self._modes: dict[str, Modes] = {}
+        self._beside: dict[str, Beside] = {}
+        """What the checkpoint has beside the states of objects."""
+        self.modes_of_save: dict[str, Now] | None = None
+        """The modes that the next save takes, where they are not those of the moment it is made."""
         self._marks: dict[str, Mark] = {}
         self._orders: dict[str, list[GradientOrder]] = {}
         self._frozen = FrozenParameters() if weights == "trainable" else None
 
     def add_module(self, module: nn.Module) -> None:
         self.modules.append(module)
-        self._names = parameter_names(unwrapped(one) for one in self.modules)
+
+    def name_parameters(self, objects: Mapping[str, Any]) -> None:
+        """Know the parameters of ctx.parallelize's modules, and of these, as they are now: before optimizers are added.
+
+        A head may have been replaced since ctx.parallelize.
+        """
+        for module in self.modules:
+            reshard(module)  # a forward may have put whole parameters in the place of shards
+        modules = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, nn.Module)}
+        names = parameter_names(unwrapped(one) for one in self.modules)
+        self._names = {**tracked_names(modules), **self._names, **names}
 
     def check_name(self, name: str, value: Any) -> None:
         """Raise UsageError for a name that an object cannot be tracked by."""
@@ -97,6 +124,8 @@ class TrackedState:
         """Track an object; where the run is being continued it is restored. Raises CheckpointError for a misfit."""
         per_rank = per_rank or getattr(value, "state_is_per_rank", False)
         self._orders[name] = orders_of(value)
+        if isinstance(value, torch.optim.Optimizer) and self._can_be_named(value):
+            self._named.add(value)
         if self._loaded is not None:
             (self._restore_own if per_rank else self._restore)(self._loaded, name, value)
             known = (self._loaded.local or {}).get("gradient_order", {}).get(name, [])
@@ -122,6 +151,17 @@ class TrackedState:
         saved = {name.split(PART)[0] for name in self._loaded.contents} | _own_states(self._loaded).keys()
         self._loaded = None
         return sorted(saved - self.objects.keys() - self.own_objects.keys())
+
+    def begin_modes(self) -> None:
+        """From here on changes of what is trainable and in training mode are state, and those of before are made."""
+        for name, value in self.objects.items():
+            if isinstance(value, nn.Module):
+                self._modes[name] = Modes(unwrapped(value), wrapper=value)
+                self._modes[name].set(self._beside.get(name, {}))
+
+    def modes(self) -> dict[str, Now]:
+        """Those of this moment, for `modes_of_save`."""
+        return {name: modes.now() for name, modes in self._modes.items()}
 
     def _all(self) -> dict[str, Any]:
         return {**self.objects, **self.own_objects}
@@ -183,7 +223,10 @@ class TrackedState:
                 tree, buffers[name] = self._with_first_buffers(value, tree)
             averaged = self._parallel.drifts and isinstance(value, REPLICATED)
             self._put(shared, held_by, name, value, averaged_copy(tree) if averaged else tree)
+            if beside := self._found_beside(name, value, tree):
+                self._put(shared, held_by, name + BESIDE, value, beside)
         own: dict[str, Any] = {"objects": {name: value.state_dict() for name, value in self.own_objects.items()}}
+        own["on_device"] = {name: found for name, state in own["objects"].items() if (found := on_device(state))}
         own["buffers"] = {name: found for name, found in buffers.items() if found}
         if self._parallel.drifts:
             own["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
@@ -210,6 +253,17 @@ class TrackedState:
         self._parallel.share(copies.values())
         tree.update(copies)
         return tree, {key: one for key, one in plain.items() if not torch.equal(one, copies[key])}
+
+    def _found_beside(self, name: str, value: Any, tree: Any) -> Beside:
+        if isinstance(value, torch.optim.Optimizer):  # which puts its state where its parameters are
+            return {}
+        if not isinstance(value, nn.Module):
+            return {"on_device": found} if (found := on_device(tree)) else {}
+        modes = self._modes[name].changes((self.modes_of_save or {}).get(name)) if name in self._modes else {}
+        left_out = (
+            [] if self._frozen is None else [one for one in named_parameters(unwrapped(value)) if one not in tree]
+        )
+        return {**modes, "left_out": left_out} if left_out else {**modes}
 
     def _put(self, shared: dict[str, Any], held_by: dict[str, Sequence[int]], name: str, value: Any, tree: Any) -> None:
         part, holders = self._part(value)
@@ -255,15 +309,20 @@ class TrackedState:
         for name, saved in state.get("gradients", {}).items():
             set_gradients(unwrapped(self._all()[name]), saved)
 
+    def _can_be_named(self, optimizer: torch.optim.Optimizer) -> bool:
+        return has_torchs_state(optimizer) and all(one in self._names for one in parameters_of(optimizer))
+
     def _is_named(self, value: Any) -> bool:
-        return (
-            isinstance(value, torch.optim.Optimizer)
-            and all(p in self._names for p in parameters_of(value))
-            and has_torchs_state(value)
-        )
+        return isinstance(value, torch.optim.Optimizer) and value in self._named
 
     def _state(self, value: Any) -> Any:
         if self._is_named(value):
+            unnamed = next((one for one in parameters_of(value) if one not in self._names), None)
+            if unnamed is not None:
+                raise UsageError(
+                    f"the {type(value).__name__} was given a parameter of shape {list(unnamed.shape)} after ctx.track, "
+                    "which no attempt that continues the run would have: make its groups before ctx.track"
+                )
             return optimizer_state(value, self._names)
         return self.module_state(value) if isinstance(value, nn.Module) else value.state_dict()
 
@@ -297,8 +356,10 @@ class TrackedState:
                 f"{loaded.name} has no {name!r} of each rank (it has: {', '.join(states) or 'none'}); "
                 "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
             )
+        assert loaded.local is not None
         with _as_misfit(loaded, name):
-            value.load_state_dict(states[name])
+            moved = loaded.local["on_device"].get(name, ())
+            value.load_state_dict(on_its_device(states[name], moved, self._parallel.device))
 
     def restore_gradients(self) -> None:
         """Give parameters the gradients that the checkpoint has of them. Before the checkpoint is forgotten."""
@@ -315,7 +376,7 @@ class TrackedState:
         return {name: one for tree in read.values() for name, one in tree.items() if name in parameters}
 
     def _restore(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
-        saved = [key for key in loaded.contents if key.split(PART)[0] == name and GRADIENTS not in key]
+        saved = [key for key in loaded.contents if _is_state(key, name)]
         if not saved:
             there = ", ".join(dict.fromkeys(key.split(PART)[0] for key in loaded.contents))
             raise CheckpointError(
@@ -324,6 +385,7 @@ class TrackedState:
             )
         if isinstance(value, nn.Module) and self._frozen is None:
             _check_frozen(loaded, name, unwrapped(value), self._saved_tensors(name))
+        self._beside[name] = beside = self._read_beside(loaded, name)
         whole = saved == [name]
         templates = {key: self._template(value, loaded.contents[key]) for key in saved}
         wanted = self._paths(value)
@@ -331,18 +393,31 @@ class TrackedState:
             loaded, templates, lambda key, path: whole or wanted is None or path.startswith(wanted)
         )
         with _as_misfit(loaded, name):
-            self._load(value, read[name] if whole else self._joined(value, list(read.values())))
+            self._load(value, read[name] if whole else self._joined(value, list(read.values())), beside)
 
-    def _load(self, value: Any, state: Any) -> None:
+    def _read_beside(self, loaded: RestoredCheckpoint, name: str) -> Beside:
+        """Together, where each stage of a pipeline has its own."""
+        keys = [key for key in loaded.contents if key.startswith(name + BESIDE)]
+        parts = self._checkpointer.read(loaded, {key: {} for key in keys}, lambda *_: True).values() if keys else ()
+        beside: Beside = {}
+        for part in parts:
+            for kind, found in part.items():
+                beside[kind] = {**beside.get(kind, {}), **found} if isinstance(found, dict) else found
+        return beside
+
+    def _load(self, value: Any, state: Any, beside: Beside | None = None) -> None:
+        beside = beside or {}
         if self._is_named(value):
             load_optimizer_state(value, self._names, state)
         elif isinstance(value, nn.Module):
             module = unwrapped(value)
             if self._frozen is not None:
-                self._frozen.complete(module, state)
+                self._frozen.complete(module, state, beside.get("left_out", ()))
             load_module_state(module, state)
-        else:
+        elif isinstance(value, torch.optim.Optimizer):
             value.load_state_dict(state)
+        else:
+            value.load_state_dict(on_its_device(state, beside.get("on_device", ()), self._parallel.device))
         if isinstance(value, torch.optim.Optimizer):
             lay_out_state(value)
 
@@ -379,6 +454,11 @@ class TrackedState:
         return {key: tensor for part in parts for key, tensor in part.items() if key in own}
 
 
+def _is_state(key: str, name: str) -> bool:
+    """Whether a checkpoint has the state of an object, or a part of it, by a key."""
+    return key.split(PART)[0] == name and GRADIENTS not in key and BESIDE not in key
+
+
 def _own_states(loaded: RestoredCheckpoint) -> dict[str, Any]:
     """The states that this rank alone has, by the object's name; none where fewer ranks wrote the checkpoint."""
     states: dict[str, Any] = (loaded.local or {}).get("objects", {})
@@ -412,3 +492,16 @@ def _gradients_like(parameters: Mapping[str, nn.Parameter], contents: Contents) 
     names = {unescape(path): entry for path, entry in contents.items() if unescape(path) in parameters}
     placed = {name: placed_like(parameters[name], shape, dtype) for name, (shape, dtype) in names.items()}
     return {name: one for name, one in placed.items() if one is not None}
+
+
+def on_device(tree: Any) -> list[str]:
+    """The paths of the tensors of a state that are not on the CPU: it is read back into the host's memory."""
+    return [path for path, tensor in named_tensors(tree).items() if tensor.device.type != "cpu"]
+
+
+def on_its_device(tree: Any, paths: Collection[str], device: torch.device) -> Any:
+    """A state with the tensors of these paths on a device."""
+    if not paths:
+        return tree
+    skeleton, tensors = flatten(tree)
+    return unflatten(skeleton, {path: one.to(device) if path in paths else one for path, one in tensors.items()})

@@ -73,6 +73,13 @@ def test_an_optimizer_of_something_that_is_not_tracked_is_refused() -> None:
         engine.check_tracked([model, optimizer])
     holder = nn.ParameterList([temperature])
     engine.check_tracked([model, optimizer, holder])
+    of_a_placeholder = torch.optim.SGD([torch.zeros(1)], lr=0.1)  # as of optimizers that step within backward
+
+    class Lister:
+        def parameters(self, kind: str) -> list[nn.Parameter]:
+            raise AssertionError("nobody asks")
+
+    engine.check_tracked([model, torch.optim.SGD(model.parameters()), of_a_placeholder, Lister()])
 
 
 # torch.compile

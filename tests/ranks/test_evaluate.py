@@ -239,6 +239,29 @@ def test_ranks_evaluate_a_ddp_model_a_different_number_of_times_with_the_same_ba
     assert [statistics for _, statistics in found] == [[pytest.approx(0.1 * rank)] * 4 for rank in range(3)]
 
 
+def differentiating(team: Team) -> tuple[Any, list[float]]:
+    """A mean of gradients by the input, as of an adversarial attack, and the gradients of a step of training after."""
+    model = data_parallel(normalising().eval(), torch.device("cpu"))
+    send_first(model.buffers())
+
+    def slope(batch: Any, ids: Any) -> Any:
+        with torch.enable_grad():
+            x = batch.float().requires_grad_()
+            model(x).square().sum().backward()
+        model.zero_grad()
+        return x.grad.sum(1)  # type: ignore[union-attr]
+
+    with independent_forwards([model]):
+        mean = evaluate(slope, Indexed(6), batch_size=2)  # three batches, on two ranks
+    model(torch.full((2, 4), float(team.rank))).sum().backward()
+    return mean, model.module[0].bias.grad.tolist()
+
+
+def test_a_function_may_differentiate_through_a_ddp_model_on_each_rank_for_itself() -> None:
+    one, other = on_ranks(2, differentiating)
+    assert one == other
+
+
 # What is left alone, and what is refused
 
 

@@ -100,6 +100,21 @@ def test_shares_of_any_size_add_up_and_every_rank_gets_the_mean_loss_of_all() ->
         assert all(torch.equal(other[name][0], loss) for other in found), "it is the same on all ranks"
 
 
+def in_two_calls(team: Team) -> tuple[list[Tensor], list[Tensor]]:
+    parallel, model = spread(team, {})
+    share, found = data(8)[4 * team.rank : 4 * team.rank + 4], []
+    for part in (share[:1], share[1:]):
+        loss = parallel.backward(model, part, mean_square, part, global_batch_size=8, autocast=nullcontext)
+        found.append(loss)
+    return found, [one.grad for one in model.parameters() if one.grad is not None]
+
+
+def test_a_global_batch_given_in_two_calls_has_its_gradients_and_each_call_its_own_mean() -> None:
+    losses, gradients = on_ranks(2, in_two_calls)[1]
+    torch.testing.assert_close(losses, [alone(data(8)[[0, 4]])[0], alone(data(8)[[1, 2, 3, 5, 6, 7]])[0]])
+    torch.testing.assert_close(gradients, alone(data(8))[1])
+
+
 def in_a_pipeline(team: Team) -> Tensor:
     parallel, model = spread(team, {"pipeline": 2})
     share = data(8)[4 * parallel.data_rank : 4 * parallel.data_rank + 4]
@@ -244,6 +259,7 @@ def test_a_dtensor_is_logged_if_a_rank_has_all_of_it_and_refused_on_every_rank_i
         (torch.ones(1, dtype=torch.complex64), "not one number"),
         ("high", "'x' is no number, but str 'high'"),
         ([1.0], "'x' is no number, but list [1.0]"),
+        (10**400, "'x' is no number, but int 1000"),
     ],
     ids=repr,
 )

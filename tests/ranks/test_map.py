@@ -79,6 +79,7 @@ def in_all_ways(ctx: Any) -> list[Any]:
         bits(ctx.map(lambda batch, ids: batch * 2, 3, batch_size=2)),
         ctx.map(lambda texts, ids: [text.upper() for text in texts], ["a", "b", "c", "d"]),
         ctx.map(lambda batch, ids: None, range(3)),
+        ctx.map(lambda batch, ids: {"score": None, "id": ids.tolist()}, range(2)),
     ]
     outputs.PIECE_BYTES, outputs.INLINE_BYTES = 100, 0  # as large outputs are sent
     found += [bits(ctx.map(everything, data, batch_size=4)), bits(ctx.map(everything, data, batch_size=4, to="main"))]
@@ -89,12 +90,13 @@ def in_all_ways(ctx: Any) -> list[Any]:
 
 def test_outputs_are_bit_identical_for_any_number_of_ranks_and_workers(tmp_path: Path) -> None:
     (alone,) = attempt(1, tmp_path / "1", in_all_ways)
-    assert alone[0] == alone[1] == alone[7] == alone[8]
+    assert alone[0] == alone[1] == alone[8] == alone[9]
     assert alone[0]["named"][0][:2] == ("torch.bfloat16", (23, 1, 4))
     assert [one["id"] for one in alone[0]["ragged"]] == list(range(23))
     assert alone[2] == alone[3] == evaluate(noise, Augmented(), batch_size=4, collate_fn=mixed, num_workers=2)
     assert alone[4:7] == [bits(torch.tensor([0, 2, 4])), ["A", "B", "C", "D"], [None] * 3]
-    on_others = [None if number in (1, 8) else value for number, value in enumerate(alone)]  # to="main"
+    assert alone[7] == {"score": [None] * 2, "id": [0, 1]}
+    on_others = [None if number in (1, 9) else value for number, value in enumerate(alone)]  # to="main"
     for ranks in (2, 3, 5):
         assert attempt(ranks, tmp_path / str(ranks), in_all_ways) == [alone] + [on_others] * (ranks - 1)
 

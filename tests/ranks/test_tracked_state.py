@@ -470,6 +470,32 @@ def test_an_optimizers_state_keeps_its_types_and_loses_no_parameter(tmp_path: Pa
     assert "it has '1.weight', which no group of this one has: add_param_group before ctx.track" in refused
 
 
+def with_parameters_beside(ctx: Any, stop: bool) -> list[Any]:
+    """A head that has grown since ctx.parallelize, and a parameter that is in no module that was spread."""
+    model: Any = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
+    if ctx.world_size == 1:
+        model[1] = torch.nn.Linear(4, 3)
+    temperature = torch.nn.ParameterList([torch.ones(1)])
+    optimizer = torch.optim.Adam([*model.parameters(), *temperature.parameters()], lr=0.1)
+    ctx.track(optimizer=optimizer, model=model, temperature=temperature)
+    for _ in ctx.steps(6):
+        (model(torch.ones(2, 4)) * temperature[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if stop:
+            stop_after(ctx, 2)
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in [*model.parameters(), *moments]]
+    return [*(one.tolist() for one in whole), temperature[0].item()]
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, EVERY_5), (2, "parallel: {data: zero3}")], ids=["ddp", "zero3"])
+def test_an_optimizer_may_have_parameters_of_several_tracked_modules(tmp_path: Path, ranks: int, config: str) -> None:
+    uninterrupted = attempt(ranks, tmp_path / "whole", with_parameters_beside, False, config=config)
+    assert attempt(ranks, tmp_path / "stopped", with_parameters_beside, True, config=config) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path / "stopped", with_parameters_beside, False, config=config) == uninterrupted
+
+
 def with_a_baseline(ctx: Any, stop: bool) -> tuple[float, float]:
     model = ctx.parallelize(torch.nn.Linear(3, 1))
     ctx.track(model=model)

@@ -63,6 +63,7 @@ def srun(rank: int, size: int, *, local: int, node: int, per_node: str) -> dict[
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": str(rank),
         "SLURM_NTASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
         "SLURM_LOCALID": str(local),
         "SLURM_NODEID": str(node),
         "SLURM_STEP_NUM_NODES": str(nodes),
@@ -71,6 +72,7 @@ def srun(rank: int, size: int, *, local: int, node: int, per_node: str) -> dict[
 
 
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+INTERACTIVE = {**srun(0, 1, local=0, node=0, per_node="1"), "SLURM_NTASKS": "4"}
 SUBMITIT = {
     "SUBMITIT_LOCAL_JOB_ID": "123",
     "SUBMITIT_LOCAL_GLOBALID": "1",
@@ -100,6 +102,11 @@ TOLD: dict[str, tuple[Mapping[str, str], str, Topology, str]] = {
             **torchrun(5, 8, local=1, of=4, node=1, nodes=2),
         },
         *("torchrun", Topology(5, 8, 1, 4, 1, 2), "env"),
+    ),
+    "the shell of an interactive step": (INTERACTIVE, "srun", Topology(), "alone"),
+    "torchrun in that": (
+        {**INTERACTIVE, **torchrun(1, 4, local=1, of=4)},
+        *("torchrun", Topology(1, 4, 1, 4, 0, 1), "env"),
     ),
     "mpirun in a Slurm job": (
         {**mpirun(3, 4, local=1, of=2), **srun(0, 1, local=0, node=0, per_node="1")},
@@ -147,11 +154,11 @@ def test_two_launches_do_not_share_a_file() -> None:
 APART: dict[str, tuple[Mapping[str, str], str]] = {
     "a step whose tasks are told to be alone": (
         {**srun(1, 4, local=1, node=0, per_node="4"), "RANK": "0", "WORLD_SIZE": "1"},
-        "SLURM_NTASKS=4",
+        "SLURM_STEP_NUM_TASKS=4",
     ),
     "one torchrun for each task of a step": (
         {**srun(1, 2, local=0, node=1, per_node="1(x2)"), **torchrun(0, 4, local=0, of=4)},
-        "SLURM_NTASKS=2",
+        "SLURM_STEP_NUM_TASKS=2",
     ),
     "mpirun of python under a wrapper that sets RANK": (
         {**mpirun(1, 4, local=1, of=4), "RANK": "0", "WORLD_SIZE": "1"},
@@ -160,7 +167,7 @@ APART: dict[str, tuple[Mapping[str, str], str]] = {
     "mpirun's size alone": ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4"),
     "mpirun's variables hidden": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, "PMIX_RANK=1"),
     "a size without a rank": ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4"),
-    "a group of one in a step of two": (srun(1, 2, local=1, node=0, per_node="2"), "SLURM_NTASKS=2"),
+    "a group of one in a step of two": (srun(1, 2, local=1, node=0, per_node="2"), "SLURM_STEP_NUM_TASKS=2"),
     "a rank beyond the world": ({"RANK": "4", "WORLD_SIZE": "4"}, "no such rank"),
     "a rank that is no number": ({"RANK": "one", "WORLD_SIZE": "4"}, "RANK='one'"),
 }

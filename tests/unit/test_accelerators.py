@@ -194,6 +194,8 @@ def test_a_channels_last_model_goes_on_with_a_fused_optimizer_as_it_would_have(t
     parallel = Parallel(factor(ParallelConfig(), 1, 1), ParallelConfig(), CommConfig(), CPU)
     tracked = TrackedState(parallel, Checkpointer(Store(tmp_path)), RankGroup.alone(), None)
     tracked.add_module(resumed)
+    tracked.name_parameters({})
+    tracked.add("optimizer", other)
     tracked._load(resumed, copied(net.state_dict()))
     tracked._load(other, saved)
     set_gradients(resumed, gradients)

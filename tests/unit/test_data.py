@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, OrderedDict, UserDict
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -457,6 +458,30 @@ def test_a_mapping_with_attributes_keeps_them() -> None:
     for found, size in ((to_device(batch, torch.device("meta")), 4), (cut(batch, 1, 3), 2)):
         assert type(found) is Encoding and found.tokenizer == "bpe" and len(found["ids"]) == size
     assert batch["ids"].device.type == "cpu" and len(batch["ids"]) == 4, "the batch itself was changed"
+
+
+def test_a_mapping_that_keeps_its_values_in_a_dict_is_left_as_it_was() -> None:
+    class Fields(MutableMapping[str, Any]):
+        def __init__(self, **fields: Any) -> None:
+            self.fields = fields
+
+        def __getitem__(self, key: str) -> Any:
+            return self.fields[key]
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            self.fields[key] = value
+
+        def __delitem__(self, key: str) -> None:
+            del self.fields[key]
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self.fields)
+
+        def __len__(self) -> int:
+            return len(self.fields)
+
+    batch = Fields(ids=torch.arange(4))
+    assert [cut(batch, start, start + 2)["ids"].tolist() for start in (0, 2)] == [[0, 1], [2, 3]]
 
 
 class Habits(Dataset[Any]):

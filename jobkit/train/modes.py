@@ -1,0 +1,50 @@
+"""What of a module decides how it trains and is in no state_dict: who requires a gradient, who is in training mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from jobkit.train.names import plain_name
+
+Now = tuple[list[bool], list[bool]]
+"""Of each parameter and each module at one moment: whether it requires a gradient, whether it is in training mode."""
+
+
+class Modes:
+    """The modes of a module, beside those that the training function has made it with.
+
+    Only differences are state: a run that unfreezes its backbone at step 1,000 goes on with it unfrozen, and what the
+    training function does in each attempt stays its own. `wrapper` is what a user calls, as DDP: it has a mode too.
+    """
+
+    def __init__(self, module: nn.Module, wrapper: nn.Module) -> None:
+        self._parameters = [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
+        self._modules = [(plain_name(name), part) for name, part in module.named_modules()]
+        self._modules += [] if wrapper is module else [("", wrapper)]
+        self._made = self.now()
+
+    def now(self) -> Now:
+        return [one.requires_grad for _, one in self._parameters], [part.training for _, part in self._modules]
+
+    def changes(self, now: Now | None = None) -> dict[str, dict[str, bool]]:
+        """{"requires_grad": {parameter: bool}, "training": {module: bool}} as they were at a moment, where changed."""
+        found = {
+            kind: {name: is_now for (name, _), was, is_now in zip(named, made, then, strict=True) if was is not is_now}
+            for kind, named, made, then in zip(
+                ("requires_grad", "training"),
+                (self._parameters, self._modules),
+                self._made,
+                now or self.now(),
+                strict=True,
+            )
+        }
+        return {kind: of_kind for kind, of_kind in found.items() if of_kind}
+
+    def set(self, changes: Mapping[str, Mapping[str, bool]]) -> None:
+        """Make them as `changes` has them, by the names that are here."""
+        for name, parameter in self._parameters:
+            parameter.requires_grad_(changes.get("requires_grad", {}).get(name, parameter.requires_grad))
+        for name, part in self._modules:
+            part.training = changes.get("training", {}).get(name, part.training)

@@ -1,0 +1,119 @@
+"""What a loop freezes, unfreezes and puts into evaluation mode goes on as it was; what cannot be trained is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.attempts import STOPPED, attempt, stop_after
+from torch import Tensor, nn
+
+from jobkit.train.parallel import unwrapped
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))  # type: ignore[no-any-return]
+
+
+def learn(ctx: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss = model(torch.arange(16.0).view(4, 4).sin() + ctx.rank).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[float]:
+    return torch.cat([one.detach().flatten() for one in unwrapped(model).state_dict().values()]).tolist()
+
+
+def in_stages(ctx: Any, freeze: str, stop_at: int | None = None) -> Any:
+    """The head alone, then all; and the statistics are frozen at some time, as in fine-tuning."""
+    net = Net()
+    if freeze == "before":
+        net.backbone.requires_grad_(False)
+    model = ctx.parallelize(net, **({"find_unused_parameters": True} if ctx.world_size > 1 else {}))
+    net.backbone.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    ctx.track(model=model, optimizer=optimizer)
+    model.train()
+    for step in ctx.steps(8):
+        if step == 2:
+            net.backbone.requires_grad_(True)
+        if step == 3:
+            net.backbone[1].eval()
+        learn(ctx, model, optimizer)
+        if stop_at is not None:
+            stop_after(ctx, stop_at)
+    return weights(model), [part.training for part in model.modules()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_unfrozen_or_put_into_evaluation_mode_is_so_after_a_resume(tmp_path: Path, ranks: int) -> None:
+    uninterrupted = attempt(ranks, tmp_path / "whole", in_stages, "after")
+    for step in (4, 5):  # each attempt makes the network anew, and takes the changes over to the next
+        assert attempt(ranks, tmp_path / "stopped", in_stages, "after", step) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path / "stopped", in_stages, "after") == uninterrupted
+    assert uninterrupted[0][1].count(False) == 1
+
+
+def test_what_ranks_would_train_each_for_itself_is_refused(tmp_path: Path) -> None:
+    for found in attempt(2, tmp_path, in_stages, "before"):
+        assert found.startswith("UsageError: backbone.0.weight was frozen when ctx.parallelize was called"), found
+        assert "find_unused_parameters=True" in found
+    assert len(attempt(1, tmp_path / "alone", in_stages, "before")[0][0]) > 0
+
+
+def evaluating_in_between(ctx: Any, stop: bool) -> Any:
+    model = ctx.parallelize(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+
+    def score(batch: Tensor, ids: Tensor) -> Tensor:
+        if stop and ctx.step == 3:
+            ctx._signals.signal = 15
+        return model(batch.float().expand(4, len(ids)).T)[:, 0]
+
+    for step in ctx.steps(6):
+        if step % 3 == 0:
+            before = model.training
+            model.eval()
+            ctx.evaluate(score, range(8), batch_size=2)  # type: ignore[arg-type]
+            model.train(before)
+        learn(ctx, model, optimizer)
+    return weights(model), model.training
+
+
+def test_a_stop_in_an_evaluation_saves_the_modes_that_the_step_began_with(tmp_path: Path) -> None:
+    uninterrupted = attempt(1, tmp_path / "whole", evaluating_in_between, False)
+    assert attempt(1, tmp_path / "stopped", evaluating_in_between, True) == [STOPPED]
+    assert attempt(1, tmp_path / "stopped", evaluating_in_between, False) == uninterrupted
+
+
+def unfrozen_from(ctx: Any, first: int, stop: bool) -> Any:
+    torch.manual_seed(0)
+    model = ctx.parallelize(Net())
+    unwrapped(model).backbone.requires_grad_(ctx.step >= first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(6):
+        if step == first:
+            unwrapped(model).backbone.requires_grad_(True)
+        learn(ctx, model, optimizer)
+        if stop:
+            stop_after(ctx, first - 1)
+    return weights(model)
+
+
+def test_what_is_unfrozen_where_a_run_was_stopped_need_not_be_in_its_checkpoint(tmp_path: Path) -> None:
+    trainable = "checkpoint: {weights: trainable}"
+    uninterrupted = attempt(1, tmp_path / "whole", unfrozen_from, 3, False, config=trainable)
+    assert attempt(1, tmp_path / "stopped", unfrozen_from, 3, True, config=trainable) == [STOPPED]
+    assert attempt(1, tmp_path / "stopped", unfrozen_from, 3, False, config=trainable) == uninterrupted
