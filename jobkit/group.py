@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,9 @@ from jobkit.errors import DistributedError, JobkitError
 from jobkit.run.disk_errors import disk_errno
 
 T = TypeVar("T")
+
+_TOGETHER = 1024
+"""Bytes that every rank sends with the length of its value: most values need no second exchange."""
 
 
 class RankError(DistributedError):
@@ -50,12 +55,7 @@ class RankGroup:
         if group is None:
             return cls.alone()
 
-        def gather(value: Any) -> list[Any]:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, value, group=group)
-            return found
-
-        return cls(dist.get_rank(group), dist.get_world_size(group), gather, group)
+        return cls(dist.get_rank(group), dist.get_world_size(group), partial(_gather_objects, group), group)
 
     @classmethod
     def of_world(cls) -> RankGroup:
@@ -201,3 +201,22 @@ class RankGroup:
 def describe(error: BaseException) -> str:
     """An error in a line, as other ranks and the journal are told of it: not every exception can be sent."""
     return str(error) if isinstance(error, JobkitError) else f"{type(error).__name__}: {error}"
+
+
+def _gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Every rank's value, by rank. torch's all_gather_object exchanges the lengths first, always, and takes 3 ms."""
+    data = pickle.dumps(value)
+    message = len(data).to_bytes(8, "little") + data
+    first = _gather_bytes(group, message[:_TOGETHER].ljust(_TOGETHER, b"\0"))
+    lengths = [8 + int.from_bytes(one[:8], "little") for one in first]
+    if (most := max(lengths) - _TOGETHER) > 0:
+        rest = _gather_bytes(group, message[_TOGETHER:].ljust(most, b"\0"))
+        first = [one + other for one, other in zip(first, rest, strict=True)]
+    return [pickle.loads(one[8:length]) for one, length in zip(first, lengths, strict=True)]
+
+
+def _gather_bytes(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+    """Every rank's message, of one length."""
+    found = [torch.empty(len(message), dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, torch.frombuffer(bytearray(message), dtype=torch.uint8), group=group)
+    return [one.numpy().tobytes() for one in found]

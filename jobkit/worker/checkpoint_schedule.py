@@ -20,8 +20,8 @@ MAX_SECONDS = 1800.0
 MAX_OVERHEAD = 0.01
 """Of the training's time, what checkpoints may cost at most, and what snapshots in memory may."""
 
-MIN_MEMORY_SECONDS = 1.0
-"""Between two snapshots of `auto`: for each TensorBoard's file is made durable, and a second is soon repeated."""
+MIN_MEMORY_SECONDS = 2.0
+"""Between two snapshots of `auto`: for each TensorBoard's file is made durable, and two seconds are soon repeated."""
 
 PRIOR_SECONDS = 8 * 3600.0
 """Time between failures to begin with, until a run has seen some of its own."""

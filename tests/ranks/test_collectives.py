@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from harness.ranks import Team, on_ranks
 from torch import nn
 
+from jobkit.group import RankGroup
 from jobkit.train.data_parallel import send_first
 from jobkit.train.local_sgd import average_replicas
+
+
+def gathered(team: Team, sizes: list[int]) -> list[tuple[int, str]]:
+    group = RankGroup.of_world()
+    return group.gather((team.rank, "x" * sizes[team.rank]))
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, 2], [5000, 0, 3], [1, 2, 1_000_000], [1007, 1008, 1009]])
+def test_values_of_any_size_are_gathered(sizes: list[int]) -> None:
+    expected = [(rank, "x" * size) for rank, size in enumerate(sizes)]
+    assert on_ranks(3, gathered, sizes) == [expected] * 3
 
 
 class Views(nn.Module):

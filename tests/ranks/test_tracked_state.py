@@ -119,6 +119,10 @@ def with_a_number_of_python(**_: Any) -> None:
     random.random()
 
 
+def with_the_second_of_two_numbers_of_python(**_: Any) -> None:
+    random.gauss(0.0, 1.0)
+
+
 def with_a_gradient(model: Any, **_: Any) -> None:
     model(torch.ones(1, 3)).sum().backward()
 
@@ -138,6 +142,7 @@ CHANGES = [
     with_a_number_of_numpy,
     with_the_second_of_two_numbers,
     with_a_number_of_python,
+    with_the_second_of_two_numbers_of_python,
     with_a_gradient,
     with_another_state_of_ones_own,
 ]

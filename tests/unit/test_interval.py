@@ -106,7 +106,7 @@ def test_a_snapshot_is_due_as_the_yaml_says(
     assert memory_schedule(every, *stalls) == due
 
 
-@pytest.mark.parametrize(("stall", "seconds"), [(0.5, 50.0), (0.02, 2.0), (0.0001, MIN_MEMORY_SECONDS)])
+@pytest.mark.parametrize(("stall", "seconds"), [(0.5, 50.0), (0.04, 4.0), (0.0001, MIN_MEMORY_SECONDS)])
 def test_snapshots_of_auto_hold_up_the_training_a_hundredth_of_the_time(stall: float, seconds: float) -> None:
     schedule = MemorySchedule("auto")
     schedule.observe(3.0)
