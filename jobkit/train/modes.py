@@ -26,6 +26,7 @@ class Modes:
         self._made = self.now()
 
     def now(self) -> Now:
+        """Those of this moment."""
         return [one.requires_grad for _, one in self._parameters], [part.training for _, part in self._modules]
 
     def changes(self, now: Now | None = None) -> dict[str, dict[str, bool]]:
