@@ -19,7 +19,7 @@ _WINDOW = 16
 """Elements looked at in one place of a tensor, of three; a tensor of no more than these is looked at whole."""
 
 _MOST_TENSORS = 2000
-"""Tensors whose elements are looked at: those of a larger state are taken at equal distances."""
+"""Tensors whose elements are looked at, by default: those of a larger state are taken at equal distances."""
 
 _ROUNDING = 1e-3
 """Relative difference up to which numbers are said to differ by rounding, as on machines of two kinds."""
@@ -38,12 +38,12 @@ class Difference:
     is_rounding: bool
 
 
-def summarise(tree: Any, *, whole_up_to: int = 3 * _WINDOW) -> Summary:
+def summarise(tree: Any, *, whole_up_to: int = 3 * _WINDOW, most: int = _MOST_TENSORS) -> Summary:
     """What `tree` consists of. Equal trees have equal summaries, whichever process made them.
 
     A tensor of at most `whole_up_to` elements is looked at whole, of others a few elements are, in one copy from each
     device for all of them; of a DTensor, which is a part on each rank, nothing is. Two trees of equal summaries may
-    differ: in elements between those looked at.
+    differ: in elements between those looked at. Of more than `most` tensors some are not looked at.
     """
     found: Summary = {}
     tensors: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ def summarise(tree: Any, *, whole_up_to: int = 3 * _WINDOW) -> Summary:
         else:
             found[path] = type(leaf).__name__, _value(leaf)
     tensors = {path: one for path, one in tensors.items() if not isinstance(one, DTensor)}
-    for path, elements in _elements(_some(tensors), whole_up_to).items():
+    for path, elements in _elements(_some(tensors, most), whole_up_to).items():
         found[path] = found[path][0], elements
     return found
 
@@ -121,8 +121,8 @@ def _value(leaf: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _some(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    distance = -(-len(tensors) // _MOST_TENSORS) or 1
+def _some(tensors: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
+    distance = -(-len(tensors) // most) or 1
     return dict(list(tensors.items())[::distance])
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from jobkit.run.device_kinds import has_streams
 from jobkit.train.batches import NOT_YET, HandOut
+from jobkit.train.loader_options import InitWorker
 from jobkit.train.seeds import derive_seed, seed_cpu_generators
 
 Collate = Callable[[list[Any]], Any]
@@ -32,6 +33,10 @@ class CollatedBatches(Dataset[Any]):
 
     def __getitem__(self, number: int) -> tuple[int, Any]:
         return number, None if number == NOT_YET else self.load(number)
+
+    def of_worker(self, number: int) -> Any:
+        """The user's dataset."""
+        return self.dataset
 
     def load(self, number: int) -> Any:
         """The batch alone."""
@@ -63,7 +68,7 @@ def loaded(
         pin_memory=has_streams(device.type),
         # A generator of its own: DataLoader would draw its base seed from the training's.
         generator=torch.Generator().manual_seed(0),
-        **options,
+        **{**options, "worker_init_fn": InitWorker(options.get("worker_init_fn"))},
     )
     iterator = iter(loader)
     try:

@@ -40,8 +40,12 @@ class SeededBatches(Dataset[Any]):
     generators of the training process are put back afterwards.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[Any], Any] | None, draws_an_epoch: int = 1
+    ) -> None:
         self.dataset = dataset
+        self._draws_an_epoch = draws_an_epoch
+        """1 where a key's first number is the epoch itself, and not that of a draw by weights."""
         self._collate = collate_fn or default_collate
         self._of_samples, self._of_batches = derive_seed(seed, "sample"), derive_seed(seed, "collate")
         self._epoch: int | None = None
@@ -60,6 +64,7 @@ class SeededBatches(Dataset[Any]):
 
     def _load(self, keys: Sequence[tuple[int, int]]) -> Any:
         dataset, ids = self.dataset, [sample for _, sample in keys]
+        self._epoch = None  # another loader may have told the same dataset its own
         while type(dataset) is Subset:  # its own __getitems__ would load sample after sample with one seed
             ids, dataset = [dataset.indices[sample] for sample in ids], dataset.dataset
         if callable(load := getattr(dataset, "__getitems__", None)):
@@ -73,7 +78,8 @@ class SeededBatches(Dataset[Any]):
             samples.append(dataset[sample])
         return samples
 
-    def _begin(self, dataset: Any, epoch: int) -> None:
+    def _begin(self, dataset: Any, number: int) -> None:
+        epoch = number // self._draws_an_epoch
         if epoch != self._epoch:
             self._epoch = epoch
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
@@ -122,7 +128,9 @@ class DatasetSource:
                 "IterableDataset"
             )
         self._order = SampleOrder(len(dataset), share.global_batch_size, share.seed, shuffle, weights)
-        self._made = SeededBatches(dataset, share.seed, share.options.collate_fn)
+        self._made = SeededBatches(
+            dataset, share.seed, share.options.collate_fn, 1 if weights is None else len(dataset)
+        )
         self._share = share
 
     def batches(self, position: int) -> Iterator[Any]:

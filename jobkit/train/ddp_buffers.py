@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.errors import UsageError
+from jobkit.train.hooks import uncompiled
 
 
 @contextmanager
@@ -20,6 +21,10 @@ def independent_forwards(equal: Iterable[nn.Module]) -> Iterator[None]:
     `equal` on all ranks are those of these modules; a DDP model with others raises UsageError when it is called,
     since each rank would compute with its own.
     """
+    for model in map(uncompiled, equal := list(equal)):
+        # After its first backward pass a model's next forward exchanges how gradients lie in buckets, once.
+        if isinstance(model, DistributedDataParallel) and model.reducer._rebuild_buckets():
+            model._has_rebuilt_buckets = True
     known = {id(buffer) for module in equal for buffer in module.buffers()}
     called: dict[DistributedDataParallel, tuple[bool, bool]] = {}
 

@@ -52,6 +52,8 @@ class Engine:
         self.loaders: list[Loader] = []
         self._replaced: list[tuple[weakref.ref[nn.Parameter], str]] = []
         """The parameters that `parallelize` has put shards in the place of, and their names."""
+        self._optimizers: list[torch.optim.Optimizer] = []
+        """Those that are tracked."""
         self._left_alone: dict[nn.Parameter, str] = {}
         """The names of the parameters that `parallelize` was given frozen: the ranks do not add up their gradients."""
         self._config = config
@@ -78,6 +80,9 @@ class Engine:
         if self.parallel.layout.data > 1 and not self.parallel.drifts and not isinstance(unwrapped(module), FSDPModule):
             frozen = {one: name for name, one in unwrapped(module).named_parameters() if not one.requires_grad}
             self._left_alone.update(frozen)
+        for parameter in unwrapped(module).parameters():
+            if parameter.requires_grad:  # another module that has it adds its gradients up
+                self._left_alone.pop(parameter, None)
         return module
 
     def optimizer(
@@ -132,7 +137,8 @@ class Engine:
         held = {id(parameter) for holder in tracked for parameter in _parameters_in(holder)}
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
-                if id(parameter) in held or not parameter.requires_grad:
+                is_placeholder = not isinstance(parameter, nn.Parameter) and not parameter.requires_grad
+                if id(parameter) in held or is_placeholder:
                     continue
                 replaced = next((name for ref, name in self._replaced if ref() is parameter), None)
                 kind = type(optimizer).__name__
@@ -155,10 +161,11 @@ class Engine:
                     raise UsageError(
                         f"{name} was frozen when ctx.parallelize was called, so each rank would train it by its own "
                         "samples alone: freeze what is to be trained later after ctx.parallelize(model, "
-                        "find_unused_parameters=True), or use zero2 or zero3"
+                        "find_unused_parameters=True), or use zero3"
                     )
 
         optimizer.register_step_pre_hook(check)
+        self._optimizers.append(optimizer)
 
     @property
     def made_something(self) -> bool:
@@ -214,7 +221,10 @@ class Engine:
         return size
 
     def _has_gradients(self) -> bool:
-        return any(one.grad is not None for module in self.modules for one in module.parameters())
+        """Whether an optimizer's next step may use gradients that are there; those of others nobody sets to None."""
+        used = [one for optimizer in self._optimizers for one in parameters_of(optimizer)]
+        used = used or [one for module in self.modules for one in module.parameters()]
+        return any(one.grad is not None for one in used)
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
         """Unscale, clip, step and set the gradients to None; the norm before clipping. See Context.update."""

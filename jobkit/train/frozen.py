@@ -55,7 +55,7 @@ def _kept(module: nn.Module) -> dict[str, _Kept]:
     found = frozen_parameters(module)
     with torch.no_grad():
         local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in found.items()}
-    elements = summarise(local)
+    elements = summarise(local, most=max(1, len(local)))
     return {
         name: (id(one), _address(local[name]), one._version + local[name]._version, elements[name])
         for name, one in found.items()

@@ -106,7 +106,7 @@ class LoaderOptions:
             **({"batch_size": None} if batch_sampler is None else {"batch_sampler": batch_sampler}),
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
-            worker_init_fn=_InitWorker(self.worker_init_fn),
+            worker_init_fn=InitWorker(self.worker_init_fn),
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers,
             multiprocessing_context=self.multiprocessing_context,
@@ -140,7 +140,7 @@ class Share:
 
 
 @dataclass
-class _InitWorker:
+class InitWorker:
     """What a worker begins with: it knows the user's dataset, and not what reads it; then the user's function."""
 
     function: Callable[[int], None] | None

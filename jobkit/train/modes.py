@@ -24,6 +24,8 @@ class Modes:
         self._modules = [(plain_name(name), part) for name, part in module.named_modules()]
         self._modules += [] if wrapper is module else [("", wrapper)]
         self._made = self.now()
+        self._restored: set[tuple[str, str]] = set()
+        """Those that the checkpoint had, whatever the training function does before the loop."""
 
     def now(self) -> Now:
         """Those of this moment."""
@@ -31,21 +33,20 @@ class Modes:
 
     def changes(self, now: Now | None = None) -> dict[str, dict[str, bool]]:
         """{"requires_grad": {parameter: bool}, "training": {module: bool}} as they were at a moment, where changed."""
-        found = {
-            kind: {name: is_now for (name, _), was, is_now in zip(named, made, then, strict=True) if was is not is_now}
-            for kind, named, made, then in zip(
-                ("requires_grad", "training"),
-                (self._parameters, self._modules),
-                self._made,
-                now or self.now(),
-                strict=True,
-            )
-        }
-        return {kind: of_kind for kind, of_kind in found.items() if of_kind}
+        found: dict[str, dict[str, bool]] = {}
+        kinds = zip(
+            ("requires_grad", "training"), (self._parameters, self._modules), self._made, now or self.now(), strict=True
+        )
+        for kind, named, made, then in kinds:
+            for (name, _), was, is_now in zip(named, made, then, strict=True):
+                if was is not is_now or (kind, name) in self._restored:
+                    found.setdefault(kind, {})[name] = is_now
+        return found
 
     def set(self, changes: Mapping[str, Mapping[str, bool]]) -> None:
-        """Make them as `changes` has them, by the names that are here."""
-        for name, parameter in self._parameters:
-            parameter.requires_grad_(changes.get("requires_grad", {}).get(name, parameter.requires_grad))
-        for name, part in self._modules:
-            part.training = changes.get("training", {}).get(name, part.training)
+        """Make them as `changes` of a checkpoint has them, by the names that are here."""
+        for kind, named in (("requires_grad", self._parameters), ("training", self._modules)):
+            for name, one in named:
+                if (wanted := changes.get(kind, {}).get(name)) is not None:
+                    setattr(one, kind, wanted)
+                    self._restored.add((kind, name))

@@ -29,6 +29,7 @@ from jobkit.train.evaluate import Metrics, PerSample, as_scores, means
 from jobkit.train.hooks import ForwardHook, uncompiled
 from jobkit.train.parallel import unwrapped
 from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
+from jobkit.train.sharding import reshard
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.checkpointing import Checkpoints, find_memory
 from jobkit.worker.evaluation import Evaluator
@@ -177,6 +178,11 @@ class Context:
         (num_workers, collate_fn ...). Ranks that compute the same samples together, as those of a pipeline, get the
         same share. Raises JobkitError for options that do not fit.
         """
+        if self._loop.total is not None:
+            raise UsageError(
+                "ctx.loader comes before ctx.steps: one that is made later, no attempt would restore; for validation "
+                "there is ctx.evaluate"
+            )
         return self._engine.loader(dataset, global_batch_size=global_batch_size, **options)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -240,6 +246,12 @@ class Context:
         self._tracked.name_parameters({**objects, **own})
         for name, value in [*objects.items(), *own.items()]:
             self._tracked.check_name(name, value)
+            if isinstance(value, torch.optim.Optimizer) and not hasattr(value, "_optimizer_step_pre_hooks"):
+                raise UsageError(
+                    f"ctx.track({name}=...): {type(value).__name__} is a torch.optim.Optimizer that has not called "
+                    "Optimizer.__init__, so its steps cannot be seen: call super().__init__(params, defaults), or "
+                    "derive it from nothing"
+                )
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
             self._tracked.add(name, value, per_rank=name in own)
@@ -351,6 +363,8 @@ class Context:
                 stop_if_told=self._loop.stop_if_told,
                 **options,
             )
+        for module in self._tracked.modules:
+            reshard(module)  # else a parameter that is frozen or changed now is the gathered one
         self._loop.evaluated()
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from jobkit.train.ddp_buffers import independent_forwards
 from jobkit.train.evaluate import computed
 from jobkit.train.outputs import Outputs
 from jobkit.train.parallel import Parallel
+from jobkit.worker.called import called
 from jobkit.worker.lease import holds_lease
 from jobkit.worker.rank import Rank
 from jobkit.worker.rendezvous import shared_store
@@ -45,6 +45,7 @@ class Evaluator:
         self._kept: list[Outputs] = []
         """What an earlier attempt has found of this step's evaluations: rank 0 has it, all know of which batches."""
         self._step: int | None = None
+        self._place = ""
         self._of_step: list[Outputs] = []
         """The evaluations of this step so far, in their order; as `_kept`."""
         self._handouts = 0
@@ -70,7 +71,7 @@ class Evaluator:
         before the loop. `equal` are modules whose buffers are the same on all ranks;
         `options` are those of jobkit.train.evaluate.computed.
         """
-        outputs = self._begin(step, Outputs(len(dataset), batch_size), f"{place}: {_called(function, dataset)}")
+        outputs = self._begin(step, place, Outputs(len(dataset), batch_size), called(function, dataset))
         group, stoppable = self._rank.group, True
         try:
             while missing := outputs.missing():
@@ -93,7 +94,7 @@ class Evaluator:
             raise
         finally:
             self._reporter.update(evaluation=None)
-        if self._kept and len(self._of_step) >= len(self._kept):
+        if (kept := self._kept_at(place)) and len(self._of_step) >= len(kept):
             self._drop_kept()
         return result
 
@@ -149,19 +150,27 @@ class Evaluator:
 
     # Across attempts
 
-    def _begin(self, step: int, outputs: Outputs, of: str) -> Outputs:
+    def _begin(self, step: int, place: str, outputs: Outputs, of: str) -> Outputs:
         """The next evaluation of a step, with what an earlier attempt has found of it."""
+        outputs.of = f"{place}: {of}"
         if step != self._step:
             first, self._step, self._of_step = self._step is None, step, []
             self._kept = self._load() if first else []
-        if len(self._of_step) < len(self._kept):
-            kept = self._kept[len(self._of_step)]
-            if (kept.length, kept.batch_size, kept.of) == (outputs.length, outputs.batch_size, of):
+        if place != self._place:
+            self._place, self._of_step = place, []
+        if len(self._of_step) < len(here := self._kept_at(place)):
+            kept = here[len(self._of_step)]
+            same = (kept.length, kept.batch_size, kept.of) == (outputs.length, outputs.batch_size, outputs.of)
+            if self._rank.group.broadcast(same):  # rank 0 has the outputs; what a function holds may differ by rank
                 outputs = kept
                 self._reporter.record(Event.EVALUATION_RESUMED, step=step, done=kept.done, total=kept.length)
-        outputs.of = of
+            else:
+                self._drop_kept()  # nor do those after it stand where they stood
         self._of_step.append(outputs)
         return outputs
+
+    def _kept_at(self, place: str) -> list[Outputs]:
+        return [one for one in self._kept if one.of.startswith(f"{place}: ")]
 
     def _keep(self, now: Outputs, checkpoint: int | None) -> None:
         """Keep what is known for an attempt that begins with the checkpoint of this step, None for none at all.
@@ -200,15 +209,6 @@ class Evaluator:
         if self._rank.is_main:
             with suppress(OSError):
                 self._rank.run.evaluation_file.unlink(missing_ok=True)
-
-
-def _called(function: Any, dataset: Any) -> str:
-    """A function by its name and line, and a dataset by its type: the same in each attempt of the same code."""
-    inner = inspect.unwrap(function)
-    code = getattr(inner, "__code__", None)
-    line = f" in line {code.co_firstlineno}" if code is not None else ""
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    return f"{getattr(inner, '__module__', '')}.{name}{line} of {type(dataset).__qualname__}"
 
 
 def write_outputs(file: Path, key: dict[str, Any], evaluations: list[Outputs]) -> None:

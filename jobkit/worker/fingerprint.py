@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from jobkit.checkpoint.state import device_rng_states, named_tensors
 from jobkit.checkpoint.summary import digest, summarise, windows
@@ -108,7 +109,8 @@ class _Module:
         plain = nn.Module.get_extra_state
         self._with_extra = [part for part in module.modules() if type(part).get_extra_state is not plain]
         distance = -(-len(self._parameters) // _LOOKED_AT) or 1
-        self._looked_at = [one for one in map(_local, self._parameters[::distance]) if one.numel() and not one.is_meta]
+        made = [one for one in map(_local, self._parameters[::distance]) if not is_lazy(one)]
+        self._looked_at = [one for one in made if one.numel() and not one.is_meta]
         self._addresses: list[int] = []
         self._views: list[list[Tensor]] = []
 
@@ -159,7 +161,7 @@ def _values(state: Any) -> list[Any]:
 
 class _Tensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._counted = tensors
+        self._counted = tensors = [one for one in tensors if not is_lazy(one)]
         local = list(map(_local, tensors))
         if any(one is not whole for one, whole in zip(local, tensors, strict=True)):
             self._counted = [*tensors, *local]  # a DTensor counts for itself

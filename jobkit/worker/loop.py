@@ -27,6 +27,7 @@ from jobkit.worker.stop import CauseFinder, Stopped
 from jobkit.worker.stragglers import StragglerMonitor
 from jobkit.worker.timing import StepTimer
 from jobkit.worker.tracked_state import LOSS_SCALE, TrackedState
+from jobkit.worker.untracked import SteppingOptimizers
 
 
 class TrainingLoop:
@@ -57,6 +58,7 @@ class TrainingLoop:
         self._mark = StepMark(os.environ, rank.attempt)
         self._on_first_step = on_first_step
         self._optimizer_steps = 0
+        self._stepping: SteppingOptimizers | None = None
         self.is_in_step = False
         self._watch = StateWatch(rank.devices)
         self._step_start: Fingerprint | None = None
@@ -77,6 +79,7 @@ class TrainingLoop:
         is_continued = self._restored is not None
         self._begin(total)
         first = self.step
+        self._stepping = SteppingOptimizers()
         while self.step < total:
             self._step_start = self._watch.take_if_cheap(evaluation_expected=self._expects_evaluation())
             self._modes = self._tracked.modes() if self._step_start is not None else None
@@ -86,6 +89,8 @@ class TrainingLoop:
             self.stragglers.timer.end()
             self._modes = None
             self.step += 1
+            if self._stepping is not None and self._stepping.check(self._all_tracked()):
+                self._stepping = None
             if self._optimizer_steps:
                 self._engine.check_updated(is_continued=is_continued)
             self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == total)
@@ -98,7 +103,12 @@ class TrainingLoop:
             self._reporter.end_step(self.step - 1)  # before the boundary: a checkpoint there marks where curves end
             self._boundary()
         self.is_in_step = False
+        if self._stepping is not None:
+            self._stepping.end()
         self._reporter.heartbeat.end()
+
+    def _all_tracked(self) -> list[Any]:
+        return [*self._tracked.objects.values(), *self._tracked.own_objects.values()]
 
     def _of_type(self, kind: type[Any]) -> list[Any]:
         return [value for value in self._tracked.objects.values() if isinstance(value, kind)]
@@ -108,7 +118,7 @@ class TrainingLoop:
     def _begin(self, total: int) -> None:
         if self.total is not None:
             raise UsageError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
-        self._engine.check_tracked([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
+        self._engine.check_tracked(self._all_tracked())
         self._tracked.check_unchanged()
         self.total = total
         if self._engine.scaler is not None:
@@ -123,7 +133,7 @@ class TrainingLoop:
             )
         self._record_resumed(total)
         self._continue_local_state()
-        self._watch.track([*self._tracked.objects.values(), *self._tracked.own_objects.values()])
+        self._watch.track(self._all_tracked())
         self._restored = None  # its tensors are in the model by now
         self.report_progress()
         self._timer.start(self.step)
@@ -207,6 +217,7 @@ class TrainingLoop:
         # For the watchdog: from here on only the last checkpoint counts, within what Slurm leaves before SIGKILL.
         self._reporter.heartbeat.stopping = True
         self._engine.end_averaged()
+        self._tracked.end_shared_buffers()
         if self._checkpoints.durable_step != self.step and self.total is not None:
             self._tracked.modes_of_save = self._modes
             self._checkpoints.save(self.step, wait=True, must=False)

@@ -61,6 +61,8 @@ class Replicas:
 
 
 def _advice(name: str, value: Any) -> str:
+    if name.endswith("#beside"):
+        return "freeze and unfreeze on all ranks alike"
     if isinstance(value, nn.Module):
         return (
             "it should be equal on all ranks: load weights before ctx.parallelize, which gives all ranks those of rank "

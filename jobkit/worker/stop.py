@@ -88,7 +88,9 @@ def _spare_loader_workers() -> None:
     start, ensure_running = BaseProcess.start, ForkServer.ensure_running
 
     def start_spared(process: Any) -> None:
-        of_loader = getattr(getattr(process, "_target", None), "__module__", "").startswith("torch.utils.data.")
+        # torchdata's workers have a loop of their own.
+        module = getattr(getattr(process, "_target", None), "__module__", None) or ""
+        of_loader = module.startswith(("torch.utils.data.", "torchdata."))
         with _blocked() if of_loader else nullcontext():
             start(process)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -91,6 +91,7 @@ class TrackedState:
         self._modes: dict[str, Modes] = {}
         self._beside: dict[str, Beside] = {}
         """What the checkpoint has beside the states of objects."""
+        self._sharing = ExitStack()
         self.modes_of_save: dict[str, Now] | None = None
         """The modes that the next save takes, where they are not those of the moment it is made."""
         self._marks: dict[str, Mark] = {}
@@ -124,8 +125,14 @@ class TrackedState:
         """Track an object; where the run is being continued it is restored. Raises CheckpointError for a misfit."""
         per_rank = per_rank or getattr(value, "state_is_per_rank", False)
         self._orders[name] = orders_of(value)
-        if isinstance(value, torch.optim.Optimizer) and self._can_be_named(value):
-            self._named.add(value)
+        if isinstance(value, torch.optim.Optimizer):
+            if self._can_be_named(value):
+                self._named.add(value)
+            elif has_torchs_state(value) and any(isinstance(one.data, DTensor) for one in parameters_of(value)):
+                raise UsageError(
+                    f"ctx.track({name}=...): the {type(value).__name__} has parameters that ranks share out and others "
+                    "that are in no tracked module yet: track the modules of all before it, or together with it"
+                )
         if self._loaded is not None:
             (self._restore_own if per_rank else self._restore)(self._loaded, name, value)
             known = (self._loaded.local or {}).get("gradient_order", {}).get(name, [])
@@ -154,7 +161,7 @@ class TrackedState:
 
     def begin_modes(self) -> None:
         """From here on changes of what is trainable and in training mode are state, and those of before are made."""
-        for name, value in self.objects.items():
+        for name, value in self._all().items():
             if isinstance(value, nn.Module):
                 self._modes[name] = Modes(unwrapped(value), wrapper=value)
                 self._modes[name].set(self._beside.get(name, {}))
@@ -187,10 +194,19 @@ class TrackedState:
         own = [one.detach().clone() for one in buffers]
         self.share_buffers()
         shared = [one.detach().clone() for one in buffers]
-        yield
-        for buffer, before, given in zip(buffers, own, shared, strict=True):
-            if not isinstance(buffer, DTensor) and torch.equal(buffer, given) and not torch.equal(before, given):
-                buffer.copy_(before)
+
+        def give_back() -> None:
+            for buffer, before, given in zip(buffers, own, shared, strict=True):
+                if not isinstance(buffer, DTensor) and _same(buffer, given) and not _same(before, given):
+                    buffer.copy_(before)
+
+        with ExitStack() as self._sharing:
+            self._sharing.callback(give_back)
+            yield
+
+    def end_shared_buffers(self) -> None:
+        """Give every rank its own buffers back: a stop within `shared_buffers` is about to save them."""
+        self._sharing.close()
 
     # Saving
 
@@ -217,14 +233,14 @@ class TrackedState:
         shared: dict[str, Any] = {}
         held_by: dict[str, Sequence[int]] = {}
         buffers: dict[str, dict[str, Tensor]] = {}
+        beside: dict[str, Beside] = {}
         for name, value in self.objects.items():
             tree = self._state(value)
             if isinstance(value, nn.Module):
                 tree, buffers[name] = self._with_first_buffers(value, tree)
             averaged = self._parallel.drifts and isinstance(value, REPLICATED)
             self._put(shared, held_by, name, value, averaged_copy(tree) if averaged else tree)
-            if beside := self._found_beside(name, value, tree):
-                self._put(shared, held_by, name + BESIDE, value, beside)
+            beside[name] = self._found_beside(name, value, tree)
         own: dict[str, Any] = {"objects": {name: value.state_dict() for name, value in self.own_objects.items()}}
         own["on_device"] = {name: found for name, state in own["objects"].items() if (found := on_device(state))}
         own["buffers"] = {name: found for name, found in buffers.items() if found}
@@ -234,8 +250,30 @@ class TrackedState:
             own["compressions"] = memory
         if orders := {name: [order.known() for order in found] for name, found in self._orders.items() if found}:
             own["gradient_order"] = orders
-        self._add_gradients(shared, held_by, own)
+        modes = {name: changes for name in self._modes if (changes := self._changed_modes(name))}
+        pending = self._pending_gradients()
+        told = {name: (list(found), checksums(found)) for name, found in pending.items()}
+        layout = self._parallel.layout
+        stage = layout.stage(self._parallel.rank)
+        training = {name: changes.get("training", {}) for name, changes in modes.items()}
+        everyones = self._group.gather((told, training))
+        alike = [told for rank, told in enumerate(everyones) if layout.stage(rank) == stage]
+        self._add_gradients(shared, held_by, own, pending, [gradients for gradients, _ in alike])
+        for name, about in beside.items():
+            if firsts := alike[0][1].get(name):
+                about["training"] = firsts
+                modes[name] = _with_training(modes.get(name, {}), firsts)
+            if about:
+                self._put(shared, held_by, name + BESIDE, self.objects[name], about)
+        own["modes"] = modes
         return shared, held_by, own
+
+    def _pending_gradients(self) -> dict[str, dict[str, Tensor]]:
+        modules = {name: unwrapped(value) for name, value in self._all().items() if isinstance(value, nn.Module)}
+        return {name: found for name, module in modules.items() if (found := self._pending.of(module))}
+
+    def _changed_modes(self, name: str) -> dict[str, dict[str, bool]]:
+        return self._modes[name].changes((self.modes_of_save or {}).get(name))
 
     def _with_first_buffers(self, value: nn.Module, tree: Any) -> tuple[Any, dict[str, Tensor]]:
         """A module's state with copies of the first rank's buffers, and those of this rank that are others.
@@ -259,7 +297,8 @@ class TrackedState:
             return {}
         if not isinstance(value, nn.Module):
             return {"on_device": found} if (found := on_device(tree)) else {}
-        modes = self._modes[name].changes((self.modes_of_save or {}).get(name)) if name in self._modes else {}
+        modes = self._changed_modes(name) if name in self._modes else {}
+        modes.pop("training", None)  # in which a rank may differ, as after a validation that it alone has made
         left_out = (
             [] if self._frozen is None else [one for one in named_parameters(unwrapped(value)) if one not in tree]
         )
@@ -272,21 +311,29 @@ class TrackedState:
         if part is not None:
             held_by[key] = holders
 
-    def _add_gradients(self, shared: dict[str, Any], held_by: dict[str, Sequence[int]], own: dict[str, Any]) -> None:
-        """Those that ranks have added up are one for all; others are each rank's own, and their mean is for all."""
-        modules = {name: unwrapped(value) for name, value in self._all().items() if isinstance(value, nn.Module)}
-        pending = {name: found for name, module in modules.items() if (found := self._pending.of(module))}
-        everyones = self._group.gather({name: (list(found), checksums(found)) for name, found in pending.items()})
-        layout = self._parallel.layout
-        stage = layout.stage(self._parallel.rank)
-        alike = [found for rank, found in enumerate(everyones) if layout.stage(rank) == stage]
+    def _add_gradients(
+        self,
+        shared: dict[str, Any],
+        held_by: dict[str, Sequence[int]],
+        own: dict[str, Any],
+        pending: Mapping[str, Mapping[str, Tensor]],
+        alike: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Those that ranks have added up are one for all; others are each rank's own, and their mean is for all.
+
+        `alike`: what each rank of this stage has, names and checksums.
+        """
         for name in dict.fromkeys(name for found in alike for name in found):
             found = pending.get(name, {})
             if name in self.own_objects or any(other.get(name) != alike[0].get(name) for other in alike):
                 own.setdefault("gradients", {})[name] = {n: g for n, g in found.items() if not isinstance(g, DTensor)}
             if name in self.objects:
                 names = {one for other in alike if name in other for one in other[name][0]}
-                mean = found if name not in own.get("gradients", {}) else self._mean(modules[name], found, names)
+                mean = (
+                    found
+                    if name not in own.get("gradients", {})
+                    else self._mean(unwrapped(self.objects[name]), found, names)
+                )
                 self._put(shared, held_by, name + GRADIENTS, self.objects[name], mean)
 
     def _mean(self, module: nn.Module, found: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
@@ -306,6 +353,9 @@ class TrackedState:
             for key, buffer in live.items():
                 if plain_name(key) in saved:
                     buffer.copy_(saved[plain_name(key)])
+        for name, changes in state.get("modes", {}).items():
+            if name in self._modes:
+                self._modes[name].set(changes)
         for name, saved in state.get("gradients", {}).items():
             set_gradients(unwrapped(self._all()[name]), saved)
 
@@ -492,6 +542,18 @@ def _gradients_like(parameters: Mapping[str, nn.Parameter], contents: Contents) 
     names = {unescape(path): entry for path, entry in contents.items() if unescape(path) in parameters}
     placed = {name: placed_like(parameters[name], shape, dtype) for name, (shape, dtype) in names.items()}
     return {name: one for name, one in placed.items() if one is not None}
+
+
+def _with_training(modes: Mapping[str, dict[str, bool]], firsts: Mapping[str, bool]) -> dict[str, dict[str, bool]]:
+    """A rank's own modes where the first rank's come before them."""
+    back = {part: not mode for part, mode in firsts.items()}  # who has not changed it has it as it was made
+    return {**modes, "training": {**back, **modes.get("training", {})}}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def on_device(tree: Any) -> list[str]:

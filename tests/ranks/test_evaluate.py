@@ -345,6 +345,7 @@ class Run:
         self.run = RunDir(path)
         self.run.checkpoints.mkdir(parents=True)
         self.computed: list[int] = []
+        self.stop_after: int | None = None
         self.signals = StopSignals()
         monkeypatch.setenv("JOBKIT_CODE", str(path / "code" / "one"))
 
@@ -374,11 +375,11 @@ class Run:
         false_alarm: bool = False,
     ) -> torch.Tensor:
         """The values of 20 samples; told to stop after so many batches, and continued from `checkpoint` then."""
-        self.computed = []
+        self.computed, self.stop_after = [], stop_after
 
         def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             self.computed.append(int(ids[0]) // batch_size)
-            if len(self.computed) == stop_after:
+            if len(self.computed) == self.stop_after:
                 self.signals.signal = signal.SIGTERM
             return noisy(batch, ids)
 

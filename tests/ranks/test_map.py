@@ -234,6 +234,33 @@ def test_ranks_evaluate_a_users_own_ddp_models_each_for_itself_with_the_same_bat
     assert all("ctx.track(model=...) it first" in both[number] for both in (one, other) for number in (2, 5))
 
 
+def differentiating_early(ctx: Any) -> list[float]:
+    """Between DDP's first backward pass and its second forward, which exchanges how gradients lie in buckets."""
+    model = ctx.parallelize(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    data = TensorDataset(torch.ones(2, 4))
+
+    def slope(batch: Any, ids: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            (found,) = torch.autograd.grad(model(x).square().sum(), x)
+        return found.sum(1)
+
+    for step in ctx.steps(3):
+        if step == 1:
+            ctx.evaluate(slope, data, batch_size=2)  # one batch, on two ranks
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(one.sum()) for one in model.parameters()]
+
+
+def test_a_function_may_differentiate_before_ddp_has_settled(tmp_path: Path) -> None:
+    one, other = attempt(2, tmp_path, differentiating_early)
+    assert one == other
+
+
 # The hand-out
 
 

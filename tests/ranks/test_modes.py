@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,96 @@ def test_a_stop_in_an_evaluation_saves_the_modes_that_the_step_began_with(tmp_pa
     uninterrupted = attempt(1, tmp_path / "whole", evaluating_in_between, False)
     assert attempt(1, tmp_path / "stopped", evaluating_in_between, True) == [STOPPED]
     assert attempt(1, tmp_path / "stopped", evaluating_in_between, False) == uninterrupted
+
+
+def validating_on_rank_0(ctx: Any, stop: bool) -> Any:
+    """Rank 0 alone is in evaluation mode at the end of a step, as is usual, and the others are not."""
+    model = ctx.parallelize(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(6):
+        if step % 3 == 0:
+            model.train()
+        learn(ctx, model, optimizer)
+        if ctx.is_main:
+            model.eval()
+        if stop:
+            stop_after(ctx, 1)
+    return weights(model), model.training
+
+
+def test_a_rank_may_be_in_another_mode_than_the_others(tmp_path: Path) -> None:
+    uninterrupted = attempt(2, tmp_path / "whole", validating_on_rank_0, False, config="checkpoint: {every: 2}")
+    assert uninterrupted[1][1] and not uninterrupted[0][1]
+    assert attempt(2, tmp_path / "stopped", validating_on_rank_0, True) == [STOPPED] * 2
+    assert attempt(2, tmp_path / "stopped", validating_on_rank_0, False) == uninterrupted
+
+
+def in_epochs(ctx: Any, stop_at: int | None) -> Any:
+    """Frozen at the beginning of an epoch, which an attempt that begins in the middle of it does before its loop."""
+    model = ctx.parallelize(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    steps = ctx.steps(9)
+    for epoch in range(ctx.step // 3, 3):
+        if epoch == 1:
+            unwrapped(model).backbone.requires_grad_(False)
+        for _ in islice(steps, 3 * (epoch + 1) - ctx.step):
+            learn(ctx, model, optimizer)
+            if stop_at is not None:
+                stop_after(ctx, stop_at)
+    for _ in steps:
+        pass
+    return weights(model)
+
+
+def test_what_was_frozen_two_attempts_ago_is_frozen(tmp_path: Path) -> None:
+    uninterrupted = attempt(1, tmp_path / "whole", in_epochs, None)
+    for step in (3, 6):
+        assert attempt(1, tmp_path / "stopped", in_epochs, step) == [STOPPED]
+    assert attempt(1, tmp_path / "stopped", in_epochs, None) == uninterrupted
+
+
+def of_each_rank(ctx: Any, stop: bool) -> Any:
+    model = Net()
+    with torch.no_grad():
+        model.head.weight.add_(ctx.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(per_rank={"model": model, "optimizer": optimizer})
+    for step in ctx.steps(6):
+        if step == 1:
+            model.backbone[0].requires_grad_(False)
+            model.backbone[1].eval()
+        learn(ctx, model, optimizer)
+        if stop:
+            stop_after(ctx, 3)
+    return weights(model)
+
+
+def test_the_modes_of_a_module_that_each_rank_has_for_itself_go_on_too(tmp_path: Path) -> None:
+    uninterrupted = attempt(2, tmp_path / "whole", of_each_rank, False)
+    assert attempt(2, tmp_path / "stopped", of_each_rank, True) == [STOPPED] * 2
+    assert attempt(2, tmp_path / "stopped", of_each_rank, False) == uninterrupted
+
+
+def unfrozen_after_an_evaluation(ctx: Any) -> bool:
+    model: Any = ctx.parallelize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].requires_grad_(False)
+    ctx.track(model=model, optimizer=optimizer)
+    for _ in ctx.steps(1):
+        ctx.evaluate(lambda batch, ids: model(batch.float().expand(2, len(ids)).T)[:, 0], range(4), batch_size=2)
+        model[0].requires_grad_(True)
+        model(torch.ones(1, 2)).sum().backward()
+        found = model[0].weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_sharded_parameters_are_the_models_own_after_an_evaluation(tmp_path: Path) -> None:
+    config = "parallel: {data: zero2}"
+    assert attempt(2, tmp_path, unfrozen_after_an_evaluation, config=config) == [True, True]
 
 
 def unfrozen_from(ctx: Any, first: int, stop: bool) -> Any:

@@ -521,3 +521,114 @@ def test_what_is_kept_of_an_evaluation_is_not_given_to_another(tmp_path: Path, m
     monkeypatch.setenv("JOBKIT_CODE", "1")
     assert attempt(1, tmp_path, with_a_baseline, True) == [STOPPED]
     assert attempt(1, tmp_path, with_a_baseline, False) == [(1000.0, 1.0)]
+
+
+HELD_OUT = torch.utils.data.TensorDataset(torch.arange(20.0))
+STOPS: list[float] = []
+"""The scale at which an evaluation is told to stop; no part of what the function holds."""
+
+
+def several(ctx: Any, results: Path, stop: bool) -> list[float]:
+    """Evaluations that differ by what their function holds, of which those that are done are not asked for again."""
+    STOPS[:] = [2.0] if stop else []
+
+    def of(scale: float) -> Callable[..., torch.Tensor]:
+        def score(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+            if scale in STOPS and ids[0] == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return batch[0] * scale
+
+        return score
+
+    found = []
+    for scale in (1.0, 2.0, 3.0):
+        if not (file := results / str(scale)).exists():
+            file.write_text(repr(ctx.evaluate(of(scale), HELD_OUT, batch_size=2)))
+        found.append(float(file.read_text()))
+    return found
+
+
+def test_what_is_kept_is_of_the_same_function_with_the_same_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOBKIT_CODE", "1")
+    assert attempt(1, tmp_path, several, tmp_path, True) == [STOPPED]
+    assert attempt(1, tmp_path, several, tmp_path, False) == [[9.5, 19.0, 28.5]]
+
+
+def with_an_untracked_optimizer(ctx: Any, kind: str) -> str:
+    model = ctx.parallelize(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if kind == "without state" else 0.9)
+
+    class Warm:
+        inner = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return optimizer.state_dict()
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            optimizer.load_state_dict(state)
+
+    warm = Warm()
+    warm.inner = optimizer  # type: ignore[assignment]
+    ctx.track(model=model, **({"warm": warm} if kind == "wrapped" else {}))
+    for _ in ctx.steps(3):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return "ok"
+
+
+def test_an_optimizer_that_is_not_tracked_is_refused_if_it_remembers_anything(tmp_path: Path) -> None:
+    found = {kind: attempt(1, tmp_path / kind, with_an_untracked_optimizer, kind)[0] for kind in KEPT_BY}
+    assert "UsageError: the SGD that trains the tracked model is not tracked" in found.pop("nobody")
+    assert found == {"wrapped": "ok", "without state": "ok"}
+
+
+KEPT_BY = ("nobody", "wrapped", "without state")
+
+
+def made_within_the_loop(ctx: Any) -> None:
+    for _ in ctx.steps(1):
+        ctx.loader(HELD_OUT, global_batch_size=4)
+
+
+def test_a_loader_that_is_made_within_the_loop_is_refused(tmp_path: Path) -> None:
+    assert "UsageError: ctx.loader comes before ctx.steps" in attempt(1, tmp_path, made_within_the_loop)[0]
+
+
+def with_a_frozen_many(ctx: Any, stop: bool) -> list[float]:
+    """An average of very many parameters, which is written to through `.data`."""
+    average = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1), requires_grad=False) for _ in range(2100)])
+    model = ctx.parallelize(torch.nn.Linear(2, 1))
+    ctx.track(model=model, average=average)
+    for _ in ctx.steps(4):
+        for one in average:
+            one.data.add_(1.0)
+        if stop:
+            stop_after(ctx, 1)
+    return [float(one) for one in average]
+
+
+def test_of_very_many_frozen_parameters_none_that_was_changed_is_left_out(tmp_path: Path) -> None:
+    trainable = "checkpoint: {weights: trainable}"
+    assert attempt(1, tmp_path, with_a_frozen_many, True, config=trainable) == [STOPPED]
+    assert attempt(1, tmp_path, with_a_frozen_many, False, config=trainable) == [[4.0] * 2100]
+
+
+def in_fp16_of_the_head(ctx: Any) -> list[float]:
+    """Nobody sets the gradients of the other layer to None: they are no reason to keep a scale that overflows."""
+    model: Any = ctx.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-6)
+    ctx.track(model=model, optimizer=optimizer)
+    norms = []
+    for _ in ctx.steps(14):
+        x = torch.full((2, 4), 100.0)
+        ctx.backward(model, x, lambda output, _: (output * 10).mean(), x, global_batch_size=2)
+        norms.append(float(ctx.update(optimizer)))
+    return norms
+
+
+def test_gradients_that_no_optimizer_uses_do_not_keep_the_loss_scale(tmp_path: Path) -> None:
+    (norms,) = attempt(1, tmp_path, in_fp16_of_the_head, config="precision: fp16")
+    assert not np.isfinite(norms[0]) and np.isfinite(norms[-1])

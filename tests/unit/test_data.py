@@ -502,6 +502,28 @@ class Habits(Dataset[Any]):
         return {"index": index, "level": self.level, "opened": self.opened}
 
 
+class Told(Dataset[Any]):
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.told[-1]
+
+
+def test_an_epoch_of_draws_is_as_long_as_the_dataset_and_each_loader_tells_its_own() -> None:
+    drawn = Loader(Told(), global_batch_size=2, weights=[1.0] * 4)
+    assert [next(drawn).tolist() for _ in range(4)] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    shared = Told()
+    fast, slow = (Loader(Subset(shared, range(size)), global_batch_size=2) for size in (2, 4))
+    assert [(next(fast).tolist(), next(slow).tolist()) for _ in range(3)][-1] == ([2, 2], [1, 1])
+
+
 def open_it(_: int) -> None:
     info = get_worker_info()
     assert info is not None
