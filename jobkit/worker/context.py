@@ -371,7 +371,7 @@ class Context:
     @contextmanager
     def _alike(self) -> Iterator[None]:
         """All ranks have the same buffers, and what is drawn on any of a rank's devices is not the training's."""
-        with self._tracked.shared_buffers(), preserved_generators(*self._rank.devices):
+        with self._tracked.buffers.shared(self._tracked.replicas()), preserved_generators(*self._rank.devices):
             yield
 
     # The end

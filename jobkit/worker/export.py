@@ -25,7 +25,7 @@ def export(rank: Rank, engine: Engine, tracked: TrackedState) -> None:
         for value in tracked.objects.values():
             if isinstance(value, torch.optim.Optimizer):
                 averages.enter_context(engine.averaged(value))
-        tracked.share_buffers()
+        tracked.buffers.share(tracked.replicas())
         problem: Exception | None = None
         for name, module in modules.items():
             whole = gather_whole(rank.group, tracked.module_state(module))

@@ -217,7 +217,7 @@ class TrainingLoop:
         # For the watchdog: from here on only the last checkpoint counts, within what Slurm leaves before SIGKILL.
         self._reporter.heartbeat.stopping = True
         self._engine.end_averaged()
-        self._tracked.end_shared_buffers()
+        self._tracked.buffers.end()
         if self._checkpoints.durable_step != self.step and self.total is not None:
             self._tracked.modes_of_save = self._modes
             self._checkpoints.save(self.step, wait=True, must=False)

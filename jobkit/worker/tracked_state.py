@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
-from jobkit.checkpoint.state import escape, flatten, is_raw, named_tensors, unescape, unflatten
+from jobkit.checkpoint.state import escape, is_raw, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.group import RankGroup
@@ -38,8 +38,10 @@ from jobkit.train.optimizer_state import (
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.pipeline import Pipeline
 from jobkit.train.sharding import reshard
+from jobkit.worker.beside import Beside, joined, on_device, on_its_device, with_training
 from jobkit.worker.marks import Mark
 from jobkit.worker.pending_gradients import PendingGradients, checksums, set_gradients
+from jobkit.worker.shared_buffers import SharedBuffers
 
 PART = "#"
 """Between a tracked object's name and the number of a part: of a pipeline's stage, or of zero1's rank."""
@@ -53,10 +55,6 @@ GRADIENTS = "#gradients"
 BESIDE = "#beside"
 """After the name of an object: what is no part of its state, and is needed to restore it."""
 
-
-Beside = dict[str, Any]
-"""Of a module `requires_grad` and `training`, where they were changed in the loop, and `left_out`, the names of the
-parameters that its state is without; of another object `on_device`, the paths of what was not on the CPU."""
 
 REPLICATED = (nn.Module, torch.optim.Optimizer, LossScaler)
 """What local SGD lets drift apart from rank to rank."""
@@ -80,6 +78,7 @@ class TrackedState:
         """Those of which each rank has one with a state of its own."""
         self.modules: list[nn.Module] = []
         """What ctx.parallelize made, in that order: where the names of an optimizer's parameters come from."""
+        self.buffers = SharedBuffers(parallel)
         self._parallel = parallel
         self._checkpointer = checkpointer
         self._group = group
@@ -91,7 +90,6 @@ class TrackedState:
         self._modes: dict[str, Modes] = {}
         self._beside: dict[str, Beside] = {}
         """What the checkpoint has beside the states of objects."""
-        self._sharing = ExitStack()
         self.modes_of_save: dict[str, Now] | None = None
         """The modes that the next save takes, where they are not those of the moment it is made."""
         self._marks: dict[str, Mark] = {}
@@ -179,35 +177,6 @@ class TrackedState:
             dict.fromkeys([*self.modules, *(one for one in self.objects.values() if isinstance(one, nn.Module))])
         )
 
-    def share_buffers(self) -> None:
-        """Give every rank the first one's buffers of those modules."""
-        for module in self.replicas():
-            self._parallel.share_buffers(module)
-
-    @contextmanager
-    def shared_buffers(self) -> Iterator[None]:
-        """While inside, every rank has the first one's; afterwards its own again, unless it was written to."""
-        if self._parallel.layout.data == 1 or self._parallel.drifts:
-            yield
-            return
-        buffers = [one for module in self.replicas() for one in unwrapped(module).buffers()]
-        own = [one.detach().clone() for one in buffers]
-        self.share_buffers()
-        shared = [one.detach().clone() for one in buffers]
-
-        def give_back() -> None:
-            for buffer, before, given in zip(buffers, own, shared, strict=True):
-                if not isinstance(buffer, DTensor) and _same(buffer, given) and not _same(before, given):
-                    buffer.copy_(before)
-
-        with ExitStack() as self._sharing:
-            self._sharing.callback(give_back)
-            yield
-
-    def end_shared_buffers(self) -> None:
-        """Give every rank its own buffers back: a stop within `shared_buffers` is about to save them."""
-        self._sharing.close()
-
     # Saving
 
     def module_state(self, value: nn.Module) -> dict[str, Any]:
@@ -237,7 +206,7 @@ class TrackedState:
         for name, value in self.objects.items():
             tree = self._state(value)
             if isinstance(value, nn.Module):
-                tree, buffers[name] = self._with_first_buffers(value, tree)
+                tree, buffers[name] = self.buffers.in_state(value, tree)
             averaged = self._parallel.drifts and isinstance(value, REPLICATED)
             self._put(shared, held_by, name, value, averaged_copy(tree) if averaged else tree)
             beside[name] = self._found_beside(name, value, tree)
@@ -262,7 +231,7 @@ class TrackedState:
         for name, about in beside.items():
             if firsts := alike[0][1].get(name):
                 about["training"] = firsts
-                modes[name] = _with_training(modes.get(name, {}), firsts)
+                modes[name] = with_training(modes.get(name, {}), firsts)
             if about:
                 self._put(shared, held_by, name + BESIDE, self.objects[name], about)
         own["modes"] = modes
@@ -274,23 +243,6 @@ class TrackedState:
 
     def _changed_modes(self, name: str) -> dict[str, dict[str, bool]]:
         return self._modes[name].changes((self.modes_of_save or {}).get(name))
-
-    def _with_first_buffers(self, value: nn.Module, tree: Any) -> tuple[Any, dict[str, Tensor]]:
-        """A module's state with copies of the first rank's buffers, and those of this rank that are others.
-
-        Between two forwards each copy of a model may have its own, as BatchNorm's statistics; some always do.
-        """
-        plain = {
-            key: one
-            for name, one in unwrapped(value).named_buffers(remove_duplicate=False)
-            if (key := plain_name(name)) in tree and not isinstance(one, DTensor)
-        }
-        if not plain or self._parallel.drifts or self._parallel.layout.data == 1:
-            return tree, {}
-        copies = {key: one.detach().clone() for key, one in plain.items()}
-        self._parallel.share(copies.values())
-        tree.update(copies)
-        return tree, {key: one for key, one in plain.items() if not torch.equal(one, copies[key])}
 
     def _found_beside(self, name: str, value: Any, tree: Any) -> Beside:
         if isinstance(value, torch.optim.Optimizer):  # which puts its state where its parameters are
@@ -449,11 +401,7 @@ class TrackedState:
         """Together, where each stage of a pipeline has its own."""
         keys = [key for key in loaded.contents if key.startswith(name + BESIDE)]
         parts = self._checkpointer.read(loaded, {key: {} for key in keys}, lambda *_: True).values() if keys else ()
-        beside: Beside = {}
-        for part in parts:
-            for kind, found in part.items():
-                beside[kind] = {**beside.get(kind, {}), **found} if isinstance(found, dict) else found
-        return beside
+        return joined(parts)
 
     def _load(self, value: Any, state: Any, beside: Beside | None = None) -> None:
         beside = beside or {}
@@ -542,28 +490,3 @@ def _gradients_like(parameters: Mapping[str, nn.Parameter], contents: Contents) 
     names = {unescape(path): entry for path, entry in contents.items() if unescape(path) in parameters}
     placed = {name: placed_like(parameters[name], shape, dtype) for name, (shape, dtype) in names.items()}
     return {name: one for name, one in placed.items() if one is not None}
-
-
-def _with_training(modes: Mapping[str, dict[str, bool]], firsts: Mapping[str, bool]) -> dict[str, dict[str, bool]]:
-    """A rank's own modes where the first rank's come before them."""
-    back = {part: not mode for part, mode in firsts.items()}  # who has not changed it has it as it was made
-    return {**modes, "training": {**back, **modes.get("training", {})}}
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def on_device(tree: Any) -> list[str]:
-    """The paths of the tensors of a state that are not on the CPU: it is read back into the host's memory."""
-    return [path for path, tensor in named_tensors(tree).items() if tensor.device.type != "cpu"]
-
-
-def on_its_device(tree: Any, paths: Collection[str], device: torch.device) -> Any:
-    """A state with the tensors of these paths on a device."""
-    if not paths:
-        return tree
-    skeleton, tensors = flatten(tree)
-    return unflatten(skeleton, {path: one.to(device) if path in paths else one for path, one in tensors.items()})
