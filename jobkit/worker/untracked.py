@@ -40,7 +40,8 @@ class SteppingOptimizers:
         held = {id(parameter) for module in modules for parameter in module.parameters()}
         for optimizer in self._seen.values():
             trains = any(id(parameter) in held for parameter in parameters_of(optimizer))
-            if id(optimizer) not in known and trains and any(optimizer.state.values()):
+            remembers = any(not isinstance(one, dict) or one for one in optimizer.state.values())
+            if id(optimizer) not in known and trains and remembers:
                 raise UsageError(
                     f"the {type(optimizer).__name__} that trains the tracked model is not tracked, so a run that is "
                     "interrupted would lose its state: ctx.track(optimizer=...) before ctx.steps"
