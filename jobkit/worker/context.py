@@ -178,7 +178,7 @@ class Context:
         (num_workers, collate_fn ...). Ranks that compute the same samples together, as those of a pipeline, get the
         same share. Raises JobkitError for options that do not fit.
         """
-        if self._loop.total is not None:
+        if self._loop.is_in_step:
             raise UsageError(
                 "ctx.loader comes before ctx.steps: one that is made later, no attempt would restore; for validation "
                 "there is ctx.evaluate"
