@@ -22,7 +22,7 @@ from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.nested import batch_size
-from jobkit.train.optimizer_state import Sharded, parameters_of
+from jobkit.train.optimizer_state import Sharded, is_torchs_sharded, parameters_of
 from jobkit.train.order import share_of
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.sharding import reshard
@@ -125,7 +125,7 @@ class Engine:
         optimizers = [value for value in own if isinstance(value, torch.optim.Optimizer)]
         if sharing and optimizers and not any(isinstance(one, Sharded) for one in optimizers):
             raise UsageError("parallel: zero1 shards the optimizer's state: make it by ctx.optimizer(model, ...)")
-        if any(_is_torchs_sharded(one) and not isinstance(one, Sharded) for one in optimizers):
+        if any(map(is_torchs_sharded, optimizers)):
             raise UsageError(
                 "a ZeroRedundancyOptimizer of your own would be saved in part: set parallel: zero1 and make it by "
                 "ctx.optimizer(model, ...)"
@@ -322,7 +322,3 @@ def _parameters_in(holder: Any) -> list[Any]:
         return list(holder.parameters())
     except (AttributeError, TypeError):
         return []
-
-
-def _is_torchs_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)

@@ -44,8 +44,16 @@ def tracked_names(objects: Mapping[str, nn.Module]) -> Names:
     return {one: f"{key}:{plain_name(name)}" for key, found in named.items() for name, one in found}
 
 
+def is_torchs_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer of the user's own."""
+    kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+    return "ZeroRedundancyOptimizer" in kinds and not isinstance(optimizer, Sharded)
+
+
 def has_torchs_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's state_dict is as torch's own, in which parameters have numbers."""
+    if is_torchs_sharded(optimizer):  # which has to be asked for its state on all ranks
+        return False
     kind = type(_local(optimizer))
     plain = torch.optim.Optimizer
     if kind.state_dict is plain.state_dict:
