@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -22,7 +23,7 @@ class Display:
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[position]}"),
             TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -41,28 +42,34 @@ class Display:
     def show(self, progress: Report) -> None:
         step, total = progress.step or 0, progress.total_steps
         evaluation = progress.evaluation or {}
-        if total is None and not evaluation:
+        if total is None and not evaluation and not step:
             return  # the training function has not reached its loop yet
         rate = progress.steps_per_second
         rate_text = f"{rate:.3g} step/s" if rate else ""
         values = "  ".join(f"{name} {value:.4g}" for name, value in list(progress.values.items())[:2])
         if evaluation:
-            values = f"evaluating {evaluation['done']}/{evaluation['total']}  {values}".rstrip()
+            values = f"evaluating {evaluation['done']}/{evaluation['total']} samples  {values}".rstrip()
         if self.console.is_terminal:
-            if total is None:  # an evaluation without a loop is all there is to draw
+            if total is None and not step:  # an evaluation without a loop is all there is to draw
                 step, total = evaluation["done"], evaluation["total"]
+            texts: dict[str, Any] = {"position": _position(step, total), "rate": rate_text, "values": values}
             if self.task is None:
-                self.task = self.progress.add_task(self.name, total=total, rate=rate_text, values=values)
+                self.task = self.progress.add_task(self.name, total=total, **texts)
                 self.progress.start()
-            self.progress.update(self.task, completed=step, total=total, rate=rate_text, values=values)
+            self.progress.update(self.task, completed=step, total=total, **texts)
             return
         position = (step, evaluation.get("done"))
         arrived = step == total and step != self.last_position[0]
         if position != self.last_position and (time.monotonic() - self.last_line > PLAIN_LINE_SECONDS or arrived):
             self.last_line, self.last_position = time.monotonic(), position
-            where = f"step {step}/{total}  " if total is not None else ""
+            where = f"step {_position(step, total)}  " if total is not None or step else ""
             self.say(f"{where}{rate_text}  {values}".strip())
 
     def close(self) -> None:
         if self.task is not None:
             self.progress.stop()
+
+
+def _position(step: int, total: int | None) -> str:
+    """Of a loop over a stream nobody knows the total."""
+    return str(step) if total is None else f"{step}/{total}"

@@ -88,7 +88,7 @@ def command(
         ) from None
     except subprocess.TimeoutExpired:
         raise SchedulerTimeout(
-            f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (`scontrol ping`){_NO_SLURM}"
+            f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (`scontrol ping`){_no_slurm()}"
         ) from None
     if done.returncode:
         words = _as_text(done.stderr or done.stdout)
@@ -110,8 +110,13 @@ _UNKNOWN_OUTCOME = (
     "Connection reset by peer",
 )
 
-_AWAY = "(the controller is down or SLURM_CONF points elsewhere"
-_NO_SLURM = " (does SLURM_CONF name a cluster that is gone? `unset SLURM_CONF`; without a cluster, use --local)"
+_AWAY = "(the controller is down"
+
+
+def _no_slurm() -> str:
+    if (file := os.environ.get("SLURM_CONF")) is None:
+        return " (without a cluster, use --local)"
+    return f" (is the cluster of SLURM_CONF={file} gone? `unset SLURM_CONF`; without a cluster, use --local)"
 
 
 def explain(program: str, stderr: str) -> str:
@@ -123,9 +128,10 @@ def explain(program: str, stderr: str) -> str:
     elif "invalid account" in words.lower():
         hint = " (`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account)"
     elif "configuration source" in words.lower() or "resolve_ctls" in words.lower():
-        return f"{program}: no Slurm is configured here{_NO_SLURM}"
+        return f"{program}: no Slurm is configured here{_no_slurm()}"
     elif any(one in words.lower() for one in ("contact slurm controller", "connection refused", "in standby mode")):
-        hint = f" {_AWAY}: `scontrol ping`; the same command works later)"
+        elsewhere = " or SLURM_CONF points elsewhere" if "SLURM_CONF" in os.environ else ""
+        hint = f" {_AWAY}{elsewhere}: `scontrol ping`; the same command works later)"
     return f"{program}: {words or 'failed without a message'}{hint}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,12 +142,11 @@ def start(
 
 def _continuing(arguments: argparse.Namespace) -> str:
     """The command that continues the run: this one, without what belongs to this submission alone, and masked."""
+    from jobkit.run.command_line import this_python
     from jobkit.run.config import masked_override
 
-    # The interpreter by its name only where that name means this one, as in an activated environment.
-    python = "python" if shutil.which("python") == sys.executable else sys.executable
     shown = map(masked_override, arguments.overrides)
-    words = [python, "-m", "jobkit.submit", str(arguments.experiment), *shown]
+    words = [this_python(), "-m", "jobkit.submit", str(arguments.experiment), *shown]
     words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []
     words += [] if arguments.demo is None else ["--demo" if arguments.demo else "--no-demo"]
     words += ["--runs-dir", str(arguments.runs_dir)] if arguments.runs_dir else []
@@ -177,10 +175,21 @@ def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool, ch
 def _announce(outcome: Outcome) -> None:
     before = outcome.status
     if outcome.started is not None and before.attempts:
+        from jobkit.run.silent import is_silent
+
         kept = f" from step {before.checkpoint}" if before.checkpoint is not None else ""
-        print(f"continuing {outcome.run.name} ({before.state}){kept}", file=sys.stderr)
-    if outcome.code_changes:
-        print(f"the code changed since it was last submitted: {', '.join(outcome.code_changes[:8])}", file=sys.stderr)
+        name = outcome.run.name
+        does = f"starting {name} again" if is_silent(outcome.run, before) else f"continuing {name}"
+        print(f"{does} ({before.state}){kept}", file=sys.stderr)
+    if changed := [line for line in outcome.code_changes if line not in outcome.outputs]:
+        print(f"the code changed since it was last submitted: {', '.join(changed[:8])}", file=sys.stderr)
+    if outcome.outputs:
+        written = ", ".join(line[2:] for line in outcome.outputs[:8])
+        print(
+            f"written beside the code while the run trained: {written}; if these are its outputs, let it write them "
+            "to ${run_dir}/outputs, else they count as code, and another run writes over them",
+            file=sys.stderr,
+        )
 
 
 def _report(outcome: Outcome, command: str, follow: bool) -> int:
@@ -192,9 +201,11 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
     if outcome.started is not None:
         where = f"{'process' if outcome.started.supervisor else 'job'} {outcome.started.job_id}"
         print(f"{where}\nrun directory {run.path}", flush=True)
-        print(f"python -m jobkit logs -f {run.name}   shows its output", file=sys.stderr)
+        from jobkit.run.command_line import to_type
+
+        print(f"{to_type('logs', '-f', run.name)}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
-        print(f"already finished, at step {status.step}: {run.path}")
+        print(f"already finished{status.at_steps}: {run.path}")
         from jobkit.run.secrets import MASK
 
         again = "the same command, with" if MASK in command else command  # what is not shown has to be typed
@@ -223,7 +234,9 @@ def _note(outcome: Outcome) -> str:
     if status.state == State.HELD:
         return f"the job is held ({status.waits_for}): scontrol release {status.job_id}"
     if status.scheduler == "slurm" and not can_be_asked(status):
-        gone = f"if that is gone: python -m jobkit cancel {outcome.run.name}, then the same command"
+        from jobkit.run.command_line import to_type
+
+        gone = f"if that is gone: {to_type('cancel', outcome.run.name)}, then the same command"
         where = status.slurm_cluster or "a cluster that an earlier jobkit did not write down"
         return f"the job is on {where}, which cannot be asked from here; {gone}"
     return ""

@@ -64,6 +64,7 @@ GresTypes=gpu
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=10000,bf_interval=1
 SlurmdTimeout={slurmd_timeout}
+MessageTimeout={message_timeout}
 KillWait={kill_wait}
 OverTimeLimit=0
 MinJobAge=300
@@ -129,6 +130,7 @@ class Settings:
     # Slurm's own, for these two would make what is measured here better than anywhere else.
     cred_expire: int = option(120, "seconds that a requeued job waits before it queues again; below 5 Slurm takes 120")
     slurmd_timeout: int = option(300, "seconds of silence until a node is down")
+    message_timeout: int = option(10, "seconds that daemons and commands wait for each other's answers")
     prolog: str = option("", "program that slurmd runs before the first step of a job")
     accounting: bool = option(False, "make sacct work: slurmdbd and a private MariaDB; only as root")
 

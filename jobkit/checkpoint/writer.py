@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobkit.checkpoint import own_files
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
 from jobkit.checkpoint.disks import SAVE, Disks
 from jobkit.checkpoint.memory import SnapshotMemory
@@ -19,8 +20,9 @@ from jobkit.checkpoint.staging import HostBuffers, Staged, Stager
 from jobkit.checkpoint.storage import write_items
 from jobkit.checkpoint.store import FileDigest, Manifest, Store
 from jobkit.errors import CheckpointError, JobkitError
-from jobkit.group import RankGroup
+from jobkit.group import RankGroup, describe
 from jobkit.log import log
+from jobkit.run.disk_errors import disk_errno
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Checkpointer:
         memory_extra: Callable[[], dict[str, Any]] | None = None,
         to_disk: bool = True,
         in_memory: bool = True,
+        write_files: own_files.Write | None = None,
     ) -> PendingSave:
         """Copy the state and return; the checkpoint of `step` steps done appears later, or does not.
 
@@ -150,10 +153,17 @@ class Checkpointer:
 
         Where there is memory for snapshots it is one as well, unless `in_memory` is off: then no rank is ever started
         from there. Without `to_disk` it is nothing else. `memory_extra` is its `extra`, where that is another.
+
+        `write_files` writes files of its own into a folder of the checkpoint, on all ranks, before this returns. Where
+        a disk does not take them the save has failed; what else it raises is raised here, on all ranks.
         """
         started = time.perf_counter()
         self.wait()
         pending = PendingSave(step)
+        if write_files is not None and (error := self._files_error(step, write_files)) is not None:
+            seconds = time.perf_counter() - started
+            self._end(pending, Saved(step, seconds, seconds, 0, error), on_done)
+            return pending
         staged = self._stage(shared, local, held_by or {}, to_disk)
         stall = time.perf_counter() - started
         in_memory = in_memory and self.takes_snapshots
@@ -161,22 +171,39 @@ class Checkpointer:
         def finish() -> None:
             error = self._keep_in_memory(step, staged, memory_extra or extra) if in_memory else None
             if to_disk:
-                error = self._write_to_disk(step, staged, extra)
+                error = self._write_to_disk(step, staged, extra, has_files=write_files is not None)
             if self._memory is not None and not self._memory.is_on:
                 self._memory.release()
             saved = Saved(step, stall, time.perf_counter() - started, staged.nbytes, error)
-            try:
-                if on_done is not None:
-                    on_done(saved)
-            except Exception:
-                log.exception("on_done failed for the checkpoint of step %d", step)
-            pending._end(saved)
+            self._end(pending, saved, on_done)
             if error is None and to_disk:
                 self._retain()  # only now: without the new one the oldest may be the only good one
 
         self._thread = threading.Thread(target=finish, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
         return pending
+
+    def _files_error(self, step: int, write_files: own_files.Write) -> CheckpointError | None:
+        """Write them; the error where a disk does not take them. Any other is raised as it is."""
+        try:
+            own_files.write(step, write_files, self.store, self._ranks, self._disks)
+        except Exception as error:
+            if self._ranks.is_main:
+                self.store.discard_staging(step)
+            if not disk_errno(error):
+                raise
+            failed = CheckpointError(f"the checkpoint of step {step} was not written: {describe(error)}")
+            failed.errno = disk_errno(error)
+            return failed
+        return None
+
+    def _end(self, pending: PendingSave, saved: Saved, on_done: Callable[[Saved], None] | None) -> None:
+        try:
+            if on_done is not None:
+                on_done(saved)
+        except Exception:
+            log.exception("on_done failed for the checkpoint of step %d", saved.step)
+        pending._end(saved)
 
     def _stage(
         self, shared: Mapping[str, Any], local: Any, held_by: Mapping[str, Sequence[int]], to_disk: bool
@@ -203,11 +230,11 @@ class Checkpointer:
         return None
 
     def _write_to_disk(
-        self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None
+        self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None, *, has_files: bool
     ) -> CheckpointError | None:
         try:
             with as_checkpoint_error(f"the checkpoint of step {step} was not written", self._ranks):
-                self._write(step, staged, extra)
+                self._write(step, staged, extra, has_files=has_files)
         except CheckpointError as error:
             return error
         return None
@@ -262,11 +289,11 @@ class Checkpointer:
         """
         return self._reader.read(loaded, templates, wants)
 
-    def _write(self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None) -> None:
+    def _write(self, step: int, staged: Staged, extra: Callable[[], dict[str, Any]] | None, *, has_files: bool) -> None:
         """Write, agree, publish; raises on all ranks or on none."""
         folder = self.store.staging(step)
         try:
-            files = self._disks.together(lambda: self._write_files(step, staged, folder))
+            files = self._disks.together(lambda: self._write_files(step, staged, folder, has_files=has_files))
             if self._disks.several:
                 values = self._disks.everyone.on_main(lambda: {**self._extra(extra), SAVE: secrets.token_hex(8)})
                 self._disks.together(lambda: self._ranks.on_main(lambda: self._publish(step, files, values)))
@@ -276,11 +303,13 @@ class Checkpointer:
             if self._ranks.is_main:
                 self.store.discard_staging(step)
 
-    def _write_files(self, step: int, staged: Staged, folder: Path) -> dict[str, FileDigest]:
-        self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
+    def _write_files(self, step: int, staged: Staged, folder: Path, *, has_files: bool) -> dict[str, FileDigest]:
+        if not has_files:
+            self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
         items = self._plans.agree(staged)
         digest, extents = self._ranks.all_or_none(lambda: write_items(self.store.staged(step), self._ranks.rank, items))
-        return self._plans.write_index(folder, digest, extents)
+        files = self._plans.write_index(folder, digest, extents)
+        return files | own_files.make_durable(step, self.store, self._ranks) if has_files else files
 
     def _extra(self, extra: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
         """On rank 0, at the last moment."""

@@ -12,13 +12,13 @@ from jobkit.run.runs import default_runs_dir, find_run
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     """`--runs-dir`."""
     parser.add_argument(
-        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
+        "--runs-dir", type=Path, metavar="DIR", help="the folder of the runs (default: $JOBKIT_RUNS or ./runs)"
     )
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN and `--runs-dir`."""
-    parser.add_argument("run_name", metavar="RUN", help="name, beginning of a name, path or job id")
+    parser.add_argument("run_name", metavar="RUN", help="name of a run, beginning of one, path or job id")
     add_runs_dir(parser)
 
 

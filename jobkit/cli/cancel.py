@@ -7,14 +7,16 @@ import sys
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.run.command_line import to_type
 from jobkit.run.duration import format_seconds
+from jobkit.run.silent import NOTHING_KEPT, is_silent
 from jobkit.run.status import State
 from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--no-grace", action="store_true", help="kill its ranks at once, without a checkpoint")
+    parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,7 +25,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     def tell() -> None:
         seconds = format_seconds(job.CANCEL_SECONDS)
-        print(f"{found.name}: its ranks get {seconds} to write a checkpoint; --no-grace kills them", file=sys.stderr)
+        said = f"its ranks get {seconds} to write a checkpoint; --no-grace kills them"
+        if is_silent(found, found.status()):
+            said = f"your program got SIGTERM and has {seconds} to end; {NOTHING_KEPT}; --no-grace kills it"
+        print(f"{found.name}: {said}", file=sys.stderr)
 
     grace = not arguments.no_grace
     status = job.cancel(found, grace=grace, on_wait=tell if grace else lambda: None)
@@ -34,11 +39,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{found.name} was stopped, and another command has continued it since: it is {status.state}")
         return EXIT_FINISHED
     if status.state in (State.FINISHED, State.FAILED):
-        print(f"{found.name} {status.state} at step {status.step}, before it could be cancelled")
+        print(f"{found.name} {status.state}{status.at_steps}, before it could be cancelled")
         return EXIT_FINISHED
     if status.state != State.CANCELLED:
-        print(f"{found.name} is still {status.state}: it was asked to stop; python -m jobkit status {found.name}")
+        print(f"{found.name} is still {status.state}: it was asked to stop; {to_type('status', found.name)}")
         return EXIT_FAILED if status.state.is_under_way else EXIT_FINISHED
+    if is_silent(found, status):
+        print(f"{found.name} cancelled; {NOTHING_KEPT}\nto start it again: {status.how_to_continue}")
+        return EXIT_FINISHED
     safe = (
         f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
     )

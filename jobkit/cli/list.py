@@ -10,6 +10,7 @@ from typing import Any
 
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FINISHED, SchedulerError
+from jobkit.run.command_line import to_type
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import FoundRun, all_runs
 from jobkit.run.status import State, Status
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([{"run": name, **status} for name, status in shown], indent=1))
         return EXIT_FINISHED
     if not shown:
-        print(f"no runs in {runs_dir(arguments)}; python -m jobkit.submit EXP.yaml makes one")
+        print(f"no runs in {runs_dir(arguments)}; {to_type('submit', 'EXP.yaml')} makes one")
         return EXIT_FINISHED
     rows: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "ATTEMPTS", "WHERE", "JOB")]
     rows += [_row(name, status) for name, status in shown]
@@ -70,6 +71,8 @@ def _recorded(run: FoundRun) -> dict[str, Any] | None:
 
 def _row(name: str, status: dict[str, Any]) -> tuple[str, ...]:
     step, total = status["step"], status["total_steps"]
+    has_loop = total is not None or step or any(one["resumed"] is not None for one in status["attempts"])
     state = f"probably {status['probably']}" if status.get("probably") else str(status["state"])
     where = (status["cluster"] or "-", status["job_id"] or "-")
-    return name, state, f"{step}/{total}" if total else str(step), str(len(status["attempts"])), *where
+    steps = (f"{step}/{total}" if total else str(step)) if has_loop else "-"
+    return name, state, steps, str(len(status["attempts"])), *where

@@ -19,9 +19,9 @@ from jobkit.submission.observer import Observer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over, requeues included")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose output (default: 0)")
-    parser.add_argument("--attempt", type=int, metavar="N", help="one attempt only (default: all)")
+    parser.add_argument("-f", "--follow", action="store_true", help="print until the run is over, requeues included")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose output is printed (default: 0)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="print one attempt only (default: all)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,12 +11,12 @@ from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
 
 VERBS = {
     "submit": "run an experiment, or continue it",
-    "list": "the runs in the runs directory",
+    "list": "all runs in the runs directory",
     "status": "how a run stands",
-    "logs": "what its ranks printed",
-    "cancel": "stop it for good, with a checkpoint",
-    "preempt": "rehearse a preemption: it stops, and continues by itself",
-    "resume": "continue it as it was last submitted",
+    "logs": "what the ranks of a run printed",
+    "cancel": "stop a run for good, with a checkpoint",
+    "preempt": "rehearse a preemption: a run stops, and continues by itself",
+    "resume": "continue a run as it was last submitted",
     "doctor": "check this machine, the cluster and the network between its nodes",
 }
 
@@ -33,8 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return submit.main(arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+        from jobkit.run.command_line import to_type
+
         found = arguments[0]
-        typed = f"; did you mean `python -m jobkit.submit {found}`?"
+        typed = f"; did you mean `{to_type('submit', found)}`?"
         hint = typed if found.endswith((".yaml", ".yml")) else nearest(found, VERBS)
         print(f"error: no command {found!r}{hint} (there are: {', '.join(VERBS)})", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -6,12 +6,14 @@ import argparse
 
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.run.command_line import to_type
+from jobkit.run.silent import NOTHING_KEPT, is_silent
 from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--no-grace", action="store_true", help="kill its ranks at once, without a checkpoint")
+    parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -19,14 +21,18 @@ def run(arguments: argparse.Namespace) -> int:
     found = chosen_run(arguments)
     ended = job.preempt(found, grace=not arguments.no_grace)
     if ended.ended is None:
-        print(f"{found.name} was asked to stop and has not yet; python -m jobkit status {found.name}")
+        print(f"{found.name} was asked to stop and has not yet; {to_type('status', found.name)}")
         return EXIT_FAILED
     reached = "" if ended.last_step is None else f" at step {ended.last_step}"  # it may have reported none
     print(f"{found.name}: attempt {ended.id} {ended.cause}{reached}")
     if ended.cause == "finished":
         return EXIT_FINISHED
+    if is_silent(found, found.status()):
+        got = "was killed" if arguments.no_grace else "got SIGTERM"
+        print(f"your program {got}; {NOTHING_KEPT}: it starts again by itself; {to_type('status', found.name)}")
+        return EXIT_FINISHED
     kept = f" from step {ended.durable_step}" if ended.resumed else ""
     if kept and ended.durable_step != ended.last_step:
         kept += " or a later snapshot in memory"
-    print(f"it continues by itself{kept}; python -m jobkit status {found.name}")
+    print(f"it continues by itself{kept}; {to_type('status', found.name)}")
     return EXIT_FINISHED

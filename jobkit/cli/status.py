@@ -14,6 +14,7 @@ from jobkit.run.accounting import Account, Restart
 from jobkit.run.duration import format_seconds
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
+from jobkit.run.silent import is_silent
 from jobkit.run.status import Attempt, State, Status
 from jobkit.submission.observer import observe
 
@@ -23,7 +24,9 @@ SAMPLES_SHOWN = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--json", action="store_true", help="for programs: status.json and what became of the job")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: what status.json has, and the state of the job"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,11 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(run: RunDir, status: Status) -> list[str]:
     """The status in lines for a person; the last says what to type next."""
-    lines = [f"{run.name}: {status.state}, {status.steps}"]
+    silent = is_silent(run, status)
+    known = f", {status.steps}" if status.has_loop else ""
+    lines = [f"{run.name}: {status.state}{known}"]
     if status.probably is not None:
         job_gone = f"job {status.job_id}" if status.scheduler == "slurm" else f"process {status.job_id}"
         why = f"{job_gone} is gone, and nobody recorded why" if status.job_id else "it has no job"
-        lines[0] = f"{run.name}: probably {status.probably}, {status.steps} ({why})"
+        lines[0] = f"{run.name}: probably {status.probably}{known} ({why})"
     if status.state.is_under_way:
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
     if status.state == State.HELD:
@@ -55,11 +60,12 @@ def describe(run: RunDir, status: Status) -> list[str]:
     elif status.waits_for is not None:
         lines.append(f"  waiting for: {status.waits_for} (Slurm's word; `man squeue` explains it)")
     if status.state.is_under_way and status.cancel_at is not None:
-        ranks = f"its ranks have {format_seconds(status.cancel_seconds_left)} more to write a checkpoint"
+        left = format_seconds(status.cancel_seconds_left)
+        ranks = f"its program has {left} more to end" if silent else f"its ranks have {left} more to write a checkpoint"
         lines.append(f"  cancelling: {ranks if status.state == State.RUNNING else 'its job ends when it starts'}")
     nodes: list[str] = []
     for attempt in status.attempts:
-        lines += _attempt_lines(attempt, has_moved=attempt.nodes != nodes)
+        lines += _attempt_lines(attempt, has_moved=attempt.nodes != nodes, is_silent=silent)
         nodes = attempt.nodes
     for slow in status.stragglers:
         times = f"{slow.seconds:.3g} s a step by itself, the median rank {slow.median:.3g} s"
@@ -79,18 +85,19 @@ def describe(run: RunDir, status: Status) -> list[str]:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
     if status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
-        lines.append(f"to continue it: {status.how_to_continue}")
+        lines.append(f"to {'start it again' if silent else 'continue it'}: {status.how_to_continue}")
     return lines
 
 
-def _attempt_lines(attempt: Attempt, has_moved: bool) -> list[str]:
+def _attempt_lines(attempt: Attempt, *, has_moved: bool, is_silent: bool) -> list[str]:
     seconds = (attempt.ended or time.time()) - attempt.started
     first = "?" if attempt.first_step is None else attempt.first_step
     last = "..." if attempt.last_step is None else attempt.last_step
     cause = attempt.cause or "running"
     begun = f"{first} (from memory)" if attempt.from_memory else first
-    line = f"  attempt {attempt.id}: {cause}, steps {begun} to {last}, {format_seconds(seconds)}, job {attempt.job_id}"
-    lost = _lost(attempt.account) if attempt.account else ""
+    steps = f", steps {begun} to {last}" if attempt.has_loop else ""
+    line = f"  attempt {attempt.id}: {cause}{steps}, {format_seconds(seconds)}, job {attempt.job_id}"
+    lost = _lost(attempt.account, is_silent) if attempt.account else ""
     lines = [f"{line}; {lost}" if lost else line]
     if attempt.began == "in place" and attempt.restart is not None:
         lines.append(f"    restarted in place{_parts(attempt.restart)}")
@@ -110,12 +117,15 @@ def _parts(restart: Restart) -> str:
     return ": " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in known) if known else ""
 
 
-def _lost(account: Account) -> str:
-    """Where an attempt's time went, but for new steps; what took no second is left out."""
+def _lost(account: Account, is_silent: bool) -> str:
+    """Where an attempt's time went, but for new steps; what took no second is left out.
+
+    Of a command that reports nothing nobody knows when its start-up was over.
+    """
     again = f"{account.repeated_steps} steps repeated"
     spent = {
         "in the queue": account.queue,
-        "start-up": account.startup,
+        "start-up": 0.0 if is_silent else account.startup,
         again: account.repeated,
         "checkpoints": account.checkpoints,
         "until its end was noticed": account.ending,

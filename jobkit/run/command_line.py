@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+
+def this_python() -> str:
+    """How the interpreter of this process is typed: by its name only where that means this one, as in an activated
+    environment; from a folder below the current one without what is above."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    path, here = Path(sys.executable), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def to_type(verb: str, *words: str) -> str:
+    """A command of jobkit's, as it can be typed here: tools/run activates no environment."""
+    module = ["jobkit.submit"] if verb == "submit" else ["jobkit", verb]
+    return shlex.join([this_python(), "-m", *module, *words])
 
 
 @dataclass(frozen=True)

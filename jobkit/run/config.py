@@ -259,14 +259,17 @@ class Config:
     there is a `command`."""
     command: list[str] = field(default_factory=list)
     """Instead of `task`: a program that every rank runs, as in `[python, train.py]`, with RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set."""
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and JOBKIT_RUN, the run directory, set. `${run_dir}` is that directory
+    too: `[python, train.py, "--out=${run_dir}/outputs"]`."""
     params: dict[str, Any] = field(default_factory=dict)
     """The training function's own values, with any keys: `ctx.params`. A text whose name has the word token, key,
-    password, secret or credential is masked in what others can read (`***`), and kept in a file of its own."""
+    password, secret or credential is masked in what others can read (`***`), and kept in a file of its own.
+    `${run_dir}` in a text is the run directory, in the job; the run's hash has it as it is written."""
     inputs: list[str] = field(default_factory=list)
     """Files and folders that must exist before anything is queued, as in `["${params.data}"]`."""
-    seed: int = 0
-    """Decides initial weights, sample order and all random numbers."""
+    seed: int | None = 0
+    """Decides initial weights, sample order and all random numbers. `null` leaves the training function's own random
+    numbers alone: it seeds them itself, or not at all; they go on where they were, as they do with a seed."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What `ctx.autocast()` and `ctx.backward` compute in; fp16 uses a loss scale, which is part of the checkpoint."""
     deterministic: bool | str = _field(_check_deterministic, False)
@@ -375,7 +378,8 @@ def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) ->
                 OmegaConf.update(merged, key, value, force_add=True)
             except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
                 raise InputError(f"command line: {text}: {_first_line(error)}") from None
-        config = build(Config, _in_full(_resolve(merged)))
+        resolved = _resolve_but_run_dir(merged)
+        config = build(Config, _in_full(resolved))
         if config.task and config.command:
             raise InvalidValue("command", "there is a task as well; a run is one of them")
         if not (config.task or config.command):
@@ -455,6 +459,18 @@ def masked_override(text: str) -> str:
     return secrets.masked_override(text, _split_override(text)[1])
 
 
+def _resolve_but_run_dir(merged: Any) -> dict[str, Any]:
+    """The values, resolved; `${run_dir}` stays in `command` and `params`: run/own_outputs.py puts the path there."""
+    if "run_dir" in merged:
+        return _resolve(merged)  # no key of a config: refused as such
+    merged["run_dir"] = r"\${run_dir}"
+    resolved = {key: value for key, value in _resolve(merged).items() if key != "run_dir"}
+    for key, value in resolved.items():
+        if key not in ("command", "params") and "${run_dir}" in str(value):
+            raise InvalidValue(key, "found ${run_dir}, which is known in `command` and `params` only")
+    return resolved
+
+
 def _resolve(merged: Any) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -463,9 +479,18 @@ def _resolve(merged: Any) -> dict[str, Any]:
         if missing := re.search(r"Missing mandatory value: ([\w.]+)", str(error)):
             key = missing[1] if "interpolation" in str(error) else key
             raise InvalidValue(key, f"missing; give it a value: {key}=...") from None
+        if unknown := re.match(r"Interpolation key '([^']*)' not found", str(error)):
+            hint = nearest(unknown[1], _dotted_keys(OmegaConf.to_container(merged)))
+            raise InvalidValue(key, f"${{{unknown[1]}}}: there is no such key{hint}") from None
         raise InvalidValue(key, _first_line(error)) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _dotted_keys(values: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        yield f"{prefix}{key}"
+        yield from _dotted_keys(value, f"{prefix}{key}.")
 
 
 def _in_full(values: dict[str, Any]) -> dict[str, Any]:

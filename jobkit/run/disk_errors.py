@@ -24,13 +24,20 @@ NO_PATH = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR})
 # What libraries written in Rust, safetensors among them, make of an OSError.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
+# What torch.save makes of one, whose number it does not tell: as a rule the disk is full.
+_OF_TORCH = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos", re.DOTALL)
+
 
 def disk_errno(error: BaseException | None) -> int:
     """The number among DISK_ERRORS that an exception, or what caused it, carries; 0 where it is not the disk's."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         number = getattr(error, "errno", None)
         if number is None and (match := _OS_ERROR.search(str(error))):
             number = int(match[1])
+        elif number is None and _OF_TORCH.search(str(error)):
+            number = errno.ENOSPC
         if number in DISK_ERRORS:
             return int(number)
         error = error.__cause__ or error.__context__

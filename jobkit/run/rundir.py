@@ -21,6 +21,9 @@ from jobkit.run.status import Status, complete
 
 CONFIG, JOURNAL, STATUS = "config.yaml", "events.jsonl", "status.json"
 
+NOT_FOR_SCRIPTS = ("checkpoints", "code", "cache", "logs")
+"""Folders in which a script's own outputs would be taken for jobkit's, or removed."""
+
 BESIDE = ".locks"
 """A folder beside the runs: what is in it precedes its run, and outlives its removal."""
 
@@ -29,6 +32,11 @@ VERSION = r"(?:-([2-9]|[1-9]\d{1,6}))?"
 
 NUMBERED = ".number"
 """End of the name of a file there that says that a run was submitted."""
+
+
+def launch_file(runs_dir: Path, launch: str) -> Path:
+    """Where rank 0 says on which address and port the others find it, before they know which run it is."""
+    return runs_dir / BESIDE / f"rendezvous-{launch}.json"
 
 
 class RunDir:
@@ -50,6 +58,8 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.final = self.path / "final"
+        self.outputs = self.path / "outputs"
+        """The script's own: jobkit makes it where `${run_dir}` is used, and leaves alone what is in it."""
         self.code = self.path / "code"
         """Snapshots of the user's code, one folder a version."""
         self.compiled = self.path / "cache"

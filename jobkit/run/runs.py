@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, nearest
+from jobkit.run.command_line import to_type
 from jobkit.run.files import is_there
 from jobkit.run.rundir import BESIDE, CONFIG, JOURNAL, NUMBERED, STATUS, VERSION, RunDir
 
@@ -94,6 +95,11 @@ def next_version(runs_dir: Path, name: str) -> RunDir:
     return _version(runs_dir, name, 1 + max(_numbers([*_names(runs_dir), *removed], name), default=0))
 
 
+def version_number(run: str, name: str) -> int:
+    """Which version of the identity `name` a run directory is, by its own name: 1 for the first."""
+    return _numbers([run], name)[0]
+
+
 def _version(runs_dir: Path, name: str, number: int) -> RunDir:
     return RunDir(runs_dir / (name if number == 1 else f"{name}-{number}"))
 
@@ -139,7 +145,7 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     if matches:
         raise InputError(f"{text!r} is the beginning of {len(matches)} runs: {', '.join(r.name for r in matches[:5])}")
     names = [run.name for run in runs]
-    raise InputError(f"no run {text!r} in {runs_dir}{nearest(text, names)}; `python -m jobkit list` shows them")
+    raise InputError(f"no run {text!r} in {runs_dir}{nearest(text, names)}; `{to_type('list')}` shows them")
 
 
 def _is_run(run: RunDir, runs_dir: Path) -> bool:

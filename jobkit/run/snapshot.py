@@ -122,6 +122,22 @@ def changes(code_dir: Path, old: str, after: Mapping[str, str]) -> list[str]:
     return sorted(lines, key=lambda line: line[2:])
 
 
+def written_by_run(source: Path, changed: Iterable[str], while_running: Iterable[tuple[float, float]]) -> list[str]:
+    """Of the lines of `changes` those of files that are no programs, and were last written while the run trained.
+
+    `while_running` are (start, end) of its attempts, in seconds since the epoch. A person may have written one then:
+    these are probably the run's own outputs, no more.
+    """
+    spans, found = list(while_running), []
+    for line in changed:
+        name = line[2:]
+        with contextlib.suppress(OSError):
+            at = (source / name).stat().st_mtime
+            if not is_program(name) and any(start <= at <= end for start, end in spans):
+                found.append(line)
+    return found
+
+
 def _digest_of_all(files: Mapping[str, str]) -> str:
     listed = "\n".join(f"{name} {files[name]}" for name in sorted(files))
     return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()[:12]

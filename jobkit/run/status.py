@@ -108,6 +108,11 @@ class Attempt:
     """When it had done its first step."""
 
     @property
+    def has_loop(self) -> bool:
+        """Whether its loop has begun, as far as it has said."""
+        return self.resumed is not None or bool(self.last_step)
+
+    @property
     def ended_hard(self) -> bool:
         """Whether its ranks could not say why it ended."""
         return self.failure is not None
@@ -155,6 +160,8 @@ class Status:
     """What to type instead, where something secret is masked in that command."""
     cwd: str = ""
     """Where it was typed."""
+    script: str = ""
+    """The file of the script that runs it by jobkit.init, where one does."""
     submissions: int = 0
     """How often a person has submitted it."""
     excluded_nodes: list[str] = field(default_factory=list)
@@ -207,9 +214,20 @@ class Status:
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def has_loop(self) -> bool:
+        """Whether a loop has begun: nobody knows of steps of a command that reports nothing, or of a function without
+        one."""
+        return self.total_steps is not None or any(attempt.has_loop for attempt in self.attempts)
+
+    @property
     def steps(self) -> str:
-        """How far it is, as commands print it: `step 20/100`."""
-        return f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")
+        """How far it is, as commands print it: `step 20/100`; empty where there is no loop."""
+        return (f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")) if self.has_loop else ""
+
+    @property
+    def at_steps(self) -> str:
+        """` at step 20/100`, or nothing."""
+        return f" at {self.steps}" if self.has_loop else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; of a failure only what is known."""
@@ -360,6 +378,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.code = str(event.get("code", ""))
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
     status.resume = str(event.get("resume", ""))
+    status.script = str(event.get("script", ""))
 
 
 def _started(status: Status, event: Entry) -> None:

@@ -8,7 +8,9 @@ import time
 
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
+from jobkit.run.command_line import to_type
 from jobkit.run.rundir import RunDir
+from jobkit.run.silent import how_it_continues, is_silent, stopping
 from jobkit.run.status import State, Status
 from jobkit.run.tail import Tail
 from jobkit.submission.observer import Observer, observe
@@ -39,40 +41,39 @@ class Follower:
         """Say how the run stands now, and what to type next; returns the exit code: 75 for what can be continued."""
         self.display.close()
         say, attempt = self.display.say, status.attempt
-        kept = f"The checkpoint of step {status.checkpoint} is safe"
-        kept = "There is no checkpoint yet" if status.checkpoint is None else kept
-        safe = f"{kept}; the same command continues the run:\n  {status.how_to_continue}"
+        safe = f"{how_it_continues(self.run, status)}:\n  {status.how_to_continue}"
         if status.state == State.FINISHED:
-            at = f" at {status.steps}" if status.total_steps else ""  # without a loop there are no steps
-            say(f"finished{at}: {status.result if status.result is not None else ''}".rstrip(": "))
+            say(f"finished{status.at_steps}: {status.result if status.result is not None else ''}".rstrip(": "))
             say(f"run directory: {self.run.path}")
             return EXIT_FINISHED
         if status.state == State.FAILED:
-            say(f"failed at {status.steps}: {status.error}")
+            say(f"failed{status.at_steps}: {status.error}")
             if attempt:
                 say(f"tracebacks: {self.run.logs(attempt.id)}/rank_*.err")
             say(safe)
             return EXIT_FAILED
         failure = attempt.failure.error if attempt and attempt.failure else None
         why = f": {failure or status.error}" if failure or status.error else ""
-        say(f"{status.state} at {status.steps}{why}. {safe}")
+        say(f"{status.state}{status.at_steps}{why}. {safe}")
         return EXIT_RESUMABLE
 
 
 def follow_local(run: RunDir, supervisor: subprocess.Popen[bytes], asked: list[int]) -> int:
     """Show a local run until its supervisor ends. A signal in `asked`: checkpoint and stop; a second one kills."""
-    follower, stops, told = Follower(run), 0, 0
+    follower, stops = Follower(run), 0
+    now = run.status()
+    told = sum(attempt.submission < now.submissions for attempt in now.attempts)  # by earlier commands
     while supervisor.poll() is None:
         if len(asked) > stops:
             stops = len(asked)
             supervisor.send_signal(signal.SIGTERM if stops == 1 else signal.SIGINT)
-            stopping = "stopping: writing a checkpoint ... (once more kills without one)"
-            follower.display.say(stopping if stops == 1 else "killing")
+            follower.display.say(stopping(run, run.status()) if stops == 1 else "killing")
         status = run.status()
         follower.refresh(status)
         for attempt in status.attempts[told:-1]:  # those that another one follows
             why = (attempt.failure and attempt.failure.error) or attempt.cause
-            follower.display.say(f"attempt {attempt.id} ended: {why}; attempt {attempt.id + 1} goes on")
+            again = "starts it again" if is_silent(run, status) else "goes on"
+            follower.display.say(f"attempt {attempt.id} ended: {why}; attempt {attempt.id + 1} {again}")
             told = attempt.id
         time.sleep(POLL_SECONDS)
     follower.refresh(run.status())
@@ -100,5 +101,5 @@ def follow_slurm(run: RunDir) -> int:
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         follower.display.close()
-        follower.display.say(f"no longer following; the job goes on. To stop it: python -m jobkit cancel {run.name}")
+        follower.display.say(f"no longer following; the job goes on. To stop it: {to_type('cancel', run.name)}")
         return EXIT_FINISHED

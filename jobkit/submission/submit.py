@@ -23,6 +23,7 @@ from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
+from jobkit.run.own_outputs import check_outputs
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import next_version, versions
 from jobkit.run.status import State, Status
@@ -43,6 +44,8 @@ class Outcome:
     """The run's status before this submission."""
     started: job.Started | None
     code_changes: list[str]
+    outputs: tuple[str, ...] = ()
+    """Of the code's changes those that the run has probably written itself."""
     released: bool = False
     """Whether its job was held, and is no more."""
 
@@ -59,6 +62,7 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
     for key in secrets.lacking_in(dataclasses.asdict(config)):
         raise InvalidValue(key, f"found {secrets.MASK}, which stands for a value that is not shown; give the value")
+    check_outputs(config)
     if config.command:
         checked = check_command(config.command, source, has_setup=has_setup)
     else:
@@ -131,8 +135,10 @@ def submit(
                 log.warning("%s", remark)
             files = snapshot.scan(source, code.sizes)
             changed = snapshot.changes(run.code, before.code, files) if before.code else []
+            spans = [(one.started, one.ended) for one in before.attempts if one.ended is not None]
+            outputs = tuple(snapshot.written_by_run(source, changed, spans))
             if not starts:
-                return Outcome(run, before, None, changed, released=_release(before, plan))
+                return Outcome(run, before, None, changed, outputs, released=_release(before, plan))
             slurm_cluster = _slurm_cluster() if plan.scheduler == "slurm" else None
             version = _prepare(run, plan, source, files)
             run.keep_number()
@@ -148,7 +154,7 @@ def submit(
                 cwd=str(source),
                 **_how_to_resume(run, command),
             )
-            return Outcome(run, before, _start(run, plan, lock, foreground), changed)
+            return Outcome(run, before, _start(run, plan, lock, foreground), changed, outputs)
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             if is_new and not isinstance(error, SchedulerTimeout):  # after which the job may be in the queue
                 if is_empty:

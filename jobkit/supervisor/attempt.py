@@ -24,10 +24,14 @@ from jobkit.run.events import Event
 from jobkit.run.files import foreign_owner, is_there, write_atomic
 from jobkit.run.records import Lease, StopRequest
 from jobkit.run.rundir import RunDir
+from jobkit.run.silent import NOTHING_KEPT
 from jobkit.run.status import Attempt, State
 from jobkit.supervisor import diagnosis
 from jobkit.supervisor.diagnosis import EndCause, FirstFailure, Notice
 from jobkit.supervisor.retry import CanReplace, Decision, decide
+
+_STOPS = ("preempted", "timeout", "signal", "cancelled", "user")
+"""Causes for which the ranks were told to stop."""
 
 
 class NotRunnable(JobkitError):
@@ -97,7 +101,7 @@ def _check_code(run: RunDir, before: status.Status, job_id: str) -> None:
         raise NotRunnable(error)
     if found:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        log.warning("%s%s: what a run writes belongs into the folder that JOBKIT_RUN names", found[0], more)
+        log.warning("%s%s: what a run writes belongs into ${run_dir}/outputs", found[0], more)
 
 
 def _is_of_this_slurm(now: status.Status, attempt: Attempt) -> bool:
@@ -209,6 +213,8 @@ def end(
             if notice is not None and (died_of_it or (is_silent and has_exited)):
                 cause = _cause_of_notice(run, cause, notice, job)
             _record_end(run, number, cause, noticed, last_step)
+            if is_silent and cause.cause in _STOPS:
+                log.info("%s: %s: your program was told to stop; %s", run.name, cause.cause, NOTHING_KEPT)
     elif attempt.cause not in ("finished", "cancelled") and job and slurm.stop_cause(job) == "cancelled":
         run.record(Event.CANCELLED, attempt=number)  # a scancel during the last save: the job must not come back
     now = run.status()

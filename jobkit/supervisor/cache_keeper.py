@@ -37,7 +37,7 @@ class CacheKeeper:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._said_too_large = False
-        self._outage = Outage("what was compiled", "Training goes on; another node would compile it again.")
+        self._outage = Outage("what was compiled", "Another node would compile it again.")
 
     def environment(self, code: str) -> dict[str, str]:
         """Variables for the ranks of an attempt with this version of the code; from here on it is saved."""

@@ -102,7 +102,7 @@ def own_failure(run: RunDir, attempt: int) -> EndCause | None:
 def _silent(first: FirstFailure, known: Failure) -> EndCause:
     code = "" if first.code is None else f" with exit code {first.code}"
     who = "the ranks" if first.rank is None else f"rank {first.rank}"
-    error = f"{who} ended{code}, without a traceback"
+    error = f"{who} ended{code}; what it printed is in its log"
     return EndCause("crashed", replace(known, rank=first.rank, node=first.node, error=error))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch.utils.data import Dataset, Sampler, Subset, default_collate, get_worker_info
@@ -36,19 +38,17 @@ class SeededBatches(Dataset[Any]):
 
     So augmentation depends on (seed, epoch, sample) alone: a sample looks the same whichever rank and worker loads it,
     and after a resume. A dataset with `__getitems__` makes several at once: what it draws for them, and what
-    `collate_fn` draws, depends on the first of these. A dataset with `set_epoch` is told the epoch, in workers too. The
-    generators of the training process are put back afterwards.
+    `collate_fn` draws, depends on the first of these. A dataset with `set_epoch` is told each epoch once, in workers
+    too; what it draws then depends on (seed, epoch). The generators of the training process are put back afterwards.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[Any], Any] | None, draws_an_epoch: int = 1
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], share: Share, draws_an_epoch: int) -> None:
         self.dataset = dataset
         self._draws_an_epoch = draws_an_epoch
         """1 where a key's first number is the epoch itself, and not that of a draw by weights."""
-        self._collate = collate_fn or default_collate
-        self._of_samples, self._of_batches = derive_seed(seed, "sample"), derive_seed(seed, "collate")
-        self._epoch: int | None = None
+        self._collate = share.options.collate_fn or default_collate
+        self._of_epochs = share.of_epochs
+        self._of_samples, self._of_batches = derive_seed(share.seed, "sample"), derive_seed(share.seed, "collate")
 
     def of_worker(self, number: int) -> Dataset[Any]:
         """The user's dataset."""
@@ -64,7 +64,6 @@ class SeededBatches(Dataset[Any]):
 
     def _load(self, keys: Sequence[tuple[int, int]]) -> Any:
         dataset, ids = self.dataset, [sample for _, sample in keys]
-        self._epoch = None  # another loader may have told the same dataset its own
         while type(dataset) is Subset:  # its own __getitems__ would load sample after sample with one seed
             ids, dataset = [dataset.indices[sample] for sample in ids], dataset.dataset
         if callable(load := getattr(dataset, "__getitems__", None)):
@@ -80,10 +79,30 @@ class SeededBatches(Dataset[Any]):
 
     def _begin(self, dataset: Any, number: int) -> None:
         epoch = number // self._draws_an_epoch
-        if epoch != self._epoch:
-            self._epoch = epoch
-            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-                set_epoch(epoch)
+        if callable(getattr(dataset, "set_epoch", None)) and _is_news(dataset, epoch):
+            seed_cpu_generators(derive_seed(self._of_epochs, "epoch", epoch))
+            dataset.set_epoch(epoch)
+
+
+_told: dict[int, tuple[Callable[[], Any], int]] = {}
+"""The epoch that each dataset was told last, by its identity: another loader of the same dataset may be in another."""
+
+
+def _is_news(dataset: Any, epoch: int) -> bool:
+    """Whether a dataset was told another epoch last, or none; it counts as told from here on."""
+    known, last = _told.get(id(dataset), (None, None))
+    if known is not None and known() is dataset and last == epoch:
+        return False
+    try:
+        reference: Callable[[], Any] = ref(dataset, partial(_told.pop, id(dataset)))
+    except TypeError:  # of a class with __slots__: it is kept
+        reference = partial(_itself, dataset)
+    _told[id(dataset)] = reference, epoch
+    return True
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class Source(Protocol):
@@ -128,9 +147,7 @@ class DatasetSource:
                 "IterableDataset"
             )
         self._order = SampleOrder(len(dataset), share.global_batch_size, share.seed, shuffle, weights)
-        self._made = SeededBatches(
-            dataset, share.seed, share.options.collate_fn, 1 if weights is None else len(dataset)
-        )
+        self._made = SeededBatches(dataset, share, 1 if weights is None else len(dataset))
         self._share = share
 
     def batches(self, position: int) -> Iterator[Any]:
@@ -207,8 +224,8 @@ class Loader:
         """Whether a batch was drawn where gradients are on."""
         self.current: int | None = None
         """Number of the global batch handed out last, or being loaded."""
-        seed = derive_seed(seed, "loader", name)
-        share = Share(rank, world_size, global_batch_size, seed, self.device, made)
+        own_seed = derive_seed(seed, "loader", name)
+        share = Share(rank, world_size, global_batch_size, own_seed, seed, self.device, made)
         ordered = {"shuffle": shuffle or None, "weights": weights}
         streamed: dict[str, Any] = {"sharded": sharded, "own_state": own_state}
         self._source: Source

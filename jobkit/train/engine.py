@@ -43,7 +43,7 @@ class Engine:
         except ValueError as error:
             raise UsageError(f"parallel: {error}") from None
         self.parallel = Parallel(
-            layout, config.parallel, config.comm, device, rank, precision=config.precision, seed=config.seed
+            layout, config.parallel, config.comm, device, rank, precision=config.precision, seed=config.seed or 0
         )
         self.scaler = LossScaler() if config.precision == "fp16" else None
         """Part of the state of the run, where there is one."""
@@ -102,7 +102,7 @@ class Engine:
         if any(loader.name == own for loader in self.loaders):
             raise UsageError(f"ctx.loader has been given the name {own!r} twice: each loader needs one of its own")
         place: dict[str, Any] = {"rank": self.parallel.data_rank, "world_size": self.parallel.layout.data}
-        place |= {"device": self._device, "seed": self._config.seed}
+        place |= {"device": self._device, "seed": self._config.seed or 0}
         loader = Loader(dataset, name=own, **{**place, **options})
         self.loaders.append(loader)
         return loader

@@ -135,6 +135,9 @@ class Share:
     world_size: int
     global_batch_size: int
     seed: int
+    """The loader's own."""
+    of_epochs: int
+    """The seed of what a dataset draws where it is told an epoch, which all loaders of the run have."""
     device: torch.device
     options: LoaderOptions
 

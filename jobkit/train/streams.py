@@ -110,6 +110,7 @@ class _Samples:
 
     def _open(self) -> None:
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            self._seed_epoch(self.place.epoch)  # it may draw the order
             set_epoch(self.place.epoch)
         self._seed_epoch(self.place.epoch)
         state = self.place.state

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from jobkit.checkpoint import own_files
 from jobkit.checkpoint.memory import SnapshotMemory
 from jobkit.checkpoint.state import flatten, rng_state
 from jobkit.checkpoint.writer import Checkpointer, PendingSave, Saved
@@ -16,6 +19,7 @@ from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run.events import Event
 from jobkit.run.status import Attempt
+from jobkit.train.seeds import preserved_generators
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.rank import Rank
 from jobkit.worker.replicas import Replicas
@@ -36,6 +40,16 @@ def find_memory(rank: Rank, ranks: RankGroup, earlier: Sequence[Attempt]) -> Sna
     )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a loop stands between two steps; what follows the last step of an epoch, a step may have several."""
+
+    step: int
+    """Steps done."""
+    number: int = 0
+    """Of the place, among those of this step."""
+
+
 class Checkpoints:
     """The checkpoints of one rank's loop, on the disk and in memory.
 
@@ -54,9 +68,11 @@ class Checkpoints:
     ) -> None:
         self.durable_step = restored
         """Step of the newest checkpoint on the disk, None before the first."""
+        self._durable_place = None if restored is None else Place(restored)
         self.schedule, self.memory_schedule = schedule, memory_schedule
         self._rank, self._checkpointer, self._tracked, self._reporter = rank, checkpointer, tracked, reporter
         self._pending: PendingSave | None = None
+        self._pending_place: Place | None = None
         self._replicas = Replicas(rank.group)
 
     def check_state(self) -> None:
@@ -66,19 +82,36 @@ class Checkpoints:
         if self._rank.topology.world_size > 1:
             self._replicas.check(self._tracked.objects, shared, held_by)
 
-    def save(self, step: int, *, wait: bool = False, must: bool = True, extra: Mapping[str, Any] | None = None) -> None:
-        """Checkpoint the state after `step` steps, on all ranks together; one that is under way is not repeated.
+    def save(
+        self,
+        place: Place,
+        *,
+        wait: bool = False,
+        must: bool = True,
+        extra: Mapping[str, Any] | None = None,
+        write_files: own_files.Write | None = None,
+    ) -> None:
+        """Checkpoint the state at a place, on all ranks together; one that is under way is not repeated.
 
-        `extra` is JSON for the manifest. With `wait` a failure is raised, unless `must` is off.
+        `extra` is JSON for the manifest. `write_files` writes files of its own into a folder of the checkpoint. With
+        `wait` a failure is raised, unless `must` is off.
         """
-        if self._pending is None or self._pending.step != step or extra is not None:
+        if self._pending is None or self._pending_place != place or extra is not None:
+            self._pending_place = place
+            done = partial(self._saved, place)
             # What is waited for is the last of this attempt: its way to the disk is not to be made longer.
-            self._pending = self._begin(step, extra or {}, on_done=self._saved, in_memory=not wait)
+            self._pending = self._begin(
+                place.step, extra or {}, on_done=done, in_memory=not wait, write_files=write_files
+            )
         self.schedule.restart()
         if wait:
             outcome = self._pending.outcome()
             if outcome.error is not None and must:
                 raise outcome.error
+
+    def is_durable(self, place: Place) -> bool:
+        """Whether this attempt has made a checkpoint of it."""
+        return self._durable_place == place
 
     def snapshot(self, step: int) -> None:
         """Keep the state after `step` steps in memory, on all ranks together; not while something is being written.
@@ -102,6 +135,7 @@ class Checkpoints:
         *,
         to_disk: bool = True,
         in_memory: bool = True,
+        write_files: own_files.Write | None = None,
     ) -> PendingSave:
         # Before the state is copied: the curves of the steps in this checkpoint, and of none after it.
         position = self._reporter.mark_metrics()
@@ -109,34 +143,40 @@ class Checkpoints:
         if self._rank.topology.world_size > 1:
             self._replicas.check(self._tracked.objects, shared, held_by)
         self.memory_schedule.restart()
-        return self._checkpointer.save(
-            step,
-            shared,
-            {"rng": rng_state(*self._rank.devices), **own},
-            held_by=held_by,
-            extra=lambda: {"tensorboard": position(), **extra},
-            # The next attempt may begin there without another checkpoint: no point may be lost that is not yet written.
-            memory_extra=lambda: {"tensorboard": self._reporter.on_disk(position())},
-            on_done=on_done,
-            to_disk=to_disk,
-            in_memory=in_memory,
-        )
+        everyones = self._tracked.manifest_entries()
+        devices = self._rank.devices
+        with preserved_generators(*devices) if write_files is not None else nullcontext():
+            return self._checkpointer.save(
+                step,
+                shared,
+                {"rng": rng_state(*devices), **own},
+                held_by=held_by,
+                extra=lambda: {"tensorboard": position(), **everyones, **extra},
+                # The next attempt may begin there without another checkpoint: no point may be lost that is not written.
+                memory_extra=lambda: {"tensorboard": self._reporter.on_disk(position()), **everyones},
+                on_done=on_done,
+                to_disk=to_disk,
+                in_memory=in_memory and write_files is None,  # no rank could be started from it
+                write_files=write_files,
+            )
 
     def wait(self, seconds: float | None = None) -> None:
         if self._pending is not None:
             with suppress(TimeoutError):
                 self._pending.outcome(seconds)
 
-    def _saved(self, saved: Saved) -> None:
+    def _saved(self, place: Place, saved: Saved) -> None:
         """In the writer's thread, on every rank."""
         with self._reporter.in_a_thread():
             self._reporter.heartbeat.beat()
             if saved.error is None:
-                self.durable_step = saved.step
+                self.durable_step, self._durable_place = saved.step, place
                 self._report(saved)
             elif self._rank.is_main:
                 self._reporter.record(Event.CHECKPOINT_FAILED, step=saved.step, error=str(saved.error))
-                log.info("%s; training goes on, step %d is safe", saved.error, self.durable_step or 0)
+                goes_on = "training goes on, " if self._reporter.heartbeat.training else ""
+                safe = "there is none yet" if self.durable_step is None else f"that of step {self.durable_step} is safe"
+                log.info("%s; %s%s", saved.error, goes_on, safe)
 
     def _report(self, saved: Saved) -> None:
         costs = {"seconds": round(saved.seconds, 4), "stall": round(saved.stall, 4)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import re
@@ -19,6 +20,7 @@ from submitit.core.job_environment import JobEnvironment
 from jobkit.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port, interface_towards, new_token
 from jobkit.errors import DistributedError, JobkitError
 from jobkit.run.command_line import find_program, is_python, target
+from jobkit.run.own_outputs import place_outputs
 from jobkit.run.rundir import RunDir
 from jobkit.worker.determinism import set_variables
 from jobkit.worker.failure import write_report
@@ -59,7 +61,8 @@ def become_command(path: str) -> NoReturn:
         find_port = _tell_port if topology.rank == 0 else _ask_for_port
         address, port = find_port(topology, run.rendezvous_file(attempt))
         source, code = Path(os.environ["JOBKIT_SOURCE"]), Path(os.environ["JOBKIT_CODE"])
-        words = in_snapshot(config.command, source, code)
+        copied = dataclasses.replace(config, command=in_snapshot(config.command, source, code))
+        words = place_outputs(copied, run).command
         program = find_program(words[0])  # its path becomes argv[0], by which a Python knows its environment
         if program is None:
             raise JobkitError(f"command: {words[0]}: no such program on this node")

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import Dataset
 
+from jobkit.checkpoint import own_files
 from jobkit.checkpoint.disks import Disks
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
-from jobkit.run import secrets
 from jobkit.run.events import Event
 from jobkit.train.accumulation import BatchSize, Loss
 from jobkit.train.data import Loader
@@ -28,22 +27,26 @@ from jobkit.train.engine import Engine
 from jobkit.train.evaluate import Metrics, PerSample, as_scores, means
 from jobkit.train.hooks import ForwardHook, uncompiled
 from jobkit.train.parallel import unwrapped
-from jobkit.train.seeds import derive_seed, preserved_generators, seed_generators
+from jobkit.train.seeds import preserved_generators
 from jobkit.train.sharding import reshard
+from jobkit.train.tracked_generator import TrackedGenerator, is_generator
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 from jobkit.worker.checkpointing import Checkpoints, find_memory
+from jobkit.worker.ending import Ending
+from jobkit.worker.epochs import Batches, Epochs
 from jobkit.worker.evaluation import Evaluator
-from jobkit.worker.export import export
-from jobkit.worker.finish import retry_on_full_disk
+from jobkit.worker.generators import begin_generators
 from jobkit.worker.lease import holds_lease
 from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
-from jobkit.worker.results import flat, literal, numbers, to_json
-from jobkit.worker.stop import CauseFinder, Stopped, kill_children
-from jobkit.worker.tracked_state import TrackedState
+from jobkit.worker.results import literal
+from jobkit.worker.stop import CauseFinder
+from jobkit.worker.trackable import check_trackable
+from jobkit.worker.tracked_state import VALUES, TrackedState
+from jobkit.worker.values import Values
 
-Values = TypeVar("Values", torch.Tensor, Mapping[str, torch.Tensor])
+Scores = TypeVar("Scores", torch.Tensor, Mapping[str, torch.Tensor])
 """One value a sample, [n], or several by name."""
 
 
@@ -52,6 +55,8 @@ class Context:
 
     Made by jobkit, on all ranks together: by `jobkit.init` in a script, by the worker for a task.
     """
+
+    _current: Context | None = None
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class Context:
         self.params: DictConfig = OmegaConf.create(literal(config.params))
         """The YAML's `params`, read-only."""
         OmegaConf.set_readonly(self.params, True)
-        self.seed: int = config.seed
+        self.seed: int = config.seed or 0
         self.rank: int = topology.rank
         """This process among all, from 0."""
         self.local_rank: int = topology.local_rank
@@ -80,7 +85,6 @@ class Context:
         self.run_dir: Path = run.path
         """The run directory."""
         self._rank, self._reporter, self._signals = rank, reporter, finder.signals
-        self.is_closed = False
         store = Store(run.checkpoints, attempt=str(rank.attempt))
         # Of their own: collectives of the writing thread must not be matched with the training's.
         everyone = RankGroup.of_world()
@@ -101,9 +105,6 @@ class Context:
         self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
         restored = self._checkpointer.load_newest(names=())
         step, extra = (restored.step, restored.manifest.extra) if restored is not None else (None, {})
-        self.has_returned = "result" in extra
-        """Whether the checkpoint this attempt starts from was written after the training function had returned."""
-        self._earlier_result = extra.get("result")
         self._tracked = TrackedState(
             self._engine.parallel, self._checkpointer, rank.group, restored, weights=config.checkpoint.weights
         )
@@ -114,18 +115,58 @@ class Context:
         )
         self._evaluator = Evaluator(rank, reporter, self._engine.parallel, finder.signals, step)
         self._loop = TrainingLoop(
-            rank, self._engine, self._tracked, restored, self._checkpoints, reporter, finder, on_first_step
+            rank,
+            self._engine,
+            self._tracked,
+            restored,
+            self._checkpoints,
+            reporter,
+            finder,
+            end_evaluations=self._evaluator.end_step,
+            on_first_step=on_first_step,
         )
+        self.ending = Ending(
+            rank,
+            self._engine,
+            self._tracked,
+            self._loop,
+            self._checkpoints,
+            self._checkpointer,
+            self._evaluator,
+            reporter,
+            self._signals,
+            extra,
+        )
+        """For the program around the training function."""
+        self._epochs = Epochs(rank, self._loop, self._tracked, restored)
         for damaged, reason in self._checkpointer.set_aside:
             reporter.record(Event.SET_ASIDE, step=damaged, reason=reason)
             if rank.is_main:
                 log.info("the checkpoint of step %d is damaged and was set aside: %s", damaged, reason)
         for step_in_memory, reason in self._checkpointer.refused if rank.is_main else ():
             log.info("the snapshot of step %d in memory cannot be used: %s", step_in_memory, reason)
-        seed_generators(derive_seed(self.seed, "init"), *rank.devices)  # equal on all ranks: equal initial weights
+        self._tracked.first_generators = begin_generators(config.seed, restored, topology.world_size, *rank.devices)
+        self.checkpoint: Path | None = None
+        """The folder that `save` of ctx.boundary wrote, of the checkpoint this attempt begins with; None at the start.
+
+        Verified on all ranks. With it a framework goes on where it stood.
+        """
+        if restored is not None and restored.snapshot is None:
+            self.checkpoint = own_files.folder_in(restored.path, restored.manifest)
         reporter.start_metrics(extra.get("tensorboard", {}), self.step)
+        Context._current = self
 
     # Where and who
+
+    @classmethod
+    def current(cls) -> Context | None:
+        """The context of this process, where one has been made: a process has one run."""
+        return cls._current
+
+    @property
+    def has_several_disks(self) -> bool:
+        """Whether nodes have disks of their own, so that one rank of each writes what every disk is to have."""
+        return bool(self._rank.disks)
 
     @property
     def step(self) -> int:
@@ -153,14 +194,23 @@ class Context:
 
     def _watch(self, module: nn.Module) -> None:
         self._loop.stragglers.watch(module, self._engine.parallel.forward_is_collective)
+        self._beat_in(module)
 
+    def _beat_in(self, module: nn.Module) -> None:
         def beat() -> None:
             if not torch.is_grad_enabled():  # many forwards without a step in between, as in sampling, are no hang
-                self._reporter.heartbeat.beat()
+                self.heartbeat()
 
         # A user may call what is inside, too; inside a compiled one hooks are not called.
         for one in {unwrapped(module), module}:
             one.register_forward_hook(ForwardHook(beat))
+
+    def heartbeat(self) -> None:
+        """Tell the watchdog that this rank is at work, as in a long validation that another framework makes.
+
+        Steps, ctx.evaluate and the forwards of tracked modules do it by themselves.
+        """
+        self._reporter.heartbeat.beat()
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
@@ -240,23 +290,21 @@ class Context:
         """
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise TypeError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
-        if self._loop.total is not None:
-            raise UsageError("ctx.track comes before ctx.steps: what is tracked later, no attempt would restore")
+        if self._loop.has_begun:
+            raise UsageError("ctx.track comes before the loop: what is tracked later, no attempt would restore")
         own = dict(per_rank or {})
+        for name, value in [*objects.items(), *own.items()]:
+            if not is_generator(value):
+                check_trackable(name, value)
         self._tracked.name_parameters({**objects, **own})
         for name, value in [*objects.items(), *own.items()]:
             self._tracked.check_name(name, value)
-            if isinstance(value, torch.optim.Optimizer) and not hasattr(value, "_optimizer_step_pre_hooks"):
-                raise UsageError(
-                    f"ctx.track({name}=...): {type(value).__name__} is a torch.optim.Optimizer that has not called "
-                    "Optimizer.__init__, so its steps cannot be seen: call super().__init__(params, defaults), or "
-                    "derive it from nothing"
-                )
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise TypeError(f"ctx.track({name}=...): {type(value).__name__} has no state_dict and load_state_dict")
-            self._tracked.add(name, value, per_rank=name in own)
-            if isinstance(value, nn.Module) and uncompiled(value) is not value and value not in self._tracked.modules:
-                self._watch(value)  # compiled after ctx.parallelize
+            self._tracked.add(name, TrackedGenerator(value) if is_generator(value) else value, per_rank=name in own)
+            if isinstance(value, nn.Module) and value not in self._tracked.modules:
+                if uncompiled(value) is not value:
+                    self._watch(value)  # compiled after ctx.parallelize
+                else:
+                    self._beat_in(value)
             if isinstance(value, torch.optim.Optimizer):
                 self._loop.watch(value)
 
@@ -265,19 +313,72 @@ class Context:
 
         A step ends where the loop asks for the next one. Raises Stopped, on every rank, after a signal to stop.
         """
-        for step in self._loop.steps(total):
-            yield step
-            self._evaluator.end_step()
+        return self._loop.until_left(self._loop.steps(total))
+
+    def epochs(self, total: int, **tracked: Any) -> Iterator[int]:
+        """Yield epochs up to `total`, from the one in which the run stands; `tracked` is for ctx.track.
+
+        For a script's own loaders: in the body `for batch in ctx.batches(loader)` makes each batch a step, ctx.step,
+        after which a checkpoint or a stop may come; an attempt goes on with the next batch of the epoch. The lines
+        before it run again then, and what they change of tracked objects and random numbers is undone. Raises Stopped,
+        on every rank, after a signal to stop.
+        """
+        self.track(**tracked)
+        self._tracked.position = self._epochs
+        return self._loop.until_left(self._epochs.epochs(total))
+
+    def batches(self, *loaders: Any) -> Batches:
+        """The batches of a DataLoader of the script's own, in an epoch of ctx.epochs; of several, tuples.
+
+        They come as the loader makes them, this rank's, where it puts them. Its order, the random numbers of samplers,
+        datasets and workers go on in another attempt as they were, on as many ranks. `enumerate(ctx.batches(loader),
+        ctx.batch)` counts them in an epoch. Any other iterable of batches is read again up to where it stood.
+        """
+        return self._epochs.begin_batches(loaders)
+
+    def values(self, **values: Any) -> Any:
+        """Plain values that are part of the checkpoint, as attributes: `state = ctx.values(best=0.0); state.best = 1`.
+
+        Numbers, texts, None, and lists and dicts of such; given are those to begin with. Each rank has its own; on
+        another number of ranks all go on with rank 0's. Before the loop, once.
+        """
+        if self._loop.has_begun:
+            raise UsageError("ctx.values comes before the loop: what is made later, no attempt would restore")
+        if VALUES in self._tracked.own_objects:
+            raise UsageError("ctx.values is called once: give all values in one call")
+        found = Values(values)
+        self._tracked.add(VALUES, found, per_rank=True)
+        return found
+
+    @property
+    def batch(self) -> int:
+        """The number of the batch in its epoch, from 0; before its loop, that of the first to come."""
+        return self._epochs.batch
+
+    def boundary(self, step: int, save: Callable[[Path], object] | None = None, *, total: int | None = None) -> None:
+        """Between two steps of a loop that is not jobkit's: `step` of them are done. All ranks call it together.
+
+        The first call is at the step where the run stands, ctx.step, before the next one: there this rank's random
+        numbers and what is tracked go on. Each later call saves and stops as ctx.steps does. `save(folder)` is called
+        on all ranks where a checkpoint is due, or a stop is agreed on: what the ranks write into `folder`, one for all
+        ranks of a disk, is in the checkpoint, whole or not at all; another attempt finds it as ctx.checkpoint. A
+        checkpoint holds what is tracked and each rank's random numbers besides. A call with the same step again looks
+        for a stop, as after an evaluation. `total` steps are shown as the aim.
+
+        Raises Stopped, on every rank, after a signal to stop, and UsageError where the first step is another.
+        """
+        self._loop.boundary(step, save, total)
 
     # Logging
 
-    def log(self, values: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
         """Scalars for TensorBoard at the current step, rank 0's: numbers, or one-element tensors, not synchronised.
 
-        None is left out. Raises UsageError, on every rank, for what is not one number, as a DTensor whose parts the
-        ranks have: log its full_tensor(), which all of them call.
+        `step` is another one, as that of a framework which counts from 1. None is left out. Raises UsageError, on every
+        rank, for what is not one number, as a DTensor whose parts the ranks have: log its full_tensor(), which all of
+        them call.
         """
-        self._reporter.log(values)
+        self._reporter.log(values, step)
 
     def log_image(self, tag: str, image: torch.Tensor) -> None:
         """An image for TensorBoard at the current step: CHW, uint8 or float in [0, 1]."""
@@ -286,6 +387,10 @@ class Context:
     def log_video(self, tag: str, video: torch.Tensor) -> None:
         """A short video for TensorBoard at the current step, as an animated GIF: uint8 [T, C, H, W], C of 1 or 3."""
         self._reporter.log_media("video", tag, video)
+
+    def log_summary(self, summary: Any, *, step: int) -> None:
+        """What TensorBoard's own writer makes of anything, at a step: a `Summary`, as for a histogram or a figure."""
+        self._reporter.log_summary(step, summary)
 
     def log_text(self, tag: str, text: str) -> None:
         """A text for TensorBoard at the current step, which shows it as Markdown."""
@@ -312,8 +417,8 @@ class Context:
         return means(self.evaluate_samples(function, dataset, batch_size=batch_size, **options))
 
     def evaluate_samples(
-        self, function: Callable[[Any, torch.Tensor], Values], dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> Values:
+        self, function: Callable[[Any, torch.Tensor], Scores], dataset: Dataset[Any], *, batch_size: int, **options: Any
+    ) -> Scores:
         """What `evaluate` takes the mean of: float64 [len(dataset)] by sample number, on the CPU of every rank."""
         scores = as_scores(function)
         return self._mapped(scores, dataset, batch_size=batch_size, **options)  # type: ignore[no-any-return]
@@ -357,7 +462,7 @@ class Context:
                 function,
                 items,
                 step=self.step,
-                place="in the step" if self._loop.is_in_step else "before the loop",
+                place=self._loop.where,
                 equal=self._tracked.replicas(),
                 may_stop=self._loop.may_stop_here,
                 stop_if_told=self._loop.stop_if_told,
@@ -381,77 +486,13 @@ class Context:
 
         All ranks together. A task's return does it; a script calls it.
         """
-        in_loop = self._loop.total is not None
-        if not in_loop and self._engine.made_something and self.is_main:
-            log.info("the function returned without ctx.steps: there were no checkpoints")
-        result = to_json(result)
-        self._retry(lambda: export(self._rank, self._engine, self._tracked))
-        self._reporter.log(numbers(result))
-        self._reporter.hparams(flat(secrets.masked(self._rank.config.params)), numbers(result))
-        self._reporter.end_step(self.step)
-        if in_loop:  # the result goes to the disk before the event: an attempt that dies between them is not repeated
-            self._retry(lambda: self._checkpoints.save(self.step, wait=True, extra={"result": result}))
-        else:
-            self._reporter.mark_metrics()()
-        self._loop.report_progress()
-        self._record_finished(result)
-        self._reporter.say(f"finished at step {self.step}{f': {result}' if result is not None else ''}")
+        self._epochs.leave()
+        self.ending.finish(result)
 
-    def _record_finished(self, result: Any) -> None:
-        self._reporter.heartbeat.stopping = True  # nothing is left that a time limit could interrupt
-        self._reporter.record(Event.FINISHED, step=self.step, result=result)
-        self._retry(self._reporter.write_journal)
-        kill_children()
-        self.close()
+    def end_loop(self, result: Callable[[], Any]) -> None:
+        """The loop of ctx.boundary is over: make a checkpoint of that, on all ranks together; the script may go on.
 
-    def _retry(self, action: Callable[[], None]) -> None:
-        retry_on_full_disk(self._rank.group, self._signals, action)
-
-    # For the program around the training function
-
-    def finish_again(self) -> None:
-        """Record a result that an earlier attempt made durable, and died before it could record it; and close."""
-        self._record_finished(self._earlier_result)
-
-    @property
-    def stopped(self) -> Stopped | None:
-        """What all ranks have left the loop by, together, if they have."""
-        return self._loop.stopped
-
-    @property
-    def loop_is_over(self) -> bool:
-        """Whether no step is left to do, as for a function without a loop."""
-        return self._loop.total is None or self.step == self._loop.total
-
-    @property
-    def durable_step(self) -> int | None:
-        """Step of the newest checkpoint on the disk."""
-        return self._checkpoints.durable_step
-
-    def position(self) -> tuple[int | None, list[int]]:
-        """(the step under way, None outside the loop; ids of the samples that this rank's loaders handed out last)."""
-        samples = [sample for loader in self._engine.loaders for sample in loader.current_samples()]
-        return (self.step if self._loop.is_in_step else None), samples
-
-    def wait_for_checkpoint(self, seconds: float | None = None) -> None:
-        """Give a checkpoint that is being written so long to become durable, for ever where None."""
-        self._checkpoints.wait(seconds)
-
-    def close_reports(self) -> None:
-        """Write what was logged; without the other ranks, which may be gone."""
-        self._reporter.close()
-
-    def record_end(self, event: Event, **fields: Any) -> None:
-        """Journal how a script ended without `finish`, on rank 0; without the other ranks, which may be gone."""
-        self._reporter.record(event, **fields)
-        retry_on_full_disk(RankGroup.alone(), self._signals, self._reporter.write_journal)
-
-    def close(self) -> None:
-        """Finish what is being written, on all ranks together, and leave the process group."""
-        self.is_closed = True
-        self._checkpointer.close()
-        self._reporter.close()
-        if dist.is_initialized():
-            self._rank.group.barrier()  # rank 0 holds the store: it leaves with the others, not before
-            if self._rank.owns_process_group:
-                dist.destroy_process_group()
+        Where it ends without an error, and without `finish`, the run is finished with what `result` returns then.
+        Where it is interrupted, as in an evaluation, another attempt begins with this checkpoint.
+        """
+        self.ending.end_loop(result)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from jobkit.addresses import new_token
@@ -20,6 +22,9 @@ LATE_SECONDS = 5.0
 
 Disks = tuple[tuple[int, ...], ...]
 """The ranks that share a disk, for each disk."""
+
+DISKS = "JOBKIT_DISKS"
+"""Environment variable of a `command:` under a launcher: those of its ranks, as JSON."""
 
 
 def find_disks(run: RunDir, config: Config, topology: Topology, group: RankGroup) -> Disks:
@@ -48,6 +53,11 @@ def find_disks(run: RunDir, config: Config, topology: Topology, group: RankGroup
         return ()  # it was only late
     _refuse_what_cannot_work(config, disks, places)
     return disks
+
+
+def disks_of_command(environ: Mapping[str, str]) -> Disks:
+    """What whoever started this program has found out about its ranks' disks."""
+    return tuple(tuple(disk) for disk in json.loads(environ.get(DISKS) or "[]"))
 
 
 def _merged(views: list[list[int]]) -> Disks:

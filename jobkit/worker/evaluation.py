@@ -71,7 +71,8 @@ class Evaluator:
         before the loop. `equal` are modules whose buffers are the same on all ranks;
         `options` are those of jobkit.train.evaluate.computed.
         """
-        outputs = self._begin(step, place, Outputs(len(dataset), batch_size), called(function, dataset))
+        of = called(function, dataset) if _can_be_kept() else ""
+        outputs = self._begin(step, place, Outputs(len(dataset), batch_size), of)
         group, stoppable = self._rank.group, True
         try:
             while missing := outputs.missing():
@@ -97,6 +98,11 @@ class Evaluator:
         if (kept := self._kept_at(place)) and len(self._of_step) >= len(kept):
             self._drop_kept()
         return result
+
+    @property
+    def has_run(self) -> bool:
+        """Whether anything has been evaluated."""
+        return self._handouts > 0
 
     def end_step(self) -> None:
         """Let go of what the step's evaluations have found: nothing of them will be repeated."""
@@ -128,7 +134,7 @@ class Evaluator:
         rank, before = self._rank, outputs.done
 
         def compute() -> None:
-            options_of_rank = {"device": rank.device, "seed": rank.config.seed, **options}
+            options_of_rank = {"device": rank.device, "seed": rank.config.seed or 0, **options}
             with closing(computed(function, dataset, outputs, batches, **options_of_rank)) as results:
                 self._reporter.update(evaluation={"done": before, "total": outputs.length})
                 for number, output in results:
@@ -178,8 +184,7 @@ class Evaluator:
         The checkpoint is safe by now: whatever goes wrong here costs a repetition.
         """
         run, kept = self._rank.run, False
-        # A script of which nobody has taken a snapshot may have changed by the next attempt: then nothing is kept.
-        if self._step == (checkpoint or 0) and "JOBKIT_CODE" in os.environ:
+        if self._step == (checkpoint or 0) and _can_be_kept():
             try:
                 now.collect(self._rank.group, self._reporter.heartbeat.beat)
                 if self._rank.is_main and holds_lease(run, self._rank.attempt):
@@ -209,6 +214,11 @@ class Evaluator:
         if self._rank.is_main:
             with suppress(OSError):
                 self._rank.run.evaluation_file.unlink(missing_ok=True)
+
+
+def _can_be_kept() -> bool:
+    """Whether there is a snapshot of the code: without one a script may have changed by the next attempt."""
+    return "JOBKIT_CODE" in os.environ
 
 
 def write_outputs(file: Path, key: dict[str, Any], evaluations: list[Outputs]) -> None:

@@ -9,14 +9,16 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
-from jobkit.errors import DistributedError, InputError, UsageError
+from jobkit.errors import DistributedError, InputError, JobkitError, UsageError
 from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.disk_errors import is_full
 from jobkit.run.records import FailureReport
 from jobkit.run.rundir import RunDir
+from jobkit.worker.caller import is_of_library
 from jobkit.worker.heartbeat import peak_bytes
 from jobkit.worker.launcher import Topology
 
@@ -38,6 +40,31 @@ def _show_no_stacks() -> None:
     """A loader's worker gets the rank's signals too, and would write into the middle of the rank's stacks."""
     faulthandler.unregister(STACKS_SIGNAL)
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+
+
+class MistakesInALine:
+    """An excepthook for scripts: an error that tells the user what to do is shown in a line, without a traceback."""
+
+    def __init__(self) -> None:
+        self._show = sys.excepthook
+
+    @classmethod
+    def install(cls) -> None:
+        """Once in a process."""
+        if not isinstance(sys.excepthook, cls):
+            sys.excepthook = cls()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, JobkitError):
+            self._show(kind, error, trace)
+            return
+        places = [(frame, line) for frame, line in traceback.walk_tb(trace) if not _is_of_library(frame)]
+        where = f"{places[-1][0].f_code.co_filename}:{places[-1][1]}: " if places else ""
+        print(f"error: {'' if str(error).startswith(where) else where}{error}", file=sys.stderr)
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    return is_of_library(frame.f_globals.get("__name__"), frame.f_code.co_filename)
 
 
 def write_report(

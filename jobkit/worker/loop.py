@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,16 +12,19 @@ from typing import Any
 
 import torch
 
+from jobkit.checkpoint import own_files
 from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.state import seed_device, set_rng_state
 from jobkit.errors import CheckpointError, UsageError
+from jobkit.log import log
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
 from jobkit.train.engine import Engine
 from jobkit.train.modes import Now
 from jobkit.train.seeds import derive_seed, seed_generators
-from jobkit.worker.checkpointing import Checkpoints
+from jobkit.worker.checkpointing import Checkpoints, Place
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
+from jobkit.worker.generators import tell_replaced_seed
 from jobkit.worker.heartbeat import peak_bytes
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
@@ -42,12 +47,19 @@ class TrainingLoop:
         checkpoints: Checkpoints,
         reporter: RunReporter,
         finder: CauseFinder,
+        *,
+        end_evaluations: Callable[[], None],
         on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.step = restored.step if restored is not None else 0
         """The step the loop is in, from 0; after the loop, the number of steps done."""
         self.total: int | None = None
-        """None before the loop."""
+        """How many steps there are; None where that is not known, as before the loop."""
+        self.has_begun = False
+        self.is_over = False
+        """Whether it has ended by itself, so that no step is left to do."""
+        self.shown_total: int | None = None
+        """The total of progress reports, which may be an estimate."""
         self.stopped: Stopped | None = None
         self._rank, self._engine, self._tracked, self._restored = rank, engine, tracked, restored
         self._checkpoints, self._reporter = checkpoints, reporter
@@ -56,10 +68,20 @@ class TrainingLoop:
         self.stragglers = StragglerMonitor(rank, reporter)
         self._timer = StepTimer()
         self._mark = StepMark(os.environ, rank.attempt)
-        self._on_first_step = on_first_step
+        self._on_first_step, self._end_evaluations = on_first_step, end_evaluations
         self._optimizer_steps = 0
         self._stepping: SteppingOptimizers | None = None
+        self._is_continued = self._has_stepped = False
         self.is_in_step = False
+        self.left_in: int | None = None
+        """The step in which a break or an exception has left the loop."""
+        self._place_number = 0
+        self._is_due_later = False
+        """Whether a checkpoint was due where none could be."""
+        self.is_held = False
+        """Whether what follows the last batch of an epoch needs what the loop over the batches has set."""
+        self._write_files: own_files.Write | None = None
+        """What writes a framework's own files into each checkpoint."""
         self._watch = StateWatch(rank.devices)
         self._step_start: Fingerprint | None = None
         """The state that the step under way began with; None where it is not known."""
@@ -76,51 +98,158 @@ class TrainingLoop:
         self._engine.watch(optimizer)
 
     def steps(self, total: int) -> Iterator[int]:
-        is_continued = self._restored is not None
-        self._begin(total)
-        first = self.step
-        self._stepping = SteppingOptimizers()
+        self.begin(total)
         while self.step < total:
-            self._step_start = self._watch.take_if_cheap(evaluation_expected=self._expects_evaluation())
-            self._modes = self._tracked.modes() if self._step_start is not None else None
-            self.is_in_step = True
-            self.stragglers.timer.begin()
+            self.begin_step()
             yield self.step
-            self.stragglers.timer.end()
-            self._modes = None
-            self.step += 1
-            if self._stepping is not None and self._stepping.check(self._all_tracked()):
-                self._stepping = None
-            if self._optimizer_steps:
-                self._engine.check_updated(is_continued=is_continued)
-            self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == total)
-            self._mark.set(self.step)
-            self._reporter.heartbeat.beat()
-            if self.step == first + 1:
-                self._checkpoints.check_state()  # whatever makes ranks differ, as a seed by rank, has done so by now
-                self._reporter.record_soon(Event.STEPPED)
-                self._on_first_step()
-            self._reporter.end_step(self.step - 1)  # before the boundary: a checkpoint there marks where curves end
+            self.end_step()
+        self.end()
+
+    def until_left(self, loop: Iterator[int]) -> Iterator[int]:
+        """What `loop` yields; a break or an exception that leaves it leaves the step, too."""
+        try:
+            yield from loop
+        except GeneratorExit:
+            self._leave()
+            raise
+
+    def begin_step(self) -> None:
+        self._step_start = self._watch.take_if_cheap(evaluation_expected=self._expects_evaluation())
+        self._modes = self._tracked.modes() if self._step_start is not None else None
+        self.is_in_step = True
+        self.stragglers.timer.begin()
+
+    def end_step(self, step: int | None = None, *, stays: bool = False) -> None:
+        """The step is done, and so are all up to `step`, where it is given. Saves and stops as needed.
+
+        With `stays` it does so later, in `end_epoch` or at the end of the next step. Raises Stopped, on every rank,
+        after a signal to stop.
+        """
+        self.stragglers.timer.end()
+        self._end_evaluations()  # nothing of them will be repeated
+        self._modes = None
+        self.step, self._place_number = self.step + 1 if step is None else step, 0
+        if self._stepping is not None and self._write_files is None:  # else nobody knows what is saved by another
+            self._stepping.end_step()
+        if self._optimizer_steps:
+            self._engine.check_updated(is_continued=self._is_continued)
+        self._engine.average_replicas(self.step, self._of_type(torch.optim.Optimizer), is_last=self.step == self.total)
+        self._mark.set(self.step)
+        self._reporter.heartbeat.beat()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._checkpoints.check_state()  # whatever makes ranks differ, as a seed by rank, has done so by now
+            self._reporter.record_soon(Event.STEPPED)
+            self._on_first_step()
+        self._reporter.end_step(self.step - 1)  # before the boundary: a checkpoint there marks where curves end
+        if stays:
+            self._is_due_later = self._is_due_later or self._schedule.is_due_after(self.step)
+            self.report_progress()
+        else:
             self._boundary()
+
+    def boundary(self, step: int, write_files: own_files.Write | None, total: int | None) -> None:
+        """Between two steps of a loop that another drives: `step` are done."""
+        step, total = _whole(step), None if total is None else _whole(total)
+        self._write_files = write_files
+        self.shown_total = total
+        if not self.has_begun:
+            _check_first(step, self.step, None if self._restored is None else self._restored.name)
+            self.begin(None)
+        elif step > self.step:
+            self.end_step(step)
+        elif step == self.step:
+            self.look()
+        else:
+            raise UsageError(f"ctx.boundary({step}): {self.step} steps are done; steps only go up")
+        self.is_over = total is not None and step >= total
+        self.begin_step()
+
+    def look(self) -> None:
+        """Look for a stop again where a step has ended, as within another framework's evaluation."""
+        self._end_step_again()
+        self._agree()
+        self.report_progress()
+
+    def end_epoch(self, *, is_last: bool) -> None:
+        """What follows the last step of an epoch is done. Saves and stops as needed, unless no epoch is left."""
+        self._end_step_again()
+        if not is_last:  # else finishing is the quickest answer to whatever it is
+            self._timer.agree_at = self.step
+            self._boundary()
+
+    def _end_step_again(self) -> None:
+        self._end_evaluations()
+        self._modes = None
+        self._place_number += 1
+        self._reporter.heartbeat.beat()
+        self._reporter.end_step(max(0, self.step - 1))
+
+    def save_end(self) -> None:
+        """Make a checkpoint of where the loop ended, with what a framework writes into it; it must succeed."""
+        self._save(wait=True)
+
+    def end(self) -> None:
+        """No step is left to do."""
+        self._leave()
+        self.is_over, self.left_in = True, None
+
+    def _leave(self) -> None:
+        """What comes now is after the loop."""
+        self.left_in = self.step if self.is_in_step else None
         self.is_in_step = False
+        self._modes = None
         if self._stepping is not None:
             self._stepping.end()
+            self._stepping = None
         self._reporter.heartbeat.end()
 
-    def _all_tracked(self) -> list[Any]:
-        return [*self._tracked.objects.values(), *self._tracked.own_objects.values()]
+    def count_step(self) -> None:
+        """The step under way is done, and the loop was left in it: nothing is saved, for it does not go on."""
+        self._reporter.end_step(self.step)
+        self.step += 1
+
+    @property
+    def where(self) -> str:
+        """What tells evaluations of one step apart."""
+        if self.is_in_step:
+            return "in the step"
+        return "after the loop" if self.has_begun else "before the loop"
+
+    @property
+    def place(self) -> Place:
+        return Place(self.step, self._place_number)
 
     def _of_type(self, kind: type[Any]) -> list[Any]:
         return [value for value in self._tracked.objects.values() if isinstance(value, kind)]
 
+    def fingerprint(self) -> Fingerprint:
+        """Of the state at this moment."""
+        return self._watch.take()
+
+    def restore_again(self, restored: RestoredCheckpoint, before: Fingerprint) -> None:
+        """Set everything to the checkpoint again, where it has changed since a moment; random numbers in any case."""
+        self._reporter.drop_step()
+        if self._watch.take() != before:
+            self._tracked.restore_again(restored)
+        self._continue_local_state(restored)
+
     # The beginning
 
-    def _begin(self, total: int) -> None:
-        if self.total is not None:
-            raise UsageError("ctx.steps is called once in a run: a second loop would not know where it was resumed")
-        self._engine.check_tracked(self._all_tracked())
+    def begin(self, total: int | None) -> None:
+        """Restore what is left to restore. Raises UsageError where there was a loop before."""
+        if self.has_begun:
+            raise UsageError(
+                "one loop in a run: a second ctx.steps, ctx.epochs or ctx.boundary would not know where it was resumed"
+            )
+        self.has_begun = True
+        self._is_continued = self._restored is not None
+        if self._is_continued:
+            self._reporter.drop_step()
+        self._engine.check_tracked(self._tracked.all_objects())
         self._tracked.check_unchanged()
         self.total = total
+        self.shown_total = self.shown_total or total
         if self._engine.scaler is not None:
             self._tracked.add(LOSS_SCALE, self._engine.scaler)
         restored = self._restored
@@ -129,19 +258,22 @@ class TrainingLoop:
         if missing := self._tracked.forget_checkpoint():
             raise CheckpointError(
                 f"{restored and restored.name} has {', '.join(missing)}, which the code no longer tracks; "
-                "call ctx.track with it before ctx.steps, or submit with --fresh"
+                "call ctx.track with it before the loop, or submit with --fresh"
             )
-        self._record_resumed(total)
-        self._continue_local_state()
-        self._watch.track(self._all_tracked())
+        self._record_resumed(self.shown_total)
+        self._tell_seed()
+        self._continue_local_state(self._restored)
+        self._watch.track(self._tracked.all_objects())
         self._restored = None  # its tensors are in the model by now
+        self._own_signals()
         self.report_progress()
         self._timer.start(self.step)
         self._reporter.heartbeat.begin()
         self._schedule.restart()
         self._memory_schedule.restart()
+        self._stepping = SteppingOptimizers(self._tracked.all_objects)
 
-    def _record_resumed(self, total: int) -> None:
+    def _record_resumed(self, total: int | None) -> None:
         began: dict[str, Any] = {"checkpoint": None}
         joined = round(self._rank.joined, 3)
         if (restored := self._restored) is not None and restored.snapshot is None:
@@ -150,17 +282,23 @@ class TrainingLoop:
             began = {"memory": True, "durable_step": restored.durable_step}
         self._reporter.record(Event.RESUMED, step=self.step, total_steps=total, joined=joined, **began)
 
-    def _continue_local_state(self) -> None:
+    def _tell_seed(self) -> None:
+        seed = self._rank.config.seed
+        if seed is not None and self._rank.is_main:
+            tell_replaced_seed(seed)
+
+    def _continue_local_state(self, restored: RestoredCheckpoint | None) -> None:
         """Random numbers, and what else differs from rank to rank: as they were, or as on a new rank."""
-        restored, parallel = self._restored, self._engine.parallel
+        parallel = self._engine.parallel
         world_size = self._rank.topology.world_size
         same_world = restored is not None and restored.manifest.world_size == world_size
-        seed = derive_seed(self._rank.config.seed, "train", parallel.data_rank, self.step)  # dropout differs by share
+        own_seed = self._rank.config.seed
+        seed = derive_seed(own_seed or 0, "train", parallel.data_rank, self.step)  # dropout differs by share
         # Ranks that compute the same samples draw the same numbers, which those of another layout may not have done.
         if restored is not None and restored.local is not None and (same_world or parallel.layout.data == world_size):
             for device in set_rng_state(restored.local["rng"], *self._rank.devices):
                 seed_device(device, seed)  # it was on other devices before, as on the CPU
-        else:
+        elif restored is not None or own_seed is not None:
             seed_generators(seed, *self._rank.devices)
         if restored is not None and restored.local is not None and same_world:
             self._tracked.load_own_state(restored.local)
@@ -168,22 +306,33 @@ class TrainingLoop:
     # Between two steps
 
     def _boundary(self) -> None:
+        self._own_signals()
         if self.step == self.total:
             return  # whatever it is, finishing is the quickest answer to it
-        due = self._schedule.is_due_after(self.step)
+        due = self._is_due_later or (self._place_number == 0 and self._schedule.is_due_after(self.step))
         # What the function does after the loop may need the last step's values, and may be killed: then that one step
         # is repeated. The final checkpoint comes with the function's result.
         due = due or self.step + 1 == self.total
-        in_memory = self._memory_schedule.is_due_after(self.step)
+        in_memory = self._write_files is None and self._memory_schedule.is_due_after(self.step)
         alone = self._rank.topology.world_size == 1  # whose signals nobody else has to hear of
         if self._timer.agree_at <= self.step or (alone and self._signals.pending):
             by_time, in_memory_by_time = self._agree()
             due, in_memory = due or by_time, in_memory or in_memory_by_time
         if due:
-            self._checkpoints.save(self.step)
-        elif in_memory:
+            self._is_due_later = False
+            self._save()
+        elif in_memory and self._write_files is None:
             self._checkpoints.snapshot(self.step)
         self.report_progress()
+
+    def _save(self, **options: Any) -> None:
+        self._checkpoints.save(self.place, write_files=self._write_files, **options)
+
+    def _own_signals(self) -> None:
+        """In each step, since a signal that goes to somebody else's handler is a stop that nobody here hears of."""
+        for said in self._signals.take_back():
+            if self._rank.is_main:
+                log.info("%s", said)
 
     def _agree(self) -> tuple[bool, bool]:
         """Exchange what only some ranks know, and stop where one was told to.
@@ -191,7 +340,11 @@ class TrainingLoop:
         Whether the clock asks for a checkpoint, and whether for a snapshot in memory.
         """
         main, seconds = self._rank.is_main, self._timer.measure(self.step)
-        told, by_time, in_memory, slowest, peak, compare = self._rank.group.maximum(
+        # Half a step on: what follows the last batch of an epoch is done.
+        stands = self.step + (0.5 if self._place_number else 0.0)
+        furthest, least, told, by_time, in_memory, slowest, peak, compare = self._rank.group.maximum(
+            stands,
+            -stands,
             self._signals.pending,
             main and self._schedule.is_due_by_time(),
             main and self._memory_schedule.is_due_by_time(),
@@ -199,6 +352,11 @@ class TrainingLoop:
             peak_bytes(),
             self.stragglers.is_due(),
         )
+        if furthest != -least:
+            raise UsageError(
+                f"a rank is at step {int(-least)} of the loop where another is at step {math.ceil(furthest)}: all "
+                "ranks take as many batches in an epoch; DistributedSampler, or drop_last=True, makes loaders as long"
+            )
         self._reporter.update(peak_bytes=int(peak))
         self._timer.agree_after(self.step, slowest)
         if told:
@@ -218,13 +376,14 @@ class TrainingLoop:
         self._reporter.heartbeat.stopping = True
         self._engine.end_averaged()
         self._tracked.buffers.end()
-        if self._checkpoints.durable_step != self.step and self.total is not None:
+        if self.has_begun and not self._checkpoints.is_durable(self.place):
             self._tracked.modes_of_save = self._modes
-            self._checkpoints.save(self.step, wait=True, must=False)
+            self._save(wait=True, must=False)
         durable = self._checkpoints.durable_step
         self._reporter.record(Event.INTERRUPTED, cause=cause, step=durable or 0, reached=self.step)
         kept = "its checkpoint is safe" if durable == self.step else "no checkpoint of it"
         self._reporter.say(f"stopped at step {self.step}, {kept}; the same command continues the run")
+        self._signals.call_others()
         self.stopped = Stopped(str(cause), self.step, durable)
         raise self.stopped
 
@@ -241,14 +400,18 @@ class TrainingLoop:
         self._reporter.scalars(self.step - 1, values)
 
     def report_progress(self) -> None:
-        self._reporter.update(step=self.step, total_steps=self.total, steps_per_second=self._timer.steps_per_second)
+        self._reporter.update(
+            step=self.step, total_steps=self.shown_total, steps_per_second=self._timer.steps_per_second
+        )
 
     # Within a step
 
     def may_stop_here(self) -> bool:
         """Whether the step has changed nothing that a checkpoint would hold; before the loop there is none."""
         if not self.is_in_step:
-            return self.total is None  # after the loop, going on to the end is what is left to do
+            return not self.has_begun  # after the loop, going on to the end is what is left to do
+        if self.is_held:
+            return False
         return self._step_start is not None and self._step_start == self._watch.take()
 
     @contextmanager
@@ -278,3 +441,24 @@ class TrainingLoop:
             return False
         before, last = self._evaluated_at
         return self.step - last == last - before
+
+
+def _check_first(step: int, stands: int, checkpoint: str | None) -> None:
+    if step == stands:
+        return
+    if checkpoint is None:
+        raise UsageError(
+            f"ctx.boundary({step}): the run begins, so the first call is ctx.boundary(0), before the first step"
+        )
+    raise UsageError(
+        f"ctx.boundary({step}): {checkpoint} is of step {stands}: load what ctx.checkpoint holds first, and call "
+        f"ctx.boundary({stands}) before the next step"
+    )
+
+
+def _whole(step: Any) -> int:
+    """A number of steps, NumPy's and torch's too."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise UsageError(f"ctx.boundary({step!r}): expected a whole number of steps") from None

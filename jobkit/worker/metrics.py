@@ -119,7 +119,7 @@ class MetricLog:
         self._on_tick = on_tick
         self._latest: dict[str, float] = {}
         self._file = EventFile(folder, first_step, may_write)
-        self._outage = Outage("TensorBoard's event file", "Training goes on, its points are kept in memory.")
+        self._outage = Outage("TensorBoard's event file", "Its points are kept in memory meanwhile.")
         self._waiting: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -156,6 +156,10 @@ class MetricLog:
 
     def text(self, step: int, tag: str, text: str) -> None:
         self._waiting.append(lambda: self._add(summaries.text(tag, text), step))
+
+    def summary(self, step: int, summary: Any) -> None:
+        """Log a summary of TensorBoard's of any kind, as its own writer makes them: a histogram, a figure."""
+        self._waiting.append(lambda: self._add(summary, step))
 
     def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         def write() -> None:

@@ -29,7 +29,9 @@ from jobkit.errors import InputError, UsageError
 from jobkit.run.config import Config
 from jobkit.run.device_kinds import none_visible
 from jobkit.run.layout import factor
+from jobkit.run.own_outputs import place_outputs
 from jobkit.run.records import CheckedModel, ModelCheck
+from jobkit.run.rundir import RunDir
 from jobkit.run.strict import build
 from jobkit.train.data import Loader
 from jobkit.train.engine import Engine
@@ -54,9 +56,9 @@ class PretendedContext:
 
     def __init__(self, config: Config, rank: int, device: torch.device, run_dir: Path) -> None:
         resources = config.resources
-        self.params: DictConfig = OmegaConf.create(literal(config.params))
+        self.params: DictConfig = OmegaConf.create(literal(place_outputs(config, RunDir(run_dir)).params))
         OmegaConf.set_readonly(self.params, True)
-        self.seed, self.rank, self.world_size = config.seed, rank, resources.world_size
+        self.seed, self.rank, self.world_size = config.seed or 0, rank, resources.world_size
         self.local_rank = rank % resources.ranks_per_node
         self.is_main, self.attempt, self.step = False, 1, 0
         self.device, self.run_dir = device, run_dir
@@ -148,7 +150,7 @@ def check(config: Config, function: Callable[[Any], Any], rank: int, device: tor
     try:
         with tempfile.TemporaryDirectory() as folder:
             context = PretendedContext(config, rank, device, Path(folder))
-            seed_generators(derive_seed(config.seed, "init"))
+            seed_generators(derive_seed(config.seed or 0, "init"))
             with device:
                 function(context)
     except Enough as enough:

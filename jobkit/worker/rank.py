@@ -10,6 +10,7 @@ import torch
 
 from jobkit.group import RankGroup
 from jobkit.run.config import Config
+from jobkit.run.own_outputs import place_outputs
 from jobkit.run.rundir import RunDir
 from jobkit.train.devices import check_precision, choose_device, group_backend, report
 from jobkit.worker.determinism import set_switches, set_variables
@@ -54,7 +55,7 @@ def join(found: Rendezvous, run: RunDir, config: Config, attempt: int, disks: Di
 
     Raises DistributedError on all of them where one has no device.
     """
-    topology = found.topology
+    topology, config = found.topology, place_outputs(config, run)
 
     def choose() -> tuple[torch.device, str]:
         gpus = config.resources.devices_per_rank

@@ -21,6 +21,7 @@ from jobkit.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port,
 from jobkit.errors import DistributedError
 from jobkit.group import RankGroup
 from jobkit.worker.launcher import Launch, Topology
+from jobkit.worker.restarts import outlives_ranks, store_of_this_start
 
 LISTENING_SECONDS = 60.0
 """How long rank 0, which may hold the store that the ranks talk over, stays for the others to read its answer: a rank
@@ -54,10 +55,11 @@ class Rendezvous:
         return RankGroup.of_world()
 
 
-def rendezvous(launch: Launch, file: Path) -> Rendezvous:
+def rendezvous(launch: Launch, file: Path, purpose: str = "jobkit") -> Rendezvous:
     """Wait for all ranks of a launch, and export RANK, WORLD_SIZE, MASTER_ADDR and the like.
 
     They connect to MASTER_ADDR where there is one; else rank 0 binds a free port and writes its address to `file`.
+    `purpose` tells it from that of a program which these ranks start, in a store that a launcher has for both.
     Raises DistributedError when they do not find each other within RENDEZVOUS_SECONDS, or differ about their number.
     """
     store, own = None, launch.topology
@@ -66,7 +68,9 @@ def rendezvous(launch: Launch, file: Path) -> Rendezvous:
         address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or free_port())
     else:
         store, address, port = _connect(launch, file)
-        exchange = _StoreExchange(PrefixStore(f"jobkit/{next(_rendezvous)}", store), launch)
+        if launch.rendezvous == "env" and outlives_ranks():
+            store = store_of_this_start(store, own.rank, own.world_size, purpose)
+        exchange = _StoreExchange(PrefixStore(f"{purpose}/{next(_rendezvous)}", store), launch)
         group = RankGroup(own.rank, own.world_size, exchange.gather)
     topology = _placed(launch, group.gather([own.world_size, socket.gethostname()]))
     family = topology.environment(address, port)

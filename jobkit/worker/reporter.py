@@ -64,15 +64,19 @@ class RunReporter:
         self._metrics: MetricLog | None = None
         self._values: dict[str, Any] = {}
         """Scalars of the step that is under way."""
+        self._placed: list[tuple[int, dict[str, Any]]] = []
+        """Those that were given a step of their own."""
         self._media: list[tuple[str, str, Any]] = []
         """Its images, videos and texts: (method of MetricLog, tag, value)."""
+        self._summaries: list[tuple[int, Any]] = []
+        """What another framework logs of other kinds: (step, summary)."""
         # The training's thread, the metrics' and a checkpoint's record events; only writing may take long.
         self._adding, self._writing = threading.Lock(), threading.Lock()
         self._events = Backlog(MAX_UNWRITTEN_EVENTS)
         self._has_dropped_events = False
         self._status_is_old = False
         self._outage = Outage(
-            "the journal", "Training goes on, its events are kept in memory; the checkpoints that are there are safe."
+            "the journal", "Its events are kept in memory meanwhile; the checkpoints that are there are safe."
         )
 
     # The journal
@@ -125,14 +129,19 @@ class RunReporter:
             may_write = partial(holds_lease, self._run, self._attempt)
             self._metrics = MetricLog(self._run.tensorboard, first_step, self._tick, may_write)
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Scalars of the step that is under way; a tensor is copied and not synchronised, None is left out.
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Scalars of the step that is under way, or of `step`; a tensor is copied and not synchronised, None left out.
 
         Raises UsageError, on every rank, for what is not one number.
         """
         found = {tag: number(tag, value) for tag, value in values.items() if value is not None}
-        if self._metrics is not None:
-            self._values |= {tag: _copied(value) for tag, value in found.items()}
+        if self._metrics is None:
+            return
+        copied = {tag: _copied(value) for tag, value in found.items()}
+        if step is None:
+            self._values |= copied
+        else:
+            self._placed.append((step, copied))
 
     def log_media(self, kind: Literal["image", "video", "text"], tag: str, value: torch.Tensor | str) -> None:
         """An image, video or text of the step that is under way; a tensor is copied."""
@@ -140,14 +149,27 @@ class RunReporter:
         if self._metrics is not None:
             self._media.append((kind, tag, _copied(value)))
 
+    def log_summary(self, step: int, summary: Any) -> None:
+        """A summary as TensorBoard's writer makes them, at `step`."""
+        if self._metrics is not None:
+            self._summaries.append((step, summary))
+
     def end_step(self, step: int) -> None:
         """Hand a whole step's values on: those of one that is broken off half-way are logged when it is repeated."""
         if self._metrics is None:
             return
         self.scalars(step, self._values)
+        for own_step, values in self._placed:
+            self.scalars(own_step, values)
         for kind, tag, value in self._media:
             getattr(self._metrics, kind)(step, tag, value)
-        self._values, self._media = {}, []
+        for own_step, summary in self._summaries:
+            self._metrics.summary(own_step, summary)
+        self._values, self._placed, self._media, self._summaries = {}, [], [], []
+
+    def drop_step(self) -> None:
+        """Log nothing of what was given since the last step's end: an earlier attempt has logged it."""
+        self._values, self._placed, self._media = {}, [], []
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         if self._metrics is not None and values:
@@ -169,6 +191,10 @@ class RunReporter:
 
     def update(self, **fields: Any) -> None:
         self._progress.update(fields)
+
+    @property
+    def is_evaluating(self) -> bool:
+        return self._progress.get("evaluation") is not None
 
     def say(self, text: str) -> None:
         if self._display is not None:

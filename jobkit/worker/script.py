@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -13,32 +15,35 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from omegaconf import OmegaConf
 
 from jobkit.display import Display
-from jobkit.errors import InputError, JobkitError
-from jobkit.log import configure
-from jobkit.run import layout, records
-from jobkit.run.config import AUTO, Config, load
+from jobkit.errors import InputError
+from jobkit.log import configure, log
+from jobkit.run import records
+from jobkit.run.config import Config, load
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
+from jobkit.run.own_outputs import check_outputs, refuse_misspelt
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import default_runs_dir
-from jobkit.run.status import State
-from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor.diagnosis import EndCause, own_failure
+from jobkit.worker.advice import without_checkpoints
 from jobkit.worker.context import Context
-from jobkit.worker.disks import find_disks
-from jobkit.worker.failure import show_stacks_when_asked, write_report
+from jobkit.worker.disks import disks_of_command, find_disks
+from jobkit.worker.failure import MistakesInALine, show_stacks_when_asked, write_report
+from jobkit.worker.launched import begin, make_folders, with_ranks
 from jobkit.worker.launcher import Topology, find_topology
 from jobkit.worker.lease import LostLease, end_after_lost_lease
+from jobkit.worker.no_loop import SignalsBeforeLoop
 from jobkit.worker.output import survive_full_disks
+from jobkit.worker.params import check_same_run, plain_params
 from jobkit.worker.rank import Rank, join
 from jobkit.worker.rendezvous import existing_group, inherited, rendezvous
 from jobkit.worker.results import literal
-from jobkit.worker.stop import STOP_SIGNALS, kill_children
+from jobkit.worker.stop import STOP_SIGNALS, CauseFinder, kill_children
 from jobkit.worker.task import GRACE_SECONDS, open_context
 from jobkit.worker.torch_threads import wait_until_at_rest
 
@@ -52,7 +57,7 @@ def init(
     *,
     name: str | None = None,
     params: Mapping[str, Any] | None = None,
-    seed: int = 0,
+    seed: int | None = 0,
     gpus: int | None = None,
     runs_dir: Path | str | None = None,
 ) -> Context:
@@ -60,35 +65,49 @@ def init(
 
     `config` is a YAML as `jobkit.submit` takes it, except that the launcher decides how many ranks there are; without
     one, `name` (default: the script's) and `params` make it. `gpus`, of each rank, is the YAML's, or 1 where there are
-    any. Every rank calls this, and `finish(result)` at the end; the same call continues the same run under whatever
-    launcher. A process group that exists is used. Where the run is finished already, all ranks exit with 0.
+    any. With `seed=None` the script's own random numbers are left alone: they are in the checkpoints, and what it draws
+    between here and its loop is the same in each attempt. Every rank calls this, and `finish(result)` at the end; the
+    same call continues the same run under whatever launcher. A process group that exists is used. Where the run is
+    finished already, all ranks exit with 0.
 
     In the `command:` of a YAML it is that run: the YAML decides, and `params` only adds what it does not name.
 
     Raises DistributedError on every rank where they do not form one world, JobkitError where somebody else runs it.
     """
     configure("stdout")
+    MistakesInALine.install()
     atexit.register(wait_until_at_rest)  # the last of what is registered from here on
     run = _run_of_command()
     if run is not None:
-        return _continue_command(run, params or {})
+        return _continue_command(run, params or {}, keeps_generators=seed is None)
     if config is not None and (name is not None or params is not None):
         raise InputError(f"jobkit.init: {config} has name and params; give either the YAML or them")
     chosen = load(Path(config)).config if config is not None else _config(name, params, seed)
+    if seed is None:
+        chosen = dataclasses.replace(chosen, seed=None)
     if config is None and gpus is None:
         gpus = int(torch.accelerator.is_available())
     run = RunDir(Path(runs_dir or default_runs_dir()).absolute() / run_name(chosen))
     launch = find_topology(inherited(), existing_group())
-    _make_folders(run)
+    make_folders(run)
     found = rendezvous(launch, run.launch_file(launch.key))
-    chosen = found.group.all_or_none(lambda: _with_ranks(chosen, found.topology, gpus))
+    check_same_run(found.group, chosen)
+    chosen = found.group.all_or_none(lambda: with_ranks(chosen, found.topology, gpus))
     disks = find_disks(run, chosen, found.topology, found.group)
     lock = run.alive_lock()
-    number = found.group.on_main(lambda: _begin(run, chosen, launch.launcher, lock))
+    number = found.group.on_main(lambda: begin(run, chosen, launch.launcher, lock))
     if number is None:
         raise SystemExit(0)
     STOP_SIGNALS.install()
-    rank = join(found, run, chosen, number, disks)
+    return open_run(join(found, run, chosen, number, disks), lock)
+
+
+def open_run(rank: Rank, lock: FileLock) -> Context:
+    """The context of a rank that somebody else's launcher has started, and on rank 0 a line that says where it is.
+
+    `lock` is the run's alive_lock, which rank 0 holds. Ends this process, with 0, where the run had returned already.
+    """
+    run, disks = rank.run, rank.disks
     display = Display(run.name) if rank.is_main else None  # what a follower would draw outside
     # Nobody outside knows more than that one rank got a signal.
     context = open_context(rank, display=display, unknown_cause="user")
@@ -101,60 +120,16 @@ def init(
     return _unless_finished(context)
 
 
-def _config(name: str | None, params: Mapping[str, Any] | None, seed: int) -> Config:
-    script = Path(sys.argv[0]).stem or "interactive"
+def _config(name: str | None, params: Mapping[str, Any] | None, seed: int | None) -> Config:
+    script, given = Path(sys.argv[0]).stem or "interactive", plain_params(params or {})
+    refuse_misspelt(given)
     try:
-        return Config(name=name or script, task=f"{script}:main", params=dict(params or {}), seed=seed)
+        task = f"{re.sub(r'[^A-Za-z0-9_.]', '_', script)}:main"  # of train-gan.py, which no module could be called
+        made = Config(name=name or script, task=task, params=given, seed=seed)
     except InputError:
         raise InputError(f"jobkit.init: {name!r} cannot name a run") from None
-
-
-def _with_ranks(config: Config, topology: Topology, gpus: int | None) -> Config:
-    even = topology.nodes * topology.local_world_size == topology.world_size
-    per_node = topology.local_world_size if even else 1
-    resources = dataclasses.replace(
-        config.resources,
-        nodes=topology.world_size // per_node,
-        tasks_per_node=per_node,
-        gpus_per_task=_gpus_of_rank(config) if gpus is None else gpus,
-    )
-    try:
-        layout.check(config.parallel, config.comm, resources, config.precision)
-    except ValueError as error:
-        raise InputError(f"parallel: {error} (started were {topology.world_size} rank(s))") from None
-    return dataclasses.replace(config, resources=resources)
-
-
-def _gpus_of_rank(config: Config) -> int:
-    each = config.resources.gpus_per_task
-    return int(torch.accelerator.is_available()) if each == AUTO else int(each)
-
-
-def _make_folders(run: RunDir) -> None:
-    """On every rank: each learns by itself whether it can write where the others are."""
-    try:
-        for folder in (run.launch_file("").parent, run.checkpoints, run.tensorboard):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}; set runs_dir=... or JOBKIT_RUNS") from None
-
-
-def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | None:
-    """On rank 0: own the run and begin an attempt; its number, or None where the run is finished.
-
-    `lock` is held until this process ends: two scripts never write one run.
-    """
-    try:
-        lock.acquire(timeout=10)  # whoever asks whether the run lives takes the lock for an instant
-    except Timeout:
-        raise JobkitError(f"{run.name} is being run by another process already") from None
-    before = run.status()
-    if before.state == State.FINISHED:
-        print(f"already finished, at step {before.step}: {run.path}; other params or another name make a new run")
-        return None
-    run.write_config(config)  # before the event: whoever sees a run in the journal may read its config
-    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
-    return attempts.begin(run, job_id=str(os.getpid()), scheduler="local", launcher=launcher).number
+    check_outputs(made)
+    return made
 
 
 # In the `command:` of a YAML
@@ -168,18 +143,20 @@ def _run_of_command() -> RunDir | None:
     return run if run.exists() and run.config().command else None
 
 
-def _continue_command(run: RunDir, params: Mapping[str, Any]) -> Context:
+def _continue_command(run: RunDir, params: Mapping[str, Any], *, keeps_generators: bool) -> Context:
     """The context of an attempt that jobkit has begun, and will end."""
     STOP_SIGNALS.install()
     survive_full_disks()
     show_stacks_when_asked()
     number, topology = int(os.environ["JOBKIT_ATTEMPT"]), Topology(rank=int(os.environ.get("RANK") or 0))
     config = run.config()
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(literal(dict(params)), literal(config.params)))
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(literal(plain_params(params)), literal(config.params)))
     try:
         found = rendezvous(find_topology(inherited(), existing_group()), run.rendezvous_file(number))
         topology = found.topology
-        rank = join(found, run, dataclasses.replace(config, params=merged), number)
+        seed = None if keeps_generators else config.seed
+        config = dataclasses.replace(config, params=merged, seed=seed)
+        rank = join(found, run, config, number, disks_of_command(os.environ))
         context = open_context(rank)
     except BaseException as error:
         write_report(run, number, topology, error, None, ())
@@ -190,9 +167,9 @@ def _continue_command(run: RunDir, params: Mapping[str, Any]) -> Context:
 
 def _unless_finished(context: Context) -> Context:
     """`context`, unless an earlier attempt had made the result durable and died before it could record it."""
-    if not context.has_returned:
+    if not context.ending.has_returned:
         return context
-    context.finish_again()
+    context.ending.finish_again()
     raise SystemExit(0)
 
 
@@ -208,9 +185,12 @@ class ScriptEnd:
     lock: FileLock | None = None
     """Held until this process ends."""
     has_run: bool = False
+    signals: SignalsBeforeLoop = dataclasses.field(init=False)
 
     def register(self) -> None:
         """Run when the script ends: after an error at once, for at exit Python waits for the script's threads first."""
+        self.signals = SignalsBeforeLoop(self.context, STOP_SIGNALS, self._record_signal)
+        self.signals.begin()
         show = sys.excepthook
 
         def show_and_run(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -226,13 +206,16 @@ class ScriptEnd:
         if self.has_run:
             return
         self.has_run = True
+        self.signals.end()
         try:
             if isinstance(error, LostLease):
                 raise error
-            if self.context.stopped is not None and not self.context.is_closed:
+            if self.context.ending.stopped is not None and not self.context.ending.is_closed:
                 kill_children()
-                self.context.close()  # together: a launcher that sees one rank end with 75 kills the others
-            if not self.context.is_closed:
+                self.context.ending.close()  # together: a launcher that sees one rank end with 75 kills the others
+            if error is None and self.context.ending.ends_by_itself:
+                self.context.ending.finish_by_itself()
+            if not self.context.ending.is_closed:
                 self._end_early(error)
         except LostLease as lost:
             end_after_lost_lease(lost)
@@ -243,28 +226,53 @@ class ScriptEnd:
         """The script ended without `finish`, and maybe on this rank alone."""
         rank, context = self.rank, self.context
         if error is not None:
-            write_report(rank.run, rank.attempt, rank.topology, error, *context.position())
+            write_report(rank.run, rank.attempt, rank.topology, error, *context.ending.position())
         # After an error the other ranks, without which it does not become complete, may be gone.
-        context.wait_for_checkpoint(None if error is None else GRACE_SECONDS)
+        context.ending.wait_for_checkpoint(None if error is None else GRACE_SECONDS)
         kill_children()
-        context.close_reports()
+        context.ending.close_reports()
         if rank.is_main:
             self._record_end(error)
+            if error is None:
+                log.info("%s", self._without_finish())
+
+    def _without_finish(self) -> str:
+        """What to tell of a script that has just ended, by its last line or sys.exit."""
+        context, said = self.context, "the script ended without ctx.finish(result), which is to be its last line"
+        if not context.ending.has_begun:
+            return f"{said}; {without_checkpoints()}"
+        if self.in_command and context.ending.loop_is_over:
+            return f"{said}: the run has no result and no final/ weights"
+        kept = context.ending.durable_step or 0
+        return f"{said}: the run is not finished, and the same command continues it from step {kept}"
+
+    def _has_ended(self) -> bool:
+        """Whether this attempt's end is recorded, or is another's by now."""
+        attempt = self.rank.run.status().attempt
+        return attempt is None or attempt.id != self.rank.attempt or attempt.ended is not None
+
+    def _record_signal(self) -> None:
+        """A signal ends the process next; what jobkit has started it sees from outside."""
+        if not self.rank.is_main or self.in_command or self._has_ended():
+            return
+        cause = CauseFinder(self.rank.run, self.rank.attempt, STOP_SIGNALS, "user").find()
+        with contextlib.suppress(LostLease):
+            self.context.ending.record_end(Event.INTERRUPTED, cause=cause, step=self.context.ending.durable_step or 0)
 
     def _record_end(self, error: BaseException | None) -> None:
-        attempt = self.rank.run.status().attempt
-        if attempt is None or attempt.id != self.rank.attempt or attempt.ended is not None:
+        if self._has_ended():
             return
-        if self.in_command and (error is not None or self.context.loop_is_over):
+        if self.in_command and (error is not None or self.context.ending.loop_is_over):
             return  # jobkit outside sees how the ranks end
         if error is not None and not isinstance(error, KeyboardInterrupt):
             cause = self._cause_of_failure(error)
             failure = cause.failure
-            self.context.record_end(
+            self.context.ending.record_end(
                 Event.FAILED, cause=cause.cause, error=failure.error, failure=records.known(failure)
             )
         else:
-            self.context.record_end(Event.INTERRUPTED, cause="left", step=self.context.durable_step or 0)
+            why = "left" if error is None else "user"
+            self.context.ending.record_end(Event.INTERRUPTED, cause=why, step=self.context.ending.durable_step or 0)
 
     def _cause_of_failure(self, error: BaseException) -> EndCause:
         """What the rank that failed first has written down, once it has: this one may only have missed it."""

@@ -8,20 +8,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from _signal import getsignal  # type: ignore[import-not-found]  # signal's makes an enumeration of it, ten times slower
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.popen_fork import Popen
 from multiprocessing.process import BaseProcess
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 from jobkit import slurm
 from jobkit.errors import EXIT_RESUMABLE
+from jobkit.log import log
 from jobkit.run.processes import lives
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import ask
 from jobkit.supervisor.parents import PARENT
+from jobkit.worker.handlers import Handler, is_callable, is_of_framework, name_of
 
 ASK_SECONDS = 2.0
 """How long to wait for Slurm's record to name a reason: the signal can arrive before the record says why. Not longer:
@@ -51,8 +56,20 @@ class StopSignals:
     def __init__(self) -> None:
         self.signal: int | None = None
         """The last signal received: SIGTERM, SIGUSR2 or SIGINT."""
+        self.received = 0
+        """How many have been."""
         self.deadline: float | None = None
         """When to stop for the time limit's sake, by the monotonic clock: the wall clocks of two nodes may differ."""
+        self._handler = self._note  # one object, to be told from others' by identity
+        self._is_installed = False
+        self._before: dict[int, Any] = {}
+        """What each signal did before `install`."""
+        self._others: dict[int, list[Handler]] = {number: [] for number in NUMBERS}
+        """The handlers of the script and of libraries, which are called when the checkpoint of a stop is durable."""
+        self._told: set[tuple[int, str]] = set()
+        """Of which handlers, and signals, it has been said that jobkit took their place."""
+        self._handed_back = False
+        """Whether signals go to whom they went to before `install`, as there is no loop that would stop."""
 
     @property
     def pending(self) -> bool:
@@ -63,17 +80,102 @@ class StopSignals:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def install(self) -> None:
-        """Take SIGTERM, SIGUSR2 and SIGINT from here on; in the main thread only."""
+        """Take SIGTERM, SIGUSR2 and SIGINT from here on; in the main thread only.
 
-        def note(number: int, frame: object) -> None:
-            self.signal = number
-
+        Handlers that were there are called after the checkpoint of a stop; a framework's are not.
+        """
+        self._is_installed = True
         for number in NUMBERS:
-            signal.signal(number, note)
+            before = signal.signal(number, self._handler)
+            if before is not self._handler:
+                self._before[number] = before
+                self._add(number, before)
         _spare_loader_workers()
 
     def clear(self) -> None:
         self.signal = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        if not self._handed_back:
+            self.received += 1
+            return
+        for handler in self._others[number]:
+            handler(number, frame)
+        if self._before.get(number) is signal.default_int_handler:
+            signal.default_int_handler(number, frame)
+        elif self.ends(number):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    # Somebody else's handlers
+
+    def take_back(self) -> list[str]:
+        """Take the signals again that others have taken since `install`; what there is to tell of it, once of each.
+
+        Looks in a microsecond. In another thread than the main one, where Python lets nobody set a handler, it only
+        looks.
+        """
+        self._handed_back = False
+        if not self._is_installed:
+            return []
+        told = []
+        for number in NUMBERS:
+            handler = getsignal(number)
+            if handler is self._handler:
+                continue
+            is_main_thread = threading.current_thread() is threading.main_thread()
+            if is_main_thread:
+                signal.signal(number, self._handler)
+            self._add(number, handler)
+            if (number, name_of(handler)) not in self._told:
+                self._told.add((number, name_of(handler)))
+                told.append(_replaced(number, handler, is_main_thread))
+        return told
+
+    def _add(self, number: int, handler: Any) -> None:
+        if is_callable(handler) and handler not in self._others[number]:
+            self._others[number].append(cast(Handler, handler))
+
+    def call_others(self) -> None:
+        """Call the handlers that the script and libraries have for the signal that came. What they raise is told: the
+        attempt ends anyway."""
+        number = self.signal
+        for handler in self._others.get(number, ()) if number is not None else ():
+            if is_of_framework(handler):
+                continue
+            try:
+                handler(cast(int, number), None)
+            except SystemExit:  # it ends the program, as happens next
+                pass
+            except BaseException as error:
+                log.warning("%s: %s raised %r", _name(cast(int, number)), name_of(handler), error)
+
+    def ends(self, number: int) -> bool:
+        """Whether a signal would have ended the process before `install`, there and then."""
+        return bool(self._before.get(number) == signal.SIG_DFL)
+
+    def hand_back(self, number: int) -> None:
+        """Let signals do what they did before `install`, until `take_back`, beginning with this one, that came.
+
+        From any thread: the main one, in which Python calls handlers, gets it once more.
+        """
+        self._handed_back = True
+        os.kill(os.getpid(), number)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _replaced(number: int, handler: object, is_taken: bool) -> str:
+    found = f"{_name(number)}, by which a run is told to stop, was given to another handler: {name_of(handler)}."
+    if not is_taken:
+        return f"{found} The loop is not in the main thread, so jobkit cannot take it back: such a stop is not seen"
+    if is_of_framework(handler):
+        return f"{found} jobkit has taken it back, and does not call that one: a stop has one owner"
+    called = "; that one is called when the checkpoint of a stop is written" if is_callable(handler) else ""
+    return f"{found} jobkit has taken it back{called}"
 
 
 def _spare_loader_workers() -> None:

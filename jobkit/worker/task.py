@@ -51,23 +51,23 @@ def run_rank(path: str) -> None:
         found = rendezvous(Launch("jobkit", topology, "file"), run.rendezvous_file(attempt))
         rank = join(found, run, config, attempt)
         context = open_context(rank, on_first_step=_tell_imports(rank, before))
-        if context.has_returned:
-            context.finish_again()
+        if context.ending.has_returned:
+            context.ending.finish_again()
         else:
             context.finish(function(context))
     except Stopped as stopped:
         log.info("stopped at step %d: %s", stopped.step, stopped.cause)
         kill_children()
         if context is not None:
-            context.close()
+            context.ending.close()
     except LostLease as error:
         end_after_lost_lease(error)
     except BaseException as error:
-        step, samples = context.position() if context is not None else (None, ())
+        step, samples = context.ending.position() if context is not None else (None, ())
         # Before the wait: the supervisor blames the rank whose report is the first, and kills this one soon.
         write_report(run, attempt, topology, error, step, samples)
         if context is not None:
-            context.wait_for_checkpoint(GRACE_SECONDS)
+            context.ending.wait_for_checkpoint(GRACE_SECONDS)
         if is_full(error):
             traceback.print_exc()
             raise SystemExit(EXIT_RESUMABLE) from error  # the report may not have fit on the disk: this says it too

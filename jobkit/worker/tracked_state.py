@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ from jobkit.worker.shared_buffers import SharedBuffers
 PART = "#"
 """Between a tracked object's name and the number of a part: of a pipeline's stage, or of zero1's rank."""
 
+VALUES = "#values"
+"""The name of ctx.values."""
+
 LOSS_SCALE = "loss_scale"
 """The name of fp16's, which jobkit tracks itself."""
 
@@ -58,6 +61,16 @@ BESIDE = "#beside"
 
 REPLICATED = (nn.Module, torch.optim.Optimizer, LossScaler)
 """What local SGD lets drift apart from rank to rank."""
+
+
+class Position(Protocol):
+    """Where a loop stands, beside its step."""
+
+    def state(self) -> dict[str, Any]:
+        """Each rank's own."""
+
+    def entry(self) -> dict[str, Any]:
+        """Rank 0's, as JSON, for another number of ranks."""
 
 
 class TrackedState:
@@ -79,6 +92,10 @@ class TrackedState:
         self.modules: list[nn.Module] = []
         """What ctx.parallelize made, in that order: where the names of an optimizer's parameters come from."""
         self.buffers = SharedBuffers(parallel)
+        self.position: Position | None = None
+        """Where a loop over epochs stands."""
+        self.first_generators: dict[str, Any] | None = None
+        """The random numbers that the script began with, where it has its own."""
         self._parallel = parallel
         self._checkpointer = checkpointer
         self._group = group
@@ -168,6 +185,10 @@ class TrackedState:
         """Those of this moment, for `modes_of_save`."""
         return {name: modes.now() for name, modes in self._modes.items()}
 
+    def all_objects(self) -> list[Any]:
+        """Every tracked object."""
+        return list(self._all().values())
+
     def _all(self) -> dict[str, Any]:
         return {**self.objects, **self.own_objects}
 
@@ -235,7 +256,19 @@ class TrackedState:
             if about:
                 self._put(shared, held_by, name + BESIDE, self.objects[name], about)
         own["modes"] = modes
+        if self.first_generators is not None:
+            own["first_generators"] = self.first_generators
+        if self.position is not None:
+            own["epochs"] = self.position.state()
         return shared, held_by, own
+
+    def manifest_entries(self) -> dict[str, Any]:
+        """What a checkpoint says of the state in its manifest, on rank 0, as JSON."""
+        values = self.own_objects.get(VALUES)
+        return {
+            **({"epochs": self.position.entry()} if self.position is not None else {}),
+            **({"values": values.state_dict()} if values is not None else {}),
+        }
 
     def _pending_gradients(self) -> dict[str, dict[str, Tensor]]:
         modules = {name: unwrapped(value) for name, value in self._all().items() if isinstance(value, nn.Module)}
@@ -347,6 +380,9 @@ class TrackedState:
 
     def _restore_own(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
         before, now = loaded.manifest.world_size, self._parallel.layout.world_size
+        if before != now and name == VALUES:  # rank 0's, for all
+            value.load_state_dict(loaded.manifest.extra["values"])
+            return
         if before != now:
             raise CheckpointError(
                 f"{loaded.name} was written by {before} rank(s), and {now} are here: {name} has a state of its own on "
@@ -362,6 +398,16 @@ class TrackedState:
         with _as_misfit(loaded, name):
             moved = loaded.local["on_device"].get(name, ())
             value.load_state_dict(on_its_device(states[name], moved, self._parallel.device))
+
+    def restore_again(self, loaded: RestoredCheckpoint) -> None:
+        """Set every object to its state in the checkpoint that the attempt began with."""
+        self._loaded = loaded
+        for name, value in self.objects.items():
+            self._restore(loaded, name, value)
+        for name, value in self.own_objects.items():
+            self._restore_own(loaded, name, value)
+        self.restore_gradients()
+        self._loaded = None
 
     def restore_gradients(self) -> None:
         """Give parameters the gradients that the checkpoint has of them. Before the checkpoint is forgotten."""

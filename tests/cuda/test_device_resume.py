@@ -62,7 +62,7 @@ def train(ctx):
             averages = [state["ema"] for state in optimizer.state.values()]
             (ctx.run_dir / f"digest_{ctx.attempt}").write_text(digest(loss, *model.parameters(), *averages))
             if ctx.attempt == 1:
-                ctx.wait_for_checkpoint()
+                ctx.ending.wait_for_checkpoint()
                 os.kill(os.getpid(), signal.SIGKILL)
     return loss.item()
 """

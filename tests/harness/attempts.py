@@ -38,7 +38,7 @@ def _attempt(team: Team, runs: Path, train: Callable[..., Any], args: tuple[Any,
         ctx.finish()
     except Stopped:
         kill_children()
-        ctx.close()
+        ctx.ending.close()
         return STOPPED
     except JobkitError as error:
         return f"{type(error).__name__}: {error}"

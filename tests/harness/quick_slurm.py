@@ -9,3 +9,6 @@ A requeued job waits cred_expire + 1 s in BeginTime, and a lost node is one afte
 and 300 each such test would take minutes longer, and show nothing more. Whoever measures how long a run takes to go on
 takes Slurm's own instead.
 """
+
+NO_ANSWER = {"message_timeout": 3}
+"""For clusters whose controller is stopped: a command that asks it gives up after three seconds, not after ten."""

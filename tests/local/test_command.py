@@ -121,9 +121,34 @@ def test_a_script_without_init_is_preempted_and_starts_again_on_this_machine(pro
     with project.start("submit", "toy.yaml", "--local") as process:
         wait_for("its start", lambda: project.runs and (project.runs[0] / "told_1_0.json").exists())
         (run,) = project.runs
-        project.jobkit("preempt", run.name)
+        told = project.jobkit("preempt", run.name).stdout
         assert process.wait(60) == 0
     assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["preempted", "finished"]
+    assert "your program got SIGTERM; jobkit has no checkpoint of it: it starts again by itself" in told
+
+
+def assert_nothing_of_steps(said: str) -> None:
+    """Nobody knows of a step, or of a checkpoint, of a program that knows nothing of jobkit."""
+    for words in ("step", "goodput", "writ", "There is no checkpoint", "continues", "start-up"):
+        assert words not in said, said
+
+
+def test_of_a_script_without_init_nothing_is_said_that_jobkit_does_not_know(project: Project) -> None:
+    project.env["WAIT"] = "1"
+    one = ("resources.nodes=1", "resources.tasks_per_node=1")
+    with project.start("submit", "toy.yaml", "--local", *one) as process:
+        wait_for("its start", lambda: project.runs and (project.runs[0] / "told_1_0.json").exists())
+        (run,) = project.runs
+        running = project.jobkit("status", run.name).stdout + project.jobkit("list").stdout
+        process.send_signal(signal.SIGINT)
+        printed, said = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "your program got SIGTERM; jobkit has no checkpoint of it" in said
+    assert "jobkit has no checkpoint of it; the same command starts it again" in said
+    ended = project.jobkit("status", run.name).stdout
+    cancelled = project.jobkit("cancel", run.name).stdout
+    for text in (running.replace("STEP", ""), printed, said, ended, cancelled):
+        assert_nothing_of_steps(text.replace(str(run), "").replace(run.name, ""))
 
 
 def test_a_script_without_init_is_preempted_and_starts_again_on_slurm(project: Project, slurm: Cluster) -> None:

@@ -240,7 +240,7 @@ def test_a_rank_that_only_lost_its_connection_is_not_blamed(tmp_path: Path) -> N
 def test_several_tasks_that_would_each_train_alone_are_an_error(tmp_path: Path) -> None:
     process = run_script(tmp_path, 0.0, OMPI_COMM_WORLD_SIZE="4")
     _, errors = process.communicate(timeout=600)
-    assert process.returncode != 0 and "DistributedError" in errors and "OMPI_COMM_WORLD_SIZE=4" in errors
+    assert process.returncode != 0 and "Traceback" not in errors and "OMPI_COMM_WORLD_SIZE=4" in errors
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -278,3 +278,28 @@ def test_an_optimizer_that_would_be_saved_in_part_is_refused(tmp_path: Path) -> 
     (project.path / "mytask.py").write_text("import torch.distributed.optim\n" + text)
     done = project.jobkit("submit", "toy.yaml", "--local", "resources.nodes=1", "retry.crash=1", expect=1)
     assert "of your own would be saved in part" in done.stderr
+
+
+def test_a_mistake_in_a_script_is_told_in_a_line_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        'import jobkit\nctx = jobkit.init(params={}, runs_dir="runs", gpus=0)\nctx.batches([1])\n'
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=env, text=True, capture_output=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"error: {tmp_path}/train.py:3: ctx.batches belongs into `for epoch in ctx.epochs" in done.stderr
+
+
+def test_another_script_of_the_same_name_is_another_run(tmp_path: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "JOBKIT_RUNS": str(tmp_path / "runs")}
+    lines = "import jobkit\nctx = jobkit.init(params={}, gpus=0)\nfor _ in ctx.steps(2): pass\nctx.finish()\n"
+    codes = []
+    for folder, more in (("a", ""), ("b", "# other"), ("copy", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text(lines + more)
+        command = [sys.executable, f"{folder}/train.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
+        codes.append(done.returncode)
+        if folder == "b":
+            assert f"is a run of {tmp_path}/a/train.py, and this is {tmp_path}/b/train.py" in done.stderr
+    assert codes == [0, 1, 0]

@@ -255,4 +255,4 @@ def test_fresh_gives_no_number_a_second_time(tmp_path: Path) -> None:
     run(["rm", "-r", str(second)])
     project.submit("--local", "--fresh")
     assert [made.name for made in project.runs] == [first.name, f"{first.name}-3"]
-    assert f"already finished, at step 0: {first}-3" in project.submit("--local").stdout
+    assert f"already finished: {first}-3" in project.submit("--local").stdout

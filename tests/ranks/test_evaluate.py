@@ -346,6 +346,7 @@ class Run:
         self.run.checkpoints.mkdir(parents=True)
         self.computed: list[int] = []
         self.stop_after: int | None = None
+        self.batch_size = 2
         self.signals = StopSignals()
         monkeypatch.setenv("JOBKIT_CODE", str(path / "code" / "one"))
 
@@ -375,13 +376,8 @@ class Run:
         false_alarm: bool = False,
     ) -> torch.Tensor:
         """The values of 20 samples; told to stop after so many batches, and continued from `checkpoint` then."""
-        self.computed, self.stop_after = [], stop_after
-
-        def value(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            self.computed.append(int(ids[0]) // batch_size)
-            if len(self.computed) == self.stop_after:
-                self.signals.signal = signal.SIGTERM
-            return noisy(batch, ids)
+        self.computed, self.stop_after, self.batch_size = [], stop_after, batch_size
+        RUNS[:] = [self]
 
         def stop() -> None:
             if not false_alarm:
@@ -389,7 +385,7 @@ class Run:
             self.signals.clear()
 
         result = evaluations.run(
-            value,
+            counted,
             Indexed(20),
             batch_size=batch_size,
             step=step,
@@ -405,6 +401,19 @@ class Run:
         with pytest.raises(Stopped):
             self.evaluate(self.attempt(1, None), step=step, stop_after=3, checkpoint=checkpoint)
         assert self.computed == [0, 1, 2]
+
+
+RUNS: list[Run] = []
+"""The one that `counted` writes to; it does not hold it, as what it holds is to be the same in each attempt."""
+
+
+def counted(batch: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """What is evaluated; it notes the batch, and is told to stop."""
+    (run,) = RUNS
+    run.computed.append(int(ids[0]) // run.batch_size)
+    if len(run.computed) == run.stop_after:
+        run.signals.signal = signal.SIGTERM
+    return noisy(batch, ids)
 
 
 @pytest.fixture
@@ -522,7 +531,7 @@ def test_the_bar_says_how_far_an_evaluation_is(capsys: pytest.CaptureFixture[str
     display = Display("toy")
     evaluation = {"done": 120, "total": 500}
     display.show(Progress(attempt=1, time=0.0, step=3, total_steps=9, values={"loss": 0.5}, evaluation=evaluation))
-    assert capsys.readouterr().err.split() == ["step", "3/9", "evaluating", "120/500", "loss", "0.5"]
+    assert capsys.readouterr().err.split() == ["step", "3/9", "evaluating", "120/500", "samples", "loss", "0.5"]
 
 
 # Real runs

@@ -501,96 +501,40 @@ def test_an_optimizer_may_have_parameters_of_several_tracked_modules(tmp_path: P
     assert attempt(ranks, tmp_path / "stopped", with_parameters_beside, False, config=config) == uninterrupted
 
 
-def with_a_baseline(ctx: Any, stop: bool) -> tuple[float, float]:
-    model = ctx.parallelize(torch.nn.Linear(3, 1))
-    ctx.track(model=model)
-    held_out = torch.utils.data.TensorDataset(torch.ones(200, 3))
-    baseline = ctx.evaluate(lambda batch, ids: ids * 0 + 1000.0, held_out, batch_size=2)
-
-    def error(batch: Any, ids: torch.Tensor) -> torch.Tensor:
-        if stop and ctx.step == 1 and ids[0] == 100:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return ids * 0 + 1.0
-
-    for _ in ctx.steps(2):
-        found = ctx.evaluate(error, held_out, batch_size=2)
-    return baseline, found
-
-
-def test_what_is_kept_of_an_evaluation_is_not_given_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JOBKIT_CODE", "1")
-    assert attempt(1, tmp_path, with_a_baseline, True) == [STOPPED]
-    assert attempt(1, tmp_path, with_a_baseline, False) == [(1000.0, 1.0)]
-
-
 HELD_OUT = torch.utils.data.TensorDataset(torch.arange(20.0))
-STOPS: list[float] = []
-"""The scale at which an evaluation is told to stop; no part of what the function holds."""
-
-
-def several(ctx: Any, results: Path, stop: bool) -> list[float]:
-    """Evaluations that differ by what their function holds, of which those that are done are not asked for again."""
-    STOPS[:] = [2.0] if stop else []
-
-    def of(scale: float) -> Callable[..., torch.Tensor]:
-        def score(batch: Any, ids: torch.Tensor) -> torch.Tensor:
-            if scale in STOPS and ids[0] == 10:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return batch[0] * scale
-
-        return score
-
-    found = []
-    for scale in (1.0, 2.0, 3.0):
-        if not (file := results / str(scale)).exists():
-            file.write_text(repr(ctx.evaluate(of(scale), HELD_OUT, batch_size=2)))
-        found.append(float(file.read_text()))
-    return found
-
-
-def test_what_is_kept_is_of_the_same_function_with_the_same_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JOBKIT_CODE", "1")
-    assert attempt(1, tmp_path, several, tmp_path, True) == [STOPPED]
-    assert attempt(1, tmp_path, several, tmp_path, False) == [[9.5, 19.0, 28.5]]
-
-
-def with_an_untracked_optimizer(ctx: Any, kind: str) -> str:
-    model = ctx.parallelize(torch.nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if kind == "without state" else 0.9)
-
-    class Warm:
-        inner = None
-
-        def state_dict(self) -> dict[str, Any]:
-            return optimizer.state_dict()
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            optimizer.load_state_dict(state)
-
-    warm = Warm()
-    warm.inner = optimizer  # type: ignore[assignment]
-    ctx.track(model=model, **({"warm": warm} if kind == "wrapped" else {}))
-    for _ in ctx.steps(3):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return "ok"
-
-
-def test_an_optimizer_that_is_not_tracked_is_refused_if_it_remembers_anything(tmp_path: Path) -> None:
-    found = {kind: attempt(1, tmp_path / kind, with_an_untracked_optimizer, kind)[0] for kind in KEPT_BY}
-    assert "UsageError: the SGD that trains the tracked model is not tracked" in found.pop("nobody")
-    assert found == {"wrapped": "ok", "without state": "ok"}
-
-
-KEPT_BY = ("nobody", "wrapped", "without state")
 
 
 def made_within_the_loop(ctx: Any) -> None:
     for _ in ctx.steps(1):
         ctx.loader(HELD_OUT, global_batch_size=4)
+
+
+def made_after_a_break(ctx: Any, kind: str) -> int:
+    for number in ctx.steps(4) if kind == "steps" else ctx.epochs(4):
+        if number == 2:
+            break
+    loader = ctx.loader(HELD_OUT, global_batch_size=4)
+    return len(next(loader)[0])
+
+
+@pytest.mark.parametrize("kind", ["steps", "epochs"])
+def test_a_loader_may_be_made_after_a_break_out_of_the_loop(tmp_path: Path, kind: str) -> None:
+    assert attempt(1, tmp_path, made_after_a_break, kind) == [4]
+
+
+def failing_in_a_step(ctx: Any) -> list[Any]:
+    found = []
+    try:
+        for step in ctx.steps(4):
+            if step == 2:
+                raise KeyError
+    except KeyError:
+        found.append(ctx.ending.position()[0])
+    return found
+
+
+def test_an_exception_of_a_step_is_known_to_be_of_it(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path, failing_in_a_step) == [[2]]
 
 
 def test_a_loader_that_is_made_within_the_loop_is_refused(tmp_path: Path) -> None:

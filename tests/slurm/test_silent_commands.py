@@ -8,6 +8,8 @@ import pytest
 from harness.project import Project, causes, describe, is_over, status, wait_for
 from slurm_cluster import Cluster
 
+from jobkit.run.rundir import RunDir
+
 SCRIPT = """\
 trap 'exit 0' TERM USR2
 echo ready >>"$JOBKIT_RUN/ready"
@@ -112,3 +114,48 @@ def test_exit_code_75_of_a_rank_that_was_told_nothing_is_its_failure(project: Pr
     wait_for("the end", lambda: is_over(run), run)
     assert causes(run) == ["crashed"], describe(run)
     assert "rank 1 ended with exit code 75" in status(run)["error"]
+
+
+NO_LOOP = """\
+import os, time
+import jobkit
+
+ctx = jobkit.init()
+with open(ctx.run_dir / "ready", "a") as file:
+    file.write("ready\\n")
+while not (ctx.run_dir / "done").exists():
+    time.sleep(0.1)
+"""
+
+
+def test_a_script_whose_loop_never_begins_ends_when_it_is_preempted_and_says_what_it_lacks(
+    project: Project, slurm: Cluster
+) -> None:
+    (project.path / "train.py").write_text(NO_LOOP)
+    project.submit("--cluster", "slurm", "command=[python, train.py]")
+    (run,) = project.runs
+    slurm.preempt(reach(run, 1))
+    reach(run, 2)
+    assert "SIGTERM came, and no loop of jobkit's has begun" in (run / "logs" / "1" / "rank_0.out").read_text()
+    (run / "done").touch()
+    wait_for("the end", lambda: is_over(run), run)
+    assert causes(run) == ["preempted", "finished"], describe(run)
+    assert "ended without ctx.finish(result)" in (run / "logs" / "2" / "rank_0.out").read_text()
+
+
+def test_what_is_said_of_a_command_on_slurm_names_no_step_and_no_checkpoint_of_jobkits(
+    project: Project, slurm: Cluster
+) -> None:
+    project.submit("--cluster", "slurm")
+    (run,) = project.runs
+    slurm.preempt(reach(run, 1))
+    reach(run, 2)
+    seen = project.jobkit("status", run.name).stdout
+    cancelled = project.jobkit("cancel", run.name)
+    assert "your program got SIGTERM and has" in cancelled.stderr
+    assert "cancelled; jobkit has no checkpoint of it\nto start it again: " in cancelled.stdout
+    seen += cancelled.stdout + project.jobkit("status", run.name).stdout
+    assert causes(run) == ["preempted", "cancelled"], describe(run)
+    assert not [words for words in ("step", "goodput", "start-up", "newest checkpoint") if words in seen], seen
+    said = RunDir(run).job_log(str(status(run)["job_id"])).read_text()
+    assert "preempted: your program was told to stop; jobkit has no checkpoint of it" in said

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness import in_process
 from harness.project import Project, describe, events, names, queue, status, step, wait_for
+from harness.quick_slurm import NO_ANSWER
 from slurm_cluster import Cluster
 
 LONG = ("params.steps=2000", "params.sleep=0.05")
@@ -300,7 +301,7 @@ def test_what_jobkit_refuses_is_not_queued_where_there_is_a_slurm(project: Proje
 
 
 def test_a_controller_that_is_down_is_told_and_leaves_no_run(tmp_path: Path, short_dir: Path) -> None:
-    with Cluster(short_dir, nodes=1) as cluster:
+    with Cluster(short_dir, nodes=1, **NO_ANSWER) as cluster:
         project = Project(tmp_path, cluster.env)
         cluster.stop_controller()
         done = project.submit("--cluster", "slurm", expect=2)

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
 
+from jobkit.checkpoint.state import rng_state
 from jobkit.errors import JobkitError
 from jobkit.train.data import Loader
 from jobkit.train.nested import batch_size, cut, to_device
 from jobkit.train.order import SampleOrder
-from jobkit.train.seeds import derive_seed
+from jobkit.train.seeds import derive_seed, seed_generators
 
 WORLD_SIZES = [1, 2, 3, 5]
 SIZES = [(1, 1), (7, 3), (10, 5), (13, 4), (5, 8), (97, 16), (3, 20)]
@@ -522,6 +523,83 @@ def test_an_epoch_of_draws_is_as_long_as_the_dataset_and_each_loader_tells_its_o
     shared = Told()
     fast, slow = (Loader(Subset(shared, range(size)), global_batch_size=2) for size in (2, 4))
     assert [(next(fast).tolist(), next(slow).tolist()) for _ in range(3)][-1] == ([2, 2], [1, 1])
+
+
+class Reshuffled(Told):
+    """A dataset that draws what an epoch is made of, and is told how often."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.drawn
+
+
+class ReshuffledAtOnce(Reshuffled):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self.drawn for _ in indices]
+
+
+@pytest.mark.parametrize("kind", [Reshuffled, ReshuffledAtOnce])
+@pytest.mark.parametrize("weights", [None, [1.0] * 4], ids=["in order", "by draws"])
+def test_a_dataset_is_told_each_epoch_once(kind: type[Reshuffled], weights: list[float] | None) -> None:
+    dataset = kind()
+    loader = Loader(Subset(dataset, range(4)), global_batch_size=2, weights=weights)
+    for _ in range(6):
+        next(loader)
+    assert dataset.told == [0, 1, 2]
+
+
+def test_an_epoch_draws_the_same_wherever_it_begins_and_nothing_of_the_trainings_numbers() -> None:
+    def drawn(first: int) -> list[Any]:
+        loader = Loader(Reshuffled(), global_batch_size=2, seed=3)
+        loader.load_state_dict({**loader.state_dict(), "position": first})
+        return [next(loader) for _ in range(4 - first)]
+
+    seed_generators(1)
+    before = rng_state()
+    whole = drawn(0)
+    assert str(rng_state()) == str(before)
+    seed_generators(2)
+    assert str(drawn(3)) == str(whole[3:])
+    assert str(whole[0]) == str(whole[1]) != str(whole[2])
+
+
+def test_loaders_of_one_dataset_agree_on_what_an_epoch_draws_whichever_begins_it() -> None:
+    drawn = []
+    for order in (("a", "b"), ("b", "a")):
+        dataset = Reshuffled()
+        loaders = [Loader(dataset, global_batch_size=4, name=name) for name in order]
+        drawn.append(str([next(loader) for loader in loaders]))
+        assert dataset.told == [0]
+    assert drawn[0] == drawn[1]
+
+
+class NotHashable(Told):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class NotReferable:
+    """No weak reference to it can be made."""
+
+    __slots__ = ("told",)
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    set_epoch, __len__, __getitem__ = Told.set_epoch, Told.__len__, Told.__getitem__
+
+
+@pytest.mark.parametrize("kind", [NotHashable, NotReferable])
+def test_any_dataset_with_set_epoch_is_told(kind: Any) -> None:
+    one, other = kind(), kind()
+    for loader in (Loader(one, global_batch_size=2), Loader(other, global_batch_size=2)):
+        assert [next(loader).tolist() for _ in range(4)] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert one.told == other.told == [0, 1]
 
 
 def open_it(_: int) -> None:

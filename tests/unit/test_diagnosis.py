@@ -348,9 +348,9 @@ def test_a_rank_that_was_killed_is_not_called_crashed_for_what_the_others_say(ru
         (FirstFailure(signal=9), "killed", ["a rank was killed by SIGKILL"]),
         (FirstFailure(rank=1, node="n1", signal=11), "killed", ["rank 1 on n1 was killed by signal 11"]),
         (FirstFailure(rank=1, signal=9, out_of_memory=True), "out_of_memory", ["lack of memory on the host"]),
-        (FirstFailure(rank=1, code=3), "crashed", ["rank 1 ended with exit code 3, without a traceback"]),
-        (FirstFailure(rank=1), "crashed", ["rank 1 ended, without a traceback"]),
-        (None, "crashed", ["the ranks ended, without a traceback"]),
+        (FirstFailure(rank=1, code=3), "crashed", ["rank 1 ended with exit code 3; what it printed is in its log"]),
+        (FirstFailure(rank=1), "crashed", ["rank 1 ended; what it printed is in its log"]),
+        (None, "crashed", ["the ranks ended; what it printed is in its log"]),
         (FirstFailure(node="node2", node_lost=True), "node_failure", ["node node2 died"]),
     ],
 )

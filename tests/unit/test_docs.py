@@ -94,6 +94,7 @@ RUN_BY = {
     "tools/slurm_cluster.py up --nodes 8 --grace 60 --preempt cancel": "test_private_clusters_that_differ",
     "tools/slurm_cluster.py up --user-signal --no-requeue --kill-wait 30": "test_private_clusters_that_differ",
     "tests/soak/chaos.py --soak": "test_the_plan_of_the_soak_can_be_seen",
+    "tests/soak/adopted.py --only preempted": "test_chaos_and_benches",
     "tests/soak/chaos.py --seed 7 --events 5 --local": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/submit.py --repeats 9": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/step.py --ranks 1 2": "test_chaos_and_benches",
@@ -112,10 +113,46 @@ RUN_BY = {
     "tests/soak/sixty_four.py": "test_sixty_four_ranks",
     "python myscript.py": "test_the_example_of_a_script_runs",
     "torchrun --nproc_per_node=2 myscript.py": "test_the_example_of_a_script_runs_under_torchrun",
+    "python train.py --lr 1e-2": "test_a_run_by_python_continues_after_ctrl_c_and_after_a_kill",
+    "torchrun --nproc_per_node=2 train.py --lr 1e-2": (
+        "test_two_ranks_of_torchrun_continue_after_ctrl_c_and_after_the_death_of_one"
+    ),
+    **dict.fromkeys(
+        (
+            "mpirun -n 2 python train.py --lr 1e-2",
+            "srun --nodes=2 --ntasks-per-node=1 python train.py --lr 1e-2",
+        ),
+        "test_a_run_goes_on_under_any_launcher_and_ends_with_the_uninterrupted_weights",
+    ),
+    "python -m jobkit.submit mine.yaml --local": (
+        "test_an_adopted_script_goes_on_after_ctrl_c_as_if_there_were_no_jobkit"
+    ),
+    "python -m jobkit.submit mine.yaml --cluster slurm": (
+        "test_adopted_scripts_are_preempted_and_lose_a_rank_and_end_with_the_weights_of_before"
+    ),
     **{
         f"torchrun --nnodes=2 --node_rank={node} --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=29500 "
         "myscript.py": ("test_two_machines_without_a_shared_disk_each_keep_a_copy_and_resume")
         for node in (0, 1)
+    },
+    **{
+        f"torchrun --nnodes=2 --node_rank={node} --nproc_per_node=8 --master_addr=10.0.0.1 --master_port=29500 "
+        "-m jobkit.worker experiments/minimind.yaml params.lr=3e-4": (
+            "test_two_machines_without_a_shared_disk_lose_one_and_continue"
+        )
+        for node in (0, 1)
+    },
+    **{
+        f"{launcher} jobkit.worker experiments/minimind.yaml": test
+        for launcher, test in {
+            "torchrun --standalone --nproc_per_node=8 -m": (
+                "test_a_restart_by_torchrun_continues_though_the_command_says_fresh"
+            ),
+            "mpirun -n 8 python -m": "test_a_run_goes_from_srun_to_mpirun_and_on_to_a_job",
+            "srun --nodes=2 --ntasks-per-node=8 python -m": "test_a_run_goes_from_srun_to_mpirun_and_on_to_a_job",
+            "python -m torch.distributed.launch --nproc_per_node=8 -m": "test_help_and_an_argument_of_an_old_launcher",
+            "python -m": "test_a_second_launch_of_a_run_that_trains_says_where_and_starts_nothing",
+        }.items()
     },
     "tools/run experiments/cogvideo.yaml --local": "test_the_small_recipes",
     "tools/run experiments/cogvideo_sample.yaml --local params.run=$(echo runs/cogvideo-*)": ("test_the_small_recipes"),

@@ -34,6 +34,8 @@ BELOW = {
     "train": {"run", "group", "checkpoint"},
     "supervisor": {"run", "slurm", "start", "addresses"},
     "worker": {"run", "slurm", "start", "addresses", "display", "group", "checkpoint", "train", "supervisor"},
+    "huggingface": {"run", "checkpoint", "train", "worker"},
+    "lightning": {"run", "train", "worker"},
     "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main"},
     "submit": {"run", "slurm", "submission", "worker.startup.jobkit_snapshot"},
     "cli": {"run", "slurm", "submission", "submit"},

@@ -181,3 +181,23 @@ def test_a_stream_that_cannot_be_shared_out_as_asked_is_refused(
     except JobkitError as error:
         found = str(error)
     assert re.search(message, found) and "\n" not in found, found
+
+
+class OrderDrawnAtTheBeginning(Lines):
+    """Draws an epoch's order where it is told of it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = [self.ids[place] for place in torch.randperm(len(self.ids)).tolist()]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor([one]) for one in self.order)
+
+
+def test_an_order_that_is_drawn_where_an_epoch_begins_is_the_same_after_a_stop() -> None:
+    whole = take(Loader(OrderDrawnAtTheBeginning(), global_batch_size=4), 12)
+    first = Loader(OrderDrawnAtTheBeginning(), global_batch_size=4)
+    take(first, 5)
+    torch.manual_seed(99)
+    again = Loader(OrderDrawnAtTheBeginning(), global_batch_size=4)
+    again.load_state_dict(first.state_dict())
+    assert take(again, 7) == whole[5:]

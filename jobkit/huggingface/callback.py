@@ -1,0 +1,390 @@
+"""JobkitCallback, and what it puts in the place of a Trainer's own methods."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import transformers.trainer as trainer_module
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import ExportableState
+
+from jobkit.checkpoint.state import rng_state, set_rng_state
+from jobkit.errors import UsageError
+from jobkit.huggingface.arguments import parameters
+from jobkit.huggingface.loader import ContinuedLoader, Position
+from jobkit.huggingface.logs import of_all_attempts, result, tags
+from jobkit.log import log
+from jobkit.run.files import fsync_dir
+from jobkit.train.gradient_order import GradientOrder, orders_of
+from jobkit.train.seeds import preserved_generators
+from jobkit.worker.context import Context
+from jobkit.worker.params import own_arguments
+from jobkit.worker.script import init
+from jobkit.worker.stop import STOP_SIGNALS
+
+OLDEST = (5, 4)
+"""The first transformers whose loop keeps its sum of losses, and where it begins, where they can be set."""
+
+BEST = "best"
+"""Folder of the run directory for the models that load_best_model_at_end may load."""
+
+KEPT_BESTS = 4
+"""Of how many of the newest checkpoints the best model is kept."""
+
+
+class JobkitCallback(transformers.TrainerCallback):
+    """Brings a Trainer's training under jobkit: checkpoints, stops and curves are those of `jobkit.init`'s run.
+
+        trainer.add_callback(job := JobkitCallback(trainer))
+        trainer.train(resume_from_checkpoint=job.checkpoint)
+
+    The run is one of the training arguments that decide the result, and of the script's own arguments, as
+    `jobkit.init(params=..., seed=None)` makes it; a script that has called `jobkit.init` itself, or has the `ctx` of
+    a task, goes on with that. Trainer's checkpoints and TensorBoard are replaced: checkpoints are taken as
+    `checkpoint.every` says. The run is finished where the script ends without an error after `trainer.train`; an
+    evaluation that follows it is repeated where it is interrupted.
+
+    Raises UsageError for a transformers older than 5.4, and where trainer.train is not given the checkpoint.
+    """
+
+    def __init__(self, trainer: transformers.Trainer, ctx: Context | None = None) -> None:
+        _check_version()
+        self._trainer: Any = trainer
+        had_handler = _take_out_own_saving(self._trainer)
+        self.ctx: Context = (
+            ctx or Context.current() or init(params={**parameters(trainer.args), **own_arguments()}, seed=None)
+        )
+        """The run's context, for what is logged besides and for a `finish(result)` of one's own."""
+        if had_handler and self.ctx.is_main:
+            log.info("enable_jit_checkpoint is off: at SIGTERM jobkit saves a checkpoint")
+        if self.ctx.has_several_disks:
+            trainer.args.save_on_each_node = True
+        self._resumed: dict[str, Any] | None = None
+        """What `_save` wrote besides Trainer's own files, on this rank; None where training begins."""
+        self._first_step = 0
+        """The step at which this attempt's loop began."""
+        self._has_begun = self._is_over = False
+        self._epoch = self._handed_out = 0
+        """Where the loop stands: the epoch, and the batches that it has had of it."""
+        self._skips_rest = False
+        """Whether what follows the last step of an epoch was done before the checkpoint."""
+        self._evaluation: dict[str, Any] | None = None
+        """What the evaluation that is under way began with, where a stop may interrupt it."""
+        self._has_evaluated = self._had_evaluated = False
+        """Whether the run has evaluated; and, until this attempt has, whether an earlier one had."""
+        self._loader: ContinuedLoader | None = None
+        self._orders: list[GradientOrder] = []
+        self._seconds, self._started = 0.0, 0.0
+        self._buffers = {name: _version(value) for name, value in _buffers(self._trainer).items()}
+        self._saved_bests: deque[int | None] = deque(maxlen=KEPT_BESTS)
+        """The step of the best model, as the newest checkpoints have it: another attempt may begin with one of them."""
+        self._wrap_methods()
+        _let_loaders_continue()
+
+    @property
+    def checkpoint(self) -> str | None:
+        """What trainer.train(resume_from_checkpoint=...) is to be given; None where the run begins."""
+        return None if self.ctx.checkpoint is None else str(self.ctx.checkpoint)
+
+    def _wrap_methods(self) -> None:
+        trainer = self._trainer
+        for name in ("get_train_dataloader", "get_batch_samples", "_evaluate", "_maybe_log_save_evaluate"):
+            around = getattr(self, f"_around_{name.lstrip('_')}")
+            setattr(trainer, name, functools.partial(around, getattr(trainer, name)))
+        trainer._init_training_state = functools.partial(self._around_init_state, trainer._init_training_state)
+        trainer._save_checkpoint = self._keep_best
+        trainer._load_rng_state = lambda checkpoint: None  # the checkpoint's are set by ctx.boundary
+
+    def _boundary(self, *, again: bool = False) -> None:
+        state = self._trainer.state
+        if again or state.global_step != self.ctx.step:
+            self.ctx.boundary(state.global_step, self._save, total=state.max_steps)
+
+    # Trainer's events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Go on where the run stands."""
+        if self._has_begun and (self._is_over or state.global_step != self.ctx.step):
+            raise UsageError("one trainer.train in a run: a second one would not know where it was resumed")
+        if state.global_step != self.ctx.step:
+            raise UsageError(
+                f"the run stands at step {self.ctx.step} and Trainer begins at {state.global_step}: write "
+                "trainer.train(resume_from_checkpoint=job.checkpoint), where job is the JobkitCallback"
+            )
+        self._first_step, self._started = state.global_step, time.monotonic()
+        self._orders = orders_of(self._trainer.model_wrapped)
+        self._boundary(again=True)
+        self._has_begun = True
+        if self._resumed is not None:
+            args.eval_on_start = False  # it has been
+            self._resume(self._resumed, control)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What follows the last step of the epoch before is done."""
+        self._boundary()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What follows is of an epoch that has had its batches."""
+        self._epoch, self._handed_out = self._epoch + 1, 0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A stop does not wait for the end of an evaluation."""
+        if self._evaluation is not None:
+            self._boundary(again=True)
+        else:
+            self.ctx.heartbeat()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Log what Trainer logs, under the names that its own TensorBoard callback gives it."""
+        logs = logs if logs is not None else {}
+        if "train_runtime" in logs and self._trainer.is_in_train:  # the first thing that follows the loop
+            self._is_over = True
+            self._boundary()
+            self.ctx.end_loop(lambda: result(state))
+            of_all_attempts(logs, self._seconds)
+        elif not self._has_begun and self.ctx.step:
+            return  # an evaluation before the training: an earlier attempt has logged it
+        self.ctx.log(tags(logs), step=state.global_step)
+
+    # Around Trainer's methods
+
+    def _around_init_state(self, begin: Callable[..., tuple[int, int]], *arguments: Any) -> tuple[int, int]:
+        """(epochs done, batches done of the next), which Trainer takes from the step: wrong for a stream read twice."""
+        epoch, batches = begin(*arguments)
+        self._resumed = self._read_own() if self.checkpoint is not None and not self._has_begun else None
+        if self._resumed is not None:
+            epoch, batches = self._resumed["epoch"], self._resumed["handed_out"]
+            if self._resumed["is_over"]:
+                epoch = sys.maxsize  # no epoch is left
+        self._epoch, self._handed_out = epoch, batches
+        return epoch, batches
+
+    def _around_get_train_dataloader(self, make: Callable[[], Any]) -> Any:
+        self._loader = ContinuedLoader(make())
+        return self._loader
+
+    def _around_get_batch_samples(self, get: Callable[..., Any], iterator: Any, number: int, *rest: Any) -> Any:
+        state, control = self._trainer.state, self._trainer.control
+        begins = self._resumed is not None and state.global_step == self._first_step
+        if begins and (control.should_training_stop or state.global_step >= state.max_steps):
+            # Trainer looks for that after a step only.
+            control.should_training_stop, self._skips_rest = True, self._handed_out == 0
+            return [], None
+        self._boundary()
+        batches, items = get(iterator, number, *rest)
+        self._handed_out += len(batches)
+        return batches, items
+
+    def _around_maybe_log_save_evaluate(self, do: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        if not self._skips_rest:
+            do(*arguments, **options)
+
+    def _around_evaluate(self, evaluate: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        state, control = self._trainer.state, self._trainer.control
+        # A stream that ends within an accumulation leaves gradients for the next epoch's first step.
+        if state.global_step and all(one.grad is None for one in self._trainer.model.parameters()):
+            flags = {"should_save": control.should_save, "should_training_stop": control.should_training_stop}
+            self._evaluation = {"rng": rng_state(self.ctx.device), "control": flags}
+            self._boundary(again=True)
+        # Workers that outlive an evaluation draw their seeds once: those of this attempt are new.
+        again = self._had_evaluated and self._trainer.args.dataloader_persistent_workers
+        self._had_evaluated = False
+        try:
+            with preserved_generators(self.ctx.device) if again else nullcontext():
+                return evaluate(*arguments, **options)
+        finally:
+            self._evaluation, self._has_evaluated = None, True
+
+    # Saving
+
+    def _save(self, folder: Path) -> None:
+        """Write what the next step needs; on all ranks together."""
+        trainer = self._trainer
+        self._write_model(folder)
+        trainer._save_scaler(str(folder))
+        torch.save(self._own(), folder / f"rank_{self.ctx.rank}.pt")
+        if trainer.args.should_save:
+            trainer.state.save_to_json(str(folder / trainer_module.TRAINER_STATE_NAME))
+        self._saved_bests.append(trainer.state.best_global_step)
+
+    def _write_model(self, folder: Path, *, optimizer: bool = True) -> None:
+        self._trainer.save_model(str(folder), _internal_call=True)
+        if optimizer:
+            self._trainer._save_optimizer_and_scheduler(str(folder))
+
+    def _own(self) -> dict[str, Any]:
+        trainer = self._trainer
+        changed = {
+            name: value for name, value in _buffers(trainer).items() if _version(value) != self._buffers.get(name)
+        }
+        return {
+            "world_size": self.ctx.world_size,
+            "epoch": self._epoch,
+            "handed_out": self._handed_out,
+            "position": self._position(),
+            "is_over": self._is_over,
+            "evaluation": self._evaluation,
+            "has_evaluated": self._has_evaluated,
+            # Where the loop is over it is in the sum of all, and Trainer adds it once more.
+            "tr_loss": trainer._tr_loss.detach().cpu() * (not self._is_over),
+            **{name: getattr(trainer, name) for name in _COUNTED},
+            "callbacks": [(type(one).__name__, one.state()["attributes"]) for one in _exportable(trainer)],
+            "buffers": {name: value.detach().cpu() for name, value in changed.items()},
+            "orders": [order.known() for order in self._orders],
+            "seconds": self._seconds + time.monotonic() - self._started,
+        }
+
+    def _position(self) -> Position:
+        assert self._loader is not None
+        if self._resumed is not None and self._trainer.state.global_step == self._first_step:
+            return dict(self._resumed["position"])  # the loader has not begun there yet
+        return self._loader.position(is_mid=self._handed_out > 0)
+
+    def _read_own(self) -> dict[str, Any] | None:
+        """What this rank wrote; None where there were other ranks."""
+        assert self.ctx.checkpoint is not None
+        file = self.ctx.checkpoint / f"rank_{self.ctx.rank}.pt"
+        found = torch.load(file, map_location="cpu", weights_only=False) if file.exists() else None
+        if found is None or found["world_size"] != self.ctx.world_size:
+            if self.ctx.is_main:
+                log.info("the checkpoint is of another number of ranks: the samples are not those that would have come")
+            return None
+        return dict(found)
+
+    def _resume(self, own: dict[str, Any], control: Any) -> None:
+        trainer = self._trainer
+        trainer._tr_loss.copy_(own["tr_loss"])
+        for name in _COUNTED:
+            setattr(trainer, name, own[name])
+        trainer._initial_global_step = 0  # the mean loss is that of all steps
+        self._seconds = own["seconds"]
+        self._has_evaluated = self._had_evaluated = own["has_evaluated"]
+        for (name, attributes), callback in zip(own["callbacks"], _exportable(trainer), strict=False):
+            if type(callback).__name__ == name:
+                vars(callback).update(attributes)
+        buffers = _buffers(trainer)
+        for name, value in own["buffers"].items():
+            if name in buffers:
+                buffers[name].copy_(value)
+        for order, known in zip(self._orders, own["orders"], strict=False):
+            order.settle(known)
+        if self._loader is not None:
+            self._loader.continue_from(own["position"])
+        self._find_best(trainer.state)
+        if own["evaluation"] is not None:
+            self._evaluate_again(own["evaluation"], control)
+
+    def _evaluate_again(self, evaluation: dict[str, Any], control: Any) -> None:
+        """The evaluation that a stop broke off, and what Trainer does after one."""
+        trainer = self._trainer
+        vars(control).update(evaluation["control"], should_log=False, should_evaluate=True)
+        set_rng_state(evaluation["rng"], self.ctx.device)
+        state = trainer.state
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, None, trainer.model_wrapped, None, state.epoch, None, time.time()
+        )
+
+    # The best model
+
+    def _keep_best(self, model: Any, trial: Any = None) -> None:
+        """In place of Trainer's own checkpoint: the weights alone, where they are the best so far."""
+        trainer, state = self._trainer, self._trainer.state
+        if state.best_global_step != state.global_step:
+            return
+        folder = self._best(state.global_step)
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # whose weights are beside the optimizer's
+        self._write_model(folder, optimizer=sharded)
+        if trainer.args.should_save:
+            _make_durable(folder)
+        self.ctx.barrier()
+        state.best_model_checkpoint = str(folder)
+        kept = {folder.name, *(self._best(step).name for step in self._saved_bests if step)}
+        for old in folder.parent.iterdir() if trainer.args.should_save else ():
+            if old.name not in kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _best(self, step: int) -> Path:
+        return self.ctx.run_dir / BEST / f"step_{step:08d}"
+
+    def _find_best(self, state: Any) -> None:
+        """Where it is now: the runs directory may have been moved."""
+        if state.best_global_step and self._best(state.best_global_step).exists():
+            state.best_model_checkpoint = str(self._best(state.best_global_step))
+            self._saved_bests.append(state.best_global_step)
+
+
+_COUNTED = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+"""Trainer's attributes besides its state that decide what it logs next."""
+
+
+def _check_version() -> None:
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if found < OLDEST:
+        raise UsageError(
+            f"jobkit.huggingface: found transformers {transformers.__version__}, it needs {OLDEST[0]}.{OLDEST[1]} or "
+            "newer: pip install -U transformers"
+        )
+
+
+def _take_out_own_saving(trainer: Any) -> bool:
+    """Its curves would be a second one, its handler of SIGTERM the only one; whether there was such a handler."""
+    had_handler = False
+    for callback in list(trainer.callback_handler.callbacks):
+        is_handler = type(callback).__name__ == "JITCheckpointCallback"
+        if is_handler or isinstance(callback, TensorBoardCallback):
+            trainer.remove_callback(callback)
+            had_handler = had_handler or is_handler
+    if had_handler and Context.current() is not None:
+        STOP_SIGNALS.install()  # the Trainer was made after jobkit.init
+    return had_handler
+
+
+def _let_loaders_continue() -> None:
+    """Have Trainer ask a loader of ours to pass over batches; what accelerate does would draw other random numbers."""
+    skip = trainer_module.skip_first_batches
+    if getattr(skip, "is_of_jobkit", False):
+        return
+
+    @functools.wraps(skip)
+    def skip_or_continue(dataloader: Any, num_batches: int = 0) -> Any:
+        # Not isinstance: one of ours says that it is what it wraps.
+        return dataloader if type(dataloader) is ContinuedLoader else skip(dataloader, num_batches)
+
+    skip_or_continue.is_of_jobkit = True  # type: ignore[attr-defined]
+    trainer_module.skip_first_batches = skip_or_continue
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    return [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+def _buffers(trainer: Any) -> dict[str, torch.Tensor]:
+    """The buffers of a model of which each rank has the whole."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return {}
+    return dict(trainer.accelerator.unwrap_model(trainer.model).named_buffers())
+
+
+def _version(buffer: torch.Tensor) -> tuple[int, int]:
+    """Another one after each change."""
+    return id(buffer), buffer._version
+
+
+def _make_durable(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+    if folder.exists():
+        fsync_dir(folder)

@@ -1,0 +1,192 @@
+"""Generators that a loader's own parts draw from, and what a sampler counts: neither is in any state_dict."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+_DEEPEST = 4
+"""So far parts are followed: a loader's dataset, its transform, the list in that, one of these."""
+
+_LONGEST = 100
+"""Entries up to which a list or dict is looked through: longer ones are data."""
+
+_MOST = 10_000
+"""Parts that are looked at: a dataset of more keeps its generators near the top."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+_NOT_LOOKED_INTO = (
+    torch.Tensor,
+    np.ndarray,
+    torch.nn.Module,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+)
+
+_NOT_PARTS = ("_iterator", "_get_iterator")
+"""Attributes of a DataLoader that are of one pass."""
+
+_KINDS: dict[str, tuple[type[Any], Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    "torch": (
+        torch.Generator,
+        torch.Generator,
+        lambda one: one.get_state(),
+        lambda one, state: one.set_state(state),
+    ),
+    "python": (
+        random.Random,
+        random.Random,
+        lambda one: one.getstate(),
+        lambda one, state: one.setstate(state),
+    ),
+    "random_state": (
+        np.random.RandomState,
+        np.random.RandomState,
+        lambda one: one.get_state(),
+        lambda one, state: one.set_state(state),
+    ),
+    "numpy": (
+        np.random.Generator,
+        np.random.default_rng,
+        lambda one: one.bit_generator.state,
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+}
+"""By the name that is saved: (type, make one, its state, set it)."""
+
+_SAMPLERS_PLAIN = "plain"
+
+State = dict[str, Any]
+"""(kind, state) by the path from the loader, as `sampler.generator`."""
+
+
+def own_state(loader: Any) -> State:
+    """The states of the generators that a loader's parts hold, and the plain attributes of its samplers."""
+    return {path: found for path, _, _, found in _found(_parts(loader))}
+
+
+def set_own_state(loader: Any, state: Mapping[str, Any]) -> None:
+    """Set what `own_state` found, where it is still there; a generator that is None until its first use is made."""
+    for path, owner, name, value in list(_parts(loader)):
+        if path not in state:
+            continue
+        kind, saved = state[path]
+        if kind == _SAMPLERS_PLAIN:
+            if isinstance(value, _PLAIN):
+                setattr(owner, name, saved)
+        elif value is None and hasattr(owner, "__dict__"):
+            setattr(owner, name, _made(kind, saved))
+        elif generator_kind(value) == kind:
+            _KINDS[kind][3](value, saved)
+
+
+class OwnState:
+    """`own_state` of a root that is asked for after each batch: large ones are not looked through each time."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._asked = 0
+        self._known: list[tuple[str, Any, str]] | None = None
+
+    def now(self) -> State:
+        """The state."""
+        self._asked += 1
+        if self._known is None or self._asked & (self._asked - 1) == 0:  # some generators are made when they are used
+            parts = list(_parts(self._root))
+            found = list(_found(parts))
+            self._known = [(path, owner, name) for path, owner, name, _ in found] if len(parts) > _FEW else None
+            return {path: state for path, _, _, state in found}
+        known = self._known
+        values = ((path, owner, name, dict(_inside(owner)).get(name)) for path, owner, name in known)
+        return {path: state for path, _, _, state in _found(values)}
+
+
+_FEW = 100
+"""Parts that are looked through in less time than a sample takes."""
+
+
+def _found(parts: Iterable[tuple[str, Any, str, Any]]) -> Iterator[tuple[str, Any, str, tuple[str, Any]]]:
+    for path, owner, name, value in parts:
+        kind = generator_kind(value)
+        if kind is not None:
+            yield path, owner, name, (kind, _KINDS[kind][2](value))
+        elif isinstance(value, _PLAIN) and _is_sampler(owner) and name not in ("rank", "num_replicas"):
+            yield path, owner, name, (_SAMPLERS_PLAIN, value)
+
+
+def generator_kind(value: Any) -> str | None:
+    """Which of Python's, NumPy's and torch's generators a value is; None for what is none."""
+    if isinstance(value, random.SystemRandom):
+        return None
+    return next((name for name, kind in _KINDS.items() if isinstance(value, kind[0])), None)
+
+
+def generator_state(generator: Any) -> Any:
+    """What it would draw next."""
+    return _KINDS[str(generator_kind(generator))][2](generator)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Let it draw that."""
+    _KINDS[str(generator_kind(generator))][3](generator, state)
+
+
+def is_plain(found: tuple[str, Any]) -> bool:
+    """Whether an entry of `own_state` is a sampler's plain attribute, and no generator."""
+    return found[0] == _SAMPLERS_PLAIN
+
+
+def _made(kind: str, state: Any) -> Any:
+    if kind == "numpy":
+        made: Any = np.random.Generator(getattr(np.random, state["bit_generator"])())
+    else:
+        made = _KINDS[kind][1]()
+    _KINDS[kind][3](made, state)
+    return made
+
+
+def _is_sampler(value: Any) -> bool:
+    return isinstance(value, Sampler) or "sampler" in type(value).__name__.lower()
+
+
+def _parts(root: Any) -> Iterator[tuple[str, Any, str, Any]]:
+    """(path, owner, name, value) of what a value holds: generators, plain values, and within other objects."""
+    seen: set[int] = {id(root)}
+    waiting: list[tuple[str, Any, int]] = [("", root, 0)]
+    while waiting and len(seen) < _MOST:
+        prefix, owner, depth = waiting.pop(0)
+        for name, value in _inside(owner):
+            path = f"{prefix}{name}"
+            if generator_kind(value) is not None or isinstance(value, _PLAIN):
+                if isinstance(value, _PLAIN) or id(value) not in seen:
+                    seen.add(id(value))
+                    yield path, owner, name, value
+            elif depth < _DEEPEST and id(value) not in seen and _is_looked_into(value):
+                seen.add(id(value))
+                waiting.append((f"{path}.", value, depth + 1))
+
+
+def _inside(owner: Any) -> list[tuple[str, Any]]:
+    if isinstance(owner, (list, tuple)):
+        return [(str(index), value) for index, value in enumerate(owner)] if len(owner) <= _LONGEST else []
+    if isinstance(owner, dict):
+        return [(str(key), value) for key, value in owner.items()] if len(owner) <= _LONGEST else []
+    if not hasattr(owner, "__dict__"):
+        return []
+    return [(name, value) for name, value in vars(owner).items() if name not in _NOT_PARTS]
+
+
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return True
+    return hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO)

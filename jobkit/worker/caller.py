@@ -1,0 +1,145 @@
+"""The `for` statement of a script that goes over ctx.epochs or ctx.batches, as its source has it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from types import FrameType
+
+_COUNTING = {
+    "enumerate": "write enumerate(ctx.batches(loader), ctx.batch)",
+    "islice": "leave the loop by `if ctx.batch + 1 == n: break`",
+    "zip": "give all loaders to ctx.batches(one, other), and leave the loop by `if ctx.batch + 1 == n: break`",
+}
+"""What counts from 0 again in the middle of an epoch, and what to write instead."""
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+def frame_of_script(frame: FrameType | None = None) -> FrameType:
+    """The innermost frame that is a script's own: not jobkit's, nor that of a library around it, as a progress bar."""
+    found = start = frame or sys._getframe(1)
+    while is_of_library(found.f_globals.get("__name__"), found.f_code.co_filename):
+        if found.f_back is None:
+            return start
+        found = found.f_back
+    return found
+
+
+def is_of_library(module: str | None, file: str) -> bool:
+    """Whether code is jobkit's, or installed."""
+    if module == "__main__":
+        return False
+    return (module or "").partition(".")[0] == "jobkit" or file.startswith(_LIBRARIES) or file.startswith("<frozen")
+
+
+class CallerLoop:
+    """The loop in whose head a frame stands now. Where there is no source, as in an interpreter, nothing is known."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        """File and line."""
+        self._around, self._loop, self._line = _find(frame)
+
+    @property
+    def counting(self) -> str | None:
+        """What to write where the head counts batches by itself, which begins at 0 in each attempt."""
+        return None if self._loop is None else _counting(self._loop.iter)
+
+    @property
+    def counting_around(self) -> str | None:
+        """The same of a call around the one that is under way, as in `bar = tqdm(enumerate(ctx.batches(loader)))`."""
+        for node in ast.walk(self._around) if self._around is not None else ():
+            is_here = isinstance(node, ast.Call) and node.lineno <= self._line <= (node.end_lineno or node.lineno)
+            if is_here and "batches(" in ast.unparse(node) and (found := _counting(node)):
+                return found
+        return None
+
+    def carries(self, name: str) -> bool:
+        """Whether the body reads a variable before it sets it: then it has the value of an earlier round."""
+        if self._loop is None:
+            return False
+        for node in (*_names(self._loop.target), *_names_in(self._loop.body)):
+            if node.id == name:
+                return not isinstance(node.ctx, ast.Store)
+        return False
+
+    def set_in_some_rounds(self) -> set[str]:
+        """Variables that the body sets within an `if` alone, and reads outside of it."""
+        if self._loop is None:
+            return set()
+        conditional: dict[str, set[int]] = {}
+        always = {node.id for node in _names(self._loop.target)}
+        read: dict[str, set[int]] = {}
+        for number, part in enumerate(self._loop.body):
+            for node in _names(part):
+                if isinstance(node.ctx, ast.Load):
+                    read.setdefault(node.id, set()).add(number)
+                elif isinstance(part, ast.If):
+                    conditional.setdefault(node.id, set()).add(number)
+                else:
+                    always.add(node.id)
+        return {name for name, ifs in conditional.items() if name not in always and read.get(name, set()) - ifs}
+
+    def used_after(self) -> tuple[set[str], set[str]]:
+        """Variables that the loop sets, and others that it uses, which the lines after it read before they set them."""
+        if self._loop is None or self._around is None:
+            return set(), set()
+        end = self._loop.end_lineno or self._loop.lineno
+        first: dict[str, ast.expr_context] = {}
+        for node in _names(self._around):
+            if getattr(node, "lineno", 0) > end:
+                first.setdefault(node.id, node.ctx)
+        read = {name for name, context in first.items() if isinstance(context, ast.Load)}
+        inside = [*_names(self._loop.target), *_names_in(self._loop.body)]
+        stored = {node.id for node in inside if isinstance(node.ctx, ast.Store)}
+        return stored & read, ({node.id for node in inside} - stored) & read
+
+
+def _counting(expression: ast.AST) -> str | None:
+    for call in ast.walk(expression):
+        if not isinstance(call, ast.Call):
+            continue
+        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+        has_start = name == "enumerate" and (len(call.args) > 1 or call.keywords)
+        if name in _COUNTING and not has_start:
+            return f"{name}() counts from 0 again when an epoch is continued in its middle: {_COUNTING[name]}"
+    return None
+
+
+def _find(frame: FrameType) -> tuple[ast.AST | None, ast.For | None, int]:
+    """The function around a loop, or the module, the loop, and the line in it at which the frame stands."""
+    try:
+        lines, first = inspect.getsourcelines(frame)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, TypeError):
+        return None, None, 0
+    line = frame.f_lineno - max(0, first - 1)
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    loop = next((one for one in loops if one.lineno <= line <= (one.iter.end_lineno or one.lineno)), None)
+    return tree, loop, line
+
+
+def _names_in(body: list[ast.stmt]) -> Iterator[ast.Name]:
+    for part in body:
+        yield from _names(part)
+
+
+def _names(node: ast.AST) -> Iterator[ast.Name]:
+    """The names in a statement in the order in which they are used: a value before what it is assigned to."""
+    if isinstance(node, ast.Name):
+        yield node
+        return
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        yield ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+    parts = list(ast.iter_child_nodes(node))
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
+        parts = [node.value, *(part for part in parts if part is not node.value)]
+    elif isinstance(node, (ast.For, ast.comprehension)):
+        parts = [node.iter, *(part for part in parts if part is not node.iter)]
+    for part in parts:
+        yield from _names(part)

@@ -1,0 +1,124 @@
+"""A script's own variables that its loop changes, and no checkpoint has, are named; no others are."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """\
+import copy, time
+import torch
+from torch.utils.data import DataLoader
+import jobkit
+
+class Meter:
+    def __init__(self): self.sum, self.count = 0.0, 0
+    def update(self, value): self.sum, self.count = self.sum + value, self.count + 1
+
+calls = 0
+def note(): # state of a module
+    global calls
+    calls += 1
+
+def main():
+    ctx = jobkit.init(params={}, seed=None, runs_dir="runs", gpus=0)
+    loader = DataLoader(torch.randn(24, 4), batch_size=4)
+    model = torch.nn.Linear(4, 1)
+    ema, criterion = copy.deepcopy(model), torch.nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    best, history, patience, loss, state = 1e9, [], 0, None, ctx.values(kept=0.0)
+    meter, end, epoch, unchanged = Meter(), time.time(), 0, 3
+    for epoch in ctx.epochs(3, model=model, optimizer=optimizer):
+        running, number = 0.0, 0
+        for x in ctx.batches(loader):
+            wait = time.time() - end
+            loss = criterion(model(x), x[:, :1])
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            running += loss.item()
+            meter.update(loss.item())
+            state.kept += 1
+            note()
+            with torch.no_grad():
+                for own, one in zip(ema.parameters(), model.parameters()): own.lerp_(one, 0.5)
+            end = time.time()
+        scheduler.step()
+        best = min(best, running)
+        if running > best: patience += 1
+        history.append(running)
+    ctx.finish()
+
+main()
+"""
+
+
+def named(line: str) -> set[str]:
+    found = re.search(r"py:\d+: (.*?) (?:is|are) changed", line)
+    assert found, line
+    return set(re.split(r", | and ", found[1]))
+
+
+def test_variables_that_no_checkpoint_has_are_named_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env={**os.environ}, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "changed in the loop" in line]
+    objects, batches, of_batches, epochs, of_epochs = lines
+    assert named(objects) == {"meter"} and "ctx.epochs(n, ..., meter=meter)" in objects
+    assert named(batches) == {"running", "calls"} and "begins with what the lines above set" in batches
+    assert "state = ctx.values(" in batches
+    assert named(of_batches) == {"ema"} and "ctx.epochs(n, ..., ema=ema)" in of_batches
+    assert named(epochs) == {"best", "history"} and "in a later epoch" in epochs
+    assert named(of_epochs) == {"scheduler"}
+
+
+LATE = """\
+import copy, random
+import torch
+from torch.utils.data import DataLoader
+import jobkit
+
+ctx = jobkit.init(params={}, seed=None, runs_dir="runs", gpus=0)
+loader = DataLoader(torch.arange(24.0).view(-1, 4), batch_size=2)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = ctx.values(history=[])
+history, waited, data = state.history, 0, list(range(4))
+
+class EMA:
+    def __init__(self, model):
+        self.shadow = {name: value.clone() for name, value in model.state_dict().items()}
+    def update(self, model):
+        for name, value in model.state_dict().items():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * value
+
+ema = EMA(model)
+for epoch in ctx.epochs(5, model=model, optimizer=optimizer):
+    random.shuffle(data)
+    for x in ctx.batches(loader):
+        loss = model(x).square().mean()
+        if ctx.batch % 2 == 0:
+            extra = loss.detach()
+        (loss + extra).backward(); optimizer.step(); optimizer.zero_grad()
+        ema.update(model)
+    history.append(loss.item())
+    if epoch >= 3: waited += 1
+ctx.finish()
+"""
+
+
+def test_a_script_without_functions_is_looked_at_in_each_epoch(tmp_path: Path) -> None:
+    (tmp_path / "train-late.py").write_text(LATE)
+    done = subprocess.run(
+        [sys.executable, "train-late.py"], cwd=tmp_path, env={**os.environ}, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    some, ema, data, waited = [line for line in done.stderr.splitlines() if "the loop" in line and "py:" in line]
+    assert "extra is set in some rounds of the loop and used in others" in some
+    assert named(ema) == {"ema"} and "Give the class state_dict()" in ema
+    assert named(data) == {"data"} and named(waited) == {"waited"}

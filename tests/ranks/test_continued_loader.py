@@ -1,0 +1,218 @@
+"""A loader that another attempt continues in a pass hands out the batches and random numbers of one without jobkit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness.ranks import Team, on_ranks
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from jobkit.checkpoint.state import rng_state, set_rng_state
+from jobkit.train import stream_draws
+from jobkit.train.loader_pass import LoaderPass
+from jobkit.train.own_state import own_state, set_own_state
+from jobkit.train.tap import kept_draws
+
+SAMPLES, BATCH, PASSES = 12, 2, 3
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Samples with noise of every generator that users draw from, own ones included, one of them made late."""
+
+    def __init__(self) -> None:
+        self.own, self.late = np.random.default_rng(7), None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.late: Any = self.late or random.Random(3)
+        drawn = (random.random(), np.random.rand(), torch.rand(()).item(), self.own.random(), self.late.random())
+        return torch.tensor((index, *drawn), dtype=torch.float64)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """The same as a stream, shuffled by a buffer and Python's generator."""
+
+    def __init__(self) -> None:
+        self.samples = Augmented()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        buffer: list[int] = []
+        for number in range(worker.id if worker else 0, SAMPLES, worker.num_workers if worker else 1):
+            buffer.append(number)
+            if len(buffer) == 4:
+                yield self.samples[buffer.pop(random.randrange(4))]
+        yield from (self.samples[number] for number in buffer)
+
+
+class Lazy(torch.utils.data.Sampler[int]):
+    """Draws each number when it is asked for it, from the process's generator, and counts."""
+
+    def __init__(self) -> None:
+        self.drawn, self.passes = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            self.drawn += 1
+            yield (random.randrange(SAMPLES) + self.drawn) % SAMPLES
+        self.passes += 1
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Ahead(DataLoader[Any]):
+    """Is one batch ahead of what it hands out, as Accelerate's loaders are."""
+
+    def __iter__(self) -> Any:
+        held = []
+        for batch in super().__iter__():
+            held.append(batch)
+            if len(held) == 2:
+                yield held.pop(0)
+        yield from held
+
+
+def seed(number: int) -> None:
+    random.seed(number), np.random.seed(number), torch.manual_seed(number)
+
+
+class Attempt:
+    """A training that draws random numbers between two batches; without jobkit, or with it."""
+
+    def __init__(self, kind: type[Any], loader: type[Any], options: dict[str, Any]) -> None:
+        shuffle: dict[str, Any] = {Stream: {}, Lazy: {"sampler": Lazy()}}.get(kind, {"shuffle": True})
+        dataset = kind() if kind is not Lazy else Augmented()
+        self.loader = loader(dataset, batch_size=BATCH, **shuffle, **options)
+        self.seen: list[Any] = []
+
+    def _learn(self, number: int, batch: torch.Tensor) -> None:
+        self.seen.append((number, batch.tolist(), (random.random(), np.random.rand(), torch.rand(()).item())))
+
+    def plain(self) -> list[Any]:
+        for number in range(PASSES):
+            for batch in self.loader:
+                self._learn(number, batch)
+        return self.seen
+
+    def run(self, saved: Any, stop: tuple[int, int] | None) -> Any:
+        """From a checkpoint to the end or to (pass, batch); the checkpoint there."""
+        number, state, draws, own, generators = saved or (0, None, None, None, None)
+        if own is not None and state is None:
+            set_own_state(self.loader, own)
+        if generators is not None:
+            set_rng_state(generators)
+        for one in range(number, PASSES):
+            if stop == (one, 0):
+                return self._checkpoint(one, None, kept_draws(self.loader))
+            batches = LoaderPass(self.loader, state, draws=draws)
+            state = draws = None
+            for batch in batches:
+                self._learn(one, batch)
+                if stop == (one, batches.taken):
+                    return self._checkpoint(one, batches.state(), None)
+        return None
+
+    def _checkpoint(self, number: int, state: Any, draws: Any) -> Any:
+        return pickle.loads(pickle.dumps((number, state, draws, own_state(self.loader), rng_state())))
+
+
+CASES = {
+    "map": (Augmented, DataLoader, {}),
+    "map, ahead": (Augmented, Ahead, {}),
+    "workers": (Augmented, DataLoader, {"num_workers": 2}),
+    "workers, ahead": (Augmented, Ahead, {"num_workers": 2}),
+    "kept workers": (Augmented, DataLoader, {"num_workers": 2, "persistent_workers": True}),
+    "a sampler that draws when it is asked": (Lazy, DataLoader, {"num_workers": 2}),
+    "stream": (Stream, DataLoader, {}),
+    "stream, ahead": (Stream, Ahead, {}),
+    "stream, kept workers": (Stream, DataLoader, {"num_workers": 2, "persistent_workers": True}),
+}
+
+
+def continued(team: Team, case: str) -> None:
+    kind, loader, options = CASES[case]
+    seed(1)
+    plain = Attempt(kind, loader, options).plain()
+    for stop in ((0, 1), (1, 0), (2, 4)):
+        seed(1)
+        first = Attempt(kind, loader, options)
+        saved = first.run(None, stop)
+        later = (stop[0], stop[1] + 1)  # what was continued is continued again
+        seed(2)
+        second = Attempt(kind, loader, options)
+        saved = second.run(saved, later)
+        seed(3)
+        third = Attempt(kind, loader, options)
+        third.run(saved, None)
+        assert first.seen + second.seen + third.seen == plain, stop
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pass_goes_on_with_the_batches_and_random_numbers_of_a_plain_loop(case: str) -> None:
+    on_ranks(1, continued, case)
+
+
+def left_early(team: Team) -> None:
+    """Kept workers have drawn for batches that nobody took, and for the script's own passes."""
+    found = []
+    for stops in (False, True):
+        seed(1)
+        attempt = Attempt(Augmented, DataLoader, {"num_workers": 2, "persistent_workers": True})
+        list(attempt.loader)  # not told of, but by the workers
+        next(LoaderPass(attempt.loader))
+        list(attempt.loader)
+        draws, state = kept_draws(attempt.loader) if stops else None, copy.deepcopy(rng_state())
+        if stops:
+            seed(2)
+            attempt = Attempt(Augmented, DataLoader, {"num_workers": 2, "persistent_workers": True})
+            set_rng_state(state)
+        found.append([batch.tolist() for batch in LoaderPass(attempt.loader, draws=draws)])
+    assert found[0] == found[1]
+
+
+def test_kept_workers_of_a_pass_that_was_left_early_go_on() -> None:
+    on_ranks(1, left_early)
+
+
+def own_from_the_second(team: Team) -> None:
+    stream_draws.MOST = 1
+    seed(1)
+    whole = Attempt(Stream, DataLoader, {})
+    whole.run(None, None)
+    for stop in (1, 2, 4):
+        seed(1)
+        first = Attempt(Stream, DataLoader, {})
+        saved = first.run(None, (1, stop))
+        second = Attempt(Stream, DataLoader, {})
+        second.run(saved, None)
+        assert first.seen + second.seen == whole.seen, stop
+
+
+def test_a_stream_of_many_batches_draws_from_generators_of_its_own() -> None:
+    on_ranks(1, own_from_the_second)
+
+
+def freed(team: Team) -> None:
+    gc.disable()
+    for kind in (Augmented, Stream):
+        batches = LoaderPass(Ahead(kind(), batch_size=BATCH, num_workers=1))
+        next(batches)
+        tap = weakref.ref(batches._tap)
+        del batches
+        assert tap() is None
+
+
+def test_the_workers_of_a_pass_end_with_it() -> None:
+    on_ranks(1, freed)

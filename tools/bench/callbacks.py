@@ -1,0 +1,230 @@
+"""The overhead of jobkit's callbacks: a framework's step of some milliseconds with the callback, over that without it.
+
+Each trains in a process of its own; they take turns, a block of steps each, so that a busy machine slows both:
+    python tools/bench/callbacks.py huggingface --milliseconds 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TARGET = 1.02
+TOLD = "turn: "
+"""What a line begins with that tells the time of a block; the framework prints, too."""
+BLOCKS, BLOCK_STEPS, WARM_UP = 24, 50, 100
+
+
+MATRIX, PRODUCT = torch.randn(256, 256), torch.empty(256, 256)
+
+
+def work(products: int) -> None:
+    """So many products of matrices."""
+    for _ in range(products):
+        torch.mm(MATRIX, MATRIX, out=PRODUCT)
+
+
+def products_in(milliseconds: float) -> int:
+    """How many take so long."""
+    work(2000)  # a processor that has slept is slow at first
+    started = time.perf_counter()
+    work(500)
+    return max(1, round(milliseconds / 1e3 / ((time.perf_counter() - started) / 500)))
+
+
+class Work(torch.nn.Module):
+    """A model whose step takes a known time in torch's own kernels, as training does."""
+
+    def __init__(self, products: int) -> None:
+        super().__init__()
+        self.linear, self.products = torch.nn.Linear(256, 256), products
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss of a layer, after the work."""
+        work(self.products)
+        return {"loss": (self.linear(x) - labels).square().mean()}
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Enough for each step of a run."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(1024, 256)
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index % 1024], "labels": self.x[(index + 1) % 1024]}
+
+
+class Turns:
+    """In a framework's process: times blocks of steps, each after a line from the process that gives the turns."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.started = self.cpu_started = 0.0
+
+    def step_begins(self) -> None:
+        """Called before each step."""
+        if self.steps >= WARM_UP and (self.steps - WARM_UP) % BLOCK_STEPS == 0:
+            if self.steps > WARM_UP:
+                wall, cpu = time.perf_counter() - self.started, time.process_time() - self.cpu_started
+                print(f"{TOLD}{wall / BLOCK_STEPS} {cpu / BLOCK_STEPS}", flush=True)
+            else:
+                print(f"{TOLD}0 0", flush=True)
+            sys.stdin.readline()
+            self.started, self.cpu_started = time.perf_counter(), time.process_time()
+        self.steps += 1
+
+
+def huggingface(products: int, with_jobkit: bool) -> None:
+    """Trainer's steps."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    turns = Turns()
+
+    class InTurns(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            turns.step_begins()
+
+    arguments = TrainingArguments(
+        output_dir="out",
+        per_device_train_batch_size=32,
+        max_steps=WARM_UP + BLOCKS * BLOCK_STEPS + 1,
+        report_to="none" if with_jobkit else "tensorboard",
+        logging_steps=10,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model=Work(products), args=arguments, train_dataset=Samples())
+    trainer.pop_callback(PrinterCallback)
+    trainer.add_callback(InTurns())
+    checkpoint = None
+    if with_jobkit:
+        from jobkit.huggingface import JobkitCallback
+
+        trainer.add_callback(job := JobkitCallback(trainer))
+        checkpoint = job.checkpoint
+    trainer.train(resume_from_checkpoint=checkpoint)
+
+
+def lightning(products: int, with_jobkit: bool) -> None:
+    """Lightning's steps."""
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    turns = Turns()
+
+    class InTurns(Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, *_: Any) -> None:
+            turns.step_begins()
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.work = Work(products)
+
+        def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+            loss = self.work(**batch)["loss"]
+            self.log("train/loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    callbacks: list[Any] = [InTurns()]
+    checkpoint = None
+    if with_jobkit:
+        from jobkit.lightning import JobkitCallback
+
+        callbacks.append(job := JobkitCallback())
+        checkpoint = job.checkpoint
+    trainer = Trainer(
+        max_steps=WARM_UP + BLOCKS * BLOCK_STEPS + 1,
+        accelerator="cpu",
+        callbacks=callbacks,
+        log_every_n_steps=10,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Samples(), 32, shuffle=False), ckpt_path=checkpoint)
+
+
+FRAMEWORKS = {"huggingface": huggingface, "lightning": lightning}
+
+
+def start(framework: str, kind: str, products: int, folder: Path) -> subprocess.Popen[str]:
+    """A process that trains with the callback, or without it."""
+    (folder / kind).mkdir()
+    command = [sys.executable, str(Path(__file__).resolve()), framework, "--train", kind, "--products", str(products)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder / kind, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+
+
+def answer(process: subprocess.Popen[str]) -> list[float]:
+    """The time of its block, and that of the processor, or 0 when it is ready for the first."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(TOLD):
+            return [float(word) for word in line.removeprefix(TOLD).split()]
+    raise SystemExit("a training ended early")
+
+
+def measure(framework: str, milliseconds: float) -> dict[str, Any]:
+    """The ratio of the blocks with the callback to those without."""
+    products = products_in(milliseconds)
+    times: dict[str, list[list[float]]] = {"alone": [], "jobkit": []}
+    with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder:
+        processes = {kind: start(framework, kind, products, Path(folder)) for kind in times}
+        for process in processes.values():
+            answer(process)
+        for block in range(BLOCKS):
+            for kind in list(times)[:: 1 if block % 2 else -1]:
+                process = processes[kind]
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+                times[kind].append(answer(process))
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    pairs = list(zip(times["jobkit"], times["alone"], strict=True))
+    ratios = [ours[0] / alone[0] for ours, alone in pairs]
+    return {
+        "framework": framework,
+        "step_ms_alone": round(1e3 * statistics.median(wall for wall, _ in times["alone"]), 3),
+        "with_over_alone": round(statistics.median(ratios), 4),
+        "target": TARGET,
+        "of_the_processors_time": round(statistics.median(ours[1] / alone[1] for ours, alone in pairs), 4),
+        "quartiles": [round(value, 4) for value in statistics.quantiles(ratios, n=4)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("frameworks", nargs="*", default=list(FRAMEWORKS))
+    parser.add_argument("--milliseconds", type=float, default=10.0)
+    parser.add_argument("--train", choices=["alone", "jobkit"], help=argparse.SUPPRESS)
+    parser.add_argument("--products", type=int, default=1, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for framework in arguments.frameworks:
+        if arguments.train:
+            FRAMEWORKS[framework](arguments.products, arguments.train == "jobkit")
+        else:
+            print(json.dumps(measure(framework, arguments.milliseconds)))
+
+
+if __name__ == "__main__":
+    main()
