@@ -216,13 +216,15 @@ def test_a_failure_shows_its_traceback_once_and_the_same_command_continues(proje
 
 
 KILLS = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 
 def at_step(ctx, step):
-    marker = Path("killed")
+    marker, durable = Path("killed"), ctx.run_dir / "checkpoints/step_00000010"
     if (step, ctx.rank) == (12, 1) and not marker.exists():
+        while not durable.exists():
+            time.sleep(0.02)
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 """
