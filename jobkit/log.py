@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Literal
+from typing import Literal, TextIO
 
 log = logging.getLogger("jobkit")
 """For all of jobkit. Info is what a user wants to know anyway; a warning is what the user may have to act on."""
@@ -20,9 +21,20 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = getattr(sys, self._info if record.levelno < logging.WARNING else "stderr")
         try:
-            print(f"jobkit: {self.format(record)}", file=stream, flush=True)
+            _print(f"jobkit: {self.format(record)}", stream)
         except Exception:  # as in logging: a line that cannot be printed is no reason to stop
             self.handleError(record)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """A line of its own also where a progress bar of tqdm's stands at the end of the terminal."""
+    with contextlib.ExitStack() as cleared:
+        if (tqdm := sys.modules.get("tqdm")) is not None:
+            # Without tqdm's lock: a loader's worker that was killed may hold it for ever. Another thread may make a
+            # bar right now; then the line stands behind the one that is there.
+            with contextlib.suppress(Exception):
+                cleared.enter_context(tqdm.tqdm.external_write_mode(file=stream, nolock=True))
+        print(line, file=stream, flush=True)
 
 
 def configure(info: Literal["stdout", "stderr"] = "stderr") -> None:
