@@ -8,7 +8,9 @@ import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterator
-from types import FrameType
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
 
 _COUNTING = {
     "enumerate": "write enumerate(ctx.batches(loader), ctx.batch)",
@@ -35,6 +37,27 @@ def is_of_library(module: str | None, file: str) -> bool:
     if module == "__main__":
         return False
     return (module or "").partition(".")[0] == "jobkit" or file.startswith(_LIBRARIES) or file.startswith("<frozen")
+
+
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """The variables of a frame as they are now.
+
+    Before Python 3.13 a function's frame goes on holding what `f_locals` has read, as the outputs of this batch on a
+    GPU, unless that is cleared; not where the function has it too, by `locals()`.
+    """
+    read = frame.f_locals
+    found = dict(read)
+    if (
+        sys.version_info < (3, 13)
+        and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        and sys.getrefcount(read) <= _HOLDERS
+    ):
+        read.clear()
+    return found
+
+
+_HOLDERS = 3
+"""Of what `f_locals` has read: the frame, `local_variables` and the argument of getrefcount."""
 
 
 class CallerLoop:
@@ -113,15 +136,24 @@ def _counting(expression: ast.AST) -> str | None:
 
 def _find(frame: FrameType) -> tuple[ast.AST | None, ast.For | None, int]:
     """The function around a loop, or the module, the loop, and the line in it at which the frame stands."""
-    try:
-        lines, first = inspect.getsourcelines(frame)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError, TypeError):
+    tree, first = _parsed(frame.f_code)
+    if tree is None:
         return None, None, 0
     line = frame.f_lineno - max(0, first - 1)
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
     loop = next((one for one in loops if one.lineno <= line <= (one.iter.end_lineno or one.lineno)), None)
     return tree, loop, line
+
+
+@lru_cache(maxsize=16)
+def _parsed(code: CodeType) -> tuple[ast.AST | None, int]:
+    """(the function's source, or the module's, and its first line). Once: there is a loop in it for each pass."""
+    try:
+        is_module = code.co_name == "<module>"
+        lines, first = (inspect.findsource(code)[0], 0) if is_module else inspect.getsourcelines(code)
+        return ast.parse(textwrap.dedent("".join(lines))), first
+    except (OSError, SyntaxError, TypeError):
+        return None, 0
 
 
 def _names_in(body: list[ast.stmt]) -> Iterator[ast.Name]:
