@@ -26,7 +26,7 @@ from jobkit.huggingface.loader import ContinuedLoader, Position
 from jobkit.huggingface.logs import of_all_attempts, result, tags
 from jobkit.log import log
 from jobkit.run.files import fsync_dir
-from jobkit.train.gradient_order import GradientOrder, orders_of
+from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.seeds import preserved_generators
 from jobkit.worker.context import Context
 from jobkit.worker.params import own_arguments
@@ -241,7 +241,7 @@ class JobkitCallback(transformers.TrainerCallback):
             **{name: getattr(trainer, name) for name in _COUNTED},
             "callbacks": [(type(one).__name__, one.state()["attributes"]) for one in _exportable(trainer)],
             "buffers": {name: value.detach().cpu() for name, value in changed.items()},
-            "orders": [order.known() for order in self._orders],
+            "orders": known_orders(self._orders),
             "seconds": self._seconds + time.monotonic() - self._started,
         }
 
@@ -277,8 +277,7 @@ class JobkitCallback(transformers.TrainerCallback):
         for name, value in own["buffers"].items():
             if name in buffers:
                 buffers[name].copy_(value)
-        for order, known in zip(self._orders, own["orders"], strict=False):
-            order.settle(known)
+        settle_all(self._orders, own["orders"])
         if self._loader is not None:
             self._loader.continue_from(own["position"])
         self._find_best(trainer.state)

@@ -23,7 +23,7 @@ from jobkit.lightning.trainer import (
     watch_batches,
 )
 from jobkit.log import log
-from jobkit.train.gradient_order import GradientOrder, orders_of
+from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.worker.context import Context
 from jobkit.worker.params import own_arguments
 
@@ -150,9 +150,9 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         self._orders = orders_of(self._trainer.model)
         if self._state is not None:
             state.load(self._trainer, self._kept, self._state)
-            for order, known in zip(self._orders, self._state["orders"], strict=False):
-                order.settle(known)
-            self._state = None
+        if self.ctx.checkpoint is not None:
+            settle_all(self._orders, self._state["orders"] if self._state is not None else [])
+        self._state = None
         self._boundary(step)  # the first: this rank's random numbers are restored in here
 
     def _boundary(self, step: int) -> None:
@@ -179,7 +179,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         found: dict[str, Any] = {"should_stop": trainer.should_stop}
         if not self._has_ended:
             assert self._kept is not None
-            found |= state.save(trainer, self._kept) | {"orders": [order.known() for order in self._orders]}
+            found |= state.save(trainer, self._kept) | {"orders": known_orders(self._orders)}
         torch.save(found, folder / _rank_file(self.ctx.rank))
 
     # What must hold

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -117,6 +118,17 @@ def orders_of(value: Any) -> list[GradientOrder]:
     """One for each DDP module that `value` is, or has in it, but for a pipeline's stage."""
     modules = value.modules() if isinstance(value, nn.Module) and not isinstance(value, Pipeline) else ()
     return [GradientOrder(module) for module in modules if isinstance(module, DistributedDataParallel)]
+
+
+def known_orders(orders: Sequence[GradientOrder]) -> list[list[str] | None]:
+    """What each has learnt, for a checkpoint."""
+    return [order.known() for order in orders]
+
+
+def settle_all(orders: Sequence[GradientOrder], known: Sequence[Sequence[str] | None]) -> None:
+    """Settle each as `known_orders` was, on all ranks, also where a rank has none of them. Collective."""
+    for order, names in zip_longest(orders, known[: len(orders)]):
+        order.settle(names)
 
 
 def has_order(model: Any) -> bool:

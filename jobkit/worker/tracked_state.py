@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.group import RankGroup
 from jobkit.train.frozen import FrozenParameters, frozen_parameters
-from jobkit.train.gradient_order import GradientOrder, orders_of
+from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.gradients import LossScaler
 from jobkit.train.hooks import uncompiled
 from jobkit.train.local_sgd import averaged_copy
@@ -151,8 +150,7 @@ class TrackedState:
         if self._loaded is not None:
             (self._restore_own if per_rank else self._restore)(self._loaded, name, value)
             known = (self._loaded.local or {}).get("gradient_order", {}).get(name, [])
-            for order, names in zip_longest(self._orders[name], known[: len(self._orders[name])]):
-                order.settle(names)
+            settle_all(self._orders[name], known)
         value = uncompiled(value) if isinstance(value, nn.Module) else value
         if isinstance(value, nn.Module) and not per_rank and self._frozen is not None:
             self._frozen.watch(unwrapped(value), self._saved_tensors(name))
@@ -238,7 +236,7 @@ class TrackedState:
             own["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
         if memory := [compression.state_dict() for compression in self._parallel.compressions]:
             own["compressions"] = memory
-        if orders := {name: [order.known() for order in found] for name, found in self._orders.items() if found}:
+        if orders := {name: known_orders(found) for name, found in self._orders.items() if found}:
             own["gradient_order"] = orders
         modes = {name: changes for name in self._modes if (changes := self._changed_modes(name))}
         pending = self._pending_gradients()
