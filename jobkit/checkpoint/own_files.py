@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from jobkit.checkpoint.disks import Disks
 from jobkit.checkpoint.store import FileDigest, Manifest, Store, digest_of
 from jobkit.group import RankGroup
-from jobkit.run.files import fsync_dir
+from jobkit.run.files import fsync_dir, fsync_file
 
 FOLDER = "files"
 """Where they are in a checkpoint."""
@@ -43,8 +42,7 @@ def _names(staging: Path) -> list[str]:
 
 
 def _settled(path: Path) -> FileDigest:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    fsync_file(path)
     return digest_of(path)
 
 

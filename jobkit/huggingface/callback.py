@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import sys
 import time
@@ -25,7 +24,7 @@ from jobkit.huggingface.arguments import parameters
 from jobkit.huggingface.loader import ContinuedLoader, Position
 from jobkit.huggingface.logs import of_all_attempts, result, tags
 from jobkit.log import log
-from jobkit.run.files import fsync_dir
+from jobkit.run.files import fsync_dir, fsync_file
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.seeds import preserved_generators
 from jobkit.worker.context import Context
@@ -383,7 +382,6 @@ def _version(buffer: torch.Tensor) -> tuple[int, int]:
 def _make_durable(folder: Path) -> None:
     for file in folder.rglob("*"):
         if file.is_file():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+            fsync_file(file)
     if folder.exists():
         fsync_dir(folder)

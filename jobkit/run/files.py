@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
+def fsync_file(path: Path) -> None:
+    """Make a file durable that somebody else has written; its name is an entry of its directory."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def fsync_dir(path: Path) -> None:
     """Make the entries of a directory (a rename, a new file) durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

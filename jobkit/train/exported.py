@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from jobkit.errors import JobkitError
-from jobkit.run.files import fsync_dir
+from jobkit.run.files import fsync_dir, fsync_file
 from jobkit.train.names import load_module_state, module_state
 
 _TIED, _EXTRA, _LEFT_OUT = "tied", "extra", "left_out"
@@ -117,8 +116,7 @@ def _write(final: Path, write: Callable[[Path], object]) -> tuple[Path, Path]:
     permissions = temporary.stat().st_mode & 0o777  # what the umask leaves
     write(temporary)
     temporary.chmod(permissions)  # safetensors makes a file that nobody else can read
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
+    fsync_file(temporary)
     return temporary, final
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from jobkit.run.files import fsync_dir, is_there
+from jobkit.run.files import fsync_dir, fsync_file, is_there
 from jobkit.run.locks import lock_at
 
 
@@ -31,8 +30,7 @@ def prepare_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool 
         temporary.mkdir()
         fill(temporary)
         for file in temporary.iterdir() if durable else ():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+            fsync_file(file)
         try:
             temporary.rename(folder)
         except OSError:
