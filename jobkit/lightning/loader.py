@@ -18,8 +18,6 @@ class ResumableLoader:
 
     def __init__(self, loader: Any, *, waits: bool = False) -> None:
         self.loader, self.waits = loader, waits
-        self.begun = 0
-        """Iterations so far."""
 
     def __iter__(self) -> Iteration:
         return Iteration(self)
@@ -64,8 +62,7 @@ class Iteration:
     def __init__(self, loader: ResumableLoader) -> None:
         self._loader = loader
         self._waits = loader.waits
-        loader.begun += 1
-        self._number, self._pass = loader.begun, LoaderPass(loader.loader)
+        self._pass = LoaderPass(loader.loader)
 
     def __iter__(self) -> Iteration:
         return self
@@ -77,13 +74,11 @@ class Iteration:
 
     def state(self) -> dict[str, Any]:
         """Where it stands."""
-        loader = self._loader
-        return {"number": self._number, "begun": loader.begun, "pass": self._pass.state()}
+        return {"pass": self._pass.state()}
 
     def place(self, state: Mapping[str, Any]) -> None:
         """Go on with the batch after those of `state`. The process's own generators are left as they are."""
         self._waits = self._loader.waits = False
-        self._loader.begun, self._number = state["begun"], state["number"]
         found = state["pass"]
         set_own_state(self._loader.loader, found["own_now"])
         self._pass = LoaderPass(self._loader.loader, found if found["begin"] else None, draws=found["had"])

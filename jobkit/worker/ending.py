@@ -78,7 +78,7 @@ class Ending:
     def end_loop(self, result: Callable[[], Any]) -> None:
         """The loop is over, and durable; the script may go on, and then the run is finished with `result()`."""
         self._reporter.end_step(self._loop.step)
-        self._retry(lambda: self._loop.save_end())
+        self._retry(self._loop.save_end)
         self._loop.end()
         self._loop.report_progress()
         self._last_result = result

@@ -21,13 +21,10 @@ from jobkit.worker.caller import CallerLoop, frame_of_script
 from jobkit.worker.forgotten import ForgottenValues, is_used_after
 from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
-from jobkit.worker.tracked_state import TrackedState
+from jobkit.worker.tracked_state import EPOCHS, TrackedState
 
 _LOOK_AFTER = (1, 5)
 """Batches of a pass after which the script's variables are compared: some change in each, some seldom."""
-
-KEY = "epochs"
-"""Of the position in a checkpoint: each rank's own, and in the manifest that of rank 0."""
 
 
 class Epochs:
@@ -58,14 +55,14 @@ class Epochs:
         self._told: set[str] = set()
         """The variables of which was said that no checkpoint has them."""
         self._resume: _Resume | None = None
-        if restored is not None and KEY in restored.manifest.extra:
+        if restored is not None and EPOCHS in restored.manifest.extra:
             self._continue(restored)
 
     def _continue(self, restored: RestoredCheckpoint) -> None:
         now, before = self._rank.topology.world_size, restored.manifest.world_size
-        known = restored.manifest.extra[KEY]
-        if before == now and restored.local is not None and KEY in restored.local:
-            known = restored.local[KEY]
+        known = restored.manifest.extra[EPOCHS]
+        if before == now and restored.local is not None and EPOCHS in restored.local:
+            known = restored.local[EPOCHS]
         self.epoch, self._call = known["epoch"], known["call"]
         self._loaders = {int(call): KnownLoaders(of_one) for call, of_one in known.get("loaders", {}).items()}
         taken = known["batch"] if before == now else known["batch"] * before // now

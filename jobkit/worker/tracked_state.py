@@ -48,6 +48,9 @@ PART = "#"
 VALUES = "#values"
 """The name of ctx.values."""
 
+EPOCHS = "epochs"
+"""Of the position of a loop over epochs in a checkpoint: each rank's own, and in the manifest that of rank 0."""
+
 LOSS_SCALE = "loss_scale"
 """The name of fp16's, which jobkit tracks itself."""
 
@@ -257,14 +260,14 @@ class TrackedState:
         if self.first_generators is not None:
             own["first_generators"] = self.first_generators
         if self.position is not None:
-            own["epochs"] = self.position.state()
+            own[EPOCHS] = self.position.state()
         return shared, held_by, own
 
     def manifest_entries(self) -> dict[str, Any]:
         """What a checkpoint says of the state in its manifest, on rank 0, as JSON."""
         values = self.own_objects.get(VALUES)
         return {
-            **({"epochs": self.position.entry()} if self.position is not None else {}),
+            **({EPOCHS: self.position.entry()} if self.position is not None else {}),
             **({"values": values.state_dict()} if values is not None else {}),
         }
 
