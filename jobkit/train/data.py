@@ -79,7 +79,7 @@ class SeededBatches(Dataset[Any]):
 
     def _begin(self, dataset: Any, number: int) -> None:
         epoch = number // self._draws_an_epoch
-        if callable(getattr(dataset, "set_epoch", None)) and _is_news(dataset, epoch):
+        if callable(getattr(dataset, "set_epoch", None)) and _is_another_epoch(dataset, epoch):
             seed_cpu_generators(derive_seed(self._of_epochs, "epoch", epoch))
             dataset.set_epoch(epoch)
 
@@ -88,7 +88,7 @@ _told: dict[int, tuple[Callable[[], Any], int]] = {}
 """The epoch that each dataset was told last, by its identity: another loader of the same dataset may be in another."""
 
 
-def _is_news(dataset: Any, epoch: int) -> bool:
+def _is_another_epoch(dataset: Any, epoch: int) -> bool:
     """Whether a dataset was told another epoch last, or none; it counts as told from here on."""
     known, last = _told.get(id(dataset), (None, None))
     if known is not None and known() is dataset and last == epoch:

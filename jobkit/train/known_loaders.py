@@ -24,7 +24,7 @@ class KnownLoaders:
         self._first: list[Any] = list(saved["first"]) if saved else []
         self._are_new = bool(saved and saved["are_new"])
 
-    def meet(
+    def begin(
         self, loaders: tuple[Any, ...], *, is_continued: bool, tracked: Collection[Any] = ()
     ) -> list[Draws | None]:
         """Before a pass over loaders: of each what workers that outlived a pass would draw next, in an attempt before.
@@ -50,7 +50,7 @@ class KnownLoaders:
 
     def state(self, *, is_between: bool) -> dict[str, Any]:
         """What another attempt is made with; `is_between`: whether no pass over them is under way."""
-        if self._saved is not None:  # not met in this attempt yet
+        if self._saved is not None:  # no pass over them has begun in this attempt
             return dict(self._saved)
         now = [own_state(loader) for loader in self._loaders]
         draws = [kept_draws(data_loader(one)) if is_between else None for one in self._loaders]

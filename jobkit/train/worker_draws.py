@@ -19,7 +19,7 @@ _FETCHERS: tuple[Any, ...] = (torchs_fetch._MapDatasetFetcher, torchs_fetch._Ite
 
 @dataclass(frozen=True)
 class Asked:
-    """What a sampler hands on for one batch, its number in the pass, and the wish to be told."""
+    """What a sampler hands on for one batch, and its number in the pass: a worker that gets it returns a Told."""
 
     indices: Any
     number: int

@@ -192,7 +192,7 @@ class Epochs:
         if known is None:
             known = self._loaders[number] = KnownLoaders()
         tracked = [one.generator for one in self._tracked.all_objects() if isinstance(one, TrackedGenerator)]
-        draws = known.meet(loaders, is_continued=resume is not None, tracked=tracked)
+        draws = known.begin(loaders, is_continued=resume is not None, tracked=tracked)
         self._tell_same_order(number, loaders)
         states: list[Any] = list(resume.passes) if resume is not None else [None] * len(loaders)
         if len(states) != len(loaders):

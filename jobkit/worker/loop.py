@@ -329,7 +329,7 @@ class TrainingLoop:
         self._checkpoints.save(self.place, write_files=self._write_files, **options)
 
     def _own_signals(self) -> None:
-        """In each step, since a signal that goes to somebody else's handler is a stop that nobody here hears of."""
+        """In each step: a signal that goes to another handler would not stop the run."""
         for said in self._signals.take_back():
             if self._rank.is_main:
                 log.info("%s", said)

@@ -15,7 +15,7 @@ from jobkit.worker.stop import StopSignals
 
 WAIT_SECONDS = 2.0
 """How long after a signal the loop may still begin: then the run stops in order, with its exit code. Of a preemption's
-grace, as of a person's patience, this is a small part."""
+grace this is a small part."""
 
 POLL_SECONDS = 0.2
 """How often it is looked whether a signal has come, before the loop."""
@@ -54,7 +54,7 @@ class SignalsBeforeLoop:
     def _is_without_loop(self) -> bool:
         """Whether no loop begins in time, and no evaluation is under way, which stops by itself."""
         until, received = time.monotonic() + WAIT_SECONDS, self._signals.received
-        while time.monotonic() < until and self._signals.received == received:  # a second Ctrl-C is impatient
+        while time.monotonic() < until and self._signals.received == received:  # a second Ctrl-C waits no longer
             if self._is_over.wait(POLL_SECONDS) or self._context.ending.has_begun:
                 return False
         return not self._context.ending.is_evaluating
