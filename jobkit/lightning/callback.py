@@ -80,8 +80,10 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         if self.ctx.checkpoint is not None:
             file = self.ctx.checkpoint / _rank_file(self.ctx.rank)
             self._state = torch.load(file, weights_only=False) if file.exists() else None
-            if self._state is None:
-                log.info("no state of rank %d is in the checkpoint: it was written on fewer ranks", self.ctx.rank)
+            if self._state is None or self._state.get("world_size") != self.ctx.world_size:
+                self._state = None  # on all ranks: their loops count the same batches
+                if self.ctx.is_main:
+                    log.info("the checkpoint is of another number of ranks: its epoch begins anew, on other samples")
         use_logger(trainer, self.ctx)
         files = trainer.strategy.checkpoint_io = CheckpointFiles(trainer, self.ctx)
         if self.ctx.is_main:
@@ -150,9 +152,8 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         self._orders = orders_of(self._trainer.model)
         if self._state is not None:
             state.load(self._trainer, self._kept, self._state)
-        if self.ctx.checkpoint is not None:
-            settle_all(self._orders, self._state["orders"] if self._state is not None else [])
-        self._state = None
+            settle_all(self._orders, self._state["orders"])
+            self._state = None
         self._boundary(step)  # the first: this rank's random numbers are restored in here
 
     def _boundary(self, step: int) -> None:
@@ -176,7 +177,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         if self.ctx.has_several_disks and self.ctx.local_rank == 0 and not trainer.is_global_zero:
             content = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             trainer.strategy.checkpoint_io.save_checkpoint(content, folder / FILE)
-        found: dict[str, Any] = {"should_stop": trainer.should_stop}
+        found: dict[str, Any] = {"world_size": self.ctx.world_size, "should_stop": trainer.should_stop}
         if not self._has_ended:
             assert self._kept is not None
             found |= state.save(trainer, self._kept) | {"orders": known_orders(self._orders)}

@@ -154,3 +154,9 @@ def test_a_run_that_is_stopped_ends_as_one_that_is_not(tmp_path: Path, case: str
     for stop in (3, steps // 2 + 1) if case == "two ranks" else (steps // 2 + 1,):
         assert attempt(ranks, runs, fit, kind, options, (stop,), config=YAML) == [STOPPED] * ranks
     assert attempt(ranks, runs, fit, kind, options, (), config=YAML) == whole
+
+
+def test_on_another_number_of_ranks_an_epoch_begins_anew(tmp_path: Path) -> None:
+    assert attempt(2, tmp_path, fit, "plain", {}, (3,), config=YAML) == [STOPPED] * 2
+    ends = attempt(3, tmp_path, fit, "plain", {}, (), config=YAML)
+    assert [steps for steps, *_ in ends] == [4 + 4 * 11] * 3
