@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,10 +19,10 @@ from transformers.trainer_callback import ExportableState
 from jobkit.checkpoint.state import rng_state, set_rng_state
 from jobkit.errors import UsageError
 from jobkit.huggingface.arguments import parameters
+from jobkit.huggingface.best import BestModels
 from jobkit.huggingface.loader import ContinuedLoader, Position
 from jobkit.huggingface.logs import of_all_attempts, result, tags
 from jobkit.log import log
-from jobkit.run.files import fsync_dir, fsync_file
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.seeds import preserved_generators
 from jobkit.worker.context import Context
@@ -34,12 +32,6 @@ from jobkit.worker.stop import STOP_SIGNALS
 
 OLDEST = (5, 4)
 """The first transformers whose loop keeps its sum of losses, and where it begins, where they can be set."""
-
-BEST = "best"
-"""Folder of the run directory for the models that load_best_model_at_end may load."""
-
-KEPT_BESTS = 4
-"""Of how many of the newest checkpoints the best model is kept."""
 
 
 class JobkitCallback(transformers.TrainerCallback):
@@ -86,8 +78,7 @@ class JobkitCallback(transformers.TrainerCallback):
         self._orders: list[GradientOrder] = []
         self._seconds, self._started = 0.0, 0.0
         self._buffers = {name: _version(value) for name, value in _buffers(self._trainer).items()}
-        self._saved_bests: deque[int | None] = deque(maxlen=KEPT_BESTS)
-        """The step of the best model, as the newest checkpoints have it: another attempt may begin with one of them."""
+        self._bests = BestModels(self._trainer, self.ctx, self._write_model)
         self._wrap_methods()
         _let_loaders_continue()
 
@@ -102,7 +93,7 @@ class JobkitCallback(transformers.TrainerCallback):
             around = getattr(self, f"_around_{name.lstrip('_')}")
             setattr(trainer, name, functools.partial(around, getattr(trainer, name)))
         trainer._init_training_state = functools.partial(self._around_init_state, trainer._init_training_state)
-        trainer._save_checkpoint = self._keep_best
+        trainer._save_checkpoint = self._bests.keep
         trainer._load_rng_state = lambda checkpoint: None  # the checkpoint's are set by ctx.boundary
 
     def _boundary(self, *, again: bool = False) -> None:
@@ -215,7 +206,7 @@ class JobkitCallback(transformers.TrainerCallback):
         torch.save(self._own(), folder / f"rank_{self.ctx.rank}.pt")
         if trainer.args.should_save:
             trainer.state.save_to_json(str(folder / trainer_module.TRAINER_STATE_NAME))
-        self._saved_bests.append(trainer.state.best_global_step)
+        self._bests.note_saved()
 
     def _write_model(self, folder: Path, *, optimizer: bool = True) -> None:
         self._trainer.save_model(str(folder), _internal_call=True)
@@ -279,7 +270,7 @@ class JobkitCallback(transformers.TrainerCallback):
         settle_all(self._orders, own["orders"])
         if self._loader is not None:
             self._loader.continue_from(own["position"])
-        self._find_best(trainer.state)
+        self._bests.find()
         if own["evaluation"] is not None:
             self._evaluate_again(own["evaluation"], control)
 
@@ -292,34 +283,6 @@ class JobkitCallback(transformers.TrainerCallback):
         trainer._maybe_log_save_evaluate(
             trainer._tr_loss, None, trainer.model_wrapped, None, state.epoch, None, time.time()
         )
-
-    # The best model
-
-    def _keep_best(self, model: Any, trial: Any = None) -> None:
-        """In place of Trainer's own checkpoint: the weights alone, where they are the best so far."""
-        trainer, state = self._trainer, self._trainer.state
-        if state.best_global_step != state.global_step:
-            return
-        folder = self._best(state.global_step)
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # whose weights are beside the optimizer's
-        self._write_model(folder, optimizer=sharded)
-        if trainer.args.should_save:
-            _make_durable(folder)
-        self.ctx.barrier()
-        state.best_model_checkpoint = str(folder)
-        kept = {folder.name, *(self._best(step).name for step in self._saved_bests if step)}
-        for old in folder.parent.iterdir() if trainer.args.should_save else ():
-            if old.name not in kept:
-                shutil.rmtree(old, ignore_errors=True)
-
-    def _best(self, step: int) -> Path:
-        return self.ctx.run_dir / BEST / f"step_{step:08d}"
-
-    def _find_best(self, state: Any) -> None:
-        """Where it is now: the runs directory may have been moved."""
-        if state.best_global_step and self._best(state.best_global_step).exists():
-            state.best_model_checkpoint = str(self._best(state.best_global_step))
-            self._saved_bests.append(state.best_global_step)
 
 
 _COUNTED = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
@@ -377,11 +340,3 @@ def _buffers(trainer: Any) -> dict[str, torch.Tensor]:
 def _version(buffer: torch.Tensor) -> tuple[int, int]:
     """Another one after each change."""
     return id(buffer), buffer._version
-
-
-def _make_durable(folder: Path) -> None:
-    for file in folder.rglob("*"):
-        if file.is_file():
-            fsync_file(file)
-    if folder.exists():
-        fsync_dir(folder)
