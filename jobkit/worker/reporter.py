@@ -169,7 +169,7 @@ class RunReporter:
 
     def drop_step(self) -> None:
         """Log nothing of what was given since the last step's end: an earlier attempt has logged it."""
-        self._values, self._placed, self._media = {}, [], []
+        self._values, self._placed, self._media, self._summaries = {}, [], [], []
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         if self._metrics is not None and values:

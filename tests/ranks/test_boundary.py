@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from harness.attempts import STOPPED, attempt, stop_after
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from torch.utils.tensorboard import summary
 
 from jobkit.checkpoint.store import Store
 from jobkit.run.rundir import RunDir
@@ -135,3 +137,23 @@ def test_a_script_that_keeps_its_random_numbers_draws_the_same_before_its_loop(t
     assert len(rest) == 2
     first, again = seen.read_text().splitlines()
     assert first == again
+
+
+def logs_first(ctx: Any, stop_at: int | None = None) -> list[float]:
+    """What a framework logs before its loop begins, of each kind."""
+    ctx.log({"scalar": 1.0})
+    ctx.log({"placed": 1.0}, step=0)
+    ctx.log_text("text", "words")
+    ctx.log_summary(summary.scalar("summary", 1.0, new_style=True), step=0)
+    return loop(ctx, 4, stop_at)
+
+
+def test_what_is_logged_before_the_loop_is_logged_by_one_attempt(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path, logs_first, 1) == [STOPPED]
+    attempt(1, tmp_path, logs_first)
+    files = run_of(tmp_path).tensorboard.glob("events.out.tfevents.*")
+    logged = [
+        value.tag for file in files for event in EventFileLoader(str(file)).Load() for value in event.summary.value
+    ]
+    own = [tag for tag in logged if tag.split("/")[0] in ("scalar", "placed", "text", "summary")]
+    assert sorted(own) == ["placed", "scalar", "summary", "text/text_summary"]
