@@ -170,6 +170,8 @@ def _seen(value: Any, looks: _Looks, depth: int = 0) -> tuple[Any, ...] | None:
         entries = _entries(value, looks, depth)
         is_plain = all(one is None or one[0] == "plain" for _, one in entries)
         return "plain" if is_plain else "object", len(value), *entries
+    if _has_state(value) and _holds_modules(value):
+        return "state", *_entries(vars(value), looks, depth)  # a state_dict of them may need all ranks, and this is one
     if _has_state(value):
         try:
             return "state", digest(summarise(value.state_dict()))
@@ -202,6 +204,12 @@ def _is_time(value: float) -> bool:
 def _has_state(value: Any) -> bool:
     is_loader = isinstance(value, (torch.utils.data.DataLoader, type, types.ModuleType))
     return not is_loader and hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
+
+
+def _holds_modules(value: Any) -> bool:
+    held = getattr(value, "__dict__", {}).values()
+    several = [one for each in held if isinstance(each, (list, tuple)) for one in each]
+    return any(isinstance(one, (nn.Module, torch.optim.Optimizer)) for one in (*held, *several[:_MOST]))
 
 
 def _is_own_object(value: Any) -> bool:

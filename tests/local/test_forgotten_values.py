@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = """\
-import copy, time
+import copy, sys, time
 import torch
 from torch.utils.data import DataLoader
 import jobkit
@@ -17,6 +17,15 @@ import jobkit
 class Meter:
     def __init__(self): self.sum, self.count = 0.0, 0
     def update(self, value): self.sum, self.count = self.sum + value, self.count + 1
+
+class App: # as torchtitan has it: of sharded models its state_dict needs all ranks
+    def __init__(self, model, optimizer): self.model, self.optimizer = model, optimizer
+    def state_dict(self): print("asked for a state_dict", file=sys.stderr)
+    def load_state_dict(self, state): pass
+
+class Average(App):
+    def __init__(self, model): self.model = copy.deepcopy(model)
+    def update(self, model): self.model.load_state_dict(model.state_dict())
 
 calls = 0
 def note(): # state of a module
@@ -29,6 +38,7 @@ def main():
     model = torch.nn.Linear(4, 1)
     ema, criterion = copy.deepcopy(model), torch.nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    app, average = App(model, optimizer), Average(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     best, history, patience, loss, state = 1e9, [], 0, None, ctx.values(kept=0.0)
     meter, end, epoch, unchanged = Meter(), time.time(), 0, 3
@@ -42,6 +52,7 @@ def main():
             meter.update(loss.item())
             state.kept += 1
             note()
+            average.update(model)
             with torch.no_grad():
                 for own, one in zip(ema.parameters(), model.parameters()): own.lerp_(one, 0.5)
             end = time.time()
@@ -72,7 +83,8 @@ def test_variables_that_no_checkpoint_has_are_named_once(tmp_path: Path) -> None
     assert named(objects) == {"meter"} and "ctx.epochs(n, ..., meter=meter)" in objects
     assert named(batches) == {"running", "calls"} and "begins with what the lines above set" in batches
     assert "state = ctx.values(" in batches
-    assert named(of_batches) == {"ema"} and "ctx.epochs(n, ..., ema=ema)" in of_batches
+    assert named(of_batches) == {"average", "ema"} and "ctx.epochs(n, ..., ema=ema)" in of_batches
+    assert "asked for a state_dict" not in done.stderr
     assert named(epochs) == {"best", "history"} and "in a later epoch" in epochs
     assert named(of_epochs) == {"scheduler"}
 
