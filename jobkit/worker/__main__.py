@@ -206,7 +206,7 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> tuple[
     with run.submission_lock():
         before = job.reconcile(run) if run.exists() else Status()
         if before.state == State.FINISHED:
-            print(f"already finished, at step {before.step}: {run.path}", flush=True)
+            print(f"already finished{before.at_steps}: {run.path}", flush=True)
             print("for a new run of the same config: the same command, with --fresh", flush=True)
             return None
         if before.state.is_under_way and not before.never_submitted:

@@ -173,7 +173,7 @@ def test_a_run_goes_from_torchrun_to_a_submission_and_back_without_repeating_a_s
     assert_each_step_once(run, 60, ranks=2)
 
     printed, _ = launch(project, TWO, *two)
-    assert printed.count("already finished, at step 60") == 1
+    assert printed.count("already finished at step 60") == 1
     assert "already finished" in project.jobkit("submit", *two, "--local").stdout
 
     launch(project, TWO, *two, "--fresh", HOLD="")
