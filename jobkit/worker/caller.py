@@ -66,37 +66,55 @@ class CallerLoop:
     def __init__(self, frame: FrameType) -> None:
         self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         """File and line."""
-        self._around, self._loop, self._line = _find(frame)
+        self._around, self._line = _source(frame)
+        self._head = _loop_at(self._around, self._line)
+        self._loop = self._head or _loop_around(self._around, self._line)
 
     @property
     def counting(self) -> str | None:
         """What to write where the head counts batches by itself, which begins at 0 in each attempt."""
-        return None if self._loop is None else _counting(self._loop.iter)
+        return None if self._head is None else _counting(self._head.iter)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a comprehension goes over ctx.batches here: what it has gathered, no other attempt has."""
+        heads = [node.iter for node in _nodes(self._around) if isinstance(node, ast.For)]
+        streams = {id(node) for head in heads for node in ast.walk(head) if isinstance(node, ast.GeneratorExp)}
+        return any(
+            _is_over(node, self._line) and "batches(" in ast.unparse(node.generators[0].iter)
+            for node in _nodes(self._around)
+            if isinstance(node, _COMPREHENSIONS) and id(node) not in streams
+        )
 
     @property
     def counting_around(self) -> str | None:
         """The same of a call around the one that is under way, as in `bar = tqdm(enumerate(ctx.batches(loader)))`."""
-        for node in ast.walk(self._around) if self._around is not None else ():
-            is_here = isinstance(node, ast.Call) and node.lineno <= self._line <= (node.end_lineno or node.lineno)
+        for node in _nodes(self._around):
+            is_here = isinstance(node, ast.Call) and _is_over(node, self._line)
             if is_here and "batches(" in ast.unparse(node) and (found := _counting(node)):
                 return found
         return None
 
     def carries(self, name: str) -> bool:
-        """Whether the body reads a variable before it sets it: then it has the value of an earlier round."""
+        """Whether a round, or what follows the loop, reads the value that an earlier round has given a variable.
+
+        The body reads it before it sets it, or sets it in some rounds only and it is read after the loop; or something
+        that the body calls sets it.
+        """
         if self._loop is None:
             return False
-        for node in (*_names(self._loop.target), *_names_in(self._loop.body)):
-            if node.id == name:
-                return not isinstance(node.ctx, ast.Store)
-        return False
+        names = [node for node in (*_targets(self._loop), *_names_in(self._loop.body)) if node.id == name]
+        stores = [isinstance(node.ctx, ast.Store) for node in names]
+        if not any(stores) or not stores[0]:
+            return True
+        return name in self.used_after()[0] and name not in _always_set(self._loop.body) | _ids(_targets(self._loop))
 
     def set_in_some_rounds(self) -> set[str]:
         """Variables that the body sets within an `if` alone, and reads outside of it."""
         if self._loop is None:
             return set()
         conditional: dict[str, set[int]] = {}
-        always = {node.id for node in _names(self._loop.target)}
+        always = _ids(_targets(self._loop))
         read: dict[str, set[int]] = {}
         for number, part in enumerate(self._loop.body):
             for node in _names(part):
@@ -108,6 +126,16 @@ class CallerLoop:
                     always.add(node.id)
         return {name for name, ifs in conditional.items() if name not in always and read.get(name, set()) - ifs}
 
+    def read_by_next(self) -> set[str]:
+        """Variables that the body gives to `next`."""
+        calls = [node for part in ([] if self._loop is None else self._loop.body) for node in ast.walk(part)]
+        names = [
+            node.args[0]
+            for node in calls
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next" and node.args
+        ]
+        return {name.id for name in names if isinstance(name, ast.Name)}
+
     def used_after(self) -> tuple[set[str], set[str]]:
         """Variables that the loop sets, and others that it uses, which the lines after it read before they set them."""
         if self._loop is None or self._around is None:
@@ -118,7 +146,7 @@ class CallerLoop:
             if getattr(node, "lineno", 0) > end:
                 first.setdefault(node.id, node.ctx)
         read = {name for name, context in first.items() if isinstance(context, ast.Load)}
-        inside = [*_names(self._loop.target), *_names_in(self._loop.body)]
+        inside = [*_targets(self._loop), *_names_in(self._loop.body)]
         stored = {node.id for node in inside if isinstance(node.ctx, ast.Store)}
         return stored & read, ({node.id for node in inside} - stored) & read
 
@@ -134,15 +162,56 @@ def _counting(expression: ast.AST) -> str | None:
     return None
 
 
-def _find(frame: FrameType) -> tuple[ast.AST | None, ast.For | None, int]:
-    """The function around a loop, or the module, the loop, and the line in it at which the frame stands."""
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _source(frame: FrameType) -> tuple[ast.AST | None, int]:
+    """The function that a frame runs, or the module, and the line in it at which the frame stands."""
     tree, first = _parsed(frame.f_code)
-    if tree is None:
-        return None, None, 0
-    line = frame.f_lineno - max(0, first - 1)
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    loop = next((one for one in loops if one.lineno <= line <= (one.iter.end_lineno or one.lineno)), None)
-    return tree, loop, line
+    return tree, frame.f_lineno - max(0, first - 1)
+
+
+def _loop_at(tree: ast.AST | None, line: int) -> ast.For | None:
+    """The `for` statement with a line in its head."""
+    loops = [node for node in _nodes(tree) if isinstance(node, ast.For)]
+    return next((one for one in loops if one.lineno <= line <= (one.iter.end_lineno or one.lineno)), None)
+
+
+def _loop_around(tree: ast.AST | None, line: int) -> ast.For | ast.While | None:
+    """The innermost loop with a line in its body, as of `batch = next(batches)`."""
+    loops = [node for node in _nodes(tree) if isinstance(node, (ast.For, ast.While)) and _is_over(node, line)]
+    return max(loops, key=lambda node: node.lineno, default=None)
+
+
+def _nodes(tree: ast.AST | None) -> Iterator[ast.AST]:
+    return iter(()) if tree is None else ast.walk(tree)
+
+
+def _is_over(node: ast.expr | ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _targets(loop: ast.For | ast.While) -> list[ast.Name]:
+    return list(_names(loop.target)) if isinstance(loop, ast.For) else []
+
+
+def _ids(names: list[ast.Name]) -> set[str]:
+    return {node.id for node in names}
+
+
+def _always_set(body: list[ast.stmt]) -> set[str]:
+    """Variables that the statements set whichever way an `if` goes; loops in them count as run."""
+    found: set[str] = set()
+    for part in body:
+        if isinstance(part, ast.If):
+            found |= _always_set(part.body) & _always_set(part.orelse)
+        elif isinstance(part, (ast.For, ast.While, ast.With)):
+            found |= _always_set(part.body) | (_ids(_targets(part)) if isinstance(part, ast.For) else set())
+        elif isinstance(part, ast.Try):
+            found |= _always_set(part.body) | _always_set(part.finalbody)
+        elif not isinstance(part, ast.Match):
+            found |= {node.id for node in _names(part) if isinstance(node.ctx, ast.Store)}
+    return found
 
 
 @lru_cache(maxsize=16)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ from jobkit.train.known_loaders import KnownLoaders
 from jobkit.train.loader_pass import LoaderPass
 from jobkit.train.tracked_generator import TrackedGenerator
 from jobkit.worker.caller import CallerLoop, frame_of_script
-from jobkit.worker.forgotten import ForgottenValues, is_used_after
+from jobkit.worker.forgotten import ForgottenValues, frames_around, is_used_after
 from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
 from jobkit.worker.tracked_state import EPOCHS, TrackedState
@@ -43,6 +44,8 @@ class Epochs:
         """How many the script has made in this epoch, in this attempt."""
         self._passes: list[LoaderPass] = []
         """Those under way."""
+        self._open: weakref.ref[Generator[Any, None, None]] | None = None
+        """The batches of the newest ctx.batches, as long as the script holds them."""
         self._batch_is_open = False
         """Whether a batch was handed out whose step has not ended."""
         self._total = 0
@@ -103,10 +106,10 @@ class Epochs:
         self._total = total
         self._loop.begin(None)
         first = self.epoch
-        variables = self._variables_of(frame_of_script())
+        variables = self._variables_of(frames_around(frame_of_script()))
         for epoch in range(first, total):
-            if variables is not None and epoch > first:
-                variables.tell(self._told, "an attempt that goes on in a later epoch begins with what was before them")
+            for seen in variables if epoch > first else ():
+                seen.tell(self._told, "an attempt that goes on in a later epoch begins with what was before them")
             self._calls, self.batch = 0, 0
             devices = self._rank.devices
             if self._resume is not None:
@@ -117,6 +120,8 @@ class Epochs:
             self._loop.begin_step()
             yield epoch
             self._end_open_batch()
+            if self._open is not None and (run := self._open()) is not None:
+                run.close()  # one that is read by next() may not have been asked for its end
             if self._resume is not None:
                 raise CheckpointError(
                     f"epoch {epoch} was left in its ctx.batches number {self._resume.call + 1}, which the code no "
@@ -130,8 +135,9 @@ class Epochs:
                 self._loop.end_epoch(is_last=epoch + 1 == total)
         self._loop.end()
 
-    def _variables_of(self, frame: FrameType) -> ForgottenValues | None:
-        return ForgottenValues(frame, self._tracked.all_objects) if self._rank.is_main else None
+    def _variables_of(self, frames: list[FrameType]) -> list[ForgottenValues]:
+        is_main, tracked = self._rank.is_main, self._tracked.all_objects
+        return [ForgottenValues(frame, tracked) for frame in frames] if is_main else []
 
     def _tell_whole_epochs(self, is_first: bool) -> None:
         if is_first and self._rank.is_main:
@@ -162,6 +168,11 @@ class Epochs:
         place = CallerLoop(frame_of_script())
         if (counting := place.counting_around) is not None:
             raise UsageError(f"{place.where}: {counting}")
+        if place.gathers:
+            raise UsageError(
+                f"{place.where}: ctx.batches in a comprehension: what it has gathered is lost when an epoch is "
+                "continued in its middle. Write a `for` loop, and gather into ctx.values or a tracked object"
+            )
         call, self._calls = self._calls, self._calls + 1
         if self._loop.is_held:
             self._tell_lost_variables()
@@ -175,15 +186,21 @@ class Epochs:
                 self._end_resume(resume)
             return Batches(lambda: iter(()), loaders)
         self.batch = 0 if resume is None else resume.taken
-        return Batches(lambda: self._run(call, loaders), loaders)
+        return Batches(lambda: self._opened(self._run(call, loaders)), loaders)
 
-    def _run(self, number: int, loaders: tuple[Any, ...]) -> Iterator[Any]:
+    def _opened(self, run: Generator[Any, None, None]) -> Iterator[Any]:
+        self._open = weakref.ref(run)
+        return run
+
+    def _run(self, number: int, loaders: tuple[Any, ...]) -> Generator[Any, None, None]:
         """The batches of one ctx.batches call."""
         frame = frame_of_script()
         place = CallerLoop(frame)
         if place.counting is not None:
             raise UsageError(f"{place.where}: {place.counting}")
-        variables = self._variables_of(frame)
+        frames = frames_around(frame)
+        loops = [CallerLoop(one) for one in frames]
+        variables = self._variables_of(frames)
         self._loop.is_held = False
         resume, self._resume = self._resume, None
         known = self._loaders.get(number)
@@ -216,14 +233,12 @@ class Epochs:
                 self.batch = self._passes[0].taken
                 self._loop.end_step(stays=self._is_last(loaders))
                 rounds += 1
-                if variables is not None and rounds in _LOOK_AFTER:
-                    variables.tell(
-                        self._told,
-                        "an attempt that goes on here begins with what the lines above set",
-                    )
+                for seen in variables if rounds in _LOOK_AFTER else ():
+                    seen.tell(self._told, "an attempt that goes on here begins with what the lines above set")
         finally:
             self._call, self._passes = number + 1, []
-        self._loop.is_held = is_used_after(place, frame, self._tracked.all_objects())
+        tracked_now = self._tracked.all_objects()
+        self._loop.is_held = any(is_used_after(loop, one, tracked_now) for loop, one in zip(loops, frames, strict=True))
         self._loop.begin_step()  # what follows the last batch
 
     def _is_last(self, loaders: tuple[Any, ...]) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import sys
 import time
 import types
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -20,7 +23,7 @@ from jobkit.checkpoint.summary import digest, summarise
 from jobkit.log import log
 from jobkit.train.parallel import unwrapped
 from jobkit.train.tracked_generator import TrackedGenerator, is_generator
-from jobkit.worker.caller import CallerLoop, is_of_library, local_variables
+from jobkit.worker.caller import CallerLoop, frame_of_script, is_of_library, local_variables
 from jobkit.worker.values import Values
 
 _SHOWN = 6
@@ -39,16 +42,28 @@ _CLOCK_SECONDS = 3600.0
 
 _ADVICE = {
     "object": "Give the class state_dict() and load_state_dict(state), and the object to the loop: "
-    "ctx.epochs(n, ..., {name}={name}), or ctx.track(per_rank={{'{name}': {name}}}) where each rank has values of its "
+    "ctx.epochs(n, ..., {key}={name}), or ctx.track(per_rank={{'{key}': {name}}}) where each rank has values of its "
     "own",
-    "plain": "Plain values belong into `state = ctx.values({name}=...)` before the loop, and are used as state.{name} "
-    "(ctx.step counts the steps)",
-    "state": "Give it to the loop: ctx.epochs(n, ..., {name}={name})",
+    "several": "Keep what it holds in an object of a class with state_dict() and load_state_dict(state), and give that "
+    "to the loop: ctx.epochs(n, ..., {key}={name})",
+    "plain": "Plain values belong into `state = ctx.values({key}=...)` before the loop, all in one call, and are used "
+    "as state.{key} (ctx.step counts the steps)",
+    "state": "Give it to the loop: ctx.epochs(n, ..., {key}={name})",
 }
-"""What to write for a variable, by what is seen of its value: attributes, a plain value, or a state_dict."""
+"""What to write for a variable, by what is seen of its value: attributes, a container of such objects, a plain value,
+or a state_dict."""
 
 _LIKE_A_SUM = 100_000.0
 """Seconds since a machine has started, below which they are like any number of a script's."""
+
+
+def frames_around(frame: FrameType) -> list[FrameType]:
+    """The frame in which a loop stands, and where that is a generator's, those of the loops over it."""
+    found = [frame]
+    while frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back is not None:
+        frame = frame_of_script(frame.f_back)
+        found.append(frame)
+    return found
 
 
 def is_used_after(loop: CallerLoop, frame: FrameType, tracked: Collection[Any]) -> bool:
@@ -90,25 +105,65 @@ class ForgottenValues:
                 _listed(some, "is", "are"),
                 _pronoun(some),
             )
+        self._tell_iterators(told)
         for kind, advice in _ADVICE.items():
             if names := [name for name in changed if self._before[name][0] == kind]:
                 lost = " and not tracked" if kind == "state" else f", and no checkpoint has {_pronoun(names)}"
                 log.warning(
                     "%s: %s changed in the loop%s: %s. %s",
                     self._loop.where,
-                    _listed(names, "is", "are"),
+                    _listed([self._told_as(name, now) for name in names], "is", "are"),
                     lost,
                     what_is_lost,
-                    advice.format(name=names[0]),
+                    advice.format(name=names[0], key=self._key(names[0])),
                 )
+
+    def _tell_iterators(self, told: set[str]) -> None:
+        variables = {**self._frame.f_globals, **local_variables(self._frame)}
+        read = sorted(name for name in self._loop.read_by_next() - told if _is_own_iterator(variables.get(name)))
+        told.update(read)
+        if read:
+            log.warning(
+                "%s: %s read on in the loop by next(), and no checkpoint has how far: another attempt reads from the "
+                "beginning. ctx.batches(one, other) reads two loaders at once, up to the end of the shorter one; else "
+                "read by an object with state_dict() and load_state_dict(state), and give that to the loop",
+                self._loop.where,
+                _listed(read, "is", "are"),
+            )
+
+    def _told_as(self, name: str, now: Mapping[str, tuple[Any, ...]]) -> str:
+        """A variable, and of an object the attributes that have changed."""
+        before, after = self._before[name], now.get(name, ())
+        if before[0] != "object" or len(before) != len(after):
+            return name
+        pairs = zip(before[1:-1], after[1:-1], strict=True)
+        changed = [str(one[0]) for one, other in pairs if one != other and isinstance(one, tuple)]
+        return f"{name} ({', '.join(changed[:_SHOWN])})" if changed else name
+
+    def _key(self, name: str) -> str:
+        """The name under which a variable is given to the loop: `self` is no keyword there."""
+        if name == "self":
+            return type(local_variables(self._frame)["self"]).__name__.lower()
+        return name.rpartition(".")[2]
 
     def _seen(self) -> dict[str, tuple[Any, ...]]:
         kept, found = _Kept(self._tracked()), {}
-        for name, value in {**self._frame.f_globals, **local_variables(self._frame)}.items():
+        for name, value in self._variables():
             looks = _Looks(kept)
-            if not name.startswith("__") and (seen := _seen(value, looks)) is not None:
+            if (seen := _seen(value, looks)) is not None:
                 found[name] = *seen, looks.of_tensors()
         return found
+
+    def _variables(self) -> Iterator[tuple[str, Any]]:
+        """The variables that the frame sees, and those in the script's own modules, classes and functions."""
+        for name, value in {**self._frame.f_globals, **local_variables(self._frame)}.items():
+            if name.startswith("__"):
+                continue
+            yield name, value
+            if _is_own_holder(value):
+                for own, held in list(vars(value).items()):
+                    if not own.startswith("__") and not isinstance(held, (*_HOLDERS, *_DESCRIPTORS)):
+                        yield f"{name}.{own}", held
 
 
 class _Kept:
@@ -118,8 +173,9 @@ class _Kept:
         modules = [unwrapped(value) for value in tracked if isinstance(value, nn.Module)]
         generators = [value.generator for value in tracked if isinstance(value, TrackedGenerator)]
         values = [one for value in tracked if isinstance(value, Values) for one in vars(value).values()]
+        self._parameters = {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
         self._known = {id(one) for one in (*tracked, *modules, *generators, *values) if not isinstance(one, _IMMUTABLE)}
-        self._parameters = {id(one) for module in modules for one in module.parameters()}
+        self._known |= self._parameters
 
     def __contains__(self, value: Any) -> bool:
         """Whether a checkpoint has it: a tracked object, or a module around or in one."""
@@ -151,6 +207,8 @@ def _seen(value: Any, looks: _Looks, depth: int = 0) -> tuple[Any, ...] | None:
     looks.left -= 1
     if value in looks.kept:
         return None
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, (bool, str)) or value is None:
         return "plain", value
     if isinstance(value, (int, float)):
@@ -166,10 +224,10 @@ def _seen(value: Any, looks: _Looks, depth: int = 0) -> tuple[Any, ...] | None:
         return None  # worker/untracked.py refuses those
     if isinstance(value, nn.Module):
         return "state", *((id(one), looks.at(one)) for one in (*value.parameters(), *value.buffers()))
-    if isinstance(value, (list, tuple, dict, set)):
+    if isinstance(value, (list, tuple, dict, set, deque)):
         entries = _entries(value, looks, depth)
         is_plain = all(one is None or one[0] == "plain" for _, one in entries)
-        return "plain" if is_plain else "object", len(value), *entries
+        return "plain" if is_plain else "several", len(value), *entries
     if _has_state(value) and _holds_modules(value):
         return "state", *_entries(vars(value), looks, depth)  # a state_dict of them may need all ranks, and this is one
     if _has_state(value):
@@ -194,6 +252,33 @@ def _entries(value: Any, looks: _Looks, depth: int) -> list[Any]:
     return found
 
 
+def _is_own_iterator(value: Any) -> bool:
+    """Whether it is an iterator over what the script reads besides; a library's generator is one around ctx.batches."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return frame is None or not is_of_library(frame.f_globals.get("__name__"), frame.f_code.co_filename)
+    return isinstance(value, Iterator) and not _has_state(value)
+
+
+_HOLDERS = (types.ModuleType, type, types.FunctionType)
+
+_DESCRIPTORS = (property, staticmethod, classmethod)
+
+
+def _is_own_holder(value: Any) -> bool:
+    """A module, class or function of the script's own, or arguments: what they have is used like variables."""
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return True
+    if isinstance(value, types.ModuleType):
+        return not is_of_library(value.__name__, getattr(value, "__file__", None) or "<frozen")
+    return isinstance(value, (type, types.FunctionType)) and _is_of_script(value.__module__)
+
+
+def _is_of_script(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return module == "__main__" or bool(file and not is_of_library(module, file))
+
+
 def _is_time(value: float) -> bool:
     clocks = [time.time(), time.time_ns()]
     if time.perf_counter() > _LIKE_A_SUM:
@@ -216,9 +301,7 @@ def _is_own_object(value: Any) -> bool:
     """An instance of a class of the script's own, as a running mean: not of a library's, as a progress bar."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType)) or not hasattr(value, "__dict__"):
         return False
-    module = type(value).__module__
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return module == "__main__" or bool(file and not is_of_library(module, file))
+    return _is_of_script(type(value).__module__)
 
 
 def _listed(names: list[str], one: str, several: str) -> str:

@@ -69,7 +69,7 @@ main()
 def named(line: str) -> set[str]:
     found = re.search(r"py:\d+: (.*?) (?:is|are) changed", line)
     assert found, line
-    return set(re.split(r", | and ", found[1]))
+    return set(re.split(r", | and ", re.sub(r" \(.*?\)", "", found[1])))
 
 
 def test_variables_that_no_checkpoint_has_are_named_once(tmp_path: Path) -> None:
@@ -80,7 +80,11 @@ def test_variables_that_no_checkpoint_has_are_named_once(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "changed in the loop" in line]
     objects, batches, of_batches, epochs, of_epochs = lines
-    assert named(objects) == {"meter"} and "ctx.epochs(n, ..., meter=meter)" in objects
+    assert (
+        named(objects) == {"meter"}
+        and "meter (sum, count) is changed" in objects
+        and "ctx.epochs(n, ..., meter=meter)" in objects
+    )
     assert named(batches) == {"running", "calls"} and "begins with what the lines above set" in batches
     assert "state = ctx.values(" in batches
     assert named(of_batches) == {"average", "ema"} and "ctx.epochs(n, ..., ema=ema)" in of_batches
@@ -132,5 +136,115 @@ def test_a_script_without_functions_is_looked_at_in_each_epoch(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     some, ema, data, waited = [line for line in done.stderr.splitlines() if "the loop" in line and "py:" in line]
     assert "extra is set in some rounds of the loop and used in others" in some
-    assert named(ema) == {"ema"} and "Give the class state_dict()" in ema
+    assert named(ema) == {"ema"} and "ema (shadow) is changed" in ema and "Give the class state_dict()" in ema
     assert named(data) == {"data"} and named(waited) == {"waited"}
+
+
+HABITS = """\
+import collections, copy, itertools
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+import jobkit
+import shared
+
+class Config: total = 0.0
+
+def count(): count.calls = getattr(count, "calls", 0) + 1
+
+class Meter:
+    sum = 0.0
+
+class Trainer:
+    def __init__(self):
+        self.smooth, self.unchanged = 0.0, 3
+        self.model = torch.nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loader, self.others = DataLoader(torch.randn(24, 4), batch_size=4), DataLoader(torch.randn(8, 4))
+
+    def step(self, x):
+        loss = self.model(x).square().mean()
+        self.optimizer.zero_grad(); loss.backward(); self.optimizer.step()
+        count()
+        return loss.item()
+
+    def batches(self):
+        yield from ctx.batches(self.loader)
+
+    def epoch(self):
+        last, meters, mean = collections.deque(maxlen=3), {"loss": Meter()}, np.float32(0.0)
+        second, inner, others = 0.0, 0.0, itertools.cycle(self.others)
+        def note(loss):
+            nonlocal inner
+            inner += loss
+        for x in self.batches():
+            loss = self.step(x)
+            self.smooth = 0.9 * self.smooth + 0.1 * loss
+            last.append(loss)
+            meters["loss"].sum += loss
+            mean = np.float32(0.9) * mean + np.float32(0.1)
+            second += next(others).sum().item()
+            Config.total += loss
+            shared.total += loss
+            note(loss)
+
+    def run(self):
+        best_state, best = copy.deepcopy(self.model.state_dict()), 9
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(True)
+        for epoch in ctx.epochs(2, model=self.model, optimizer=self.optimizer):
+            self.epoch()
+            if epoch == 0:
+                best_state = copy.deepcopy(self.model.state_dict())
+            if epoch == 0:
+                best = epoch
+            else:
+                best = epoch
+        self.model.load_state_dict(best_state)
+        print(best)
+
+for parameter in torch.nn.Linear(1, 1).parameters():
+    pass
+ctx = jobkit.init(params={}, seed=None, runs_dir="runs", gpus=0)
+Trainer().run()
+ctx.finish()
+"""
+
+
+def test_habits_that_hide_a_variable_from_the_loop_are_seen_through(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HABITS)
+    (tmp_path / "shared.py").write_text("total = 0.0\n")
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env={**os.environ}, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "the loop" in line and "py:" in line]
+    assert set.union(*(named(line) for line in lines if "changed" in line)) == {
+        *("self", "last", "meters", "mean", "second", "inner", "Config.total", "shared.total", "best_state"),
+        "count.calls",
+    }
+    told = "\n".join(lines)
+    assert "self (smooth) is changed" in told and "ctx.epochs(n, ..., trainer=self)" in told
+    assert "others is read on in the loop by next()" in told
+
+
+GATHERS = """\
+import torch
+import jobkit
+
+ctx = jobkit.init(params={}, seed=None, runs_dir="runs", gpus=0)
+for epoch in ctx.epochs(2):
+    means = [
+        x.mean()
+        for x in ctx.batches([torch.zeros(2)])
+    ]
+"""
+
+
+def test_a_comprehension_over_batches_is_refused_by_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GATHERS)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env={**os.environ}, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "train.py:8: ctx.batches in a comprehension" in done.stderr
