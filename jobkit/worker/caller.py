@@ -73,7 +73,12 @@ class CallerLoop:
     @property
     def counting(self) -> str | None:
         """What to write where the head counts batches by itself, which begins at 0 in each attempt."""
-        return None if self._head is None else _counting(self._head.iter)
+        if self._head is not None:
+            return _counting(self._head.iter)
+        head = ast.unparse(self._loop.iter) if isinstance(self._loop, ast.For) else ""
+        if head.startswith("range(") and "batch" not in head:
+            return f"{head} counts from 0 again when an epoch is continued in its middle: write range(ctx.batch, n)"
+        return None
 
     @property
     def gathers(self) -> bool:

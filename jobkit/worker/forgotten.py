@@ -255,8 +255,8 @@ def _entries(value: Any, looks: _Looks, depth: int) -> list[Any]:
 def _is_own_iterator(value: Any) -> bool:
     """Whether it is an iterator over what the script reads besides; a library's generator is one around ctx.batches."""
     if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        return frame is None or not is_of_library(frame.f_globals.get("__name__"), frame.f_code.co_filename)
+        frame = value.gi_frame  # None at its end
+        return frame is not None and not is_of_library(frame.f_globals.get("__name__"), frame.f_code.co_filename)
     return isinstance(value, Iterator) and not _has_state(value)
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """\
 import copy, sys, time
 import torch
@@ -228,23 +230,53 @@ def test_habits_that_hide_a_variable_from_the_loop_are_seen_through(tmp_path: Pa
     assert "others is read on in the loop by next()" in told
 
 
-GATHERS = """\
+HEAD = """\
 import torch
 import jobkit
 
 ctx = jobkit.init(params={}, seed=None, runs_dir="runs", gpus=0)
 for epoch in ctx.epochs(2):
+"""
+GATHERS = """\
     means = [
         x.mean()
         for x in ctx.batches([torch.zeros(2)])
     ]
 """
+COUNTS = """\
+    batches = iter(ctx.batches([torch.zeros(2)]))
+    for i in range(1):
+        next(batches)
+"""
+BY_NEXT = """\
+    batches = iter(ctx.batches([torch.zeros(2)] * 3))
+    for i in range(ctx.batch, 3):
+        next(batches)
+print("done", ctx.step)
+ctx.finish()
+"""
 
 
-def test_a_comprehension_over_batches_is_refused_by_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(GATHERS)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env={**os.environ}, text=True, capture_output=True, timeout=300
-    )
+def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(HEAD + body)
+    command = [sys.executable, "train.py"]
+    return subprocess.run(command, cwd=folder, env={**os.environ}, text=True, capture_output=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (GATHERS, "train.py:8: ctx.batches in a comprehension"),
+        (COUNTS, "train.py:8: range(1) counts from 0 again"),
+    ],
+)
+def test_loops_that_cannot_be_continued_are_refused_by_file_and_line(tmp_path: Path, body: str, told: str) -> None:
+    done = run_script(tmp_path, body)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "train.py:8: ctx.batches in a comprehension" in done.stderr
+    assert told in done.stderr
+
+
+def test_batches_that_are_read_by_next_need_not_be_read_to_their_end(tmp_path: Path) -> None:
+    done = run_script(tmp_path, BY_NEXT)
+    assert done.returncode == 0 and "done 6" in done.stdout, done.stderr
+    assert "next()" not in done.stderr
