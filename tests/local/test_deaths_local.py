@@ -71,8 +71,12 @@ def beyond_the_limit():
 
 
 def beyond_the_cgroup():
-    (Path(os.environ["CGROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
-    bytearray(os.urandom(2**20) * 512)
+    group, used, limit = (Path(word) for word in os.environ["CGROUP"].split(":"))
+    for pid in (os.getppid(), os.getpid()):  # as under Slurm, where a job's processes are in a group together
+        (group / "cgroup.procs").write_text(str(pid))
+    Path("/proc/self/oom_score_adj").write_text("1000")  # the first that the kernel chooses
+    (group / limit).write_text(str(int((group / used).read_text()) + 2**29))
+    kept = [os.urandom(2**20) * 64 for _ in range(2**6)]
 
 
 def kill_a_worker():
@@ -279,27 +283,31 @@ def test_a_rank_that_stands_still_is_noticed_and_all_stacks_are_written_down(
 
 
 @pytest.fixture
-def cgroup(tmp_path: Path) -> Iterator[Path]:
-    """A memory control group of 64 MiB; skips where none can be made."""
+def cgroup(tmp_path: Path) -> Iterator[str]:
+    """A memory control group: its folder, and its files of the memory in use and of the limit. Skips where none is."""
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    root, limit = (first, "memory.limit_in_bytes") if first.is_dir() else (second, "memory.max")
+    root, used, limit = (
+        (first, "memory.usage_in_bytes", "memory.limit_in_bytes")
+        if first.is_dir()
+        else (second, "memory.current", "memory.max")
+    )
     group = root / f"jobkit-test-{os.getpid()}"
     try:
         group.mkdir()
-        (group / limit).write_text(str(64 << 20))
+        (group / limit).read_text()
     except OSError as error:
         if group.exists():
             group.rmdir()
         pytest.skip(f"no memory control group can be made here: {error}")
-    yield group
+    yield f"{group}:{used}:{limit}"
     wait_for("an empty control group", lambda: not (group / "cgroup.procs").read_text(), seconds=20)
     group.rmdir()
 
 
 def test_a_rank_that_the_kernel_kills_for_its_memory_is_told_from_one_that_somebody_kills(
-    project: Mortal, undisturbed: bytes, cgroup: Path
+    project: Mortal, undisturbed: bytes, cgroup: str
 ) -> None:
-    project.plan(([1], 15, "cgroup"), CGROUP=str(cgroup))
+    project.plan(([1], 15, "cgroup"), CGROUP=cgroup)
     project.submit("--local")
     (run,) = project.runs
     assert causes(run) == ["out_of_memory", "finished"], describe(run)
