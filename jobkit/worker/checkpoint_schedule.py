@@ -38,8 +38,10 @@ class CheckpointSchedule:
         self._steps: int | None = None
         self._seconds: float | None = None
         if config.every == "auto":
-            known = config.mtbf != "auto"
-            self.auto = AutoInterval(parse_seconds(config.mtbf) if known else mean_time_between_failures(earlier))
+            if config.mtbf != "auto":
+                self.auto = AutoInterval(parse_seconds(config.mtbf), "what checkpoint.mtbf says")
+            else:
+                self.auto = AutoInterval(mean_time_between_failures(earlier), _how_often_known(earlier))
         elif isinstance(config.every, int):
             self._steps = config.every
         else:
@@ -116,6 +118,13 @@ def mean_time_between_failures(attempts: Sequence[Attempt]) -> float:
     return (PRIOR_SECONDS + lived) / (1 + sum(attempt.ended_hard for attempt in attempts))
 
 
+def _how_often_known(attempts: Sequence[Attempt]) -> str:
+    failures = sum(attempt.ended_hard for attempt in attempts)
+    if failures == 0:
+        return "assumed until this run has had one"
+    return f"estimated: this run has had {failures}"
+
+
 @dataclass
 class AutoInterval:
     """`checkpoint.every: auto`: the interval between two checkpoints, from what one costs and how often the run dies.
@@ -125,6 +134,8 @@ class AutoInterval:
 
     mtbf: float
     """Mean time between failures, in seconds."""
+    known_by: str = "assumed until this run has had one"
+    """Where that is from, in words."""
     cost: float | None = None
     """Seconds for which a checkpoint holds up the training; None before the first."""
     durable: float = 0.0
@@ -143,8 +154,9 @@ class AutoInterval:
         return max(min(ideal, MAX_SECONDS), self.cost / MAX_OVERHEAD, 2 * self.durable)
 
     def explain(self) -> str:
-        cost = "not known yet" if self.cost is None else f"{self.cost:.3g} s"
+        """What a person is told of the interval and its reasons, in a line."""
+        cost = "not known yet" if self.cost is None else f"{self.cost:.2g} s each"
         return (
-            f"a checkpoint every {self.seconds:.3g} s: one holds up the training for {cost}, "
-            f"time between failures {format_seconds(self.mtbf)}"
+            f"a checkpoint every {self.seconds:.3g} s from here on: the training waits little for them ({cost}), and a "
+            f"failure repeats little. One failure in {format_seconds(self.mtbf)} is {self.known_by}"
         )

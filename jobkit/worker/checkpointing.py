@@ -88,17 +88,19 @@ class Checkpoints:
         *,
         wait: bool = False,
         must: bool = True,
+        is_last: bool = False,
         extra: Mapping[str, Any] | None = None,
         write_files: own_files.Write | None = None,
     ) -> None:
         """Checkpoint the state at a place, on all ranks together; one that is under way is not repeated.
 
         `extra` is JSON for the manifest. `write_files` writes files of its own into a folder of the checkpoint. With
-        `wait` a failure is raised, unless `must` is off.
+        `wait` a failure is raised, unless `must` is off. With `is_last`, or `wait`, the loop ends after it: nobody is
+        told how often there will be another.
         """
         if self._pending is None or self._pending_place != place or extra is not None:
             self._pending_place = place
-            done = partial(self._saved, place)
+            done = partial(self._saved, place, another=not (wait or is_last))
             # What is waited for is the last of this attempt: its way to the disk is not to be made longer.
             self._pending = self._begin(
                 place.step, extra or {}, on_done=done, in_memory=not wait, write_files=write_files
@@ -165,26 +167,28 @@ class Checkpoints:
             with suppress(TimeoutError):
                 self._pending.outcome(seconds)
 
-    def _saved(self, place: Place, saved: Saved) -> None:
-        """In the writer's thread, on every rank."""
+    def _saved(self, place: Place, saved: Saved, *, another: bool) -> None:
+        """In the writer's thread, on every rank; `another` may follow."""
         with self._reporter.in_a_thread():
             self._reporter.heartbeat.beat()
             if saved.error is None:
                 self.durable_step, self._durable_place = saved.step, place
-                self._report(saved)
+                self._report(saved, another)
             elif self._rank.is_main:
                 self._reporter.record(Event.CHECKPOINT_FAILED, step=saved.step, error=str(saved.error))
                 goes_on = "training goes on, " if self._reporter.heartbeat.training else ""
                 safe = "there is none yet" if self.durable_step is None else f"that of step {self.durable_step} is safe"
                 log.info("%s; %s%s", saved.error, goes_on, safe)
 
-    def _report(self, saved: Saved) -> None:
+    def _report(self, saved: Saved, another: bool) -> None:
         costs = {"seconds": round(saved.seconds, 4), "stall": round(saved.stall, 4)}
         self._reporter.record(Event.CHECKPOINT, step=saved.step, **costs)
         self._reporter.scalars(saved.step, {"perf/checkpoint_seconds": saved.seconds})
         auto = self.schedule.auto
         if self._rank.is_main and self.schedule.observe(saved.stall, saved.seconds) and auto is not None:
-            log.info("%s", auto.explain())
+            heartbeat = self._reporter.heartbeat
+            if another and heartbeat.training and not heartbeat.stopping:
+                log.info("%s", auto.explain())
             self._reporter.record(
                 Event.CHECKPOINT_INTERVAL, seconds=round(auto.seconds, 2), cost=auto.cost, mtbf=round(auto.mtbf)
             )

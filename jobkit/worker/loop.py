@@ -320,7 +320,7 @@ class TrainingLoop:
             due, in_memory = due or by_time, in_memory or in_memory_by_time
         if due:
             self._is_due_later = False
-            self._save()
+            self._save(is_last=self.step + 1 == self.total)
         elif in_memory and self._write_files is None:
             self._checkpoints.snapshot(self.step)
         self.report_progress()

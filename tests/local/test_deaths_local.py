@@ -571,7 +571,7 @@ def test_another_number_of_ranks_sees_the_same_samples_and_learns_the_same(proje
 
 
 @pytest.mark.parametrize(("override", "mtbf"), [("checkpoint.keep=3", 8 * 3600), ("checkpoint.mtbf=1h", 3600)])
-def test_the_automatic_interval_is_told_and_journalled(project: Mortal, override: str, mtbf: int) -> None:
+def test_the_automatic_interval_is_journalled(project: Mortal, override: str, mtbf: int) -> None:
     project.submit("--local", "resources.tasks_per_node=1", "checkpoint.every=auto", "params.steps=20", override)
     (run,) = project.runs
     (told,) = [event for event in events(run) if event["event"] == "checkpoint_interval"][:1]
@@ -579,4 +579,4 @@ def test_the_automatic_interval_is_told_and_journalled(project: Mortal, override
     young = min(math.sqrt(2 * told["cost"] * mtbf), MAX_SECONDS)
     first = next(event for event in events(run) if event["event"] == "checkpoint")
     assert told["seconds"] == pytest.approx(max(young, told["cost"] / MAX_OVERHEAD, 2 * first["seconds"]), abs=0.02)
-    assert "jobkit: a checkpoint every " in (run / "logs" / "1" / "rank_0.out").read_text()
+    assert "a checkpoint every " not in (run / "logs" / "1" / "rank_0.out").read_text(), "no other follows"

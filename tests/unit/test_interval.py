@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jobkit.run.config import CheckpointConfig
 from jobkit.run.status import Attempt
 from jobkit.worker.checkpoint_schedule import (
     FIRST_SECONDS,
@@ -15,6 +16,7 @@ from jobkit.worker.checkpoint_schedule import (
     MIN_MEMORY_SECONDS,
     PRIOR_SECONDS,
     AutoInterval,
+    CheckpointSchedule,
     MemorySchedule,
     mean_time_between_failures,
 )
@@ -72,7 +74,20 @@ def test_the_interval_and_its_reasons_are_told() -> None:
     text = interval(2 * HOUR, (2.0, 2.0)).explain()
     assert "every 200 s" in text
     assert "2 s" in text
-    assert "2:00:00" in text
+    assert "One failure in 2:00:00 is assumed until this run has had one" in text
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "earlier", "known_by"),
+    [
+        ("1h", 1, "One failure in 1:00:00 is what checkpoint.mtbf says"),
+        ("auto", 0, "One failure in 8:00:00 is assumed until this run has had one"),
+        ("auto", 1, "One failure in 4:30:00 is estimated: this run has had 1"),
+    ],
+)
+def test_where_the_time_between_failures_is_from_is_told(mtbf: str, earlier: int, known_by: str) -> None:
+    schedule = CheckpointSchedule(CheckpointConfig(every="auto", mtbf=mtbf), [lived(HOUR, hard=True)] * earlier)
+    assert schedule.auto is not None and schedule.auto.explain().endswith(known_by)
 
 
 # Snapshots in memory
