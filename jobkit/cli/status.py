@@ -16,7 +16,7 @@ from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import is_silent
 from jobkit.run.status import Attempt, State, Status
-from jobkit.submission.observer import observe
+from jobkit.submission.observer import is_active, may_be_requeued, observe
 
 SAMPLES_SHOWN = 8
 """How many ids of a failed rank's batch are printed: a person looks one or two up."""
@@ -32,20 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the status, after the scheduler was asked whether the job lives."""
     found = chosen_run(arguments)
+    is_ending = False
     try:
         status = observe(found)
+        is_ending = may_be_requeued(status) and is_active(found, status)
     except SchedulerError as error:
         print(f"{error}; what follows is what the run directory says", file=sys.stderr)
         status = found.status()
     if arguments.json:
         print(json.dumps(status.as_dict(), indent=1))
     else:
-        print("\n".join(describe(found, status)))
+        print("\n".join(describe(found, status, is_ending=is_ending)))
     return EXIT_FINISHED
 
 
-def describe(run: RunDir, status: Status) -> list[str]:
-    """The status in lines for a person; the last says what to type next."""
+def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[str]:
+    """The status in lines for a person; the last says what to type next.
+
+    `is_ending` says of an interrupted run that its Slurm job has not ended, and so may go back into the queue.
+    """
     silent = is_silent(run, status)
     known = f", {status.steps}" if status.has_loop else ""
     lines = [f"{run.name}: {status.state}{known}"]
@@ -55,6 +60,8 @@ def describe(run: RunDir, status: Status) -> list[str]:
         lines[0] = f"{run.name}: probably {status.probably}{known} ({why})"
     if status.state.is_under_way:
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
+    if status.state == State.QUEUED and status.next_began != "submitted":
+        lines.append("  in the queue again: it continues by itself")
     if status.state == State.HELD:
         lines.append(f"  held: {status.waits_for} (Slurm's word); to release it: scontrol release {status.job_id}")
     elif status.waits_for is not None:
@@ -84,7 +91,9 @@ def describe(run: RunDir, status: Status) -> list[str]:
     if status.result is not None:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
-    if status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
+    if is_ending:
+        lines.append(f"job {status.job_id} is ending: in some seconds it is in the queue again, or here is what to type")
+    elif status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
         lines.append(f"to {'start it again' if silent else 'continue it'}: {status.how_to_continue}")
     return lines
 

@@ -48,11 +48,31 @@ def _looked_at(
     """A run's status with what has become of its job; `find_job` says what Slurm knows of one."""
     if status.submitting:
         return _with_cut_off_submission(run, status)
+    if may_be_requeued(status):
+        return _with_requeued_job(run, status, find_job)
     if not _is_asked_about(status, timeout):
         return status
     if status.scheduler != "slurm":
         return status if has_supervisor(run) else _with_end(run, status, None)
     return _with_job(run, status, find_job(str(status.job_id)))
+
+
+def may_be_requeued(status: Status) -> bool:
+    """Whether the run has stopped in a Slurm job that may be about to go back into the queue."""
+    return status.state == State.INTERRUPTED and status.scheduler == "slurm" and status.job_id is not None
+
+
+def _with_requeued_job(run: RunDir, status: Status, find_job: Callable[[str], slurm.JobInfo | None]) -> Status:
+    """The status of an interrupted run: queued where Slurm has put its job back, which nobody in it could record."""
+    if not can_be_asked(status):
+        return status
+    job = find_job(str(status.job_id))
+    if job is None or not job.runs(run.batch_script):
+        return status
+    if job.state == "PENDING" or job.requeued_by_slurm:
+        status.next_began = "requeued"
+        return _in_the_queue(status, job)
+    return status
 
 
 def _with_cut_off_submission(run: RunDir, status: Status) -> Status:
@@ -151,8 +171,13 @@ def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
     if job is None or job.ended:
         return _with_end(run, status, job)
     if job.state == "PENDING":
-        status.waits_for = None if job.reason in ("", "None") else job.reason
-        status.state = State.HELD if job.held else State.QUEUED  # Slurm itself may have put it back
+        return _in_the_queue(status, job)  # Slurm itself may have put it back
+    return status
+
+
+def _in_the_queue(status: Status, job: slurm.JobInfo) -> Status:
+    status.waits_for = None if job.reason in ("", "None") else job.reason
+    status.state = State.HELD if job.held else State.QUEUED
     return status
 
 

@@ -10,6 +10,7 @@ import pytest
 from harness.supervised import info
 
 from jobkit import slurm
+from jobkit.cli.main import main
 from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
@@ -105,6 +106,44 @@ def test_an_attempt_that_begins_while_a_cancel_looks_at_the_run_is_told(
         job.cancel(run, on_wait=lambda: run.record(Event.INTERRUPTED, attempt=1, cause="cancelled"))
     request = run.stop_request(1)
     assert request is not None and request.cause == "cancelled"
+
+
+# Between two attempts of a job
+
+
+def said_by_status(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("JOBKIT_RUNS", str(run.path.parent))
+    assert main(["status", run.name]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "says", "not_said"),
+    [
+        ("PENDING", "BeginTime", ["queued", "(job 15 on", "in the queue again: it continues by itself"], "continue it"),
+        ("COMPLETING", "None", ["queued", "in the queue again: it continues by itself"], "continue it"),
+        ("PENDING", "JobHeldUser", ["held", "scontrol release 15"], "by itself"),
+        ("RUNNING", "None", ["interrupted", "job 15 is ending: in some seconds"], "continue it"),
+        ("PREEMPTED", "None", ["interrupted", "to continue it: python -m jobkit.submit toy.yaml"], "by itself"),
+    ],
+)
+def test_nothing_is_to_be_typed_where_slurm_has_the_job_in_the_queue_again(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    reason: str,
+    says: list[str],
+    not_said: str,
+) -> None:
+    run.record(Event.SUBMITTING, scheduler="slurm", slurm_cluster=HERE, command="python -m jobkit.submit toy.yaml")
+    run.record(Event.STARTED, attempt=1, job_id="15")
+    run.record(Event.INTERRUPTED, attempt=1, cause="preempted", step=7)
+    seen = info(job_id="15", state=state, reason=reason, end=None)
+    monkeypatch.setattr(slurm, "show_job", lambda job_id, timeout=30.0: seen)
+    said = said_by_status(run, monkeypatch, capsys)
+    assert all(text in said for text in says) and not_said not in said, said
+    assert run.status().state == State.INTERRUPTED, "nothing is written"
 
 
 # A submission that was cut off
