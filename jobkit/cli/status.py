@@ -22,6 +22,16 @@ SAMPLES_SHOWN = 8
 """How many ids of a failed rank's batch are printed: a person looks one or two up."""
 
 
+ENDS = {
+    "user": "stopped by Ctrl-C or SIGTERM",
+    "left": "the script ended without ctx.finish",
+    "timeout": "time limit",
+    "signal": "stopped by a signal",
+    "lost": "lost, nobody recorded why",
+}
+"""Causes of an end whose names do not explain themselves, as a person reads them."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
@@ -92,7 +102,9 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
     if is_ending:
-        lines.append(f"job {status.job_id} is ending: in some seconds it is in the queue again, or here is what to type")
+        lines.append(
+            f"job {status.job_id} is ending: in some seconds it is in the queue again, or here is what to type"
+        )
     elif status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
         lines.append(f"to {'start it again' if silent else 'continue it'}: {status.how_to_continue}")
     return lines
@@ -102,7 +114,7 @@ def _attempt_lines(attempt: Attempt, *, has_moved: bool, is_silent: bool) -> lis
     seconds = (attempt.ended or time.time()) - attempt.started
     first = "?" if attempt.first_step is None else attempt.first_step
     last = "..." if attempt.last_step is None else attempt.last_step
-    cause = attempt.cause or "running"
+    cause = ENDS.get(attempt.cause, attempt.cause) if attempt.cause else "running"
     begun = f"{first} (from memory)" if attempt.from_memory else first
     steps = f", steps {begun} to {last}" if attempt.has_loop else ""
     line = f"  attempt {attempt.id}: {cause}{steps}, {format_seconds(seconds)}, job {attempt.job_id}"

@@ -24,7 +24,7 @@ class Account:
     checkpoints: float
     """Held up by checkpoints."""
     ending: float
-    """From the last step that is known of to the end: unnoticed hangs, dying nodes."""
+    """From the last step that is known of to the end: unnoticed hangs, dying nodes, a first step that was not done."""
     until: float
     """When the account was closed, in seconds since the epoch."""
 
@@ -52,7 +52,7 @@ def account(
     queue = max(0.0, started - queued) if queued is not None else 0.0
     if resumed is None:
         return Account(0, 0, queue, max(0.0, until - started), 0.0, 0.0, 0.0, 0.0, until)
-    last_seen = min(max(last_seen or until, resumed), until)
+    last_seen = min(max(last_seen or until, resumed), until) if steps else resumed
     stalled = min(stalled, last_seen - resumed)
     training = last_seen - resumed - stalled
     repeated = max(0, min(steps.stop, best_before) - steps.start)

@@ -257,7 +257,7 @@ class ScriptEnd:
             return
         cause = CauseFinder(self.rank.run, self.rank.attempt, STOP_SIGNALS, "user").find()
         with contextlib.suppress(LostLease):
-            self.context.ending.record_end(Event.INTERRUPTED, cause=cause, step=self.context.ending.durable_step or 0)
+            self._record_interrupted(cause)
 
     def _record_end(self, error: BaseException | None) -> None:
         if self._has_ended():
@@ -271,8 +271,11 @@ class ScriptEnd:
                 Event.FAILED, cause=cause.cause, error=failure.error, failure=records.known(failure)
             )
         else:
-            why = "left" if error is None else "user"
-            self.context.ending.record_end(Event.INTERRUPTED, cause=why, step=self.context.ending.durable_step or 0)
+            self._record_interrupted("left" if error is None else "user")
+
+    def _record_interrupted(self, cause: str | None) -> None:
+        kept = self.context.ending.durable_step or 0
+        self.context.ending.record_end(Event.INTERRUPTED, cause=cause, step=kept, reached=self.context.step)
 
     def _cause_of_failure(self, error: BaseException) -> EndCause:
         """What the rank that failed first has written down, once it has: this one may only have missed it."""

@@ -266,6 +266,7 @@ def test_a_script_that_leaves_its_loop_without_a_word_is_interrupted(project: Pr
     project.submit("--local", "command=[python, leave.py]", *one, expect=75)
     (run,) = project.runs
     assert (status(run)["state"], status(run)["attempts"][0]["cause"]) == ("interrupted", "left")
+    assert status(run)["attempts"][0]["last_step"] == 4
 
 
 # The words

@@ -106,6 +106,9 @@ def test_a_forgotten_finish_is_named_and_nothing_is_said_to_go_on(tmp_path: Path
     printed = run_to_end(tmp_path, INIT + "for step in ctx.steps(3): pass\n")
     assert "ended without ctx.finish(result)" in printed and "continues it from step 2" in printed
     assert "goes on" not in printed
+    (run,) = tmp_path.glob("runs/plain-*")
+    (left,) = status(run)["attempts"]
+    assert (left["cause"], left["last_step"], left["durable_step"]) == ("left", 3, 2), "three were done"
     assert "ended without" not in run_to_end(tmp_path, INIT + "for step in ctx.steps(3): pass\nctx.finish()\n")
 
 

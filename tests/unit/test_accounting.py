@@ -65,7 +65,7 @@ ACCOUNTS: list[tuple[str, dict[str, Any], int, dict[str, float], tuple[int, int]
         "died in its first step",
         span(last_seen=None, last_step=0),
         0,
-        {"queue": 10, "startup": 20, "useful": 200},
+        {"queue": 10, "startup": 20, "ending": 200},
         (0, 0),
     ),
     (

@@ -344,3 +344,19 @@ def test_of_a_large_batch_that_failed_a_few_samples_are_printed(tmp_path: Path) 
     failed = of([*RUNNING, (FAILED[0], FAILED[1] | {"failure": failure})])
     text = "\n".join(describe(RunDir(tmp_path), failed))
     assert "samples of that rank's batch: 0, 1, 2, 3, 4, 5, 6, 7 and 56 more (--json lists them)" in text
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("user", "attempt 1: stopped by Ctrl-C or SIGTERM, steps 0 to 40"),
+        ("left", "attempt 1: the script ended without ctx.finish, steps 0 to 40"),
+        ("preempted", "attempt 1: preempted, steps 0 to 40"),
+    ],
+)
+def test_why_an_attempt_ended_is_told_in_words_and_stays_a_name_for_programs(
+    tmp_path: Path, cause: str, words: str
+) -> None:
+    ended = of([*RUNNING, (interrupted(cause, 40))])
+    assert words in "\n".join(describe(RunDir(tmp_path), ended))
+    assert ended.as_dict()["attempts"][0]["cause"] == cause
