@@ -32,11 +32,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--attempt {arguments.attempt}: {found.name} has {attempts or 'none yet'}")
     printer = _Printer(found, arguments.rank, arguments.attempt)
     printer.print_new()
-    if not arguments.follow:
-        if not printer.found_any and attempts:
-            if not any(found.logs(number).glob("rank_*") for number in attempts):
-                raise InputError(f"{found.name} was started by a launcher of its own, on whose terminal its output is")
+    if not printer.found_any and attempts and (not arguments.follow or found.status().typed):
+        if not any(any(found.logs(number).glob("rank_*")) for number in attempts):
+            raise InputError(
+                f"{found.name} has no log: what it printed is on the terminal where it was started. jobkit.submit "
+                "keeps logs: for a script, with a YAML that has `command: [python, train.py]`"
+            )
+        if not arguments.follow:
             raise InputError(f"--rank {arguments.rank}: no log of this rank in {found.logs(attempts[-1])}")
+    if not arguments.follow:
         return EXIT_FINISHED
     observer = Observer(found)
     with contextlib.suppress(KeyboardInterrupt):

@@ -33,7 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"{found.name}: the value of {', '.join(lacking)} is its owner's alone; submit it with your own"
         )
     if status.submissions and not status.command:
-        raise InputError(f"{found.name} was started by a script with jobkit.init: start that again, to continue it")
+        raise InputError(
+            f"{found.name} was not started by jobkit.submit, but by a script or a launcher; the same command continues "
+            f"it: {status.how_to_continue}"
+        )
     newest = next(reversed([*versions(found.path.parent, run_name(config))]), None)
     if newest is None:
         raise InputError(f"{found.path}: the run's own name is {run_name(config)}; rename it back")

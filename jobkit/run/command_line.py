@@ -27,6 +27,23 @@ def to_type(verb: str, *words: str) -> str:
     return shlex.join([this_python(), "-m", *module, *words])
 
 
+def own_words() -> list[str]:
+    """The words that started this process; those of the script in a process that the script has started itself, by
+    multiprocessing, and none in a notebook, which nobody starts by its words."""
+    if "ipykernel" in sys.modules:
+        return []
+    if is_started_by_itself() and "--multiprocessing-fork" in sys.orig_argv:
+        return ["python", *sys.argv]
+    return list(sys.orig_argv)
+
+
+def is_started_by_itself() -> bool:
+    """Whether the script has started this process, as by torch.multiprocessing.spawn, and not a launcher."""
+    import multiprocessing  # here: commands that only look at runs need not import it
+
+    return multiprocessing.parent_process() is not None
+
+
 @dataclass(frozen=True)
 class Target:
     """What a Python on the command line is to run."""

@@ -162,6 +162,10 @@ class Status:
     """Where it was typed."""
     script: str = ""
     """The file of the script that runs it by jobkit.init, where one does."""
+    typed: str = ""
+    """The words that started that script; under a launcher without the launcher's own."""
+    launcher: str = ""
+    """Who started it, as worker/launcher.py names it: `python` for nobody else."""
     submissions: int = 0
     """How often a person has submitted it."""
     excluded_nodes: list[str] = field(default_factory=list)
@@ -190,7 +194,16 @@ class Status:
     def how_to_continue(self) -> str:
         if self.resume:
             return self.resume
-        return f"{self.command}   (in {self.cwd})" if self.command else "the same command"
+        command = self.command or self.typed
+        if not command:
+            return "the same command"
+        by = "" if self.command or self.launcher == "python" else self._launched_by
+        return f"{command}{by}   (in {self.cwd})"
+
+    @property
+    def _launched_by(self) -> str:
+        known = self.launcher in ("torchrun", "mpirun", "srun")
+        return f" under {self.launcher if known else 'its launcher'}, as before"
 
     @property
     def cancel_seconds_left(self) -> float:
@@ -378,7 +391,8 @@ def _submitting(status: Status, event: Entry) -> None:
     status.code = str(event.get("code", ""))
     status.command, status.cwd = str(event.get("command", "")), str(event.get("cwd", ""))
     status.resume = str(event.get("resume", ""))
-    status.script = str(event.get("script", ""))
+    status.script, status.typed = str(event.get("script", "")), str(event.get("typed", ""))
+    status.launcher = str(event.get("launcher", ""))
 
 
 def _started(status: Status, event: Entry) -> None:

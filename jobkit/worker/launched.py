@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 import socket
 import sys
 from datetime import timedelta
@@ -19,7 +20,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from jobkit.errors import InputError, JobkitError
 from jobkit.group import RankGroup
-from jobkit.run import layout
+from jobkit.run import layout, secrets
+from jobkit.run.command_line import is_started_by_itself, own_words
 from jobkit.run.config import AUTO, Config
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
@@ -90,8 +92,20 @@ def begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | N
         print(f"already finished{before.at_steps}: {run.path}; other params or another name make a new run")
         return None
     run.write_config(config)  # before the event: whoever sees a run in the journal may read its config
-    run.record(Event.SUBMITTING, cluster="local", scheduler="local", script=script)
+    by = "python" if is_started_by_itself() else launcher
+    here = str(Path.cwd())
+    run.record(
+        Event.SUBMITTING, cluster="local", scheduler="local", script=script, typed=_typed(by), launcher=by, cwd=here
+    )
     return attempts.begin(run, job_id=str(os.getpid()), scheduler="local", launcher=launcher).number
+
+
+def _typed(launcher: str) -> str:
+    """What starts this process again, as others may see it; torchrun has put the Python in front of it."""
+    words = own_words()
+    if launcher == "torchrun" and words:
+        words = words[2:] if words[1:2] == ["-u"] else words[1:]
+    return shlex.join(secrets.masked(words))
 
 
 def own_script() -> str:
