@@ -118,7 +118,7 @@ class Engine:
             if not any(unwrapped(value) is one for one in own):
                 raise UsageError(
                     f"{what} is not tracked, so a run that is interrupted would lose it: "
-                    "call ctx.track(model=..., optimizer=..., loader=...) before ctx.steps, with each itself and not "
+                    "call ctx.track(model=..., optimizer=..., loader=...) before the loop, with each itself and not "
                     "a module that holds it"
                 )
         sharing = self._config.parallel.data == "zero1" and self.parallel.layout.data > 1

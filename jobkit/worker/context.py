@@ -230,8 +230,8 @@ class Context:
         """
         if self._loop.is_in_step:
             raise UsageError(
-                "ctx.loader comes before ctx.steps: one that is made later, no attempt would restore; for validation "
-                "there is ctx.evaluate"
+                f"ctx.loader comes before {self._loop.call}: one that is made later, no attempt would restore; for "
+                "validation there is ctx.evaluate"
             )
         return self._engine.loader(dataset, global_batch_size=global_batch_size, **options)
 
@@ -291,7 +291,9 @@ class Context:
         if per_rank is not None and not isinstance(per_rank, Mapping):
             raise TypeError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
         if self._loop.has_begun:
-            raise UsageError("ctx.track comes before the loop: what is tracked later, no attempt would restore")
+            raise UsageError(
+                f"ctx.track comes before {self._loop.call}: what is tracked later, no attempt would restore"
+            )
         own = dict(per_rank or {})
         for name, value in [*objects.items(), *own.items()]:
             if not is_generator(value):
@@ -323,8 +325,9 @@ class Context:
         before it run again then, and what they change of tracked objects and random numbers is undone. Raises Stopped,
         on every rank, after a signal to stop.
         """
+        self._loop.check_first()
         self.track(**tracked)
-        self._tracked.position = self._epochs
+        self._loop.call, self._tracked.position = "ctx.epochs", self._epochs
         return self._loop.until_left(self._epochs.epochs(total))
 
     def batches(self, *loaders: Any) -> Batches:
@@ -343,7 +346,7 @@ class Context:
         another number of ranks all go on with rank 0's. Before the loop, once.
         """
         if self._loop.has_begun:
-            raise UsageError("ctx.values comes before the loop: what is made later, no attempt would restore")
+            raise UsageError(f"ctx.values comes before {self._loop.call}: what is made later, no attempt would restore")
         if VALUES in self._tracked.own_objects:
             raise UsageError("ctx.values is called once: give all values in one call")
         found = Values(values)

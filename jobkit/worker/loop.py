@@ -55,6 +55,8 @@ class TrainingLoop:
         """The step the loop is in, from 0; after the loop, the number of steps done."""
         self.total: int | None = None
         """How many steps there are; None where that is not known, as before the loop."""
+        self.call = "the loop"
+        """What the script calls for it: ctx.steps, ctx.epochs or ctx.boundary."""
         self.has_begun = False
         self.is_over = False
         """Whether it has ended by itself, so that no step is left to do."""
@@ -98,6 +100,8 @@ class TrainingLoop:
         self._engine.watch(optimizer)
 
     def steps(self, total: int) -> Iterator[int]:
+        self.check_first()
+        self.call = "ctx.steps"
         self.begin(total)
         while self.step < total:
             self.begin_step()
@@ -155,6 +159,7 @@ class TrainingLoop:
         self.shown_total = total
         if not self.has_begun:
             _check_first(step, self.step, None if self._restored is None else self._restored.name)
+            self.call = "ctx.boundary"
             self.begin(None)
         elif step > self.step:
             self.end_step(step)
@@ -238,10 +243,7 @@ class TrainingLoop:
 
     def begin(self, total: int | None) -> None:
         """Restore what is left to restore. Raises UsageError where there was a loop before."""
-        if self.has_begun:
-            raise UsageError(
-                "one loop in a run: a second ctx.steps, ctx.epochs or ctx.boundary would not know where it was resumed"
-            )
+        self.check_first()
         self.has_begun = True
         self._is_continued = self._restored is not None
         if self._is_continued:
@@ -272,6 +274,17 @@ class TrainingLoop:
         self._schedule.restart()
         self._memory_schedule.restart()
         self._stepping = SteppingOptimizers(self._tracked.all_objects)
+
+    def check_first(self) -> None:
+        """Raise UsageError where there was a loop before."""
+        if not self.has_begun:
+            return
+        raise UsageError(
+            f"one loop in a run, and {self.call} has begun one: a second would not know where it was resumed. For "
+            "folds make each a run, with its number among the params, as in `python train.py --fold 2`; or one loop of "
+            "all, `for n in ctx.epochs(folds * epochs, ...)` with `fold, epoch = divmod(n, epochs)`, and what each "
+            "fold trains made before it"
+        )
 
     def _record_resumed(self, total: int | None) -> None:
         began: dict[str, Any] = {"checkpoint": None}

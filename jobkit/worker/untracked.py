@@ -57,14 +57,24 @@ class SteppingOptimizers:
         saved = _Saved(tracked) if largest else None
         for optimizer, tensor in largest.items():
             if saved is not None and tensor not in saved:
-                raise UsageError(
-                    f"the {type(optimizer).__name__} that trains the tracked model is not tracked, so a run that is "
-                    "interrupted would lose its state: ctx.track(optimizer=...) before ctx.steps"
-                )
+                raise UsageError(_not_tracked(optimizer, tracked))
 
     def end(self) -> None:
         """Look no more."""
         self._handle.remove()
+
+
+def _not_tracked(optimizer: torch.optim.Optimizer, tracked: Collection[Any]) -> str:
+    found = (
+        f"the {type(optimizer).__name__} that trains the tracked model is not tracked, so a run that is interrupted "
+        "would lose its state: give it to ctx.epochs, or to ctx.track, before the loop"
+    )
+    if not any(isinstance(one, torch.optim.Optimizer) for one in tracked):
+        return found
+    return (
+        f"{found}. Another is tracked: if this one is made within the loop, make it before, or change the param_groups "
+        "of the one that is there"
+    )
 
 
 class _Saved:
