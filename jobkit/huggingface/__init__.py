@@ -7,7 +7,8 @@ try:
     import transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"jobkit.huggingface needs transformers and accelerate ({error}): pip install 'jobkit[huggingface]'"
+        f"jobkit.huggingface needs transformers and accelerate ({error}): in the clone of jobkit, "
+        "pip install '.[huggingface]'"
     ) from None
 
 from jobkit.huggingface.callback import JobkitCallback

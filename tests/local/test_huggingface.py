@@ -139,4 +139,4 @@ def test_without_transformers_the_import_says_what_to_install(tmp_path: Path) ->
     (tmp_path / "transformers.py").write_text("raise ImportError('No module named transformers')")
     command = [sys.executable, "-c", "import jobkit.huggingface"]
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=600)
-    assert done.stderr.splitlines()[-1].endswith("pip install 'jobkit[huggingface]'")
+    assert done.stderr.splitlines()[-1].endswith("in the clone of jobkit, pip install '.[huggingface]'")

@@ -211,4 +211,4 @@ def test_without_lightning_one_line_says_what_to_install(forbidden: str) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert done.returncode == 1
-    assert "pip install 'jobkit[lightning]'" in done.stderr.splitlines()[-1]
+    assert "in the clone of jobkit, pip install '.[lightning]'" in done.stderr.splitlines()[-1]
