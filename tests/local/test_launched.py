@@ -114,22 +114,25 @@ BAD = {
     "an unknown key": ("toy.yaml", "parms.steps=3"),
     "no such function": ("toy.yaml", "task=mytask:trian"),
     "no such file": ("toys.yaml",),
-    "what cannot be spread so": ("toy.yaml", "parallel.tensor=3"),
 }
 
 
 @pytest.mark.parametrize("words", BAD.values(), ids=BAD)
-def test_bad_input_is_said_once_in_the_words_of_a_submission_and_nothing_is_started(
+def test_bad_input_is_said_in_the_words_of_a_submission_and_nothing_is_started(
     project: Project, words: tuple[str, ...]
 ) -> None:
-    _, errors = launch(project, TWO, *words, expect=None)
+    _, alone = launch(project, ALONE, *words, expect=2)
+    submitted = project.jobkit("submit", *words, "--local", expect=2).stderr
+    assert alone.splitlines()[-1] == submitted.splitlines()[-1]
+    assert alone.splitlines()[-1].startswith("error: ") and not project.runs
+
+
+@pytest.mark.parametrize("word", ["parms.steps=3", "parallel.tensor=3"], ids=["an unknown key", "cannot be spread so"])
+def test_bad_input_is_said_once_by_all_ranks_together(project: Project, word: str) -> None:
+    _, errors = launch(project, TWO, "toy.yaml", word, expect=None)
     said = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, errors
     assert not project.runs
-    _, alone = launch(project, ALONE, *words, expect=2)
-    submitted = project.jobkit("submit", *words, "--local", expect=2).stderr
-    if words[-1] != "parallel.tensor=3":  # there the number of ranks is named, and it is another
-        assert alone.splitlines()[-1] == said[0] == submitted.splitlines()[-1]
 
 
 def test_machines_that_were_given_different_configs_are_refused(project: Project) -> None:
@@ -263,7 +266,7 @@ run, rank = Path(os.environ["JOBKIT_RUN"]), int(os.environ["RANK"])
 if "wait" in os.environ.get("DO", ""):
     time.sleep(600)
 if "fail" in os.environ.get("DO", "") and rank == 1:
-    sys.exit(3)
+    os._exit(3)  # an interpreter that ends with a process group may die in gloo's threads
 dist.barrier()
 """
 
