@@ -180,7 +180,9 @@ class TrackedState:
         for name, value in self._all().items():
             if isinstance(value, nn.Module):
                 self._modes[name] = Modes(unwrapped(value), wrapper=value)
-                self._modes[name].set(self._beside.get(name, {}))
+                beside = self._beside.get(name, {})
+                self._modes[name].set(beside)
+                self._modes[name].set_attributes(beside.get("attributes", {}))
 
     def modes(self) -> dict[str, Now]:
         """Those of this moment, for `modes_of_save`."""
@@ -247,10 +249,15 @@ class TrackedState:
         layout = self._parallel.layout
         stage = layout.stage(self._parallel.rank)
         training = {name: changes.get("training", {}) for name, changes in modes.items()}
-        everyones = self._group.gather((told, training))
+        attributes = {name: changed for name, of_one in self._modes.items() if (changed := of_one.attributes())}
+        everyones = self._group.gather((told, training, attributes))
         alike = [told for rank, told in enumerate(everyones) if layout.stage(rank) == stage]
-        self._add_gradients(shared, held_by, own, pending, [gradients for gradients, _ in alike])
+        self._add_gradients(shared, held_by, own, pending, [gradients for gradients, _, _ in alike])
+        own["attributes"] = attributes
         for name, about in beside.items():
+            if values := alike[0][2].get(name):
+                about["attributes"] = values
+                attributes[name] = self._modes[name].attributes(also=values)
             if firsts := alike[0][1].get(name):
                 about["training"] = firsts
                 modes[name] = with_training(modes.get(name, {}), firsts)
@@ -342,6 +349,9 @@ class TrackedState:
         for name, changes in state.get("modes", {}).items():
             if name in self._modes:
                 self._modes[name].set(changes)
+        for name, values in state.get("attributes", {}).items():
+            if name in self._modes:
+                self._modes[name].set_attributes(values)
         for name, saved in state.get("gradients", {}).items():
             set_gradients(unwrapped(self._all()[name]), saved)
 

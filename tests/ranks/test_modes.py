@@ -208,3 +208,33 @@ def test_what_is_unfrozen_where_a_run_was_stopped_need_not_be_in_its_checkpoint(
     uninterrupted = attempt(1, tmp_path / "whole", unfrozen_from, 3, False, config=trainable)
     assert attempt(1, tmp_path / "stopped", unfrozen_from, 3, True, config=trainable) == [STOPPED]
     assert attempt(1, tmp_path / "stopped", unfrozen_from, 3, False, config=trainable) == uninterrupted
+
+
+def with_schedules(ctx: Any, stop_at: int | None = None) -> Any:
+    """Attributes that the loop changes: dropout's, a temperature, and one that is each rank's own."""
+    net: Any = Net()
+    net.temperature, net.seen = 1.0, 0
+    model = ctx.parallelize(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    model.train()
+    for step in ctx.steps(8):
+        loss = (model(torch.arange(16.0).view(4, 4).sin()) / net.temperature).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net.temperature *= 0.9
+        net.backbone[2].p += 0.05
+        if step == 2:
+            net.seen += 1 - ctx.rank
+        if stop_at is not None:
+            stop_after(ctx, stop_at)
+    return weights(model), net.temperature, net.backbone[2].p, net.seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attributes_of_modules_that_the_loop_changes_go_on(tmp_path: Path, ranks: int) -> None:
+    uninterrupted = attempt(ranks, tmp_path / "whole", with_schedules)
+    for step in (4, 5):
+        assert attempt(ranks, tmp_path / "stopped", with_schedules, step) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path / "stopped", with_schedules) == uninterrupted
