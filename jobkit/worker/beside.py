@@ -11,7 +11,8 @@ from jobkit.checkpoint.state import flatten, named_tensors, unflatten
 
 Beside = dict[str, Any]
 """Of a module `requires_grad`, `training` and `attributes`, where they were changed in the loop, and `left_out`, the
-names of the parameters that its state is without; of another object `on_device`, the paths of what was not on the CPU."""
+names of the parameters that its state is without; of another object `on_device`, the paths of what was not on the
+CPU."""
 
 
 def joined(parts: Iterable[Beside]) -> Beside:
