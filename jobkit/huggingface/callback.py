@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from jobkit.huggingface.loader import ContinuedLoader, Position
 from jobkit.huggingface.logs import of_all_attempts, result, tags
 from jobkit.log import log
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
+from jobkit.train.kept_attributes import KeptAttributes, Saved, is_of_framework, names_set_by, on_device
 from jobkit.train.seeds import preserved_generators
 from jobkit.worker.context import Context
 from jobkit.worker.params import own_arguments
@@ -78,6 +79,14 @@ class JobkitCallback(transformers.TrainerCallback):
         self._orders: list[GradientOrder] = []
         self._seconds, self._started = 0.0, 0.0
         self._buffers = {name: _version(value) for name, value in _buffers(self._trainer).items()}
+        self._kept: KeptAttributes | None = None
+        """From the first epoch on: what callbacks do as the training begins is the code's, and no change."""
+        self._trained: dict[str, bool] = {}
+        """By parameter, whether it was trained as the training began."""
+        self._before_evaluation: Saved | None = None
+        """What had been kept as the evaluation that is under way began."""
+        self._put_back: Saved | None = None
+        """What was kept at the place where the run goes on; callbacks' events up to there are of an earlier attempt."""
         self._bests = BestModels(self._trainer, self.ctx, self._write_model)
         self._wrap_methods()
         _let_loaders_continue()
@@ -92,6 +101,9 @@ class JobkitCallback(transformers.TrainerCallback):
         for name in ("get_train_dataloader", "get_batch_samples", "_evaluate", "_maybe_log_save_evaluate"):
             around = getattr(self, f"_around_{name.lstrip('_')}")
             setattr(trainer, name, functools.partial(around, getattr(trainer, name)))
+        events = trainer.callback_handler
+        for name in ("on_train_begin", "on_epoch_begin", "on_epoch_end"):
+            setattr(events, name, functools.partial(getattr(self, f"_around_{name}"), getattr(events, name)))
         trainer._init_training_state = functools.partial(self._around_init_state, trainer._init_training_state)
         trainer._save_checkpoint = self._bests.keep
         trainer._load_rng_state = lambda checkpoint: None  # the checkpoint's are set by ctx.boundary
@@ -118,11 +130,6 @@ class JobkitCallback(transformers.TrainerCallback):
         self._has_begun = True
         if self._resumed is not None:
             args.eval_on_start = False  # it has been
-            self._resume(self._resumed, control)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What follows the last step of the epoch before is done."""
-        self._boundary()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """What follows is of an epoch that has had its batches."""
@@ -140,6 +147,7 @@ class JobkitCallback(transformers.TrainerCallback):
         logs = logs if logs is not None else {}
         if "train_runtime" in logs and self._trainer.is_in_train:  # the first thing that follows the loop
             self._is_over = True
+            self._put_kept_back()
             self._boundary()
             self.ctx.end_loop(lambda: result(state))
             of_all_attempts(logs, self._seconds)
@@ -160,6 +168,33 @@ class JobkitCallback(transformers.TrainerCallback):
         self._epoch, self._handed_out = epoch, batches
         return epoch, batches
 
+    def _around_on_train_begin(self, begin: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
+        control = begin(args, state, control)
+        trainer = self._trainer
+        self._trained = _trained(trainer)
+        saved = [trainer.model, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, trainer.accelerator]
+        saved += [getattr(trainer.optimizer, "optimizer", None), getattr(trainer.lr_scheduler, "scheduler", None)]
+        known = names_set_by(one for one in type(trainer).__mro__ if one.__module__.startswith("transformers."))
+        self._kept = KeptAttributes(
+            dict(_owners(trainer)), saved, apart={"Trainer": known}, one_disk=not self.ctx.has_several_disks
+        )
+        if self._resumed is not None:
+            self._resume(self._resumed, control)
+        return control
+
+    def _around_on_epoch_begin(self, begin: Callable[..., Any], *arguments: Any) -> Any:
+        self._boundary()  # what follows the last step of the epoch before is done
+        return begin(*arguments)
+
+    def _around_on_epoch_end(self, end: Callable[..., Any], *arguments: Any) -> Any:
+        self._put_kept_back()  # no batch was left of the epoch
+        return end(*arguments)
+
+    def _put_kept_back(self) -> None:
+        if self._put_back is not None and self._kept is not None:
+            self._kept.restore(self._put_back)
+        self._put_back = None
+
     def _around_get_train_dataloader(self, make: Callable[[], Any]) -> Any:
         self._loader = ContinuedLoader(make())
         return self._loader
@@ -171,6 +206,7 @@ class JobkitCallback(transformers.TrainerCallback):
             # Trainer looks for that after a step only.
             control.should_training_stop, self._skips_rest = True, self._handed_out == 0
             return [], None
+        self._put_kept_back()
         self._boundary()
         batches, items = get(iterator, number, *rest)
         self._handed_out += len(batches)
@@ -186,6 +222,7 @@ class JobkitCallback(transformers.TrainerCallback):
         if state.global_step and all(one.grad is None for one in self._trainer.model.parameters()):
             flags = {"should_save": control.should_save, "should_training_stop": control.should_training_stop}
             self._evaluation = {"rng": rng_state(self.ctx.device), "control": flags}
+            self._before_evaluation = self._kept.snapshot() if self._kept is not None else None
             self._boundary(again=True)
         # Workers that outlive an evaluation draw their seeds once: those of this attempt are new.
         again = self._had_evaluated and self._trainer.args.dataloader_persistent_workers
@@ -194,7 +231,7 @@ class JobkitCallback(transformers.TrainerCallback):
             with preserved_generators(self.ctx.device) if again else nullcontext():
                 return evaluate(*arguments, **options)
         finally:
-            self._evaluation, self._has_evaluated = None, True
+            self._evaluation, self._before_evaluation, self._has_evaluated = None, None, True
 
     # Saving
 
@@ -231,6 +268,8 @@ class JobkitCallback(transformers.TrainerCallback):
             **{name: getattr(trainer, name) for name in _COUNTED},
             "callbacks": [(type(one).__name__, one.state()["attributes"]) for one in _exportable(trainer)],
             "buffers": {name: value.detach().cpu() for name, value in changed.items()},
+            "trained": {name: one for name, one in _trained(trainer).items() if one != self._trained.get(name)},
+            "kept": self._kept.changed(self._before_evaluation) if self._kept is not None else {},
             "orders": known_orders(self._orders),
             "seconds": self._seconds + time.monotonic() - self._started,
         }
@@ -244,13 +283,17 @@ class JobkitCallback(transformers.TrainerCallback):
     def _read_own(self) -> dict[str, Any] | None:
         """What this rank wrote; None where there were other ranks."""
         assert self.ctx.checkpoint is not None
-        file = self.ctx.checkpoint / f"rank_{self.ctx.rank}.pt"
-        found = torch.load(file, map_location="cpu", weights_only=False) if file.exists() else None
+        found = self._read_rank(self.ctx.rank)
         if found is None or found["world_size"] != self.ctx.world_size:
             if self.ctx.is_main:
                 log.info("the checkpoint is of another number of ranks: the samples are not those that would have come")
             return None
         return dict(found)
+
+    def _read_rank(self, rank: int) -> Any:
+        assert self.ctx.checkpoint is not None
+        file = self.ctx.checkpoint / f"rank_{rank}.pt"
+        return torch.load(file, map_location=on_device(self.ctx.device), weights_only=False) if file.exists() else None
 
     def _resume(self, own: dict[str, Any], control: Any) -> None:
         trainer = self._trainer
@@ -268,11 +311,17 @@ class JobkitCallback(transformers.TrainerCallback):
             if name in buffers:
                 buffers[name].copy_(value)
         settle_all(self._orders, own["orders"])
+        for name, one in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
+            one.requires_grad_(own["trained"].get(name, one.requires_grad))
+        assert self._kept is not None
+        self._kept.restore(own["kept"], lambda rank: self._read_rank(rank)["kept"])
         if self._loader is not None:
             self._loader.continue_from(own["position"])
         self._bests.find()
         if own["evaluation"] is not None:
             self._evaluate_again(own["evaluation"], control)
+        if own["handed_out"] or own["is_over"]:
+            self._put_back = self._kept.snapshot()  # the events of the epoch's begin come again
 
     def _evaluate_again(self, evaluation: dict[str, Any], control: Any) -> None:
         """The evaluation that a stop broke off, and what Trainer does after one."""
@@ -328,6 +377,23 @@ def _let_loaders_continue() -> None:
 
 def _exportable(trainer: Any) -> list[Any]:
     return [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+def _owners(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Whose attributes Trainer does not save, by name."""
+    yield "Trainer", trainer
+    for number, callback in enumerate(trainer.callback_handler.callbacks):
+        if not is_of_framework(callback):
+            yield f"callback {number} {type(callback).__qualname__}", callback
+    for name, module in trainer.accelerator.unwrap_model(trainer.model).named_modules():
+        yield f"module {name}", module
+
+
+def _trained(trainer: Any) -> dict[str, bool]:
+    """Whether each parameter is trained, where each rank has the whole model."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return {}
+    return {name: one.requires_grad for name, one in trainer.accelerator.unwrap_model(trainer.model).named_parameters()}
 
 
 def _buffers(trainer: Any) -> dict[str, torch.Tensor]:

@@ -21,9 +21,11 @@ from jobkit.lightning.trainer import (
     takes_batches_itself,
     use_logger,
     watch_batches,
+    watch_making_of_loaders,
 )
 from jobkit.log import log
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
+from jobkit.train.kept_attributes import KeptAttributes, Saved, on_device
 from jobkit.worker.context import Context
 from jobkit.worker.params import own_arguments
 
@@ -52,7 +54,10 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         self._trainer: Any = None
         self._state: dict[str, Any] | None = None
         """This rank's state in the checkpoint that the attempt begins with, until it is put in place."""
-        self._kept: state.Kept | None = None
+        self._kept: KeptAttributes | None = None
+        self._of_data: KeptAttributes | None = None
+        self._before_loaders: Saved = {}
+        """What the objects that make the training's loaders had kept as they were asked for them last."""
         self._step: int | None = None
         """That of the last boundary."""
         self._has_ended = False
@@ -78,8 +83,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         self._trainer = trainer
         self._check_ranks(trainer)
         if self.ctx.checkpoint is not None:
-            file = self.ctx.checkpoint / _rank_file(self.ctx.rank)
-            self._state = torch.load(file, weights_only=False) if file.exists() else None
+            self._state = self._read(self.ctx.rank)
             if self._state is None or self._state.get("world_size") != self.ctx.world_size:
                 self._state = None  # on all ranks: their loops count the same batches
                 if self.ctx.is_main:
@@ -89,6 +93,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         if self.ctx.is_main:
             files.remove_after(self.ctx.step)
         resume_loaders(trainer, waits=lambda: self._state is not None)
+        watch_making_of_loaders(trainer, self._before_making_of_loaders)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """See that the script has passed the checkpoint on."""
@@ -123,6 +128,7 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """It may have had nothing to do: an earlier attempt had ended it."""
         if not self._has_ended:
+            self._keep_attributes()
             self._end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -136,6 +142,14 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
+    def _before_making_of_loaders(self) -> None:
+        """Loaders are made before the first batch is due, from attributes that are restored there: so it is twice."""
+        if self._of_data is None:
+            self._of_data = state.of_data(self._trainer)
+        if self._state is not None:
+            self._of_data.restore(self._state.get("before_loaders", {}))
+        self._before_loaders = self._of_data.snapshot()
+
     # Between two batches
 
     def _between_batches(self) -> None:
@@ -148,13 +162,19 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
 
     def _begin(self, step: int) -> None:
         """The first batch is about to be fetched: go on exactly where the checkpoint was written, at the same place."""
-        self._kept = state.Kept(self._trainer)
+        self._keep_attributes()
         self._orders = orders_of(self._trainer.model)
         if self._state is not None:
-            state.load(self._trainer, self._kept, self._state)
+            state.load(self._trainer, self._state)
             settle_all(self._orders, self._state["orders"])
             self._state = None
         self._boundary(step)  # the first: this rank's random numbers are restored in here
+
+    def _keep_attributes(self) -> None:
+        """From here on: what callbacks do as the training begins is the code's, and no change."""
+        self._kept = state.kept_attributes(self._trainer, one_disk=not self.ctx.has_several_disks)
+        if self._state is not None:
+            self._kept.restore(self._state["kept"], lambda rank: dict(self._read(rank) or {})["kept"])
 
     def _boundary(self, step: int) -> None:
         self._step = step
@@ -178,10 +198,18 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
             content = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             trainer.strategy.checkpoint_io.save_checkpoint(content, folder / FILE)
         found: dict[str, Any] = {"world_size": self.ctx.world_size, "should_stop": trainer.should_stop}
+        assert self._kept is not None
+        found["kept"] = self._kept.changed()
         if not self._has_ended:
-            assert self._kept is not None
-            found |= state.save(trainer, self._kept) | {"orders": known_orders(self._orders)}
+            found |= state.save(trainer)
+            found |= {"orders": known_orders(self._orders), "before_loaders": self._before_loaders}
         torch.save(found, folder / _rank_file(self.ctx.rank))
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        """What a rank wrote; None where there was none."""
+        assert self.ctx.checkpoint is not None
+        file = self.ctx.checkpoint / _rank_file(rank)
+        return torch.load(file, map_location=on_device(self.ctx.device), weights_only=False) if file.exists() else None
 
     # What must hold
 

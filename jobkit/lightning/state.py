@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from jobkit.lightning.loader import own_states, set_own_states
-from jobkit.lightning.packages import part
+from jobkit.lightning.packages import lightning, part
+from jobkit.train.kept_attributes import KeptAttributes, is_of_framework
 
 
-def save(trainer: Any, kept: Kept) -> dict[str, Any]:
+def save(trainer: Any) -> dict[str, Any]:
     """The state of a trainer that is about to take the next batch; what holds it can be pickled."""
     fit, module = trainer.fit_loop, trainer.lightning_module
     fetcher, connector = fit._data_fetcher, trainer._logger_connector
@@ -33,11 +32,10 @@ def save(trainer: Any, kept: Kept) -> dict[str, Any]:
         "training": {name: one.training for name, one in module.named_modules()},
         "requires_grad": {name: one.requires_grad for name, one in module.named_parameters()},
         "gradients": _gradients(module),
-        "kept": kept.changed(),
     }
 
 
-def load(trainer: Any, kept: Kept, state: Mapping[str, Any]) -> None:
+def load(trainer: Any, state: Mapping[str, Any]) -> None:
     """Put a trainer that is about to take its first batch where `save` found one. Its loops restart nothing then."""
     fit, module = trainer.fit_loop, trainer.lightning_module
     fetcher, connector = fit._data_fetcher, trainer._logger_connector
@@ -63,7 +61,6 @@ def load(trainer: Any, kept: Kept, state: Mapping[str, Any]) -> None:
         parameter.requires_grad_(state["requires_grad"].get(name, parameter.requires_grad))
         if name in state["gradients"]:
             parameter.grad = state["gradients"][name].to(parameter.device)
-    kept.restore(state["kept"])
 
 
 _OF_CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
@@ -153,90 +150,36 @@ def _load_metric(metric: Any, values: Mapping[str, Any]) -> None:
             setattr(metric, name, value.to(metric.device) if isinstance(value, torch.Tensor) else value)
 
 
-# What a script's own module and callbacks keep as plain attributes
+# What modules, and the script's own data module and callbacks, keep as attributes
 
 
-class Kept:
-    """Plain attributes that the training changes: lists of outputs, a best value, counters.
+def kept_attributes(trainer: Any, *, one_disk: bool) -> KeptAttributes:
+    """Of the modules, the data module and the callbacks that are not Lightning's own: those save what they need.
 
-    Only what has changed since the training began is saved, so that what the code sets stays as the code says.
+    A callback that has a state_dict of its own puts its averages of the weights in there.
     """
-
-    def __init__(self, trainer: Any) -> None:
-        self._owners = dict(_owners(trainer))
-        self._before = {key: _plain_attributes(one, _mark) for key, one in self._owners.items()}
-
-    def changed(self) -> dict[str, dict[str, Any]]:
-        found = {}
-        for key, one in self._owners.items():
-            now, before = _plain_attributes(one, _mark), self._before[key]
-            names = [name for name in now if name not in before or not _same(before[name], now[name])]
-            found[key] = {name: vars(one)[name] for name in names}
-        return found
-
-    def restore(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        for key, values in state.items():
-            if key in self._owners:
-                vars(self._owners[key]).update(values)
-
-
-def _owners(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """The script's own objects: those of Lightning's classes save what they need."""
     module = trainer.lightning_module
-    named = [(f"module {name}", one) for name, one in module.named_modules()]
-    named += [("data", trainer.datamodule)] if trainer.datamodule is not None else []
-    named += [(f"callback {number} {type(one).__qualname__}", one) for number, one in enumerate(trainer.callbacks)]
-    for key, one in named:
-        home = type(one).__module__.partition(".")[0]
-        if home not in ("lightning", "pytorch_lightning", "torchmetrics", "torch", "jobkit"):
-            yield key, one
+    owners: dict[str, Any] = {}
+    for name, one in module.named_modules():
+        if not type(one).__module__.startswith("torchmetrics."):
+            owners[f"module {name}"] = one
+    if trainer.datamodule is not None:
+        owners["data"] = trainer.datamodule
+    apart: dict[str, list[str]] = {}
+    for number, one in enumerate(trainer.callbacks):
+        if is_of_framework(one):
+            continue
+        key = f"callback {number} {type(one).__qualname__}"
+        owners[key] = one
+        if type(one).state_dict is not lightning.Callback.state_dict:
+            apart[key] = [name for name, value in vars(one).items() if hasattr(value, "state_dict")]
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    saved = [trainer.model, module, *trainer.optimizers, *schedulers, *trainer.callbacks]
+    return KeptAttributes(owners, saved, apart=apart, one_disk=one_disk)
 
 
-_NOT_STATE = ("training", "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices")
-
-
-def _plain_attributes(owner: Any, mark: Callable[[Any], Any]) -> dict[str, Any]:
-    found = {}
-    for name, value in vars(owner).items():
-        if not name.startswith("_") and name not in _NOT_STATE and _is_plain(value):
-            found[name] = mark(value)
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not isinstance(value, torch.nn.Parameter)
-    if isinstance(value, dict):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
-    if isinstance(value, (list, tuple, set, deque)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.ndarray, np.generic))
-
-
-def _mark(value: Any) -> Any:
-    """A value by which it is seen later whether it has changed; of a tensor no copy."""
-    if isinstance(value, torch.Tensor):
-        return (_TENSOR, value, value._version)
-    if isinstance(value, np.ndarray):
-        return (_TENSOR, value.tobytes(), value.shape)
-    if isinstance(value, dict):
-        return {key: _mark(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple, deque)):
-        return [_mark(one) for one in value]
-    return copy.copy(value)
-
-
-_TENSOR = object()
-
-
-def _same(before: Any, now: Any) -> bool:
-    if type(before) is not type(now):
-        return False
-    if isinstance(before, tuple) and before[:1] == (_TENSOR,):
-        same = before[1] is now[1] or (isinstance(before[1], bytes) and before[1] == now[1])
-        return bool(same and before[2] == now[2])
-    if isinstance(before, dict):
-        return before.keys() == now.keys() and all(_same(before[key], now[key]) for key in before)
-    if isinstance(before, list):
-        return len(before) == len(now) and all(map(_same, before, now))
-    return bool(before == now or before != before)
+def of_data(trainer: Any) -> KeptAttributes:
+    """Of what is asked for the training's loaders."""
+    module = trainer.lightning_module
+    owners = {"module": module} | ({"data": trainer.datamodule} if trainer.datamodule is not None else {})
+    return KeptAttributes(owners, [trainer.model, module], one_disk=False)

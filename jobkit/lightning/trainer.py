@@ -42,6 +42,19 @@ def resume_loaders(trainer: Any, *, waits: Callable[[], bool]) -> None:
     strategy.process_dataloader = wrap
 
 
+def watch_making_of_loaders(trainer: Any, before: Callable[[], None]) -> None:
+    """Call `before` each time before the script is asked for the training's loaders."""
+    fit = trainer.fit_loop
+    set_up = fit.setup_data
+
+    def setup_data() -> None:
+        if fit._combined_loader is None or fit._should_reload_train_dl:
+            before()
+        set_up()
+
+    fit.setup_data = setup_data
+
+
 def use_logger(trainer: Any, ctx: Context) -> None:
     """In TensorBoardLogger's place, or beside the script's others: one curve in the run directory."""
     kept, made = [], None

@@ -11,6 +11,7 @@ from harness.adopted import INTERRUPT, KILL, KILL_RANK, PYTHON, Adopted, assert_
 from harness.project import causes, status
 
 SCRIPT = """\
+import copy
 import os
 import random
 import time
@@ -64,6 +65,19 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
+class Own(L.Callback):
+    def on_train_start(self, trainer, module):
+        self.average, self.steps = copy.deepcopy(module.layers), 0
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.steps += 1
+        for average, now in zip(self.average.parameters(), module.layers.parameters()):
+            average.data.lerp_(now.data, 1 / (1 + self.steps))
+
+    def on_train_epoch_end(self, trainer, module):
+        module.layers[1].p *= 0.9
+
+
 if __name__ == "__main__":
     ranks = int(os.environ.get("RANKS", 1))
     L.seed_everything(1)
@@ -72,7 +86,10 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
-        callbacks=[job := JobkitCallback(), EarlyStopping("val_loss", patience=6), ModelCheckpoint(save_last=True)],
+        callbacks=[
+            *(own := Own(), job := JobkitCallback()),
+            *(EarlyStopping("val_loss", patience=6), ModelCheckpoint(save_last=True)),
+        ],
         val_check_interval=0.5,
         log_every_n_steps=1,
         enable_progress_bar=False,
@@ -82,6 +99,7 @@ if __name__ == "__main__":
     trainer.fit(model, train, torch.utils.data.DataLoader(Numbers(8), 4), ckpt_path=CHECKPOINT)
     if trainer.is_global_zero:
         torch.save(model.state_dict(), "weights.pt")
+        torch.save([*own.average.parameters(), torch.tensor(own.steps)], "weights_own.pt")
 """
 SCRIPT = SCRIPT.replace("CHECKPOINT", "job.checkpoint")
 
@@ -151,7 +169,7 @@ def test_a_run_by_python_continues_after_ctrl_c_and_after_a_kill(tmp_path: Path)
     assert files(run) == files(whole)
     assert "last.ckpt" in files(run)
     assert {file.name for file in run.folder.iterdir()} - {"none.yaml"} == {
-        *("adopted.yaml", "output.txt", "runs", "train.py", "weights.pt")
+        *("adopted.yaml", "output.txt", "runs", "train.py", "weights.pt", "weights_own.pt")
     }
     run.run(PYTHON)  # which says so, and trains nothing
     assert "already finished" in run.output

@@ -91,6 +91,21 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
+class Growing(L.LightningDataModule):
+    """More samples with each time that it is asked for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return DataLoader(Numbers(20 + 8 * self.asked), 4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(8), 4)
+
+
 def loaders(kind: str, ranks: int) -> Any:
     """The training's loader of a kind."""
     generator = torch.Generator().manual_seed(3)
@@ -124,7 +139,10 @@ def fit(ctx: Any, kind: str, options: dict[str, Any], stops: tuple[int, ...]) ->
         **options,
     )
     model = Net(ctx, stops, by_hand=kind == "by hand")
-    trainer.fit(model, loaders(kind, ctx.world_size), DataLoader(Numbers(8), 4), ckpt_path=job.checkpoint)
+    if kind == "by hand":
+        trainer.fit(model, datamodule=Growing(), ckpt_path=job.checkpoint)
+    else:
+        trainer.fit(model, loaders(kind, ctx.world_size), DataLoader(Numbers(8), 4), ckpt_path=job.checkpoint)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     found = [*model.state_dict().values(), *trainer.optimizers[0].state_dict()["state"].values()]
     return trainer.global_step, [_plain(one) for one in found], logged, model.curve
@@ -138,7 +156,10 @@ def _plain(value: Any) -> Any:
 
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "accumulation and validation within epochs": (1, "plain", {"accumulate_grad_batches": 2, "val_check_interval": 5}),
-    "steps by hand, validation every second epoch": (1, "by hand", {"check_val_every_n_epoch": 2}),
+    "steps by hand, validation every second epoch, loaders made anew": (
+        *(1, "by hand"),
+        {"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1},
+    ),
     "workers that stay": (1, "workers", {}),
     "a stream": (1, "stream", {}),
     "two loaders of different lengths": (1, "two loaders", {}),

@@ -1,0 +1,135 @@
+"""What callbacks and modules keep as attributes, saved by one attempt and restored by another."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from jobkit.train.kept_attributes import KeptAttributes, names_set_by
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+
+class Keeps:
+    """What a callback keeps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.mean: float | None = None
+        self.seen: list[tuple[int, float]] = []
+        self._count = 0
+        self.patience = 5
+        self.meter = Meter()
+        self.generator, self.numbers = random.Random(3), np.random.default_rng(4)
+        self.model = model
+        self.average = copy.deepcopy(model)
+        self.shadow = [one.detach().clone() for one in model.parameters()]
+        self.level = torch.zeros(2, requires_grad=True)
+        self.of_model = model[0].weight.data  # type: ignore[index]
+
+    def step(self, loss: float) -> None:
+        self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
+        self.seen.append((self._count, loss))
+        self._count += 1
+        self.meter.sum += loss + self.generator.random() + self.numbers.random()
+        for average, shadow, now in zip(self.average.parameters(), self.shadow, self.model.parameters(), strict=True):
+            average.data.lerp_(now.data, 0.1)
+            shadow.data.lerp_(now.data, 0.1)
+        with torch.no_grad():
+            self.level += loss
+
+
+def made() -> tuple[nn.Sequential, Keeps]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.2), nn.BatchNorm1d(30))
+    return model, Keeps(model)
+
+
+def train(model: Any, keeps: Keeps, steps: int) -> None:
+    for _ in range(steps):
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+        model[1].p += 0.01
+        model[2].momentum *= 0.9
+        keeps.step(model[0].weight.sum().item())
+
+
+def kept(model: Any, keeps: Keeps) -> KeptAttributes:
+    owners = {"callback": keeps, **{f"module {name}": one for name, one in model.named_modules()}}
+    return KeptAttributes(owners, [model], one_disk=False)
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def end(model: Any, keeps: Keeps) -> Any:
+    found = [keeps.mean, keeps.seen, keeps._count, keeps.meter.sum, keeps.level.tolist(), model[1].p, model[2].momentum]
+    return [*found, *(one.tolist() for one in (*keeps.average.parameters(), *keeps.shadow))]
+
+
+def test_an_attempt_goes_on_with_what_the_one_before_had_kept() -> None:
+    whole = made()
+    train(*whole, 6)
+    first = made()
+    before = kept(*first)
+    train(*first, 4)
+    saved, weights = through_a_file(before.changed()), copy.deepcopy(first[0].state_dict())
+    assert "patience" not in saved["callback"]  # as the code says, which may have been changed
+    assert not {"model", "of_model"} & saved["callback"].keys()  # the framework's, and a view of its weights
+    second = made()
+    after = kept(*second)
+    second[0].load_state_dict(weights)
+    level = second[1].level
+    after.restore(saved)
+    assert second[1].level is level  # which an optimizer may have
+    assert second[1].of_model.data_ptr() == second[0][0].weight.data_ptr()
+    train(*second, 2)
+    assert end(*second) == end(*whole)
+
+
+def test_nothing_is_saved_that_has_not_changed() -> None:
+    model, keeps = made()
+    before = kept(model, keeps)
+    assert before.changed() == {}
+    keeps.average.eval()
+    assert before.changed() == {}
+
+
+def test_an_earlier_moment_is_kept_while_the_objects_go_on() -> None:
+    model, keeps = made()
+    before = kept(model, keeps)
+    train(model, keeps, 2)
+    moment = before.snapshot()
+    keeps.seen.append((9, 9.0))
+    assert len(before.changed(moment)["callback"]["seen"][1]) == 2
+    assert "average" in before.changed(moment)["callback"]
+
+
+def test_what_is_made_too_late_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, keeps = made()
+    before = kept(model, keeps)
+    keeps.late = copy.deepcopy(model)  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, "jobkit"):
+        before.changed()
+        before.changed()
+    assert caplog.messages == [
+        "callback.late begins anew in each attempt: it is made after the training has begun: make it in __init__"
+    ]
+
+
+def test_names_that_a_class_sets_are_found_in_its_methods() -> None:
+    assert names_set_by([Keeps]) >= {"mean", "_count", "average"}
