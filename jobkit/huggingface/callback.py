@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 import transformers.trainer as trainer_module
+from torch.utils.data import IterableDataset
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
@@ -25,6 +26,7 @@ from jobkit.huggingface.logs import of_all_attempts, result, tags
 from jobkit.log import log
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.kept_attributes import KeptAttributes, Saved, is_of_framework, names_set_by, on_device
+from jobkit.train.loader_pass import data_loader
 from jobkit.train.seeds import preserved_generators
 from jobkit.worker.context import Context
 from jobkit.worker.params import own_arguments
@@ -76,6 +78,10 @@ class JobkitCallback(transformers.TrainerCallback):
         self._has_evaluated = self._had_evaluated = False
         """Whether the run has evaluated; and, until this attempt has, whether an earlier one had."""
         self._loader: ContinuedLoader | None = None
+        self._eval_loaders: dict[str, ContinuedLoader] = {}
+        """Those of workers that outlive an evaluation, by the names that Trainer keeps them under."""
+        self._eval_positions: dict[str, Position] = {}
+        """Where they stood as the evaluation that is under way began, or in the checkpoint."""
         self._orders: list[GradientOrder] = []
         self._seconds, self._started = 0.0, 0.0
         self._buffers = {name: _version(value) for name, value in _buffers(self._trainer).items()}
@@ -98,7 +104,13 @@ class JobkitCallback(transformers.TrainerCallback):
 
     def _wrap_methods(self) -> None:
         trainer = self._trainer
-        for name in ("get_train_dataloader", "get_batch_samples", "_evaluate", "_maybe_log_save_evaluate"):
+        for name in (
+            "get_train_dataloader",
+            "get_eval_dataloader",
+            "get_batch_samples",
+            "_evaluate",
+            "_maybe_log_save_evaluate",
+        ):
             around = getattr(self, f"_around_{name.lstrip('_')}")
             setattr(trainer, name, functools.partial(around, getattr(trainer, name)))
         events = trainer.callback_handler
@@ -199,6 +211,19 @@ class JobkitCallback(transformers.TrainerCallback):
         self._loader = ContinuedLoader(make())
         return self._loader
 
+    def _around_get_eval_dataloader(self, make: Callable[..., Any], eval_dataset: Any = None) -> Any:
+        loader, args = make(eval_dataset), self._trainer.args
+        base = data_loader(loader)
+        if not args.dataloader_persistent_workers or base is None or isinstance(base.dataset, IterableDataset):
+            return loader
+        name = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        known = self._eval_loaders.get(name)
+        if known is None or known.loader is not loader:
+            known = self._eval_loaders[name] = ContinuedLoader(loader)
+            if name in self._eval_positions:
+                known.continue_from(self._eval_positions[name])
+        return known
+
     def _around_get_batch_samples(self, get: Callable[..., Any], iterator: Any, number: int, *rest: Any) -> Any:
         state, control = self._trainer.state, self._trainer.control
         begins = self._resumed is not None and state.global_step == self._first_step
@@ -218,6 +243,7 @@ class JobkitCallback(transformers.TrainerCallback):
 
     def _around_evaluate(self, evaluate: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         state, control = self._trainer.state, self._trainer.control
+        self._eval_positions = self._positions_of_evaluations()
         # A stream that ends within an accumulation leaves gradients for the next epoch's first step.
         if state.global_step and all(one.grad is None for one in self._trainer.model.parameters()):
             flags = {"should_save": control.should_save, "should_training_stop": control.should_training_stop}
@@ -260,6 +286,7 @@ class JobkitCallback(transformers.TrainerCallback):
             "epoch": self._epoch,
             "handed_out": self._handed_out,
             "position": self._position(),
+            "eval_positions": self._eval_positions if self._evaluation else self._positions_of_evaluations(),
             "is_over": self._is_over,
             "evaluation": self._evaluation,
             "has_evaluated": self._has_evaluated,
@@ -279,6 +306,10 @@ class JobkitCallback(transformers.TrainerCallback):
         if self._resumed is not None and self._trainer.state.global_step == self._first_step:
             return dict(self._resumed["position"])  # the loader has not begun there yet
         return self._loader.position(is_mid=self._handed_out > 0)
+
+    def _positions_of_evaluations(self) -> dict[str, Position]:
+        now = {name: one.between_passes() for name, one in self._eval_loaders.items()}
+        return {**self._eval_positions, **now}
 
     def _read_own(self) -> dict[str, Any] | None:
         """What this rank wrote; None where there were other ranks."""
@@ -317,6 +348,7 @@ class JobkitCallback(transformers.TrainerCallback):
         self._kept.restore(own["kept"], lambda rank: self._read_rank(rank)["kept"])
         if self._loader is not None:
             self._loader.continue_from(own["position"])
+        self._eval_positions = own["eval_positions"]
         self._bests.find()
         if own["evaluation"] is not None:
             self._evaluate_again(own["evaluation"], control)

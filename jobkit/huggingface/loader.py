@@ -26,6 +26,10 @@ class ContinuedLoader:
         draws = None if is_mid else kept_draws(data_loader(self.loader))
         return {"pass": state, "draws": draws, "own": own_state(self.loader)}
 
+    def between_passes(self) -> Position:
+        """Where it stands, between two passes, or before the first, which may be one that goes on."""
+        return self._resume or self.position(is_mid=False)
+
     def continue_from(self, position: Position) -> None:
         """Let the next pass go on there."""
         self._resume = position

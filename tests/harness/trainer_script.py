@@ -118,7 +118,7 @@ trainer = Weighted(
         }
     ),
     train_dataset=stream() if DATA == "stream" else Samples(SAMPLES, 0.1),
-    eval_dataset=Samples(20, 0.0),
+    eval_dataset=Samples(20, 0.1 if WORKERS else 0.0),
     callbacks=[own, *([EarlyStoppingCallback(6)] if os.environ.get("EARLY") else [])],
 )
 trainer.add_callback(job := JobkitCallback(trainer))
