@@ -42,7 +42,7 @@ def _telling(fetch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         assert worker is not None
         if not hasattr(self, "jobkits_own"):
             self.jobkits_own = OwnState(SimpleNamespace(dataset=self.dataset, collate=self.collate_fn))
-        draws = pickle.dumps((rng_state(), self.jobkits_own.now()), protocol=4)
+        draws = pickle.dumps((rng_state(), self.jobkits_own.now(), worker.seed), protocol=4)
         return Told(batch, indices.number, worker.id, draws)
 
     return fetch_and_tell
@@ -59,10 +59,12 @@ class WorkerBegin:
     def __call__(self, worker: int) -> None:
         for fetcher in _FETCHERS:  # the process may not have been forked
             fetcher.fetch = _telling(fetcher.fetch)
+        found = get_worker_info()
+        generators, own, seed = pickle.loads(self.draws[worker]) if worker in self.draws else (None, {}, None)
+        if generators is not None:
+            object.__setattr__(found, "seed", seed)  # that of the worker which began
         if self.function is not None:
             self.function(worker)
-        found = get_worker_info()
-        if worker in self.draws and found is not None:
-            generators, own = pickle.loads(self.draws[worker])
+        if generators is not None and found is not None:
             set_rng_state(generators)
             set_own_state(SimpleNamespace(dataset=found.dataset, collate=self.collate), own)

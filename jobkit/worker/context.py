@@ -108,6 +108,7 @@ class Context:
         self._tracked = TrackedState(
             self._engine.parallel, self._checkpointer, rank.group, restored, weights=config.checkpoint.weights
         )
+        self._tracked.kept_workers.watch()
         schedule = CheckpointSchedule(config.checkpoint, earlier)
         durable = restored.durable_step if restored is not None else None
         self._checkpoints = Checkpoints(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -52,6 +52,8 @@ class Epochs:
         self._lengths: dict[int, int] = {}
         self._top: dict[str, Any] = {}
         """The random numbers that the epoch began with."""
+        self._top_workers: list[Any] = []
+        """The workers that were kept from the epochs before."""
         self._loaders: dict[int, KnownLoaders] = {}
         self._sampler_epochs: dict[int, list[int]] = {}
         self._has_told_order = self._has_told_lost = False
@@ -71,7 +73,7 @@ class Epochs:
         taken = known["batch"] if before == now else known["batch"] * before // now
         passes = known.get("passes") or [{"taken": taken}]
         if taken or self._call:
-            self._resume = _Resume(restored, self._call, taken, passes, known.get("top"))
+            self._resume = _Resume(restored, self._call, taken, passes, known.get("top"), known.get("top_workers", ()))
         if before != now and self._rank.is_main:
             log.info(
                 "the checkpoint was written by %d rank(s), and %d are here: epoch %d goes on after %d batches of each "
@@ -90,6 +92,7 @@ class Epochs:
             **self.entry(),
             "passes": [one.state() for one in self._passes] if is_mid else [],
             "top": self._top if is_mid or self._call else {},
+            "top_workers": self._top_workers,
             "loaders": {
                 call: known.state(is_between=not is_mid or call != self._call) for call, known in self._loaders.items()
             },
@@ -115,8 +118,9 @@ class Epochs:
             if self._resume is not None:
                 if self._resume.top:
                     set_rng_state(self._resume.top, *devices)  # what is drawn before the loader, is drawn again
+                    self._tracked.kept_workers.continue_from(self._resume.top_workers)
                 self._resume.fingerprint = self._loop.fingerprint()
-            self._top = rng_state(*devices)
+            self._top, self._top_workers = rng_state(*devices), self._tracked.kept_workers.state()
             self._loop.begin_step()
             yield epoch
             self._end_open_batch()
@@ -317,8 +321,10 @@ class _Resume:
         taken: int,
         passes: list[Mapping[str, Any]],
         top: Mapping[str, Any] | None,
+        top_workers: Sequence[Any],
     ) -> None:
         self.restored, self.call, self.taken, self.passes, self.top = restored, call, taken, passes, top
+        self.top_workers = top_workers
         self.fingerprint: Any = None
         """Of the state at the top of the epoch."""
 

@@ -264,6 +264,7 @@ class TrainingLoop:
             )
         self._record_resumed(self.shown_total)
         self._tell_seed()
+        self._tracked.kept_workers.begin_loop()
         self._continue_local_state(self._restored)
         self._watch.track(self._tracked.all_objects())
         self._restored = None  # its tensors are in the model by now

@@ -19,6 +19,7 @@ from jobkit.train.frozen import FrozenParameters, frozen_parameters
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.gradients import LossScaler
 from jobkit.train.hooks import uncompiled
+from jobkit.train.kept_workers import KeptWorkers
 from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.modes import Modes, Now
 from jobkit.train.names import load_module_state, module_state, named_parameters, plain_name
@@ -98,6 +99,7 @@ class TrackedState:
         """Where a loop over epochs stands."""
         self.first_generators: dict[str, Any] | None = None
         """The random numbers that the script began with, where it has its own."""
+        self.kept_workers = KeptWorkers()
         self._parallel = parallel
         self._checkpointer = checkpointer
         self._group = group
@@ -266,6 +268,7 @@ class TrackedState:
         own["modes"] = modes
         if self.first_generators is not None:
             own["first_generators"] = self.first_generators
+        own["kept_workers"] = self.kept_workers.state()
         if self.position is not None:
             own[EPOCHS] = self.position.state()
         return shared, held_by, own
@@ -354,6 +357,7 @@ class TrackedState:
                 self._modes[name].set_attributes(values)
         for name, saved in state.get("gradients", {}).items():
             set_gradients(unwrapped(self._all()[name]), saved)
+        self.kept_workers.continue_from(state.get("kept_workers", ()))
 
     def _can_be_named(self, optimizer: torch.optim.Optimizer) -> bool:
         return has_torchs_state(optimizer) and all(one in self._names for one in parameters_of(optimizer))
