@@ -45,7 +45,8 @@ class KnownLoaders:
             found = {path: one for path, one in own_state(loader).items() if _digest(one[1]) not in kept}
             equal = {path for path in found if _digest(found[path]) == _digest(first.get(path))}
             if all(path in equal or is_plain(one) for path, one in found.items()):
-                set_own_state(loader, {path: one for path, one in now.items() if path in equal})
+                late = now.keys() - found.keys() - first.keys()  # made as they were used
+                set_own_state(loader, {path: one for path, one in now.items() if path in equal or path in late})
         return list(saved["draws"])
 
     def state(self, *, is_between: bool) -> dict[str, Any]:

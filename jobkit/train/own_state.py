@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import random
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-_DEEPEST = 4
-"""So far parts are followed: a loader's dataset, its transform, the list in that, one of these."""
+_DEEPEST = 20
+"""So far parts are followed: concatenated datasets, their transforms, the lists in these."""
 
 _LONGEST = 100
 """Entries up to which a list or dict is looked through: longer ones are data."""
@@ -26,10 +29,10 @@ _NOT_LOOKED_INTO = (
     torch.Tensor,
     np.ndarray,
     torch.nn.Module,
+    torch.optim.Optimizer,
+    logging.Logger,
     type,
     types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
     types.BuiltinFunctionType,
 )
 
@@ -76,18 +79,28 @@ def own_state(loader: Any) -> State:
 
 
 def set_own_state(loader: Any, state: Mapping[str, Any]) -> None:
-    """Set what `own_state` found, where it is still there; a generator that is None until its first use is made."""
-    for path, owner, name, value in list(_parts(loader)):
-        if path not in state:
-            continue
-        kind, saved = state[path]
+    """Set what `own_state` found, where it is still there; a generator that its first use makes is made."""
+    owners: dict[str, Any] = {}
+    found = {path: (owner, name, value) for path, owner, name, value in _parts(loader, owners)}
+    for path, (kind, saved) in state.items():
+        owner, name, value = found.get(path, (owners.get(path.rpartition(".")[0]), path.rpartition(".")[2], None))
         if kind == _SAMPLERS_PLAIN:
-            if isinstance(value, _PLAIN):
+            if path in found and isinstance(value, _PLAIN):
                 setattr(owner, name, saved)
-        elif value is None and hasattr(owner, "__dict__"):
-            setattr(owner, name, _made(kind, saved))
         elif generator_kind(value) == kind:
             _KINDS[kind][3](value, saved)
+        elif value is None and owner is not None:
+            _put(owner, name, _made(kind, saved))
+
+
+def _put(owner: Any, name: str, generator: Any) -> None:
+    """Give an object a generator that it does not have yet."""
+    if isinstance(owner, dict):
+        owner[int(name) if name.isdigit() and name not in owner else name] = generator  # as by the number of a worker
+    elif isinstance(owner, list):
+        owner[int(name)] = generator
+    elif hasattr(owner, "__dict__") and not isinstance(owner, (types.FunctionType, types.MethodType)):
+        setattr(owner, name, generator)
 
 
 class OwnState:
@@ -159,12 +172,17 @@ def _is_sampler(value: Any) -> bool:
     return isinstance(value, Sampler) or "sampler" in type(value).__name__.lower()
 
 
-def _parts(root: Any) -> Iterator[tuple[str, Any, str, Any]]:
-    """(path, owner, name, value) of what a value holds: generators, plain values, and within other objects."""
+def _parts(root: Any, owners: dict[str, Any] | None = None) -> Iterator[tuple[str, Any, str, Any]]:
+    """(path, owner, name, value) of what a value holds: generators, plain values, and within other objects.
+
+    The nearest come first. `owners` is given those objects, by their path.
+    """
     seen: set[int] = {id(root)}
-    waiting: list[tuple[str, Any, int]] = [("", root, 0)]
+    waiting: deque[tuple[str, Any, int]] = deque([("", root, 0)])
     while waiting and len(seen) < _MOST:
-        prefix, owner, depth = waiting.pop(0)
+        prefix, owner, depth = waiting.popleft()
+        if owners is not None:
+            owners[prefix[:-1]] = owner
         for name, value in _inside(owner):
             path = f"{prefix}{name}"
             if generator_kind(value) is not None or isinstance(value, _PLAIN):
@@ -181,12 +199,26 @@ def _inside(owner: Any) -> list[tuple[str, Any]]:
         return [(str(index), value) for index, value in enumerate(owner)] if len(owner) <= _LONGEST else []
     if isinstance(owner, dict):
         return [(str(key), value) for key, value in owner.items()] if len(owner) <= _LONGEST else []
+    if isinstance(owner, types.MethodType):
+        return [("__self__", owner.__self__)]
+    if isinstance(owner, types.FunctionType):
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        held = [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]
+        return [*held, ("__defaults__", owner.__defaults__), ("__kwdefaults__", owner.__kwdefaults__)]
+    if isinstance(owner, functools.partial):
+        return [("func", owner.func), ("args", owner.args), ("keywords", owner.keywords)]
     if not hasattr(owner, "__dict__"):
         return []
-    return [(name, value) for name, value in vars(owner).items() if name not in _NOT_PARTS]
+    return [(name, _scripts_own(value)) for name, value in vars(owner).items() if name not in _NOT_PARTS]
+
+
+def _scripts_own(value: Any) -> Any:
+    """In the place of what jobkit has put there."""
+    return getattr(value, type(value).stands_for) if hasattr(type(value), "stands_for") else value
 
 
 def _is_looked_into(value: Any) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return True
-    return hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO)
+    is_jobkits = type(value).__module__.startswith("jobkit.")  # as the context, in a function's closure
+    return hasattr(value, "__dict__") and not is_jobkits and not isinstance(value, _NOT_LOOKED_INTO)

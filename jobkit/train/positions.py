@@ -19,6 +19,8 @@ class Positions:
         at_place: called once, where the sampler stands as it stood, before anything is handed on.
     """
 
+    stands_for = "_sampler"
+
     def __init__(
         self,
         sampler: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import random
@@ -216,3 +217,78 @@ def freed(team: Team) -> None:
 
 def test_the_workers_of_a_pass_end_with_it() -> None:
     on_ranks(1, freed)
+
+
+class Noise:
+    """A transform with a generator, of its own or given."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __call__(self, value: float) -> float:
+        return value + float(self.generator.random())
+
+
+class FirstUse(Dataset[torch.Tensor]):
+    """Makes its generators as the first sample is asked for, one by the number of the worker."""
+
+    def __init__(self) -> None:
+        self.by_worker: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = torch.utils.data.get_worker_info()
+        if not hasattr(self, "generator"):
+            self.generator = np.random.default_rng(worker.seed if worker else 3)
+        own = self.by_worker.setdefault(worker.id if worker else 0, random.Random(2))
+        return torch.tensor((index, self.generator.random(), own.random()), dtype=torch.float64)
+
+
+class Deep(Dataset[torch.Tensor]):
+    """Its generators are in a list of transforms, in a partial's arguments and in a function's closure."""
+
+    def __init__(self) -> None:
+        given = random.Random(4)
+
+        def noisy(value: float) -> float:
+            return value + given.random()
+
+        noises = [noisy, functools.partial(added, generator=random.Random(5)), Noise(np.random.default_rng(6)).__call__]
+        self.transform = {"train": [Noise(random.Random(3)), *noises]}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([one(float(index)) for one in self.transform["train"]], dtype=torch.float64)
+
+
+def added(value: float, generator: random.Random) -> float:
+    return value + generator.random()
+
+
+class DeepInParts(Dataset[torch.Tensor]):
+    """The same in a part of joined datasets."""
+
+    def __init__(self) -> None:
+        joined = torch.utils.data.ConcatDataset([Deep()])
+        self.parts = torch.utils.data.Subset(torch.utils.data.Subset(joined, range(SAMPLES)), range(SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.parts[index]
+
+
+def continued_of(team: Team, kind: type[Any], options: dict[str, Any]) -> None:
+    CASES["own"] = (kind, DataLoader, options)
+    continued(team, "own")
+
+
+@pytest.mark.parametrize("kind", [FirstUse, Deep, DeepInParts], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_generators_wherever_a_dataset_keeps_them_go_on(kind: type[Any], workers: int) -> None:
+    on_ranks(1, continued_of, kind, {"num_workers": workers})
