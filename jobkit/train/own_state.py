@@ -1,4 +1,4 @@
-"""Generators that a loader's own parts draw from, and what a sampler counts: neither is in any state_dict."""
+"""Generators of a loader's own parts, and what a sampler counts and shuffles: none is in any state_dict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+
+from jobkit.train import own_data
 
 _DEEPEST = 20
 """So far parts are followed: concatenated datasets, their transforms, the lists in these."""
@@ -69,6 +70,14 @@ _KINDS: dict[str, tuple[type[Any], Callable[[], Any], Callable[[Any], Any], Call
 
 _SAMPLERS_PLAIN = "plain"
 
+_DATA = "data"
+
+_MOST_OF_WORKER = 1 << 20
+"""Bytes of a list that a worker tells of with each batch."""
+
+_SMALL = 1000
+"""Entries of a list that a worker looks at after each batch; at others where a pass begins, and seldom."""
+
 State = dict[str, Any]
 """(kind, state) by the path from the loader, as `sampler.generator`."""
 
@@ -87,6 +96,9 @@ def set_own_state(loader: Any, state: Mapping[str, Any]) -> None:
         if kind == _SAMPLERS_PLAIN:
             if path in found and isinstance(value, _PLAIN):
                 setattr(owner, name, saved)
+        elif kind == _DATA:
+            if path in found and own_data.may_be_data(owner, value):
+                own_data.put(owner, name, value, saved)
         elif generator_kind(value) == kind:
             _KINDS[kind][3](value, saved)
         elif value is None and owner is not None:
@@ -110,31 +122,51 @@ class OwnState:
         self._root = root
         self._asked = 0
         self._known: list[tuple[str, Any, str]] | None = None
+        self._data: dict[tuple[int, str], own_data.Data | None] = {}
 
     def now(self) -> State:
         """The state."""
         self._asked += 1
+        if self._asked & (self._asked - 1) == 0:
+            self._data = {}
         if self._known is None or self._asked & (self._asked - 1) == 0:  # some generators are made when they are used
             parts = list(_parts(self._root))
-            found = list(_found(parts))
+            found = list(_found(parts, self._data_of))
             self._known = [(path, owner, name) for path, owner, name, _ in found] if len(parts) > _FEW else None
             return {path: state for path, _, _, state in found}
         known = self._known
         values = ((path, owner, name, dict(_inside(owner)).get(name)) for path, owner, name in known)
-        return {path: state for path, _, _, state in _found(values)}
+        return {path: state for path, _, _, state in _found(values, self._data_of)}
+
+    def _data_of(self, owner: Any, name: str, value: Any) -> own_data.Data | None:
+        key = id(owner), name
+        if key in self._data or not own_data.is_order(owner):
+            return self._data.get(key)
+        found = own_data.found(owner, name, value)
+        if found is not None and found[2] is not None and len(found[2]) > _MOST_OF_WORKER:
+            own_data.tell_too_large(owner, name, _MOST_OF_WORKER)
+            found = None
+        if len(value) > _SMALL:
+            self._data[key] = found
+        return found
 
 
 _FEW = 100
 """Parts that are looked through in less time than a sample takes."""
 
 
-def _found(parts: Iterable[tuple[str, Any, str, Any]]) -> Iterator[tuple[str, Any, str, tuple[str, Any]]]:
+def _found(
+    parts: Iterable[tuple[str, Any, str, Any]], data_of: Callable[[Any, str, Any], Any] = own_data.found
+) -> Iterator[tuple[str, Any, str, tuple[str, Any]]]:
     for path, owner, name, value in parts:
         kind = generator_kind(value)
         if kind is not None:
             yield path, owner, name, (kind, _KINDS[kind][2](value))
-        elif isinstance(value, _PLAIN) and _is_sampler(owner) and name not in ("rank", "num_replicas"):
-            yield path, owner, name, (_SAMPLERS_PLAIN, value)
+        elif isinstance(value, _PLAIN):
+            if _is_sampler(owner) and name not in ("rank", "num_replicas"):
+                yield path, owner, name, (_SAMPLERS_PLAIN, value)
+        elif own_data.may_be_data(owner, value) and (data := data_of(owner, name, value)) is not None:
+            yield path, owner, name, (_DATA, data)
 
 
 def generator_kind(value: Any) -> str | None:
@@ -155,8 +187,8 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def is_plain(found: tuple[str, Any]) -> bool:
-    """Whether an entry of `own_state` is a sampler's plain attribute, and no generator."""
-    return found[0] == _SAMPLERS_PLAIN
+    """Whether an entry of `own_state` is a plain attribute or a list, and no generator."""
+    return found[0] in (_SAMPLERS_PLAIN, _DATA)
 
 
 def _made(kind: str, state: Any) -> Any:
@@ -169,7 +201,7 @@ def _made(kind: str, state: Any) -> Any:
 
 
 def _is_sampler(value: Any) -> bool:
-    return isinstance(value, Sampler) or "sampler" in type(value).__name__.lower()
+    return own_data.is_order(value) or "sampler" in type(value).__name__.lower()
 
 
 def _parts(root: Any, owners: dict[str, Any] | None = None) -> Iterator[tuple[str, Any, str, Any]]:
@@ -189,7 +221,13 @@ def _parts(root: Any, owners: dict[str, Any] | None = None) -> Iterator[tuple[st
                 if isinstance(value, _PLAIN) or id(value) not in seen:
                     seen.add(id(value))
                     yield path, owner, name, value
-            elif depth < _DEEPEST and id(value) not in seen and _is_looked_into(value):
+                continue
+            if id(value) in seen:
+                continue
+            if own_data.may_be_data(owner, value):
+                seen.add(id(value))
+                yield path, owner, name, value
+            if depth < _DEEPEST and _is_looked_into(value):
                 seen.add(id(value))
                 waiting.append((f"{path}.", value, depth + 1))
 

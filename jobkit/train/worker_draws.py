@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torchs_fetch
 
 from jobkit.checkpoint.state import rng_state, set_rng_state
-from jobkit.train.own_state import OwnState, set_own_state
+from jobkit.train.own_state import OwnState, own_state, set_own_state
 
 _FETCHERS: tuple[Any, ...] = (torchs_fetch._MapDatasetFetcher, torchs_fetch._IterableDatasetFetcher)
 
@@ -60,11 +60,13 @@ class WorkerBegin:
         for fetcher in _FETCHERS:  # the process may not have been forked
             fetcher.fetch = _telling(fetcher.fetch)
         found = get_worker_info()
+        assert found is not None
+        own_state(SimpleNamespace(dataset=found.dataset))  # as they begin: what changes is told
         generators, own, seed = pickle.loads(self.draws[worker]) if worker in self.draws else (None, {}, None)
         if generators is not None:
             object.__setattr__(found, "seed", seed)  # that of the worker which began
         if self.function is not None:
             self.function(worker)
-        if generators is not None and found is not None:
+        if generators is not None:
             set_rng_state(generators)
             set_own_state(SimpleNamespace(dataset=found.dataset, collate=self.collate), own)

@@ -8,6 +8,7 @@ import gc
 import pickle
 import random
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,47 @@ class Lazy(torch.utils.data.Sampler[int]):
         return SAMPLES
 
 
+class InPlace(torch.utils.data.Sampler[int]):
+    """Shuffles its own order once more in each pass."""
+
+    def __init__(self) -> None:
+        self.order = list(range(SAMPLES))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class InPlaceArray(InPlace):
+    def __init__(self) -> None:
+        self.order: Any = np.arange(SAMPLES)
+
+
+class InPlaceBatches(InPlace):
+    def __init__(self) -> None:
+        self.order: Any = [[one, one + 1] for one in range(0, SAMPLES, 2)]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class InPlaceStream(IterableDataset[torch.Tensor]):
+    """Shuffles its shards in place, and counts its passes."""
+
+    def __init__(self) -> None:
+        self.shards = deque([str(one), one] for one in range(SAMPLES))
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        random.shuffle(self.shards)
+        self.passes += 1
+        for name, shard in self.shards:
+            yield torch.tensor((float(name), shard, self.passes, random.random()), dtype=torch.float64)
+
+
 class Ahead(DataLoader[Any]):
     """Is one batch ahead of what it hands out, as Accelerate's loaders are."""
 
@@ -93,9 +135,15 @@ class Attempt:
     """A training that draws random numbers between two batches; without jobkit, or with it."""
 
     def __init__(self, kind: type[Any], loader: type[Any], options: dict[str, Any]) -> None:
-        shuffle: dict[str, Any] = {Stream: {}, Lazy: {"sampler": Lazy()}}.get(kind, {"shuffle": True})
-        dataset = kind() if kind is not Lazy else Augmented()
-        self.loader = loader(dataset, batch_size=BATCH, **shuffle, **options)
+        own: Any = kind()
+        self.loader: Any
+        if isinstance(own, InPlaceBatches):
+            self.loader = loader(Augmented(), batch_sampler=own, **options)
+        elif isinstance(own, torch.utils.data.Sampler):
+            self.loader = loader(Augmented(), batch_size=BATCH, sampler=own, **options)
+        else:
+            shuffle = {} if isinstance(own, IterableDataset) else {"shuffle": True}
+            self.loader = loader(own, batch_size=BATCH, **shuffle, **options)
         self.seen: list[Any] = []
 
     def _learn(self, number: int, batch: torch.Tensor) -> None:
@@ -292,3 +340,9 @@ def continued_of(team: Team, kind: type[Any], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_generators_wherever_a_dataset_keeps_them_go_on(kind: type[Any], workers: int) -> None:
     on_ranks(1, continued_of, kind, {"num_workers": workers})
+
+
+@pytest.mark.parametrize("kind", [InPlace, InPlaceArray, InPlaceBatches, InPlaceStream], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_an_order_that_is_shuffled_in_place_goes_on(kind: type[Any], options: dict[str, Any]) -> None:
+    on_ranks(1, continued_of, kind, options)
