@@ -13,6 +13,7 @@ from jobkit.log import log
 from jobkit.train.own_state import own_state, set_own_state
 from jobkit.train.positions import Positions, at
 from jobkit.train.stream_draws import StreamDraws
+from jobkit.train.streams import lacks_its_buffer
 from jobkit.train.tap import Draws, Tap, index_sampler, kept_draws, tapped, untapped
 
 TOLD_FROM = 100
@@ -186,5 +187,7 @@ def _is_read_again(loader: Any, base: DataLoader[Any]) -> bool:
 
 def _is_stateful(loader: Any) -> bool:
     if not getattr(loader, "use_stateful_dataloader", True):  # Accelerate's, which have the methods in any case
+        return False
+    if lacks_its_buffer(loader) or lacks_its_buffer(getattr(loader, "dataset", None)):
         return False
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

@@ -343,10 +343,13 @@ def _can_be_split(stream: Any) -> bool:
 
 
 def _has_exact_state(stream: Any) -> bool:
-    """Whether the state of a stream says all; that of a Hugging Face one does not hold what is in a shuffle buffer."""
-    if not hasattr(stream, "load_state_dict"):
-        return False
-    return not (_is_hugging_face(stream) and _has_buffer(getattr(stream, "_ex_iterable", None)))
+    """Whether the state of a stream says all."""
+    return hasattr(stream, "load_state_dict") and not lacks_its_buffer(stream)
+
+
+def lacks_its_buffer(stream: Any) -> bool:
+    """Whether it is a Hugging Face stream with a shuffle buffer, which its state does not hold."""
+    return _is_hugging_face(stream) and _has_buffer(getattr(stream, "_ex_iterable", None))
 
 
 def _has_buffer(examples: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib.util
 import pickle
 import random
 import weakref
@@ -346,3 +347,25 @@ def test_generators_wherever_a_dataset_keeps_them_go_on(kind: type[Any], workers
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_an_order_that_is_shuffled_in_place_goes_on(kind: type[Any], options: dict[str, Any]) -> None:
     on_ranks(1, continued_of, kind, options)
+
+
+def buffered(team: Team) -> None:
+    """A Hugging Face stream's own state does not hold what is in its shuffle buffer."""
+    import datasets
+
+    def batches(state: Any = None) -> LoaderPass:
+        stream = datasets.IterableDataset.from_generator(lambda: ({"x": one} for one in range(SAMPLES)))
+        return LoaderPass(stream.shuffle(seed=3, buffer_size=5).batch(BATCH), state)
+
+    whole = [batch["x"] for batch in batches()]
+    assert sorted(one for batch in whole for one in batch) == list(range(SAMPLES))
+    for stop in (1, 4):
+        first = batches()
+        seen = [next(first)["x"] for _ in range(stop)]
+        assert seen + [batch["x"] for batch in batches(pickle.loads(pickle.dumps(first.state())))] == whole
+
+
+def test_a_hugging_face_stream_with_a_buffer_gives_each_sample_once() -> None:
+    if importlib.util.find_spec("datasets") is None:
+        pytest.skip("datasets is not installed")
+    on_ranks(1, buffered)
