@@ -59,3 +59,32 @@ def test_a_running_loss_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> Non
         assert printed == before[1:] and len(printed) == 2
         assert bars == [(2, BATCHES), (0, BATCHES)]
     assert whole[0][0] != whole[1][0]
+
+
+FOLDS, EPOCHS = 2, 2
+
+
+def train_folds(ctx: Any, stop: int | None) -> Any:
+    """The weights of each fold."""
+    torch.manual_seed(3)
+    x = torch.randn(16, 4)
+    models = nn.ModuleList(nn.Linear(4, 1) for _ in range(FOLDS))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    tracked = {f"optimizer_{fold}": one for fold, one in enumerate(optimizers)}
+    for n in ctx.epochs(FOLDS * EPOCHS, models=models, **tracked):
+        fold, _ = divmod(n, EPOCHS)
+        loader = DataLoader(TensorDataset(x[8 * fold : 8 * fold + 8]), batch_size=2, shuffle=True)
+        for (one,) in ctx.batches(loader):
+            if stop is not None:
+                stop_after(ctx, stop)
+            models[fold](one).square().mean().backward()
+            optimizers[fold].step()
+            optimizers[fold].zero_grad()
+    return [value for weight in models.parameters() for value in weight.flatten().tolist()]
+
+
+def test_folds_in_one_loop_go_on_where_they_stood(tmp_path: Path) -> None:
+    (whole,) = attempt(1, tmp_path / "whole", train_folds, None)
+    for stop in (5, 10):
+        assert attempt(1, tmp_path / f"{stop}", train_folds, stop) == [STOPPED]
+        assert attempt(1, tmp_path / f"{stop}", train_folds, None) == [whole]
