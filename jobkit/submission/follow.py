@@ -26,13 +26,18 @@ class Follower:
         self.run = run
         self.display = Display(run.name)
         self._tail = Tail()
+        self._attempt = 0
+        """The newest that was shown: it may have printed its last after the next one had begun."""
 
     def refresh(self, status: Status) -> None:
         """Show what is new."""
         if not status.attempt:
             return
-        for line in self._tail.read(self.run.rank_log(status.attempt.id, 0), whole_lines=True).splitlines():
-            self.display.say(line)
+        newest = status.attempt.id
+        for number in range(self._attempt or newest, newest + 1):
+            for line in self._tail.read(self.run.rank_log(number, 0), whole_lines=True).splitlines():
+                self.display.say(line)
+        self._attempt = newest
         progress = self.run.progress()
         if progress is not None and progress.attempt == status.attempt.id:
             self.display.show(progress)
