@@ -123,6 +123,8 @@ def _refuse_second_job(run: RunDir, before: status.Status, job_id: str, schedule
         is_other = there not in (None, here) and (other != job_id or slurm.name_of(str(there)) != slurm.name_of(here))
         if is_other:
             raise NotRunnable(f"it was submitted to {there} since{f', as job {other}' if other else ''}")
+        if there not in (None, here) and before.state == State.FAILED:  # ids of two clusters of one name may be equal
+            raise NotRunnable(f"it has failed, in job {other} of {there}; submit it again to continue it")
     if other in (None, job_id):  # it may start before its submission has written down which job it is
         return
     if before.state == State.FAILED:
