@@ -39,7 +39,6 @@ def test_a_script_is_brought_under_jobkit_by_three_lines() -> None:
 @pytest.mark.parametrize(
     ("environment", "launch"),
     [
-        pytest.param({}, PYTHON, id="map"),
         pytest.param({"DATA": "stream"}, torchrun(2), id="stream-2-ranks"),
         pytest.param({"WORKERS": "1", "EXTRA": PERSISTENT}, PYTHON, id="persistent-workers"),
     ],

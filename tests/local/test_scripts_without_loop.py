@@ -20,11 +20,18 @@ while True:
 INIT = 'ctx = jobkit.init(name="plain", runs_dir="runs")\n'
 
 
+def as_from_a_terminal() -> None:
+    """The tests themselves may run in a shell's background, where Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(folder: Path, script: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(BEGINNING + script)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "train.py"], cwd=folder, env=env, text=True, stdout=pipe, stderr=pipe)
+    command, pipe = [sys.executable, "train.py"], subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=env, text=True, stdout=pipe, stderr=pipe, preexec_fn=as_from_a_terminal
+    )
 
 
 def run_to_end(folder: Path, script: str) -> str:

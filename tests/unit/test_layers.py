@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -188,3 +189,8 @@ def test_what_others_call_has_a_docstring(module: str) -> None:
 def test_the_packages_are_found_by_importing_too() -> None:
     found = {info.name.removeprefix("jobkit.") for info in pkgutil.walk_packages([str(ROOT)], "jobkit.")}
     assert found == set(modules())
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    names = Counter(file.name for file in Path(__file__).parents[1].rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == [], "pytest would not collect the second one"
