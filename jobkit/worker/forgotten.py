@@ -160,6 +160,8 @@ class ForgottenValues:
             if name.startswith("__"):
                 continue
             yield name, value
+            if isinstance(value, torch.utils.data.DataLoader):
+                yield from ((f"{name}.dataset.{own}", held) for own, held in _settings_of(value.dataset))
             if _is_own_holder(value):
                 for own, held in list(vars(value).items()):
                     if not own.startswith("__") and not isinstance(held, (*_HOLDERS, *_DESCRIPTORS)):
@@ -222,6 +224,8 @@ def _seen(value: Any, looks: _Looks, depth: int = 0) -> tuple[Any, ...] | None:
         return "state", digest(summarise(TrackedGenerator(value).state_dict()))
     if isinstance(value, torch.optim.Optimizer):
         return None  # worker/untracked.py refuses those
+    if isinstance(value, (torch.utils.data.Sampler, torch.utils.data.IterableDataset)):
+        return None  # their loader keeps what they change
     if isinstance(value, nn.Module):
         return "state", *((id(one), looks.at(one)) for one in (*value.parameters(), *value.buffers()))
     if isinstance(value, (list, tuple, dict, set, deque)):
@@ -250,6 +254,14 @@ def _entries(value: Any, looks: _Looks, depth: int) -> list[Any]:
             break
         found.append((key, _seen(one, looks, depth + 1)))
     return found
+
+
+def _settings_of(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers and texts of a dataset of the script's own: a level of noise, a length. A stream's are kept."""
+    if _is_own_object(dataset) and not isinstance(dataset, torch.utils.data.IterableDataset):
+        for name, held in {**vars(type(dataset)), **vars(dataset)}.items():
+            if isinstance(held, (bool, int, float, str, np.generic)) and not name.startswith("__"):
+                yield name, held
 
 
 def _is_own_iterator(value: Any) -> bool:

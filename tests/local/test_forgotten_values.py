@@ -157,12 +157,25 @@ def count(): count.calls = getattr(count, "calls", 0) + 1
 class Meter:
     sum = 0.0
 
+class Noisy(torch.utils.data.Dataset):
+    level = 0.0
+    def __len__(self): return 24
+    def __getitem__(self, index): return torch.full((4,), self.level)
+
+class Shuffled(torch.utils.data.Sampler):
+    def __init__(self, number): self.order = list(range(number))
+    def __len__(self): return len(self.order)
+    def __iter__(self):
+        self.order.reverse() # kept by its loader
+        return iter(self.order)
+
 class Trainer:
     def __init__(self):
         self.smooth, self.unchanged = 0.0, 3
         self.model = torch.nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.loader, self.others = DataLoader(torch.randn(24, 4), batch_size=4), DataLoader(torch.randn(8, 4))
+        self.loader = DataLoader(Noisy(), batch_size=4, sampler=sampler)
+        self.others = DataLoader(torch.randn(8, 4))
 
     def step(self, x):
         loss = self.model(x).square().mean()
@@ -179,7 +192,9 @@ class Trainer:
         def note(loss):
             nonlocal inner
             inner += loss
+        loader = self.loader
         for x in self.batches():
+            loader.dataset.level += 0.1
             loss = self.step(x)
             self.smooth = 0.9 * self.smooth + 0.1 * loss
             last.append(loss)
@@ -208,6 +223,7 @@ class Trainer:
 for parameter in torch.nn.Linear(1, 1).parameters():
     pass
 ctx = jobkit.init(params={}, seed=None, runs_dir="runs", gpus=0)
+sampler = Shuffled(24)
 Trainer().run()
 ctx.finish()
 """
@@ -223,7 +239,7 @@ def test_habits_that_hide_a_variable_from_the_loop_are_seen_through(tmp_path: Pa
     lines = [line for line in done.stderr.splitlines() if "the loop" in line and "py:" in line]
     assert set.union(*(named(line) for line in lines if "changed" in line)) == {
         *("self", "last", "meters", "mean", "second", "inner", "Config.total", "shared.total", "best_state"),
-        "count.calls",
+        *("count.calls", "loader.dataset.level"),
     }
     told = "\n".join(lines)
     assert "self (smooth) is changed" in told and "ctx.epochs(n, ..., trainer=self)" in told
