@@ -6,7 +6,6 @@ A program, as jobkit/submit.py is: it parses, checks as a submission does, and c
 from __future__ import annotations
 
 import argparse
-import atexit
 import hashlib
 import os
 import sys
@@ -228,10 +227,10 @@ def _run_task(
     from jobkit.worker.output import survive_full_disks
     from jobkit.worker.rank import join
     from jobkit.worker.script import open_run
+    from jobkit.worker.startup.jobkit_torch_threads import wait_at_exit
     from jobkit.worker.task import load_task
-    from jobkit.worker.torch_threads import wait_until_at_rest
 
-    atexit.register(wait_until_at_rest)  # the last of what is registered from here on
+    wait_at_exit()
     survive_full_disks()
     show_stacks_when_asked()
     os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(number))  # as where jobkit starts the ranks

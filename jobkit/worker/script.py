@@ -43,9 +43,9 @@ from jobkit.worker.params import check_same_run, plain_params
 from jobkit.worker.rank import Rank, join
 from jobkit.worker.rendezvous import existing_group, inherited, rendezvous
 from jobkit.worker.results import literal
+from jobkit.worker.startup.jobkit_torch_threads import wait_at_exit
 from jobkit.worker.stop import STOP_SIGNALS, CauseFinder, kill_children
 from jobkit.worker.task import GRACE_SECONDS, open_context
-from jobkit.worker.torch_threads import wait_until_at_rest
 
 REPORT_SECONDS = 10.0
 """How long rank 0, which has only lost a connection, waits for the report of the rank that failed: that one may still
@@ -76,7 +76,7 @@ def init(
     """
     configure("stdout")
     MistakesInALine.install()
-    atexit.register(wait_until_at_rest)  # the last of what is registered from here on
+    wait_at_exit()
     run = _run_of_command()
     if run is not None:
         return _continue_command(run, params or {}, keeps_generators=seed is None)

@@ -13,6 +13,7 @@ import pytest
 from harness.project import Project, events, logged_steps, status, step, wait_for
 
 from jobkit.addresses import free_port
+from jobkit.worker.startup import jobkit_snapshot
 
 SCRIPT = """\
 import time
@@ -106,13 +107,10 @@ def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) 
 
 
 HELD = """\
-import atexit, sys, time
+import sys, time
 import torch
 import torch.distributed as dist
-from jobkit.worker.torch_threads import wait_until_at_rest
 
-if sys.argv[1] == "waits":
-    atexit.register(wait_until_at_rest)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 total = torch.ones(1)
 free = sys.getrefcount(total)
@@ -132,14 +130,17 @@ END
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(75)", 75), ("1 / 0", 1)])
 def test_a_thread_that_still_frees_a_tensor_does_not_change_the_exit_code(tmp_path: Path, end: str, code: int) -> None:
     (tmp_path / "held.py").write_text(HELD.replace("END", end))
-    command = [sys.executable, "held.py", "waits"]
-    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=600)
+    # As in a `command:` of a job; a script with jobkit.init waits by itself.
+    environment = {**os.environ, **jobkit_snapshot.environment(str(tmp_path), str(tmp_path / "code"), os.environ)}
+    command = [sys.executable, "held.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=600)
     assert done.returncode == code, done.stderr
 
 
 def test_the_last_thing_a_script_does_is_to_wait_for_pytorchs_threads(tmp_path: Path) -> None:
-    told = "import jobkit.worker.script as script\nscript.wait_until_at_rest = lambda: print('waits')\n"
-    closes = "script.ScriptEnd.run = lambda *_: print('ends')\n"
+    told = "from jobkit.worker.startup import jobkit_torch_threads as threads\n"
+    told += "threads._states = lambda: print('waits') or []\n"
+    closes = "import jobkit.worker.script as script\nscript.ScriptEnd.run = lambda *_: print('ends')\n"
     script = SCRIPT.replace("import jobkit\n", f"import jobkit\n{told}{closes}").replace("SLEEP", "0")
     (tmp_path / "train.py").write_text(script)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600)

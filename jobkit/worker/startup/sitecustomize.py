@@ -24,8 +24,10 @@ def _leave_this_folder():  # type: () -> None
 def _use_snapshot():  # type: () -> None
     try:
         import jobkit_snapshot  # type: ignore[import-not-found]
+        import jobkit_torch_threads  # type: ignore[import-not-found]
 
         _leave_this_folder()
+        jobkit_torch_threads.wait_at_exit()
         jobkit_snapshot.start(os.environ)
     except Exception:  # as a Python older than it is written for: the program runs as it would without jobkit
         _leave_this_folder()
