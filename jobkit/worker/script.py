@@ -34,7 +34,7 @@ from jobkit.worker.advice import without_checkpoints
 from jobkit.worker.context import Context
 from jobkit.worker.disks import disks_of_command, find_disks
 from jobkit.worker.failure import MistakesInALine, show_stacks_when_asked, write_report
-from jobkit.worker.launched import begin, make_folders, with_ranks
+from jobkit.worker.launched import begin, make_folders, refuse_different_configs, with_ranks
 from jobkit.worker.launcher import Topology, find_topology
 from jobkit.worker.lease import LostLease, end_after_lost_lease
 from jobkit.worker.no_loop import SignalsBeforeLoop
@@ -91,7 +91,10 @@ def init(
     launch = find_topology(inherited(), existing_group())
     make_folders(run)
     found = rendezvous(launch, run.launch_file(launch.key))
-    check_same_run(found.group, chosen)
+    if config is None:
+        check_same_run(found.group, chosen)
+    else:  # all of it: its other keys are what is trained, too
+        refuse_different_configs(chosen, found.group)
     chosen = found.group.all_or_none(lambda: with_ranks(chosen, found.topology, gpus))
     disks = find_disks(run, chosen, found.topology, found.group)
     lock = run.alive_lock()

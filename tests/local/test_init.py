@@ -97,6 +97,18 @@ def test_two_machines_without_a_shared_disk_each_keep_a_copy_and_resume(tmp_path
         assert list(tmp_path.glob(f"node{node}/runs/plain-*/checkpoints/step_00000040/manifest.json"))
 
 
+def test_ranks_that_name_different_yamls_are_refused(tmp_path: Path) -> None:
+    for rank, precision in enumerate(("fp32", "bf16")):
+        (tmp_path / f"of_rank_{rank}.yaml").write_text(f"name: plain\ntask: train:main\nprecision: {precision}\n")
+    names = "import os, jobkit\njobkit.init(f'of_rank_{os.environ[\"RANK\"]}.yaml', runs_dir='runs')\n"
+    (tmp_path / "train.py").write_text(names)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 1
+    assert "was given another precision" in done.stderr
+    assert not list(tmp_path.glob("runs/*/status.json"))
+
+
 def test_an_exception_in_a_plain_script_is_journalled_as_failed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("SLEEP", "0").replace("loss.backward()", "1 / 0"))
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=600)
