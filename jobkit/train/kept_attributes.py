@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 import dis
 import inspect
 import sys
 import sysconfig
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from enum import Enum
 from functools import cache
-from types import CodeType, FunctionType
-from typing import Any
+from types import CodeType, FunctionType, MemberDescriptorType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.serialization import default_restore_location
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Sampler
 
+from jobkit.checkpoint.state import is_raw
 from jobkit.checkpoint.summary import digest, summarise
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.train.own_state import generator_kind, generator_state, set_generator_state
+from jobkit.train.plain import plain
 
 FRAMEWORKS = (
-    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate"),
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate"),
     *("jobkit", "numpy"),
 )
 """Packages whose objects save what they need, or are asked for it in another way."""
@@ -39,22 +45,30 @@ _DEEPEST = 3
 
 _NOT_STATE = ("training", "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices")
 
-_PLAIN, _GENERATOR, _STATE, _SAME = "plain", "generator", "state", "same"
+_LONGEST = 100
+"""Entries up to which a list or dict is looked through for objects."""
+
+_PLAIN, _SAME_OBJECT, _GENERATOR, _STATE, _SAME = "plain", "same object", "generator", "state", "same"
 
 Entry = tuple[str, Any]
-"""(kind, value): a plain value, (kind, state) of a generator, a state_dict, or the rank whose state_dict it is, too."""
+"""(kind, value): a Plain, of another object or of the one that was there as the training began; (kind, state) of a
+generator; a state_dict; or the rank whose state_dict it is, too."""
 
 Saved = dict[str, dict[str, Entry]]
 """By owner and attribute."""
+
+Found = tuple[Any, str, Any]
+"""(the attribute's value, its kind, what is to be saved of it: a Plain, a generator, an object with a state_dict)."""
 
 
 class KeptAttributes:
     """Attributes that the training changes: plain values, generators, and objects with a state_dict.
 
     `owners` are the objects, by a name that is the same in each attempt; objects of the script's own classes that they
-    hold are owners too. `saved` is what the framework saves: such objects, and what shares tensors with them, are left
-    out, and so are the names in `apart`, by owner. Only what has changed since this was made is kept, so that what the
-    code sets stays as the code says. All ranks make it; where they have `one_disk`, equal states are written once.
+    hold, also in lists and dicts, are owners too. `saved` is what the framework saves: such objects, and what shares
+    tensors with them, are left out, and so are the names in `apart`, by owner. Only what has changed since this was made
+    is kept, so that what the code sets stays as the code says. All ranks make it; where they have `one_disk`, equal
+    states are written once.
     """
 
     def __init__(
@@ -65,14 +79,25 @@ class KeptAttributes:
         apart: Mapping[str, Collection[str]] | None = None,
         one_disk: bool = True,
     ) -> None:
-        self._apart = dict(apart or {})
+        self._roots, self._apart = dict(owners), dict(apart or {})
         self._ranks = RankGroup.of_world() if one_disk else None
         self._is_main = not dist.is_initialized() or dist.get_rank() == 0
         self._saved = {id(one): one for one in saved if one is not None}
         self._storages = {storage for one in self._saved.values() for storage in _storages(_tensors(one))}
-        self._owners = dict(self._with_held(owners))
-        self._before = {key: self._marks(key) for key in self._owners}
         self._told: set[tuple[str, str]] = set()
+        self._before: dict[str, dict[str, tuple[str, Any]]] = {}
+        """By owner and attribute, its kind and by what is seen that it has changed."""
+        self._objects: dict[tuple[str, str], Any] = {}
+        """The lists, dicts and tensors of then: who holds one of them as well is to see what is restored."""
+        for key, owner in self._owners():
+            self._before[key] = {}
+            for name, (value, kind, part) in self._attributes(key, owner).items():
+                if kind != _STATE:
+                    self._before[key][name] = kind, _mark(kind, part)
+                elif (state := self._state_of(key, name, part)) is not None:
+                    self._before[key][name] = kind, _state_mark(part, state)
+                if kind == _PLAIN and issubclass(type(value), _CHANGED_IN_PLACE):
+                    self._objects[key, name] = value
 
     def changed(self, plain: Saved | None = None) -> Saved:
         """What has changed, for another attempt; all ranks call it. Values are not copied.
@@ -81,17 +106,16 @@ class KeptAttributes:
         """
         found = self.snapshot(copied=False) if plain is None else {key: dict(names) for key, names in plain.items()}
         states: dict[tuple[str, str], tuple[str, Any]] = {}
-        for key in self._owners:
-            for name, value in self._attributes(key):
-                if _is_plain(value) or generator_kind(value) is not None:
+        for key, owner in self._owners():
+            for name, (_, kind, value) in self._attributes(key, owner).items():
+                if kind != _STATE or (state := self._state_of(key, name, value)) is None:
                     continue
-                state = value.state_dict()
-                now, before = _state_mark(value, state), self._before[key].get(name)
+                now, before = _state_mark(value, state), self._before.get(key, {}).get(name)
                 if before is None:
                     self._tell(key, name, "it is made after the training has begun: make it in __init__")
                 elif before != (_STATE, now):
                     states[key, name] = now[-1], state
-        first = self._first_with({place: mark for place, (mark, _) in states.items()})
+        first = self._first_with(states)
         for (key, name), (_, state) in states.items():
             same = first.get((key, name))
             found.setdefault(key, {})[name] = (_STATE, state) if same is None else (_SAME, same)
@@ -100,81 +124,78 @@ class KeptAttributes:
     def snapshot(self, *, copied: bool = True) -> Saved:
         """What has changed now, without state_dicts."""
         found: Saved = {}
-        for key in self._owners:
-            for name, value in self._attributes(key):
-                kind = generator_kind(value)
-                if kind is None and not _is_plain(value):
+        for key, owner in self._owners():
+            for name, (value, kind, part) in self._attributes(key, owner).items():
+                if kind == _STATE or self._before.get(key, {}).get(name) == (kind, _mark(kind, part)):
                     continue
-                mark, before = _mark(value), self._before[key].get(name)
-                if before is not None and before[0] in (_PLAIN, _GENERATOR) and _same(before[1], mark):
-                    continue
-                if kind is not None:
-                    found.setdefault(key, {})[name] = _GENERATOR, (kind, generator_state(value))
+                if kind == _GENERATOR:
+                    entry = _GENERATOR, (generator_kind(part), generator_state(part))
                 else:
-                    value = _detached(value)
-                    found.setdefault(key, {})[name] = _PLAIN, copy.deepcopy(value) if copied else value
+                    is_same = value is self._objects.get((key, name), _NOTHING)
+                    entry = _SAME_OBJECT if is_same else _PLAIN, part.copied() if copied else part
+                found.setdefault(key, {})[name] = entry
         return found
 
     def restore(self, saved: Mapping[str, Mapping[str, Entry]], of_rank: Callable[[int], Saved] | None = None) -> None:
         """Set what `changed` found; `of_rank` is what another rank's found, of the same checkpoint."""
         others: dict[int, Saved] = {}
+        owners = dict(self._owners())
         for key, names in saved.items():
-            owner = self._owners.get(key)
-            if owner is None:
-                continue
             for name, entry in names.items():
+                if key not in owners:
+                    self._tell(key, name, "its object is not there as the training begins: make it in __init__")
+                    continue
                 if entry[0] == _SAME:
                     assert of_rank is not None
                     rank = entry[1]
                     others[rank] = others.get(rank) or of_rank(rank)
                     entry = others[rank][key][name]
-                self._set(key, owner, name, *entry)
+                self._set(key, owners[key], name, *entry)
 
     def _set(self, key: str, owner: Any, name: str, kind: str, value: Any) -> None:
-        now = vars(owner).get(name)
-        if kind == _PLAIN:
-            if isinstance(now, Tensor) and now.requires_grad and now.is_leaf and now.shape == value.shape:
-                with torch.no_grad():
-                    now.copy_(value)  # an optimizer may have it
+        now = dict(_fields(owner)).get(name)
+        if kind in (_PLAIN, _SAME_OBJECT):
+            try:
+                new = value.made()
+            except Exception as error:  # a class that is not there any more
+                self._tell(key, name, f"its value cannot be read: {error}")
                 return
-            vars(owner)[name] = copy.deepcopy(value)
+            if not (kind == _SAME_OBJECT and _set_in_place(now, new)) and not _put(owner, name, new):
+                _set_in_place(now, new)
         elif kind == _GENERATOR:
             if generator_kind(now) == value[0]:
                 set_generator_state(now, value[1])
         elif self._is_stateful(now):
-            now.load_state_dict(value)
+            _load_state(now, value)
         else:
             self._tell(key, name, "there is nothing to load it into as the training begins: make it in __init__")
 
-    def _marks(self, key: str) -> dict[str, tuple[str, Any]]:
-        found = {}
-        for name, value in self._attributes(key):
+    def _attributes(self, key: str, owner: Any) -> dict[str, Found]:
+        """An owner's that can be kept, by name."""
+        found: dict[str, Found] = {}
+        for name, value in self._named(key, owner):
             if generator_kind(value) is not None:
-                found[name] = _GENERATOR, _mark(value)
-            elif _is_plain(value):
-                found[name] = _PLAIN, _mark(value)
-            else:
-                found[name] = _STATE, _state_mark(value, value.state_dict())
+                found[name] = value, _GENERATOR, value
+            elif self._is_stateful(value):
+                found[name] = value, _STATE, value
+            elif (written := plain(value)) is not None:
+                tensors = (one for one in written.tensors if isinstance(one, Tensor))
+                if not self._storages & set(_storages(tensors)):
+                    found[name] = value, _PLAIN, written
+            elif self._before.get(key, {}).get(name, ("",))[0] == _PLAIN:
+                self._tell(key, name, "it has become too large to be kept, or something that cannot be saved")
         return found
-
-    def _attributes(self, key: str) -> Iterator[tuple[str, Any]]:
-        """An owner's that can be kept."""
-        for name, value in self._named(key, self._owners[key]):
-            is_plain = _is_plain(value) and not self._storages & set(_storages(_tensors_within(value)))
-            if is_plain or generator_kind(value) is not None or self._is_stateful(value):
-                yield name, value
 
     def _named(self, key: str, owner: Any) -> list[tuple[str, Any]]:
         """Those that are public, and others that the code of the owner's own class sets."""
         cls: Any = type(owner)
         own, apart = assigned_names(cls), {*_NOT_STATE, *self._apart.get(key, ())}
-        named = vars(owner).items() if hasattr(owner, "__dict__") else ()
-        return [(name, one) for name, one in named if name not in apart and (name in own or not name.startswith("_"))]
+        return [(n, one) for n, one in _fields(owner) if n not in apart and (n in own or not n.startswith("_"))]
 
-    def _with_held(self, owners: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The owners, and the objects of the script's own classes that they hold."""
-        seen = set(self._saved) - {id(one) for one in owners.values()}
-        waiting = deque((key, one, 0) for key, one in owners.items())
+    def _owners(self) -> Iterator[tuple[str, Any]]:
+        """The owners, and the objects of the script's own classes that they hold now."""
+        seen = set(self._saved) - {id(one) for one in self._roots.values()}
+        waiting = deque((key, one, 0) for key, one in self._roots.items())
         while waiting:
             key, owner, depth = waiting.popleft()
             if id(owner) in seen:
@@ -184,25 +205,37 @@ class KeptAttributes:
             for name, value in self._named(key, owner) if depth < _DEEPEST else ():
                 if _is_looked_into(value):
                     waiting.append((f"{key}.{name}", value, depth + 1))
+                elif issubclass(type(value), nn.Module) and self._is_stateful(value):  # whose parts have attributes
+                    parts = [(f"{key}.{name} {path}", part, _DEEPEST) for path, part in value.named_modules()]
+                    waiting.extend(parts)
 
     def _is_stateful(self, value: Any) -> bool:
         """Whether it has a state_dict of its own, which no other has."""
-        if isinstance(value, (type, nn.Parameter)) or id(value) in self._saved:
+        cls = type(value)
+        if issubclass(cls, (type, nn.Parameter)) or id(value) in self._saved:
             return False
-        if not all(callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict")):
+        if not all(callable(getattr(cls, name, None)) for name in ("state_dict", "load_state_dict")):
             return False
-        if _home(type(value)) == "torchdata" or id(getattr(value, "optimizer", None)) in self._saved:
+        if _home(cls) == "torchdata" or id(dict(_fields(value)).get("optimizer")) in self._saved:
             return False
-        tensors = list(_tensors(value))
-        if any(isinstance(one, DTensor) for one in tensors):
-            return False
-        return not self._storages & set(_storages(tensors))
+        return not self._storages & set(_storages(_tensors(value)))
 
-    def _first_with(self, marks: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], int]:
+    def _state_of(self, key: str, name: str, value: Any) -> Any:
+        """Its state_dict; None where it has none, as a lazy module."""
+        if any(map(is_lazy, _tensors(value))):
+            return None
+        try:
+            return tree_map(_Part.of, value.state_dict())
+        except Exception as error:  # somebody else's code
+            self._tell(key, name, f"its state_dict() fails: {error}")
+            return None
+
+    def _first_with(self, states: Mapping[tuple[str, str], tuple[str, Any]]) -> dict[tuple[str, str], int]:
         """The rank before this one that has the same: only that one writes it."""
-        if self._ranks is None:
+        if self._ranks is None or self._ranks.world_size == 1:
             return {}
-        everyone = self._ranks.gather(dict(marks))
+        marks = {place: (mark, _checksum(state)) for place, (mark, state) in states.items()}
+        everyone = self._ranks.gather(marks)
         found = {}
         for place, mark in marks.items():
             first = next(rank for rank, one in enumerate(everyone) if one.get(place) == mark)
@@ -214,6 +247,79 @@ class KeptAttributes:
         if (key, name) not in self._told and self._is_main:
             log.warning("%s.%s begins anew in each attempt: %s", key, name, why)
         self._told.add((key, name))
+
+
+_NOTHING = object()
+
+_CHANGED_IN_PLACE = (list, dict, set, deque, bytearray, np.ndarray, Tensor)
+
+
+def _mark(kind: str, part: Any) -> Any:
+    """By which it is seen later whether a plain value or a generator has changed."""
+    if kind == _GENERATOR:
+        return digest(summarise(generator_state(part), whole_up_to=1 << 16))
+    return part.mark()
+
+
+# What an object holds
+
+
+def _fields(owner: Any) -> list[tuple[str, Any]]:
+    """The attributes of an object, its __slots__ included, or the entries of a list or dict, by name."""
+    cls: Any = type(owner)
+    if issubclass(cls, dict):
+        return [(str(key), one) for key, one in list(owner.items())]
+    if issubclass(cls, (list, tuple)):
+        return [(str(number), one) for number, one in enumerate(owner)]
+    found = list(vars(owner).items()) if cls.__dictoffset__ else []
+    for one in cls.__mro__ if _is_of_script(cls) else ():
+        for name, member in vars(one).items():
+            if isinstance(member, MemberDescriptorType):
+                with suppress(AttributeError):  # one that has not been set
+                    found.append((name, member.__get__(owner)))
+    return found
+
+
+def _put(owner: Any, name: str, value: Any) -> bool:
+    """Give an object another value; whether that can be."""
+    cls = type(owner)
+    if issubclass(cls, dict):
+        keys = [key for key in owner if str(key) == name]
+        owner.update(dict.fromkeys(keys, value))
+        return bool(keys)
+    if issubclass(cls, (list, tuple)):
+        if is_there := issubclass(cls, list) and int(name) < len(owner):
+            owner[int(name)] = value
+        return is_there
+    if cls.__dictoffset__ and not isinstance(vars(cls).get(name), MemberDescriptorType):
+        vars(owner)[name] = value
+    else:
+        object.__setattr__(owner, name, value)
+    return True
+
+
+def _set_in_place(now: Any, new: Any) -> bool:
+    """Let an object have another's content; whether it can."""
+    if isinstance(now, Tensor) and isinstance(new, Tensor):
+        if now.shape != new.shape or now.dtype != new.dtype or now.is_inference():
+            return False
+        with torch.no_grad():
+            now.copy_(new)
+    elif isinstance(now, np.ndarray) and isinstance(new, np.ndarray):
+        if now.shape != new.shape or now.dtype != new.dtype or not now.flags.writeable:
+            return False
+        now[...] = new
+    elif isinstance(now, (list, bytearray)) and isinstance(new, (list, bytearray)):
+        now[:] = new
+    elif isinstance(now, (dict, set)) and isinstance(new, (dict, set)):
+        now.clear()
+        now.update(new)
+    elif isinstance(now, deque) and isinstance(new, deque):
+        now.clear()
+        now.extend(new)
+    else:
+        return False
+    return True
 
 
 @cache
@@ -270,75 +376,53 @@ def _is_of_script(cls: Hashable) -> bool:
 
 
 def _is_looked_into(value: Any) -> bool:
-    """Whether it is an object of the script's own that no state_dict stands for."""
-    if isinstance(value, (type, FunctionType, nn.Module, Sampler, DataLoader)) or not hasattr(value, "__dict__"):
-        return False
+    """Whether it is an object of the script's own that no state_dict stands for, or a list or dict of such."""
     cls: Any = type(value)
+    if issubclass(cls, (list, tuple, dict)):
+        held = list(value.values() if issubclass(cls, dict) else value) if len(value) <= _LONGEST else []
+        return any(_is_kept_in_list(one) for one in held)
+    if issubclass(cls, (type, FunctionType, nn.Module, Sampler, DataLoader, Enum)):
+        return False
     return _is_of_script(cls) and not hasattr(cls, "load_state_dict")
 
 
-# Plain values
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not isinstance(value, (nn.Parameter, DTensor))
-    if isinstance(value, dict):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.ndarray, np.generic))
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _mark(value: Any) -> Any:
-    """A value by which it is seen later whether it has changed; of a tensor no copy."""
-    if generator_kind(value) is not None:
-        return digest(summarise(generator_state(value), whole_up_to=1 << 16))
-    tensors = list(_tensors_within(value))  # torch does not count changes through `.data`
-    return [_structure(value), digest(summarise(tensors)) if tensors else ""]
-
-
-def _tensors_within(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_within(one)
-
-
-def _structure(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return (_TENSOR, value, value._version)
-    if isinstance(value, np.ndarray):
-        return (_TENSOR, value.tobytes(), value.shape)
-    if isinstance(value, dict):
-        return {key: _structure(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple, deque)):
-        return [_structure(one) for one in value]
-    return copy.copy(value)
-
-
-_TENSOR = object()
-
-
-def _same(before: Any, now: Any) -> bool:
-    if type(before) is not type(now):
+def _is_kept_in_list(value: Any) -> bool:
+    cls = type(value)
+    if issubclass(cls, (list, tuple, dict, *_OF_NO_INTEREST)):
         return False
-    if isinstance(before, tuple) and before[:1] == (_TENSOR,):
-        same = before[1] is now[1] or (isinstance(before[1], bytes) and before[1] == now[1])
-        return bool(same and before[2] == now[2])
-    if isinstance(before, dict):
-        return before.keys() == now.keys() and all(_same(before[key], now[key]) for key in before)
-    if isinstance(before, list):
-        return len(before) == len(now) and all(map(_same, before, now))
-    return bool(before == now or before != before)
+    return (
+        generator_kind(value) is not None or callable(getattr(cls, "load_state_dict", None)) or _is_looked_into(value)
+    )
+
+
+_OF_NO_INTEREST = (str, int, float, type, FunctionType, Tensor, np.ndarray, type(None))
 
 
 # Objects with a state_dict
+
+
+class _Part(NamedTuple):
+    """What this rank has of a tensor that ranks share out."""
+
+    local: Tensor
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        return cls(value.to_local().detach()) if isinstance(value, DTensor) else value
+
+
+def _load_state(value: Any, state: Any) -> None:
+    """What ranks share out is set in place, each its part."""
+    own, form = tree_flatten(value.state_dict())
+    if any(isinstance(one, DTensor) for one in own):
+        saved = tree_leaves(state, is_leaf=lambda one: isinstance(one, _Part))
+        for number, (live, one) in enumerate(zip(own, saved, strict=True)):
+            if isinstance(one, _Part):
+                live.to_local().copy_(one.local)
+            else:
+                own[number] = one
+        state = tree_unflatten(own, form)
+    value.load_state_dict(state)
 
 
 def _state_mark(value: Any, state: Any) -> tuple[Any, ...]:
@@ -346,7 +430,18 @@ def _state_mark(value: Any, state: Any) -> tuple[Any, ...]:
 
     Changes through `.data` are not counted by torch, and of large tensors some elements are looked at.
     """
-    return (*((id(one), one._version) for one in _tensors(value)), digest(summarise(state)))
+    counts = ((id(one), 0 if one.is_inference() else one._version) for one in _tensors(value))
+    return (*counts, digest(summarise(state)))
+
+
+def _checksum(state: Any) -> int:
+    """Of all bytes of a state's tensors: what is equal in some elements only is not to be taken for the same."""
+    found = 0
+    for one in tree_leaves(state):
+        if isinstance(one, Tensor) and is_raw(one):
+            data: Any = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            found = zlib.crc32(data, found)
+    return found
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -357,12 +452,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, torch.optim.Optimizer):
         for group in value.param_groups:
             yield from group["params"]
-    elif hasattr(value, "__dict__"):
-        for one in vars(value).values():
-            yield from _tensors_within(one) if isinstance(one, (Tensor, list, tuple, dict)) else ()
+    else:
+        for _, one in _fields(value):
+            yield from (leaf for leaf in _entries(one) if isinstance(leaf, Tensor))
+
+
+def _entries(value: Any) -> list[Any]:
+    cls = type(value)
+    if issubclass(cls, dict):
+        return list(value.values())
+    return list(value) if issubclass(cls, (list, tuple)) else [value]
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
     for one in tensors:
-        if one.layout == torch.strided and not isinstance(one, DTensor) and one.numel():
+        one = one.to_local() if isinstance(one, DTensor) else one
+        if not is_lazy(one) and is_raw(one.detach()) and one.numel():
             yield one.untyped_storage().data_ptr()

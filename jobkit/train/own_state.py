@@ -171,9 +171,9 @@ def _found(
 
 def generator_kind(value: Any) -> str | None:
     """Which of Python's, NumPy's and torch's generators a value is; None for what is none."""
-    if isinstance(value, random.SystemRandom):
+    if issubclass(type(value), random.SystemRandom):  # isinstance would ask a proxy for what it stands for
         return None
-    return next((name for name, kind in _KINDS.items() if isinstance(value, kind[0])), None)
+    return next((name for name, kind in _KINDS.items() if issubclass(type(value), kind[0])), None)
 
 
 def generator_state(generator: Any) -> Any:

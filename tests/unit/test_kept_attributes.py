@@ -6,6 +6,11 @@ import copy
 import io
 import logging
 import random
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -115,7 +120,7 @@ def test_an_earlier_moment_is_kept_while_the_objects_go_on() -> None:
     train(model, keeps, 2)
     moment = before.snapshot()
     keeps.seen.append((9, 9.0))
-    assert len(before.changed(moment)["callback"]["seen"][1]) == 2
+    assert len(before.changed(moment)["callback"]["seen"][1].made()) == 2
     assert "average" in before.changed(moment)["callback"]
 
 
@@ -133,3 +138,123 @@ def test_what_is_made_too_late_is_told_once(caplog: pytest.LogCaptureFixture) ->
 
 def test_names_that_a_class_sets_are_found_in_its_methods() -> None:
     assert names_set_by([Keeps]) >= {"mean", "_count", "average"}
+
+
+class Phase(Enum):
+    WARM, MAIN = 1, 2
+
+
+@dataclass(slots=True)
+class Slots:
+    sum: float = 0.0
+
+
+SHARED: list[int] = []
+
+
+class Odd:
+    """Values of all kinds that scripts have as attributes."""
+
+    def __init__(self) -> None:
+        self.of_losses: list[Any] = []
+        self.counts: Any = defaultdict(lambda: 0)
+        self.phase, self.slots, self.meters, self.several = Phase.WARM, Slots(), {"loss": Meter()}, [Meter()]
+        self.shared = SHARED
+        self.given = SHARED
+        self.evaluated = torch.zeros(2)
+        self.table = np.zeros(3, dtype=[("a", "i4"), ("b", "f4")])
+        self.late: Any = None
+        self.average: Any = nn.BatchNorm1d(2)
+        self.average.updates = 0
+
+    def change(self) -> None:
+        self.of_losses.append(torch.ones(1, requires_grad=True) * (1 + len(self.of_losses)))
+        self.counts[3] += 1
+        self.phase = Phase.MAIN
+        self.slots.sum += 1
+        self.meters["loss"].sum += 1
+        self.several[0].sum += 1
+        self.shared.append(len(self.shared))
+        self.given = [*self.given, 7]
+        with torch.inference_mode():
+            self.evaluated = self.evaluated + 1
+        self.table["a"][1] += 1
+        self.late = (self.late or 0) + 1
+        self.average.updates += 1
+
+    def seen(self) -> Any:
+        held = [self.slots.sum, self.meters["loss"].sum, self.several[0].sum, list(self.shared), self.given]
+        tensors = [one.item() for one in self.of_losses], self.evaluated.tolist(), self.table.tolist()
+        return [*held, *tensors, dict(self.counts), self.phase, self.late, self.average.updates]
+
+
+def test_values_of_all_kinds_go_on() -> None:
+    SHARED.clear()
+    whole = Odd()
+    whole.change()
+    before = KeptAttributes({"callback": whole}, one_disk=False)
+    whole.change()
+    before.snapshot()
+    saved = through_a_file(before.changed())
+    whole.change()
+    end = whole.seen()
+    SHARED.clear()
+    second = Odd()
+    second.change()
+    KeptAttributes({"callback": second}, one_disk=False).restore(saved)
+    second.change()
+    assert second.seen() == end
+    assert second.shared is SHARED  # as whoever else holds it
+    assert second.counts["new"] == 0
+
+
+def in_itself() -> Any:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def deep() -> Any:
+    found: list[Any] = []
+    for _ in range(100_000):
+        found = [found]
+    return found
+
+
+def dead() -> Any:
+    return weakref.proxy(Meter())
+
+
+class Refuses:
+    __slots__ = ("held",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Fails(nn.Module):
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("make", [in_itself, deep, dead, Refuses, Fails, lambda: nn.LazyLinear(2)])
+def test_values_that_cannot_be_kept_end_no_run(make: Callable[[], Any]) -> None:
+    keeps = Meter()
+    keeps.odd = make()  # type: ignore[attr-defined]
+    before = KeptAttributes({"callback": keeps}, one_disk=False)
+    keeps.sum += 1
+    before.snapshot()
+    assert through_a_file(before.changed())["callback"].keys() == {"sum"}
+
+
+def test_an_object_that_is_made_anew_in_each_epoch_is_kept() -> None:
+    class Holds:
+        def __init__(self) -> None:
+            self.meter = Meter()
+
+    holds, other = Holds(), Holds()
+    before = KeptAttributes({"callback": holds}, one_disk=False)
+    holds.meter = Meter()
+    holds.meter.sum = 3.0
+    KeptAttributes({"callback": other}, one_disk=False).restore(before.changed())
+    assert other.meter.sum == 3.0
