@@ -66,9 +66,9 @@ class KeptAttributes:
 
     `owners` are the objects, by a name that is the same in each attempt; objects of the script's own classes that they
     hold, also in lists and dicts, are owners too. `saved` is what the framework saves: such objects, and what shares
-    tensors with them, are left out, and so are the names in `apart`, by owner. Only what has changed since this was made
-    is kept, so that what the code sets stays as the code says. All ranks make it; where they have `one_disk`, equal
-    states are written once.
+    tensors with them, are left out, and so are the names in `apart`, by owner. Only what has changed since this was
+    made is kept, so that what the code sets stays as the code says. All ranks make it; where they have `one_disk`,
+    equal states are written once.
     """
 
     def __init__(

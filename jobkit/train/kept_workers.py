@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ class KeptWorkers:
     def begin(self, loader: DataLoader[Any]) -> Any:
         """The iterator of a loader whose workers are to be kept."""
         name = _name(loader)
+        self._known = [one for one in self._known if not one.is_gone]  # one that was made for an epoch
         known = next((one for one in self._known if one.name == name and one.loader is None), None)
         again = known is not None
         if known is None:
@@ -81,6 +83,7 @@ class KeptWorkers:
 
         positions = Positions(index_sampler(loader), at(0), 0, asks=True, begun=begun, at_place=bool)
         tap = Tap(loader, positions, untapped(0), known.draws)
+        tap.ahead = deque(maxlen=0)  # nobody asks for its batches again
         with tapped(loader, tap):
             iterator = _torchs_get_iterator(loader)
         tap.attach(iterator)
@@ -108,6 +111,11 @@ class _Known:
         if loader is None or (self._may_be_one_epochs and self._tap and not self._tap.positions.is_left):
             return None
         return {"name": self.name, "draws": kept_draws(loader) or {}}
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has the loader any more."""
+        return self.loader is not None and self.loader() is None
 
     def end(self) -> None:
         """End its workers, for others to begin."""

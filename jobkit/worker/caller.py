@@ -119,8 +119,9 @@ class CallerLoop:
         if self._loop is None:
             return set()
         conditional: dict[str, set[int]] = {}
-        always = _ids(_targets(self._loop))
+        always = _ids(_targets(self._loop)) | _always_set(self._loop.body)
         read: dict[str, set[int]] = {}
+        tests = {number: ast.dump(part.test) for number, part in enumerate(self._loop.body) if isinstance(part, ast.If)}
         for number, part in enumerate(self._loop.body):
             for node in _names(part):
                 if isinstance(node.ctx, ast.Load):
@@ -129,7 +130,12 @@ class CallerLoop:
                     conditional.setdefault(node.id, set()).add(number)
                 else:
                     always.add(node.id)
-        return {name for name, ifs in conditional.items() if name not in always and read.get(name, set()) - ifs}
+        found = set()
+        for name, ifs in conditional.items():
+            same_rounds = {number for number, test in tests.items() if test in {tests[one] for one in ifs}}
+            if name not in always and read.get(name, set()) - ifs - same_rounds:
+                found.add(name)
+        return found
 
     def read_by_next(self) -> set[str]:
         """Variables that the body gives to `next`."""
@@ -157,14 +163,26 @@ class CallerLoop:
 
 
 def _counting(expression: ast.AST) -> str | None:
-    for call in ast.walk(expression):
-        if not isinstance(call, ast.Call):
-            continue
-        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+    for call in _calls_around_batches(expression):
+        name = _called(call)
         has_start = name == "enumerate" and (len(call.args) > 1 or call.keywords)
         if name in _COUNTING and not has_start:
             return f"{name}() counts from 0 again when an epoch is continued in its middle: {_COUNTING[name]}"
     return None
+
+
+def _calls_around_batches(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls in an expression but for those in ctx.batches(...): what a loader is made of may be counted."""
+    if isinstance(node, ast.Call):
+        if _called(node) == "batches":
+            return
+        yield node
+    for part in ast.iter_child_nodes(node):
+        yield from _calls_around_batches(part)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

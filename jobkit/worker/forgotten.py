@@ -7,6 +7,7 @@ import inspect
 import sys
 import time
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
@@ -150,14 +151,18 @@ class ForgottenValues:
         kept, found = _Kept(self._tracked()), {}
         for name, value in self._variables():
             looks = _Looks(kept)
-            if (seen := _seen(value, looks)) is not None:
+            try:
+                seen = _seen(value, looks)
+            except Exception:  # another thread changes it, or it stands for what is not there any more
+                continue
+            if seen is not None:
                 found[name] = *seen, looks.of_tensors()
         return found
 
     def _variables(self) -> Iterator[tuple[str, Any]]:
         """The variables that the frame sees, and those in the script's own modules, classes and functions."""
         for name, value in {**self._frame.f_globals, **local_variables(self._frame)}.items():
-            if name.startswith("__"):
+            if name.startswith("__") or type(value) in weakref.ProxyTypes:
                 continue
             yield name, value
             if isinstance(value, torch.utils.data.DataLoader):

@@ -296,3 +296,30 @@ def test_batches_that_are_read_by_next_need_not_be_read_to_their_end(tmp_path: P
     done = run_script(tmp_path, BY_NEXT)
     assert done.returncode == 0 and "done 6" in done.stdout, done.stderr
     assert "next()" not in done.stderr
+
+
+MOVING = """\
+import weakref
+import torch
+from torch.utils.data import DataLoader
+import jobkit
+
+class Moving: # as by another thread
+    def __init__(self): self.held = Held(self)
+class Held(dict):
+    def __init__(self, owner): self.owner = owner
+    def items(self): raise RuntimeError("dictionary changed size during iteration")
+
+ctx = jobkit.init(params={}, seed=None, runs_dir="runs", gpus=0)
+moving, dead = Moving(), weakref.proxy(Held(None))
+for epoch in ctx.epochs(2, model=torch.nn.Linear(1, 1)):
+    for x in ctx.batches(DataLoader(torch.zeros(4))):
+        pass
+ctx.finish()
+"""
+
+
+def test_what_cannot_be_looked_at_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MOVING)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,23 @@ def test_a_validation_with_kept_workers_goes_on(tmp_path: Path, when: str) -> No
     for stop in (1, 5, 7):
         assert attempt(1, tmp_path / "runs", train, when, stop, config=SEED) == [STOPPED]
     assert attempt(1, tmp_path / "runs", train, when, config=SEED) == [whole]
+
+
+def validate(ctx: Any) -> tuple[int, int]:
+    """Batches that live after their passes, and loaders that do."""
+    batches, loaders = [], []
+    for _ in ctx.epochs(3, model=torch.nn.Linear(1, 1)):
+        for _ in ctx.batches(DataLoader(Noisy(6), batch_size=3)):
+            pass
+        validation = kept(12)
+        loaders.append(weakref.ref(validation.dataset))
+        batches += [weakref.ref(one) for one in validation]
+        del validation
+        gc.collect()
+    return sum(one() is not None for one in batches), sum(one() is not None for one in loaders)
+
+
+def test_neither_batches_nor_loaders_are_held(tmp_path: Path) -> None:
+    [(batches, loaders)] = attempt(1, tmp_path, validate, config=SEED)
+    assert batches == 0
+    assert loaders <= 1  # the newest, until another begins
