@@ -48,11 +48,18 @@ _NOT_STATE = ("training", "prepare_data_per_node", "allow_zero_length_dataloader
 _LONGEST = 100
 """Entries up to which a list or dict is looked through for objects."""
 
-_PLAIN, _SAME_OBJECT, _GENERATOR, _STATE, _SAME = "plain", "same object", "generator", "state", "same"
+_SCALAR, _PLAIN, _SAME_OBJECT, _GENERATOR, _STATE, _SAME = (
+    "scalar",
+    "plain",
+    "same object",
+    "generator",
+    "state",
+    "same",
+)
 
 Entry = tuple[str, Any]
-"""(kind, value): a Plain, of another object or of the one that was there as the training began; (kind, state) of a
-generator; a state_dict; or the rank whose state_dict it is, too."""
+"""(kind, value): a number or text; a Plain, of another object or of the one that was there as the training began; (kind,
+state) of a generator; a state_dict; or the rank whose state_dict it is, too."""
 
 Saved = dict[str, dict[str, Entry]]
 """By owner and attribute."""
@@ -99,15 +106,19 @@ class KeptAttributes:
                 if kind == _PLAIN and issubclass(type(value), _CHANGED_IN_PLACE):
                     self._objects[key, name] = value
 
-    def changed(self, plain: Saved | None = None) -> Saved:
-        """What has changed, for another attempt; all ranks call it. Values are not copied.
+    def changed(self, plain: Saved | None = None, *, copied: bool = False) -> Saved:
+        """What has changed, for another attempt; all ranks call it. Values are not `copied`, but for small ones.
 
         `plain` is what `snapshot` found earlier, for all but state_dicts.
         """
-        found = self.snapshot(copied=False) if plain is None else {key: dict(names) for key, names in plain.items()}
+        looked = [(key, self._attributes(key, owner)) for key, owner in self._owners()]
+        if plain is None:
+            found = self._plain(looked, copied)
+        else:
+            found = {key: dict(names) for key, names in plain.items()}
         states: dict[tuple[str, str], tuple[str, Any]] = {}
-        for key, owner in self._owners():
-            for name, (_, kind, value) in self._attributes(key, owner).items():
+        for key, attributes in looked:
+            for name, (_, kind, value) in attributes.items():
                 if kind != _STATE or (state := self._state_of(key, name, value)) is None:
                     continue
                 now, before = _state_mark(value, state), self._before.get(key, {}).get(name)
@@ -121,15 +132,21 @@ class KeptAttributes:
             found.setdefault(key, {})[name] = (_STATE, state) if same is None else (_SAME, same)
         return found
 
-    def snapshot(self, *, copied: bool = True) -> Saved:
-        """What has changed now, without state_dicts."""
+    def snapshot(self) -> Saved:
+        """Copies of what has changed now, without state_dicts."""
+        return self._plain([(key, self._attributes(key, owner)) for key, owner in self._owners()], copied=True)
+
+    def _plain(self, looked: Iterable[tuple[str, dict[str, Found]]], copied: bool) -> Saved:
         found: Saved = {}
-        for key, owner in self._owners():
-            for name, (value, kind, part) in self._attributes(key, owner).items():
-                if kind == _STATE or self._before.get(key, {}).get(name) == (kind, _mark(kind, part)):
+        for key, attributes in looked:
+            before = self._before.get(key, {})
+            for name, (value, kind, part) in attributes.items():
+                if kind == _STATE or before.get(name) == (kind, _mark(kind, part)):
                     continue
                 if kind == _GENERATOR:
                     entry = _GENERATOR, (generator_kind(part), generator_state(part))
+                elif kind == _SCALAR:
+                    entry = _SCALAR, value
                 else:
                     is_same = value is self._objects.get((key, name), _NOTHING)
                     entry = _SAME_OBJECT if is_same else _PLAIN, part.copied() if copied else part
@@ -154,7 +171,9 @@ class KeptAttributes:
 
     def _set(self, key: str, owner: Any, name: str, kind: str, value: Any) -> None:
         now = dict(_fields(owner)).get(name)
-        if kind in (_PLAIN, _SAME_OBJECT):
+        if kind == _SCALAR:
+            _put(owner, name, value)
+        elif kind in (_PLAIN, _SAME_OBJECT):
             try:
                 new = value.made()
             except Exception as error:  # a class that is not there any more
@@ -174,7 +193,9 @@ class KeptAttributes:
         """An owner's that can be kept, by name."""
         found: dict[str, Found] = {}
         for name, value in self._named(key, owner):
-            if generator_kind(value) is not None:
+            if type(value) in _SCALARS:  # most are, and a model has many thousands
+                found[name] = value, _SCALAR, value
+            elif generator_kind(value) is not None:
                 found[name] = value, _GENERATOR, value
             elif self._is_stateful(value):
                 found[name] = value, _STATE, value
@@ -182,15 +203,20 @@ class KeptAttributes:
                 tensors = (one for one in written.tensors if isinstance(one, Tensor))
                 if not self._storages & set(_storages(tensors)):
                     found[name] = value, _PLAIN, written
-            elif self._before.get(key, {}).get(name, ("",))[0] == _PLAIN:
+            elif self._before.get(key, {}).get(name, ("",))[0] in (_SCALAR, _PLAIN):
                 self._tell(key, name, "it has become too large to be kept, or something that cannot be saved")
         return found
 
     def _named(self, key: str, owner: Any) -> list[tuple[str, Any]]:
         """Those that are public, and others that the code of the owner's own class sets."""
         cls: Any = type(owner)
-        own, apart = assigned_names(cls), {*_NOT_STATE, *self._apart.get(key, ())}
-        return [(n, one) for n, one in _fields(owner) if n not in apart and (n in own or not n.startswith("_"))]
+        own, apart = assigned_names(cls), self._apart.get(key, ())
+        fields = _fields(owner)
+        return [
+            (name, one)
+            for name, one in fields
+            if (name in own or name[:1] != "_") and name not in _NOT_STATE and name not in apart
+        ]
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         """The owners, and the objects of the script's own classes that they hold now."""
@@ -203,6 +229,8 @@ class KeptAttributes:
             seen.add(id(owner))
             yield key, owner
             for name, value in self._named(key, owner) if depth < _DEEPEST else ():
+                if type(value) in _SCALARS:
+                    continue
                 if _is_looked_into(value):
                     waiting.append((f"{key}.{name}", value, depth + 1))
                 elif issubclass(type(value), nn.Module) and self._is_stateful(value):  # whose parts have attributes
@@ -251,6 +279,8 @@ class KeptAttributes:
 
 _NOTHING = object()
 
+_SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
 _CHANGED_IN_PLACE = (list, dict, set, deque, bytearray, np.ndarray, Tensor)
 
 
@@ -258,7 +288,7 @@ def _mark(kind: str, part: Any) -> Any:
     """By which it is seen later whether a plain value or a generator has changed."""
     if kind == _GENERATOR:
         return digest(summarise(generator_state(part), whole_up_to=1 << 16))
-    return part.mark()
+    return (type(part), part) if kind == _SCALAR else part.mark()
 
 
 # What an object holds

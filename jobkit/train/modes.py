@@ -1,16 +1,15 @@
 """What of a module decides how it trains and is in no state_dict: who requires a gradient, who is in training mode, and
-plain attributes, as the `p` of dropout or a temperature."""
+attributes, as the `p` of dropout, a temperature, or a count."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from jobkit.train.kept_attributes import KeptAttributes, Saved
 from jobkit.train.names import plain_name
-
-_PLAIN = (bool, int, float, str)
 
 Now = tuple[list[bool], list[bool]]
 """Of each parameter and each module at one moment: whether it requires a gradient, whether it is in training mode."""
@@ -21,16 +20,16 @@ class Modes:
 
     Only differences are state: a run that unfreezes its backbone at step 1,000 goes on with it unfrozen, and what the
     training function does in each attempt stays its own. `wrapper` is what a user calls, as DDP: it has a mode too.
+    `saved` are objects that a checkpoint has by themselves, if the module should hold them.
     """
 
-    def __init__(self, module: nn.Module, wrapper: nn.Module) -> None:
+    def __init__(self, module: nn.Module, wrapper: nn.Module, saved: Iterable[Any] = ()) -> None:
         self._parameters = [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
         self._modules = [(plain_name(name), part) for name, part in module.named_modules()]
         self._modules += [] if wrapper is module else [("", wrapper)]
-        self._owners = {plain_name(path): part for path, part in module.named_modules()}
         self._made = self.now()
-        self._made_attributes = dict(self._attributes())
-        self._restored_attributes: set[str] = set()
+        owners = {f"module {plain_name(path)}": part for path, part in module.named_modules()}
+        self._kept = KeptAttributes(owners, [module, wrapper, *saved], one_disk=False)
         self._restored: set[tuple[str, str]] = set()
         """Those that the checkpoint had, whatever the training function does before the loop."""
 
@@ -50,29 +49,13 @@ class Modes:
                     found.setdefault(kind, {})[name] = is_now
         return found
 
-    def attributes(self, also: Collection[str] = ()) -> dict[str, Any]:
-        """By `part.name`, the public numbers and texts that modules have as attributes: those that have changed, and
-        those in `also`."""
-        kept = self._restored_attributes.union(also)
-        return {
-            name: value
-            for name, value in self._attributes()
-            if name in kept or _differs(self._made_attributes.get(name), value)
-        }
+    def attributes(self) -> Saved:
+        """Those that have changed, by part."""
+        return self._kept.changed(copied=True)
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
-        for path, part in self._owners.items():
-            for name, value in vars(part).items():
-                if type(value) in _PLAIN and name != "training" and not name.startswith("_"):
-                    yield f"{path}.{name}", value
-
-    def set_attributes(self, values: Mapping[str, Any]) -> None:
-        """Set those of a checkpoint, of the parts that are here."""
-        for key, value in values.items():
-            path, _, name = key.rpartition(".")
-            if path in self._owners:
-                setattr(self._owners[path], name, value)
-                self._restored_attributes.add(key)
+    def set_attributes(self, saved: Saved) -> None:
+        """Set those of a checkpoint."""
+        self._kept.restore(saved)
 
     def set(self, changes: Mapping[str, Mapping[str, bool]]) -> None:
         """Make them as `changes` of a checkpoint has them, by the names that are here."""
@@ -81,7 +64,3 @@ class Modes:
                 if (wanted := changes.get(kind, {}).get(name)) is not None:
                     setattr(one, kind, wanted)
                     self._restored.add((kind, name))
-
-
-def _differs(made: Any, value: Any) -> bool:
-    return type(made) is not type(value) or made != value

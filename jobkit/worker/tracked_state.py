@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, is_raw, unescape
+from jobkit.checkpoint.summary import digest, summarise
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.group import RankGroup
@@ -19,6 +20,7 @@ from jobkit.train.frozen import FrozenParameters, frozen_parameters
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.gradients import LossScaler
 from jobkit.train.hooks import uncompiled
+from jobkit.train.kept_attributes import Saved
 from jobkit.train.kept_workers import KeptWorkers
 from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.modes import Modes, Now
@@ -181,10 +183,17 @@ class TrackedState:
         """From here on changes of what is trainable and in training mode are state, and those of before are made."""
         for name, value in self._all().items():
             if isinstance(value, nn.Module):
-                self._modes[name] = Modes(unwrapped(value), wrapper=value)
+                self._modes[name] = Modes(unwrapped(value), wrapper=value, saved=self.all_objects())
                 beside = self._beside.get(name, {})
                 self._modes[name].set(beside)
-                self._modes[name].set_attributes(beside.get("attributes", {}))
+                if not self._has_own_state():
+                    self._modes[name].set_attributes(beside.get("attributes", {}))
+
+    def _has_own_state(self) -> bool:
+        """Whether the checkpoint has what this rank wrote, on as many ranks."""
+        loaded = self._loaded
+        same = loaded is not None and loaded.manifest.world_size == self._parallel.layout.world_size
+        return same and loaded is not None and loaded.local is not None
 
     def modes(self) -> dict[str, Now]:
         """Those of this moment, for `modes_of_save`."""
@@ -252,14 +261,14 @@ class TrackedState:
         stage = layout.stage(self._parallel.rank)
         training = {name: changes.get("training", {}) for name, changes in modes.items()}
         attributes = {name: changed for name, of_one in self._modes.items() if (changed := of_one.attributes())}
-        everyones = self._group.gather((told, training, attributes))
+        everyones = self._group.gather((told, training, digest(summarise(attributes))))
         alike = [told for rank, told in enumerate(everyones) if layout.stage(rank) == stage]
+        firsts_attributes = self._attributes_for_all(attributes, [mark for _, _, mark in everyones])
         self._add_gradients(shared, held_by, own, pending, [gradients for gradients, _, _ in alike])
         own["attributes"] = attributes
         for name, about in beside.items():
-            if values := alike[0][2].get(name):
+            if values := firsts_attributes.get(name):
                 about["attributes"] = values
-                attributes[name] = self._modes[name].attributes(also=values)
             if firsts := alike[0][1].get(name):
                 about["training"] = firsts
                 modes[name] = with_training(modes.get(name, {}), firsts)
@@ -272,6 +281,15 @@ class TrackedState:
         if self.position is not None:
             own[EPOCHS] = self.position.state()
         return shared, held_by, own
+
+    def _attributes_for_all(self, attributes: dict[str, Saved], marks: Sequence[str]) -> dict[str, Saved]:
+        """Those of the first rank of this stage, which another number of ranks begins with."""
+        stages = [self._parallel.layout.stage(rank) for rank in range(len(marks))]
+        firsts = [stages.index(stage) for stage in stages]
+        if all(mark == marks[first] for mark, first in zip(marks, firsts, strict=True)):
+            return attributes
+        everyones: list[dict[str, Saved]] = self._group.gather(attributes)
+        return everyones[firsts[self._parallel.rank]]
 
     def manifest_entries(self) -> dict[str, Any]:
         """What a checkpoint says of the state in its manifest, on rank 0, as JSON."""

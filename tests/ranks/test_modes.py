@@ -210,6 +210,42 @@ def test_what_is_unfrozen_where_a_run_was_stopped_need_not_be_in_its_checkpoint(
     assert attempt(1, tmp_path / "stopped", unfrozen_from, 3, False, config=trainable) == uninterrupted
 
 
+class Counting(Net):
+    """Has state in attributes of all kinds, which its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls, self.seen, self.sum, self.limit = 0, [], torch.zeros(1), None
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        self.seen: list[int] = [*self.seen, self._calls]
+        self.sum = self.sum + x[0, 0]
+        self.limit: int | None = None if self.limit else self._calls
+        drawn = torch.rand((), generator=self.generator)
+        return super().forward(x) * (len(self.seen) + self.sum + (self.limit or 0) + drawn)  # type: ignore[no-any-return]
+
+
+def counting(ctx: Any, stop_at: int | None = None) -> Any:
+    model = ctx.parallelize(Counting())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    ctx.track(model=model, optimizer=optimizer)
+    for _ in ctx.steps(8):
+        learn(ctx, model, optimizer)
+        if stop_at is not None:
+            stop_after(ctx, stop_at)
+    return weights(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whatever_a_module_counts_in_its_attributes_goes_on(tmp_path: Path, ranks: int) -> None:
+    uninterrupted = attempt(ranks, tmp_path / "whole", counting)
+    for step in (4, 5):
+        assert attempt(ranks, tmp_path / "stopped", counting, step) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path / "stopped", counting) == uninterrupted
+
+
 def with_schedules(ctx: Any, stop_at: int | None = None) -> Any:
     """Attributes that the loop changes: dropout's, a temperature, and one that is each rank's own."""
     net: Any = Net()
