@@ -58,8 +58,8 @@ _SCALAR, _PLAIN, _SAME_OBJECT, _GENERATOR, _STATE, _SAME = (
 )
 
 Entry = tuple[str, Any]
-"""(kind, value): a number or text; a Plain, of another object or of the one that was there as the training began; (kind,
-state) of a generator; a state_dict; or the rank whose state_dict it is, too."""
+"""(kind, value): a number or text; a Plain, of another object or of the one that was there as the training began;
+(kind, state) of a generator; a state_dict; or the rank whose state_dict it is, too."""
 
 Saved = dict[str, dict[str, Entry]]
 """By owner and attribute."""
@@ -302,12 +302,18 @@ def _fields(owner: Any) -> list[tuple[str, Any]]:
     if issubclass(cls, (list, tuple)):
         return [(str(number), one) for number, one in enumerate(owner)]
     found = list(vars(owner).items()) if cls.__dictoffset__ else []
-    for one in cls.__mro__ if _is_of_script(cls) else ():
-        for name, member in vars(one).items():
-            if isinstance(member, MemberDescriptorType):
-                with suppress(AttributeError):  # one that has not been set
-                    found.append((name, member.__get__(owner)))
+    for name, member in _slots(cls):
+        with suppress(AttributeError):  # one that has not been set
+            found.append((name, member.__get__(owner)))
     return found
+
+
+@cache
+def _slots(cls: Hashable) -> list[tuple[str, Any]]:
+    """The __slots__ of a class of the script's own, and of its bases."""
+    assert isinstance(cls, type)
+    members = [item for one in cls.__mro__ for item in vars(one).items()] if _is_of_script(cls) else []
+    return [(name, member) for name, member in members if isinstance(member, MemberDescriptorType)]
 
 
 def _put(owner: Any, name: str, value: Any) -> bool:
