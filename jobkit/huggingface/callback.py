@@ -192,6 +192,8 @@ class JobkitCallback(transformers.TrainerCallback):
         )
         if self._resumed is not None:
             self._resume(self._resumed, control)
+        elif self.checkpoint is not None and not self._has_begun and (first := self._read_rank(0)) is not None:
+            self._kept.restore(first["kept"])  # of another number of ranks: rank 0's, for all
         return control
 
     def _around_on_epoch_begin(self, begin: Callable[..., Any], *arguments: Any) -> Any:

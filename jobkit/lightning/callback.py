@@ -175,6 +175,8 @@ class JobkitCallback(lightning.Callback):  # type: ignore[misc]
         self._kept = state.kept_attributes(self._trainer, one_disk=not self.ctx.has_several_disks)
         if self._state is not None:
             self._kept.restore(self._state["kept"], lambda rank: dict(self._read(rank) or {})["kept"])
+        elif self.ctx.checkpoint is not None and (first := self._read(0)) is not None:
+            self._kept.restore(first["kept"])  # of another number of ranks: rank 0's, for all
 
     def _boundary(self, step: int) -> None:
         self._step = step

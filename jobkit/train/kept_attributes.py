@@ -170,7 +170,7 @@ class KeptAttributes:
                 self._set(key, owners[key], name, *entry)
 
     def _set(self, key: str, owner: Any, name: str, kind: str, value: Any) -> None:
-        now = dict(_fields(owner)).get(name)
+        now = dict(fields_of(owner)).get(name)
         if kind == _SCALAR:
             _put(owner, name, value)
         elif kind in (_PLAIN, _SAME_OBJECT):
@@ -211,7 +211,7 @@ class KeptAttributes:
         """Those that are public, and others that the code of the owner's own class sets."""
         cls: Any = type(owner)
         own, apart = assigned_names(cls), self._apart.get(key, ())
-        fields = _fields(owner)
+        fields = fields_of(owner)
         return [
             (name, one)
             for name, one in fields
@@ -244,7 +244,7 @@ class KeptAttributes:
             return False
         if not all(callable(getattr(cls, name, None)) for name in ("state_dict", "load_state_dict")):
             return False
-        if _home(cls) == "torchdata" or id(dict(_fields(value)).get("optimizer")) in self._saved:
+        if _home(cls) == "torchdata" or id(dict(fields_of(value)).get("optimizer")) in self._saved:
             return False
         return not self._storages & set(_storages(_tensors(value)))
 
@@ -294,7 +294,7 @@ def _mark(kind: str, part: Any) -> Any:
 # What an object holds
 
 
-def _fields(owner: Any) -> list[tuple[str, Any]]:
+def fields_of(owner: Any) -> list[tuple[str, Any]]:
     """The attributes of an object, its __slots__ included, or the entries of a list or dict, by name."""
     cls: Any = type(owner)
     if issubclass(cls, dict):
@@ -489,7 +489,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for group in value.param_groups:
             yield from group["params"]
     else:
-        for _, one in _fields(value):
+        for _, one in fields_of(value):
             yield from (leaf for leaf in _entries(one) if isinstance(leaf, Tensor))
 
 

@@ -40,6 +40,13 @@ def may_be_data(owner: Any, value: Any) -> bool:
     return is_kind and (is_order(owner) or isinstance(owner, Dataset))
 
 
+_OF_NUMPY = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64),
+)
+"""Types of tensors that NumPy has, too."""
+
+
 def _is_shared(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
@@ -87,7 +94,7 @@ _PLAIN, _ARRAY, _TENSOR, _SAMPLE = "plain", "array", "tensor", "a sample"
 def _content(value: Any, most: int) -> tuple[str, bytes]:
     """(form, bytes that are equal for equal values); no form where there are none."""
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or type(value) is not torch.Tensor or value.dtype is torch.bfloat16:
+        if value.layout != torch.strided or type(value) is not torch.Tensor or value.dtype not in _OF_NUMPY:
             return "", b""
         form, found = _content(_as_array(value), most)
         return (_TENSOR if form == _ARRAY else form), found

@@ -6,6 +6,7 @@ import functools
 import logging
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -94,7 +95,7 @@ def set_own_state(loader: Any, state: Mapping[str, Any]) -> None:
     for path, (kind, saved) in state.items():
         owner, name, value = found.get(path, (owners.get(path.rpartition(".")[0]), path.rpartition(".")[2], None))
         if kind == _SAMPLERS_PLAIN:
-            if path in found and isinstance(value, _PLAIN):
+            if path in found and isinstance(value, _PLAIN) and value != saved and not _is_place(saved):
                 setattr(owner, name, saved)
         elif kind == _DATA:
             if path in found and own_data.may_be_data(owner, value):
@@ -103,6 +104,11 @@ def set_own_state(loader: Any, state: Mapping[str, Any]) -> None:
             _KINDS[kind][3](value, saved)
         elif value is None and owner is not None:
             _put(owner, name, _made(kind, saved))
+
+
+def _is_place(value: Any) -> bool:
+    """Whether it is a folder or an address, as on the node's own disk: that of this attempt is the one to use."""
+    return isinstance(value, str) and "/" in value
 
 
 def _put(owner: Any, name: str, generator: Any) -> None:
@@ -216,6 +222,8 @@ def _parts(root: Any, owners: dict[str, Any] | None = None) -> Iterator[tuple[st
         if owners is not None:
             owners[prefix[:-1]] = owner
         for name, value in _inside(owner):
+            if type(value) in weakref.ProxyTypes:
+                continue
             path = f"{prefix}{name}"
             if generator_kind(value) is not None or isinstance(value, _PLAIN):
                 if isinstance(value, _PLAIN) or id(value) not in seen:
@@ -245,7 +253,7 @@ def _inside(owner: Any) -> list[tuple[str, Any]]:
         return [*held, ("__defaults__", owner.__defaults__), ("__kwdefaults__", owner.__kwdefaults__)]
     if isinstance(owner, functools.partial):
         return [("func", owner.func), ("args", owner.args), ("keywords", owner.keywords)]
-    if not hasattr(owner, "__dict__"):
+    if not type(owner).__dictoffset__:
         return []
     return [(name, _scripts_own(value)) for name, value in vars(owner).items() if name not in _NOT_PARTS]
 
@@ -259,4 +267,5 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return True
     is_jobkits = type(value).__module__.startswith("jobkit.")  # as the context, in a function's closure
-    return hasattr(value, "__dict__") and not is_jobkits and not isinstance(value, _NOT_LOOKED_INTO)
+    has_attributes = type(value).__dictoffset__  # not by hasattr, which a __getattr__ of the user's own may answer
+    return bool(has_attributes) and not is_jobkits and not isinstance(value, _NOT_LOOKED_INTO)

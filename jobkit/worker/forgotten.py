@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from enum import Enum
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from jobkit.checkpoint.state import is_raw
 from jobkit.checkpoint.summary import digest, summarise
 from jobkit.log import log
+from jobkit.train.kept_attributes import fields_of
 from jobkit.train.parallel import unwrapped
 from jobkit.train.tracked_generator import TrackedGenerator, is_generator
 from jobkit.worker.caller import CallerLoop, frame_of_script, is_of_library, local_variables
@@ -216,6 +218,8 @@ def _seen(value: Any, looks: _Looks, depth: int = 0) -> tuple[Any, ...] | None:
         return None
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, Enum):
+        return "plain", value.name
     if isinstance(value, (bool, str)) or value is None:
         return "plain", value
     if isinstance(value, (int, float)):
@@ -245,7 +249,7 @@ def _seen(value: Any, looks: _Looks, depth: int = 0) -> tuple[Any, ...] | None:
         except Exception:  # a state_dict of somebody else's, asked for to say something
             return None
     if _is_own_object(value):
-        return "object", *_entries(vars(value), looks, depth)
+        return "object", *_entries(dict(fields_of(value)), looks, depth)
     return None
 
 
@@ -264,7 +268,7 @@ def _entries(value: Any, looks: _Looks, depth: int) -> list[Any]:
 def _settings_of(dataset: Any) -> Iterator[tuple[str, Any]]:
     """The numbers and texts of a dataset of the script's own: a level of noise, a length. A stream's are kept."""
     if _is_own_object(dataset) and not isinstance(dataset, torch.utils.data.IterableDataset):
-        for name, held in {**vars(type(dataset)), **vars(dataset)}.items():
+        for name, held in {**vars(type(dataset)), **dict(fields_of(dataset))}.items():
             if isinstance(held, (bool, int, float, str, np.generic)) and not name.startswith("__"):
                 yield name, held
 
@@ -316,7 +320,7 @@ def _holds_modules(value: Any) -> bool:
 
 def _is_own_object(value: Any) -> bool:
     """An instance of a class of the script's own, as a running mean: not of a library's, as a progress bar."""
-    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (type, types.ModuleType, types.FunctionType, Enum)):
         return False
     return _is_of_script(type(value).__module__)
 

@@ -310,11 +310,16 @@ class Held(dict):
     def __init__(self, owner): self.owner = owner
     def items(self): raise RuntimeError("dictionary changed size during iteration")
 
+class Counts:
+    __slots__ = ("seen",)
+    def __init__(self): self.seen = 0
+
 ctx = jobkit.init(params={}, seed=None, runs_dir="runs", gpus=0)
+counts = Counts()
 moving, dead = Moving(), weakref.proxy(Held(None))
 for epoch in ctx.epochs(2, model=torch.nn.Linear(1, 1)):
     for x in ctx.batches(DataLoader(torch.zeros(4))):
-        pass
+        counts.seen += 1
 ctx.finish()
 """
 
@@ -323,3 +328,4 @@ def test_what_cannot_be_looked_at_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MOVING)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert "counts (seen) is changed in the loop" in done.stderr  # with __slots__

@@ -11,6 +11,7 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -369,3 +370,53 @@ def test_a_hugging_face_stream_with_a_buffer_gives_each_sample_once() -> None:
     if importlib.util.find_spec("datasets") is None:
         pytest.skip("datasets is not installed")
     on_ranks(1, buffered)
+
+
+@dataclass(frozen=True)
+class Frozen(torch.utils.data.Sampler[int]):
+    samples: int = SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.samples).tolist())
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class OnNode(IterableDataset[int]):
+    """Reads what is on the node's own disk."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.read = folder, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class OfOddTypes(Dataset[Any]):
+    def __init__(self) -> None:
+        self.small, self.complex = torch.zeros(4).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.cfloat).conj()
+        self.gone = weakref.proxy(OnNode(""))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.small[index].float()
+
+
+def test_the_state_of_what_cannot_be_set_is_left_alone() -> None:
+    loader = DataLoader(Augmented(), sampler=Frozen())
+    set_own_state(loader, own_state(loader))
+
+
+def test_a_folder_is_that_of_this_attempt() -> None:
+    before = OnNode("/tmp/job-1")
+    before.read = 5
+    now = OnNode("/tmp/job-2")
+    set_own_state(DataLoader(now), own_state(DataLoader(before)))
+    assert (now.folder, now.read) == ("/tmp/job-2", 5)
+
+
+def test_tensors_of_types_that_numpy_has_not_are_no_order() -> None:
+    assert "dataset.small" not in own_state(DataLoader(OfOddTypes()))
