@@ -181,6 +181,7 @@ class JobkitCallback(transformers.TrainerCallback):
         return epoch, batches
 
     def _around_on_train_begin(self, begin: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
+        begins, folder = not self._has_begun, self.checkpoint
         control = begin(args, state, control)
         trainer = self._trainer
         self._trained = _trained(trainer)
@@ -192,7 +193,7 @@ class JobkitCallback(transformers.TrainerCallback):
         )
         if self._resumed is not None:
             self._resume(self._resumed, control)
-        elif self.checkpoint is not None and not self._has_begun and (first := self._read_rank(0)) is not None:
+        elif begins and folder is not None and (first := self._read_rank(0)) is not None:
             self._kept.restore(first["kept"])  # of another number of ranks: rank 0's, for all
         return control
 
