@@ -20,7 +20,10 @@ from xdist.scheduler import LoadScopeScheduling
 from jobkit.log import log
 from jobkit.supervisor.parents import TASK_MODULES, WARM_PARENT, Parent
 
-WARM_MODULES = (*TASK_MODULES, "torch.distributed.fsdp", "torch.distributed.pipelining", "harness.ranks", "pytest")
+WARM_MODULES = (
+    *(*TASK_MODULES, "jobkit.worker.script", "jobkit.worker.metrics", "safetensors.torch"),
+    *("torch.distributed.fsdp", "torch.distributed.pipelining", "harness.ranks", "pytest"),
+)
 """Beside a task's, what groups of ranks and their tests import."""
 
 WARM = pytest.StashKey[Parent]()

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,12 +35,25 @@ class Team(NamedTuple):
         return Checkpointer(Store(root, missing_seconds=0.2), RankGroup.of(self.group), **options)
 
 
-@cache
 def warm_parent() -> Parent:
-    """This test process's connection to the server that has imported torch for all of them."""
-    client = Parent.start({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
-    assert client.is_warm, f"{os.environ[WARM_PARENT]} has refused: each rank would import torch"
-    return client
+    """This test process's connection to the server that has imported torch, and what the test's file imports."""
+    file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    return _parent_for(Path(file).stem)
+
+
+@lru_cache(maxsize=1)
+def _parent_for(module: str) -> Parent:
+    global _last
+    if _last is not None:
+        _last.close()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    _last = Parent.start(environment, [module] if module else [])
+    assert _last.is_warm, f"{os.environ[WARM_PARENT]} has refused: each rank would import torch"
+    return _last
+
+
+_last: Parent | None = None
+"""The one for the file before: no process of its tests is left."""
 
 
 def start(action: Callable[..., object], *args: Any, stdout: int = 1) -> Child:
