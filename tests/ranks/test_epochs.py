@@ -189,9 +189,8 @@ def test_an_epoch_is_continued_in_its_middle_and_at_its_end(tmp_path: Path, make
     whole = attempt(1, tmp_path / "whole", train, make, config=SEED)
     steps = len(whole[0][3])
     for stop_at in (1, steps // 3 - 1, steps // 3, steps - 3):
-        runs = tmp_path / f"runs{stop_at}"
-        assert attempt(1, runs, train, make, stop_at, config=SEED) == [STOPPED]
-        assert_goes_on(whole, attempt(1, runs, train, make, config=SEED))
+        assert attempt(1, tmp_path / "runs", train, make, stop_at, config=SEED) == [STOPPED], stop_at
+    assert_goes_on(whole, attempt(1, tmp_path / "runs", train, make, config=SEED))
 
 
 @pytest.mark.parametrize("make", [distributed, plain, workers], ids=lambda one: one.__name__)
@@ -255,9 +254,8 @@ def test_several_loops_an_epoch_each_go_on(tmp_path: Path) -> None:
     whole = attempt(1, tmp_path / "whole", several, config=SEED)
     assert len(whole[0][3]) == 18
     for stop_at in (1, 3, 5, 7, 12):
-        runs = tmp_path / f"runs{stop_at}"
-        assert attempt(1, runs, several, stop_at, config=SEED) == [STOPPED], stop_at
-        assert_goes_on(whole, attempt(1, runs, several, config=SEED))
+        assert attempt(1, tmp_path / "runs", several, stop_at, config=SEED) == [STOPPED], stop_at
+    assert_goes_on(whole, attempt(1, tmp_path / "runs", several, config=SEED))
 
 
 def counted(ctx: Any) -> None:
@@ -366,9 +364,8 @@ def uses_last_loss(ctx: Any, stop_at: int | None = None) -> Any:
 def test_what_follows_the_last_batch_has_what_the_loop_has_set(tmp_path: Path) -> None:
     whole = attempt(1, tmp_path / "whole", uses_last_loss, config=SEED)
     for stop_at in (3, 4, 5, 9):
-        runs = tmp_path / f"runs{stop_at}"
-        assert attempt(1, runs, uses_last_loss, stop_at, config=SEED) == [STOPPED]
-        assert_goes_on(whole, attempt(1, runs, uses_last_loss, config=SEED))
+        assert attempt(1, tmp_path / "runs", uses_last_loss, stop_at, config=SEED) == [STOPPED], stop_at
+    assert_goes_on(whole, attempt(1, tmp_path / "runs", uses_last_loss, config=SEED))
 
 
 def by_progress_bar(ctx: Any, how: str) -> None:
@@ -457,7 +454,6 @@ def shares_generator(ctx: Any, how: str, stop_at: int | None = None) -> Any:
 def test_a_tracked_generator_that_loaders_share_goes_on(tmp_path: Path, how: str) -> None:
     whole = attempt(1, tmp_path / "whole", shares_generator, how, config=SEED)
     for stop_at in (2, 6, 9, 12):
-        runs = tmp_path / f"runs{stop_at}"
-        assert attempt(1, runs, shares_generator, how, stop_at, config=SEED) == [STOPPED]
-        [found] = attempt(1, runs, shares_generator, how, config=SEED)
-        assert found[0] == whole[0][0], stop_at
+        assert attempt(1, tmp_path / "runs", shares_generator, how, stop_at, config=SEED) == [STOPPED], stop_at
+    [found] = attempt(1, tmp_path / "runs", shares_generator, how, config=SEED)
+    assert found[0] == whole[0][0]
