@@ -278,7 +278,7 @@ def test_snapshots_of_another_run_are_not_touched(root: Path, slots: Slots) -> N
 def test_a_rank_killed_at_any_instant_of_a_snapshot_costs_no_more_than_that_one(
     root: Path, per_node: int, dying: int
 ) -> None:
-    calls = itertools.count(2 * dying + per_node, 7)  # every seventh, and others in each of the four cases
+    calls = itertools.count(2 * dying + per_node, 11)  # every eleventh, and others in each of the four cases
     assert kill_a_rank_in_a_snapshot(root, per_node, dying, calls) > 20
 
 
@@ -286,7 +286,7 @@ def test_a_rank_killed_at_any_instant_of_a_snapshot_costs_no_more_than_that_one(
 def test_a_rank_killed_while_it_begins_from_memory_leaves_the_snapshot_to_the_next(
     root: Path, slots: Slots, per_node: int, dying: int
 ) -> None:
-    assert kill_a_rank_that_begins(root, slots, per_node, dying, itertools.count(per_node, 5)) > 4
+    assert kill_a_rank_that_begins(root, slots, per_node, dying, itertools.count(per_node, 7)) > 4
 
 
 def die_at_once(team: Team, attempt: Attempt) -> None:

@@ -1,6 +1,6 @@
 """Snapshots in memory after kill -9 of a rank at every call that makes, copies or reads them.
 
-tests/ranks/test_memory.py kills at every seventh of a snapshot, and at every fifth while a rank begins.
+tests/ranks/test_memory.py kills at every eleventh of a snapshot, and at every seventh while a rank begins.
 """
 
 from __future__ import annotations

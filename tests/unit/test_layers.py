@@ -61,7 +61,12 @@ def imports(module: str, types: bool = False) -> Iterator[str]:
 
     Modules of jobkit are named as in `modules`.
     """
-    yield from named_in(modules()[module], set(modules()), types)
+    yield from _imports(module, types)
+
+
+@cache
+def _imports(module: str, types: bool) -> tuple[str, ...]:
+    return tuple(named_in(modules()[module], set(modules()), types))
 
 
 def named_in(file: Path, own: set[str], types: bool) -> Iterator[str]:

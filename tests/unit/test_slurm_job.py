@@ -238,7 +238,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     yield said
 
 
-def test_the_end_of_a_killed_supervisor_kills_its_ranks_and_names_the_cause(run: RunDir, asked: dict[str, Any]) -> None:
+def test_the_end_of_a_killed_supervisor_kills_its_ranks_and_names_the_cause(
+    run: RunDir, clock: Clock, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "time", clock)  # it gives them time to save first
     begin(run, job_id="7", scheduler="slurm")
     assert SlurmJob(run, "7").finish() == EXIT_FINISHED
     assert asked["requeued"] and not asked["steps"]
