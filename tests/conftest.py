@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -53,9 +54,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first, and last what fills the gaps."""
-    folders = ("recipes", "ranks", "slurm", "local", "unit")
-    items.sort(key=lambda item: folders.index(item.path.parent.name) if item.path.parent.name in folders else 0)
+    """What takes longest first, then what waits for Slurm beside what keeps the cores busy, and last what fills the
+    gaps."""
+    parts = {"recipes": 1, "ranks": 2, "slurm": 3, "local": 3, "unit": 4}
+    count = Counter(item.path.parent.name for item in items)
+    seen: Counter[str] = Counter()
+    order: dict[pytest.Item, tuple[int, float]] = {}
+    for item in items:
+        folder = item.path.parent.name
+        seen[folder] += 1
+        order[item] = parts.get(folder, 0), seen[folder] / count[folder] if parts.get(folder) == 3 else 0
+    items.sort(key=order.__getitem__)
 
 
 class InOrder(LoadScopeScheduling):

@@ -154,7 +154,7 @@ class Run:
         return (self.path / "logs" / str(attempt) / f"rank_0.{stream}").read_text()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
     """The weights of undisturbed runs, by their number of ranks."""
     found = {}

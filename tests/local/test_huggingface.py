@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness.adopted import INTERRUPT, KILL_RANK, PYTHON, Adopted, Launch, assert_equal, submitted, torchrun
 from harness.project import causes, events, status
+from harness.reference import made_once
 
 SCRIPT = (Path(__file__).parents[1] / "harness" / "trainer_script.py").read_text()
 
@@ -22,12 +23,11 @@ PLAIN = (
 PERSISTENT = "dict(eval_strategy='epoch', save_strategy='epoch', dataloader_persistent_workers=True)"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Adopted:
     """The script on one rank, uninterrupted."""
-    found = Adopted(tmp_path_factory.mktemp("trainer") / "whole", SCRIPT)
-    found.run(PYTHON)
-    return found
+    folder = made_once(tmp_path_factory, "trainer", lambda folder: Adopted(folder, SCRIPT).run(PYTHON))
+    return Adopted(folder, SCRIPT)
 
 
 def test_a_script_is_brought_under_jobkit_by_three_lines() -> None:

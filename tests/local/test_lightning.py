@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness.adopted import INTERRUPT, KILL, KILL_RANK, PYTHON, Adopted, assert_equal, submitted, torchrun
 from harness.project import causes, status
+from harness.reference import made_once
 
 SCRIPT = """\
 import copy
@@ -150,6 +151,13 @@ def adopted(folder: Path, ranks: int = 1) -> Adopted:
     return Adopted(folder, SCRIPT, {"RANKS": str(ranks)})
 
 
+@pytest.fixture
+def whole_on_two(tmp_path_factory: pytest.TempPathFactory) -> Adopted:
+    """On two ranks, uninterrupted; whoever starts them, the numbers are the same."""
+    folder = made_once(tmp_path_factory, "lightning", lambda folder: adopted(folder, 2).run(torchrun(2)))
+    return adopted(folder, 2)
+
+
 def files(one: Adopted) -> list[str]:
     """Those that ModelCheckpoint has written."""
     return sorted(file.name for file in one.run_dir.glob("lightning/checkpoints/*"))
@@ -175,24 +183,24 @@ def test_a_run_by_python_continues_after_ctrl_c_and_after_a_kill(tmp_path: Path)
     assert "already finished" in run.output
 
 
-def test_two_ranks_of_torchrun_continue_after_ctrl_c_and_after_the_death_of_one(tmp_path: Path) -> None:
-    whole = adopted(tmp_path / "whole", 2)
-    whole.run(torchrun(2))
+def test_two_ranks_of_torchrun_continue_after_ctrl_c_and_after_the_death_of_one(
+    tmp_path: Path, whole_on_two: Adopted
+) -> None:
     run = adopted(tmp_path / "interrupted", 2)
     run.interrupt(torchrun(2), 5, INTERRUPT)
     assert status(run.run_dir)["state"] == "interrupted"
     run.interrupt(torchrun(2), 5, KILL_RANK)
     run.run(torchrun(2))
-    assert_equal(whole, run)
+    assert_equal(whole_on_two, run)
 
 
-def test_a_submitted_run_starts_a_killed_rank_again_and_continues_after_ctrl_c(tmp_path: Path) -> None:
-    whole = adopted(tmp_path / "whole", 2)
-    whole.run(submitted(2))
+def test_a_submitted_run_starts_a_killed_rank_again_and_continues_after_ctrl_c(
+    tmp_path: Path, whole_on_two: Adopted
+) -> None:
     run = adopted(tmp_path / "interrupted", 2)
     assert run.interrupt(submitted(2), 8, INTERRUPT) == 75
     assert run.interrupt(submitted(2), 8, KILL_RANK) == 0
-    assert_equal(whole, run)
+    assert_equal(whole_on_two, run)
     assert causes(run.run_dir) == ["user", "killed", "finished"]
 
 

@@ -77,7 +77,7 @@ def assert_all_in_snapshot(run: Path, *names: str) -> None:
 # Installed from the project
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project in an environment with two packages of it: by a .pth file, and by the finder of `pip install -e`."""
     path = tmp_path_factory.mktemp("installed")

@@ -18,7 +18,7 @@ def came_through(trial: Trial) -> bool:
     return not trial.problems
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chaos(tmp_path_factory: pytest.TempPathFactory) -> Chaos:
     """Tests of one process share the uninterrupted run."""
     return Chaos(tmp_path_factory.mktemp("chaos"))

@@ -15,7 +15,7 @@ from slurm_cluster import Cluster
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an empty environment with the wheel; what the wheel depends on is taken from the tests' own."""
     base = tmp_path_factory.mktemp("wheel")
