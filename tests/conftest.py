@@ -28,6 +28,9 @@ WARM_MODULES = (
 )
 """Beside a task's, what groups of ranks and their tests import."""
 
+WAIT_LONGEST = ("test_adopted_on_slurm.py", "test_resume.py")
+"""Files with a test of more than two minutes, most of which it waits: nothing could be done beside one that is last."""
+
 WARM = pytest.StashKey[Parent]()
 
 
@@ -63,7 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.parent.name
         seen[folder] += 1
-        order[item] = parts.get(folder, 0), seen[folder] / count[folder] if parts.get(folder) == 3 else 0
+        among = 0 if item.path.name in WAIT_LONGEST or parts.get(folder) != 3 else seen[folder] / count[folder]
+        order[item] = parts.get(folder, 0), among
     items.sort(key=order.__getitem__)
 
 
