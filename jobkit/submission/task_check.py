@@ -8,13 +8,13 @@ import importlib.machinery
 import importlib.util
 import re
 import sys
-import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
 from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run.command_line import find_program, is_python, target
+from jobkit.run.installed import PACKAGES, is_installed
 
 
 class _NotFound(Exception):
@@ -156,11 +156,6 @@ def parse(file: Path) -> ast.Module:
 
 _SETUP_MUST = "the run fails unless the cluster's `setup` lines provide it"
 
-_INSTALLED = ("site-packages", "dist-packages")
-"""Names of folders of which nobody expects the packages in a snapshot."""
-
-_STANDARD_LIBRARY = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-
 
 def _find(module: str, first: Path) -> importlib.machinery.ModuleSpec:
     """The spec of a dotted module, without running any code of it or of its parents.
@@ -215,7 +210,7 @@ def _location(spec: importlib.machinery.ModuleSpec) -> Path | None:
 def _name_below(root: Path, path: Path) -> Path | None:
     """The name of a file or a folder relative to `root`; None where it is not below it, or installed there."""
     for one in (path, path.resolve()):
-        if one.is_relative_to(root) and not set(_INSTALLED).intersection(one.relative_to(root).parts):
+        if one.is_relative_to(root) and not set(PACKAGES).intersection(one.relative_to(root).parts):
             return one.relative_to(root)
     return None
 
@@ -334,7 +329,7 @@ class _OwnModules:
             return
         folder = location.parent.resolve()  # of a package installed by a link to its folder: that folder
         is_package = location.name == "__init__.py" or location.is_dir()
-        if not set(_INSTALLED).intersection(folder.parts) and not str(location).startswith(_STANDARD_LIBRARY):
+        if not is_installed(str(folder / location.name)):
             where = folder if is_package and not location.is_dir() else folder / location.name
             what = f"{package} is imported from {where}, which is outside the snapshot"
             self._warn(package, f"{what}: later changes there reach the run")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-import sysconfig
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from jobkit.checkpoint.state import is_raw
 from jobkit.checkpoint.summary import digest, summarise
 from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.run.installed import is_installed
 from jobkit.train.own_state import generator_kind, generator_state, set_generator_state
 from jobkit.train.plain import plain
 
@@ -37,8 +37,6 @@ FRAMEWORKS = (
     *("jobkit", "numpy"),
 )
 """Packages whose objects save what they need, or are asked for it in another way."""
-
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 _DEEPEST = 3
 """So far objects of the script's own classes are followed from an owner."""
@@ -408,7 +406,7 @@ def _is_of_script(cls: Hashable) -> bool:
     if cls.__module__ == "__main__":
         return True
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return file is not None and _home(cls) not in FRAMEWORKS and not file.startswith(_INSTALLED)
+    return file is not None and _home(cls) not in FRAMEWORKS and not is_installed(file)
 
 
 def _is_looked_into(value: Any) -> bool:

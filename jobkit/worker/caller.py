@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import sysconfig
 import textwrap
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
+
+from jobkit.run.installed import is_installed
 
 _COUNTING = {
     "enumerate": "write enumerate(ctx.batches(loader), ctx.batch)",
@@ -18,8 +19,6 @@ _COUNTING = {
     "zip": "give all loaders to ctx.batches(one, other), and leave the loop by `if ctx.batch + 1 == n: break`",
 }
 """What counts from 0 again in the middle of an epoch, and what to write instead."""
-
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 def frame_of_script(frame: FrameType | None = None) -> FrameType:
@@ -36,7 +35,7 @@ def is_of_library(module: str | None, file: str) -> bool:
     """Whether code is jobkit's, or installed."""
     if module == "__main__":
         return False
-    return (module or "").partition(".")[0] == "jobkit" or file.startswith(_LIBRARIES) or file.startswith("<frozen")
+    return (module or "").partition(".")[0] == "jobkit" or is_installed(file) or file.startswith("<frozen")
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
