@@ -30,7 +30,7 @@ from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run.installed import is_installed
 from jobkit.train.own_state import generator_kind, generator_state, set_generator_state
-from jobkit.train.plain import plain
+from jobkit.train.plain import Plain, plain
 
 FRAMEWORKS = (
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate"),
@@ -45,6 +45,13 @@ _NOT_STATE = ("training", "prepare_data_per_node", "allow_zero_length_dataloader
 
 _LONGEST = 100
 """Entries up to which a list or dict is looked through for objects."""
+
+_LARGEST_OUTPUT = 1 << 20
+"""Bytes of a module's outputs, as hidden states, up to which they are kept: larger ones, as maps of attention, are
+computed again by each forward."""
+
+_LARGEST_OF_MODULE = 64 << 20
+"""Bytes of the tensors in one attribute of a module: a checkpoint would have them for each rank."""
 
 _SCALAR, _PLAIN, _SAME_OBJECT, _GENERATOR, _STATE, _SAME = (
     "scalar",
@@ -109,13 +116,13 @@ class KeptAttributes:
 
         `plain` is what `snapshot` found earlier, for all but state_dicts.
         """
-        looked = [(key, self._attributes(key, owner)) for key, owner in self._owners()]
+        looked = self._looked_at()
         if plain is None:
             found = self._plain(looked, copied)
         else:
             found = {key: dict(names) for key, names in plain.items()}
         states: dict[tuple[str, str], tuple[str, Any]] = {}
-        for key, attributes in looked:
+        for key, _, attributes in looked:
             for name, (_, kind, value) in attributes.items():
                 if kind != _STATE or (state := self._state_of(key, name, value)) is None:
                     continue
@@ -132,11 +139,24 @@ class KeptAttributes:
 
     def snapshot(self) -> Saved:
         """Copies of what has changed now, without state_dicts."""
-        return self._plain([(key, self._attributes(key, owner)) for key, owner in self._owners()], copied=True)
+        return self._plain(self._looked_at(), copied=True)
 
-    def _plain(self, looked: Iterable[tuple[str, dict[str, Found]]], copied: bool) -> Saved:
+    def _looked_at(self) -> list[tuple[str, Any, dict[str, Found]]]:
+        """The owners, and what each has, by name."""
+        return [(key, owner, self._attributes(key, owner)) for key, owner in self._owners()]
+
+    def _is_too_large(self, key: str, name: str, part: Plain) -> bool:
+        """Whether a module's attribute is too large to be kept; that is told, but for outputs."""
+        if part.is_output and part.nbytes > _LARGEST_OUTPUT:
+            return True
+        if part.nbytes > _LARGEST_OF_MODULE:
+            self._tell(key, name, f"it has {part.nbytes >> 20} MB: what register_buffer is given is saved")
+            return True
+        return False
+
+    def _plain(self, looked: Iterable[tuple[str, Any, dict[str, Found]]], copied: bool) -> Saved:
         found: Saved = {}
-        for key, attributes in looked:
+        for key, owner, attributes in looked:
             before = self._before.get(key, {})
             for name, (value, kind, part) in attributes.items():
                 if kind == _STATE or before.get(name) == (kind, _mark(kind, part)):
@@ -145,6 +165,8 @@ class KeptAttributes:
                     entry = _GENERATOR, (generator_kind(part), generator_state(part))
                 elif kind == _SCALAR:
                     entry = _SCALAR, value
+                elif isinstance(owner, nn.Module) and self._is_too_large(key, name, part):
+                    continue
                 else:
                     is_same = value is self._objects.get((key, name), _NOTHING)
                     entry = _SAME_OBJECT if is_same else _PLAIN, part.copied() if copied else part

@@ -51,7 +51,7 @@ class Modes:
 
     def attributes(self) -> Saved:
         """Those that have changed, by part."""
-        return self._kept.changed(copied=True)
+        return self._kept.changed()
 
     def set_attributes(self, saved: Saved) -> None:
         """Set those of a checkpoint."""

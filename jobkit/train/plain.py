@@ -47,6 +47,13 @@ class Plain(NamedTuple):
     tensors: list[Any]
     are_trained: list[bool]
     """Of each tensor, whether it is a leaf that requires a gradient."""
+    is_output: bool
+    """Whether a tensor still has the graph of what it was computed from."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors and arrays."""
+        return sum(one.nbytes for one in self.tensors)
 
     def copied(self) -> Plain:
         """What stays as it is while the value goes on."""
@@ -83,8 +90,9 @@ def _written(value: Any) -> Plain | None:
     except Exception:  # what is not plain, a class within a function, a list in a list in a list ...
         return None
     trained = [isinstance(one, Tensor) and one.requires_grad and one.is_leaf for one in writer.tensors]
+    is_output = any(isinstance(one, Tensor) and not one.is_leaf for one in writer.tensors)
     detached = [one.detach() if isinstance(one, Tensor) else one for one in writer.tensors]
-    return Plain(writer.buffer.getvalue(), detached, trained)
+    return Plain(writer.buffer.getvalue(), detached, trained, is_output)
 
 
 class _NotPlain(Exception):

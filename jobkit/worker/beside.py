@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from jobkit.checkpoint.state import flatten, named_tensors, unflatten
 
 Beside = dict[str, Any]
-"""Of a module `requires_grad`, `training` and `attributes`, where they were changed in the loop, and `left_out`, the
-names of the parameters that its state is without; of another object `on_device`, the paths of what was not on the
-CPU."""
+"""Of a module `requires_grad` and `training`, where they were changed in the loop, and `left_out`, the names of the
+parameters that its state is without; of another object `on_device`, the paths of what was not on the CPU."""
+
+
+class OnDevices(NamedTuple):
+    """A tree of a checkpoint, which is read back into the host's memory, and the paths of what was not there."""
+
+    tree: Any
+    paths: list[str]
+
+    @classmethod
+    def of(cls, tree: Any) -> OnDevices:
+        return cls(tree, on_device(tree))
+
+    def on(self, device: torch.device) -> Any:
+        """The tree as it was, with this device for the other."""
+        return on_its_device(self.tree, self.paths, device)
 
 
 def joined(parts: Iterable[Beside]) -> Beside:

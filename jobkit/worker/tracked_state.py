@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, is_raw, unescape
-from jobkit.checkpoint.summary import digest, summarise
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.group import RankGroup
@@ -40,7 +39,7 @@ from jobkit.train.optimizer_state import (
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.pipeline import Pipeline
 from jobkit.train.sharding import reshard
-from jobkit.worker.beside import Beside, joined, on_device, on_its_device, with_training
+from jobkit.worker.beside import Beside, OnDevices, joined, on_device, on_its_device, with_training
 from jobkit.worker.marks import Mark
 from jobkit.worker.pending_gradients import PendingGradients, checksums, set_gradients
 from jobkit.worker.shared_buffers import SharedBuffers
@@ -62,6 +61,9 @@ GRADIENTS = "#gradients"
 
 BESIDE = "#beside"
 """After the name of an object: what is no part of its state, and is needed to restore it."""
+
+ATTRIBUTES = "#attributes"
+"""After the name of a module: what its first rank's have as attributes, for another number of ranks."""
 
 
 REPLICATED = (nn.Module, torch.optim.Optimizer, LossScaler)
@@ -113,6 +115,8 @@ class TrackedState:
         self._modes: dict[str, Modes] = {}
         self._beside: dict[str, Beside] = {}
         """What the checkpoint has beside the states of objects."""
+        self._attributes: dict[str, Saved] = {}
+        """What it has of modules' attributes, for ranks that have none of their own in it."""
         self.modes_of_save: dict[str, Now] | None = None
         """The modes that the next save takes, where they are not those of the moment it is made."""
         self._marks: dict[str, Mark] = {}
@@ -184,10 +188,9 @@ class TrackedState:
         for name, value in self._all().items():
             if isinstance(value, nn.Module):
                 self._modes[name] = Modes(unwrapped(value), wrapper=value, saved=self.all_objects())
-                beside = self._beside.get(name, {})
-                self._modes[name].set(beside)
+                self._modes[name].set(self._beside.get(name, {}))
                 if not self._has_own_state():
-                    self._modes[name].set_attributes(beside.get("attributes", {}))
+                    self._modes[name].set_attributes(self._attributes.get(name, {}))
 
     def _has_own_state(self) -> bool:
         """Whether the checkpoint has what this rank wrote, on as many ranks."""
@@ -260,15 +263,11 @@ class TrackedState:
         layout = self._parallel.layout
         stage = layout.stage(self._parallel.rank)
         training = {name: changes.get("training", {}) for name, changes in modes.items()}
-        attributes = {name: changed for name, of_one in self._modes.items() if (changed := of_one.attributes())}
-        everyones = self._group.gather((told, training, digest(summarise(attributes))))
+        everyones = self._group.gather((told, training))
         alike = [told for rank, told in enumerate(everyones) if layout.stage(rank) == stage]
-        firsts_attributes = self._attributes_for_all(attributes, [mark for _, _, mark in everyones])
-        self._add_gradients(shared, held_by, own, pending, [gradients for gradients, _, _ in alike])
-        own["attributes"] = attributes
+        self._add_gradients(shared, held_by, own, pending, [gradients for gradients, _ in alike])
+        own["attributes"] = self._put_attributes(shared, held_by)
         for name, about in beside.items():
-            if values := firsts_attributes.get(name):
-                about["attributes"] = values
             if firsts := alike[0][1].get(name):
                 about["training"] = firsts
                 modes[name] = with_training(modes.get(name, {}), firsts)
@@ -282,14 +281,17 @@ class TrackedState:
             own[EPOCHS] = self.position.state()
         return shared, held_by, own
 
-    def _attributes_for_all(self, attributes: dict[str, Saved], marks: Sequence[str]) -> dict[str, Saved]:
-        """Those of the first rank of this stage, which another number of ranks begins with."""
-        stages = [self._parallel.layout.stage(rank) for rank in range(len(marks))]
-        firsts = [stages.index(stage) for stage in stages]
-        if all(mark == marks[first] for mark, first in zip(marks, firsts, strict=True)):
-            return attributes
-        everyones: list[dict[str, Saved]] = self._group.gather(attributes)
-        return everyones[firsts[self._parallel.rank]]
+    def _put_attributes(self, shared: dict[str, Any], held_by: dict[str, Sequence[int]]) -> dict[str, OnDevices]:
+        """Each rank's own; those of the first rank of a stage are for another number of ranks, too."""
+        found = {name: changed for name, modes in self._modes.items() if (changed := modes.attributes())}
+        own = {name: OnDevices.of(attributes) for name, attributes in found.items()}
+        layout, rank = self._parallel.layout, self._parallel.rank
+        stage = layout.stage(rank)
+        if rank == next(one for one in range(layout.world_size) if layout.stage(one) == stage):
+            for name in own.keys() & self.objects.keys():
+                key = f"{name}{ATTRIBUTES}{PART}{stage:05d}"
+                shared[key], held_by[key] = own[name], [rank]
+        return own
 
     def manifest_entries(self) -> dict[str, Any]:
         """What a checkpoint says of the state in its manifest, on rank 0, as JSON."""
@@ -372,7 +374,7 @@ class TrackedState:
                 self._modes[name].set(changes)
         for name, values in state.get("attributes", {}).items():
             if name in self._modes:
-                self._modes[name].set_attributes(values)
+                self._modes[name].set_attributes(values.on(self._parallel.device))
         for name, saved in state.get("gradients", {}).items():
             set_gradients(unwrapped(self._all()[name]), saved)
         self.kept_workers.continue_from(state.get("kept_workers", ()))
@@ -409,7 +411,7 @@ class TrackedState:
     def _saved_tensors(self, name: str) -> set[str]:
         """The names of the tensors that the checkpoint has of an object."""
         contents = {} if self._loaded is None else self._loaded.contents
-        return {unescape(path) for key, of in contents.items() if key.split(PART)[0] == name for path in of}
+        return {unescape(path) for key, of in contents.items() if _is_state(key, name) for path in of}
 
     def _restore_own(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
         before, now = loaded.manifest.world_size, self._parallel.layout.world_size
@@ -466,7 +468,9 @@ class TrackedState:
             )
         if isinstance(value, nn.Module) and self._frozen is None:
             _check_frozen(loaded, name, unwrapped(value), self._saved_tensors(name))
-        self._beside[name] = beside = self._read_beside(loaded, name)
+        self._beside[name] = beside = joined(self._read_all(loaded, name + BESIDE))
+        for of_stage in self._read_all(loaded, name + ATTRIBUTES):
+            self._attributes.setdefault(name, {}).update(of_stage.on(self._parallel.device))
         whole = saved == [name]
         templates = {key: self._template(value, loaded.contents[key]) for key in saved}
         wanted = self._paths(value)
@@ -476,11 +480,12 @@ class TrackedState:
         with _as_misfit(loaded, name):
             self._load(value, read[name] if whole else self._joined(value, list(read.values())), beside)
 
-    def _read_beside(self, loaded: RestoredCheckpoint, name: str) -> Beside:
-        """Together, where each stage of a pipeline has its own."""
-        keys = [key for key in loaded.contents if key.startswith(name + BESIDE)]
-        parts = self._checkpointer.read(loaded, {key: {} for key in keys}, lambda *_: True).values() if keys else ()
-        return joined(parts)
+    def _read_all(self, loaded: RestoredCheckpoint, name: str) -> list[Any]:
+        """What a checkpoint has of a name: several, where each stage of a pipeline has its own."""
+        keys = [key for key in loaded.contents if key.startswith(name)]
+        return list(
+            self._checkpointer.read(loaded, {key: {} for key in keys}, lambda *_: True).values() if keys else ()
+        )
 
     def _load(self, value: Any, state: Any, beside: Beside | None = None) -> None:
         beside = beside or {}
@@ -533,7 +538,8 @@ class TrackedState:
 
 def _is_state(key: str, name: str) -> bool:
     """Whether a checkpoint has the state of an object, or a part of it, by a key."""
-    return key.split(PART)[0] == name and GRADIENTS not in key and BESIDE not in key
+    beside = (GRADIENTS, BESIDE, ATTRIBUTES)
+    return key.split(PART)[0] == name and not any(one in key for one in beside)
 
 
 def _own_states(loaded: RestoredCheckpoint) -> dict[str, Any]:

@@ -274,3 +274,9 @@ def test_attributes_of_modules_that_the_loop_changes_go_on(tmp_path: Path, ranks
     for step in (4, 5):
         assert attempt(ranks, tmp_path / "stopped", with_schedules, step) == [STOPPED] * ranks
     assert attempt(ranks, tmp_path / "stopped", with_schedules) == uninterrupted
+
+
+def test_another_number_of_ranks_goes_on_with_the_first_ranks_attributes(tmp_path: Path) -> None:
+    assert attempt(2, tmp_path, with_schedules, 4) == [STOPPED] * 2
+    [(_, temperature, dropout, seen)] = attempt(1, tmp_path, with_schedules)
+    assert (temperature, dropout) == (pytest.approx(0.9**8), pytest.approx(0.9)) and seen == 1

@@ -258,3 +258,29 @@ def test_an_object_that_is_made_anew_in_each_epoch_is_kept() -> None:
     holds.meter.sum = 3.0
     KeptAttributes({"callback": other}, one_disk=False).restore(before.changed())
     assert other.meter.sum == 3.0
+
+
+class Watched(nn.Module):
+    """Lets its last outputs be looked at, and carries a hidden state from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = self.attention = self.bank = None
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden: torch.Tensor | None = self.linear(x if self.hidden is None else x + self.hidden.detach())
+        self.attention: torch.Tensor | None = self.hidden.sum() * torch.ones(1 << 19)
+        self.bank: torch.Tensor | None = torch.zeros(17 << 20)
+        return self.hidden
+
+
+def test_a_module_s_hidden_state_is_kept_and_its_large_outputs_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    model = Watched()
+    kept = KeptAttributes({"module": model}, [model])
+    model(torch.ones(2, 4))
+    with caplog.at_level(logging.WARNING, "jobkit"):
+        assert kept.changed()["module"].keys() == {"hidden"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "module.bank begins anew in each attempt: it has 68 MB: what register_buffer is given is saved"
+    ]
