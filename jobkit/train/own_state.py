@@ -264,7 +264,7 @@ def _scripts_own(value: Any) -> Any:
 
 
 def _is_looked_into(value: Any) -> bool:
-    if isinstance(value, (list, tuple, dict)):
+    if isinstance(value, (list, tuple, dict, types.MethodType)):
         return True
     is_jobkits = type(value).__module__.startswith("jobkit.")  # as the context, in a function's closure
     has_attributes = type(value).__dictoffset__  # not by hasattr, which a __getattr__ of the user's own may answer
