@@ -24,8 +24,9 @@ from jobkit.huggingface.best import BestModels
 from jobkit.huggingface.loader import ContinuedLoader, Position
 from jobkit.huggingface.logs import of_all_attempts, result, tags
 from jobkit.log import log
+from jobkit.train.fields import is_of_framework, names_set_by
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
-from jobkit.train.kept_attributes import KeptAttributes, Saved, is_of_framework, names_set_by, on_device
+from jobkit.train.kept_attributes import KeptAttributes, Saved, on_device
 from jobkit.train.loader_pass import data_loader
 from jobkit.train.seeds import preserved_generators
 from jobkit.worker.context import Context

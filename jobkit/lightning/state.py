@@ -10,7 +10,8 @@ import torch
 
 from jobkit.lightning.loader import own_states, set_own_states
 from jobkit.lightning.packages import lightning, part
-from jobkit.train.kept_attributes import KeptAttributes, is_of_framework
+from jobkit.train.fields import is_of_framework
+from jobkit.train.kept_attributes import KeptAttributes
 
 
 def save(trainer: Any) -> dict[str, Any]:

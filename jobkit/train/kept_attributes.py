@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
-import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import cache
-from types import CodeType, FunctionType, MemberDescriptorType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,15 +23,9 @@ from jobkit.checkpoint.state import is_raw
 from jobkit.checkpoint.summary import digest, summarise
 from jobkit.group import RankGroup
 from jobkit.log import log
-from jobkit.run.installed import is_installed
+from jobkit.train.fields import assigned_names, fields_of, home, is_of_script, put, set_in_place
 from jobkit.train.own_state import generator_kind, generator_state, set_generator_state
 from jobkit.train.plain import Plain, plain
-
-FRAMEWORKS = (
-    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate"),
-    *("jobkit", "numpy"),
-)
-"""Packages whose objects save what they need, or are asked for it in another way."""
 
 _DEEPEST = 3
 """So far objects of the script's own classes are followed from an owner."""
@@ -192,15 +181,15 @@ class KeptAttributes:
     def _set(self, key: str, owner: Any, name: str, kind: str, value: Any) -> None:
         now = dict(fields_of(owner)).get(name)
         if kind == _SCALAR:
-            _put(owner, name, value)
+            put(owner, name, value)
         elif kind in (_PLAIN, _SAME_OBJECT):
             try:
                 new = value.made()
             except Exception as error:  # a class that is not there any more
                 self._tell(key, name, f"its value cannot be read: {error}")
                 return
-            if not (kind == _SAME_OBJECT and _set_in_place(now, new)) and not _put(owner, name, new):
-                _set_in_place(now, new)
+            if not (kind == _SAME_OBJECT and set_in_place(now, new)) and not put(owner, name, new):
+                set_in_place(now, new)
         elif kind == _GENERATOR:
             if generator_kind(now) == value[0]:
                 set_generator_state(now, value[1])
@@ -264,7 +253,7 @@ class KeptAttributes:
             return False
         if not all(callable(getattr(cls, name, None)) for name in ("state_dict", "load_state_dict")):
             return False
-        if _home(cls) == "torchdata" or id(dict(fields_of(value)).get("optimizer")) in self._saved:
+        if home(cls) == "torchdata" or id(dict(fields_of(value)).get("optimizer")) in self._saved:
             return False
         return not self._storages & set(_storages(_tensors(value)))
 
@@ -311,124 +300,10 @@ def _mark(kind: str, part: Any) -> Any:
     return (type(part), part) if kind == _SCALAR else part.mark()
 
 
-# What an object holds
-
-
-def fields_of(owner: Any) -> list[tuple[str, Any]]:
-    """The attributes of an object, its __slots__ included, or the entries of a list or dict, by name."""
-    cls: Any = type(owner)
-    if issubclass(cls, dict):
-        return [(str(key), one) for key, one in list(owner.items())]
-    if issubclass(cls, (list, tuple)):
-        return [(str(number), one) for number, one in enumerate(owner)]
-    found = list(vars(owner).items()) if cls.__dictoffset__ else []
-    for name, member in _slots(cls):
-        with suppress(AttributeError):  # one that has not been set
-            found.append((name, member.__get__(owner)))
-    return found
-
-
-@cache
-def _slots(cls: Hashable) -> list[tuple[str, Any]]:
-    """The __slots__ of a class of the script's own, and of its bases."""
-    assert isinstance(cls, type)
-    members = [item for one in cls.__mro__ for item in vars(one).items()] if _is_of_script(cls) else []
-    return [(name, member) for name, member in members if isinstance(member, MemberDescriptorType)]
-
-
-def _put(owner: Any, name: str, value: Any) -> bool:
-    """Give an object another value; whether that can be."""
-    cls = type(owner)
-    if issubclass(cls, dict):
-        keys = [key for key in owner if str(key) == name]
-        owner.update(dict.fromkeys(keys, value))
-        return bool(keys)
-    if issubclass(cls, (list, tuple)):
-        if is_there := issubclass(cls, list) and int(name) < len(owner):
-            owner[int(name)] = value
-        return is_there
-    if cls.__dictoffset__ and not isinstance(vars(cls).get(name), MemberDescriptorType):
-        vars(owner)[name] = value
-    else:
-        object.__setattr__(owner, name, value)
-    return True
-
-
-def _set_in_place(now: Any, new: Any) -> bool:
-    """Let an object have another's content; whether it can."""
-    if isinstance(now, Tensor) and isinstance(new, Tensor):
-        if now.shape != new.shape or now.dtype != new.dtype or now.is_inference():
-            return False
-        with torch.no_grad():
-            now.copy_(new)
-    elif isinstance(now, np.ndarray) and isinstance(new, np.ndarray):
-        if now.shape != new.shape or now.dtype != new.dtype or not now.flags.writeable:
-            return False
-        now[...] = new
-    elif isinstance(now, (list, bytearray)) and isinstance(new, (list, bytearray)):
-        now[:] = new
-    elif isinstance(now, (dict, set)) and isinstance(new, (dict, set)):
-        now.clear()
-        now.update(new)
-    elif isinstance(now, deque) and isinstance(new, deque):
-        now.clear()
-        now.extend(new)
-    else:
-        return False
-    return True
-
-
-@cache
-def assigned_names(cls: Hashable) -> frozenset[str]:
-    """Attributes that the code of a class sets, and that of its bases; those of frameworks are left out."""
-    assert isinstance(cls, type)
-    return names_set_by(one for one in cls.__mro__ if _home(one) not in (*FRAMEWORKS, "builtins"))
-
-
-def names_set_by(classes: Iterable[type]) -> frozenset[str]:
-    """Attributes that the methods of some classes set, of whatever object."""
-    found: set[str] = set()
-    for cls in classes:
-        for member in vars(cls).values():
-            parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
-            for part in parts:
-                function = inspect.unwrap(getattr(part, "__func__", part)) if callable(part) else None
-                if isinstance(function, FunctionType):
-                    found |= _names_set(function.__code__)
-    return frozenset(found)
-
-
-def _names_set(code: CodeType) -> set[str]:
-    found = {str(one.argval) for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            found |= _names_set(inner)
-    return found
-
-
 def on_device(device: torch.device) -> Callable[[Any, str], Any]:
     """For torch.load's map_location: what was on an accelerator comes to this rank's, which may be another now."""
     restore: Any = default_restore_location
     return lambda storage, place: storage if place == "cpu" else restore(storage, str(device))
-
-
-def is_of_framework(value: Any) -> bool:
-    """Whether its class is one of a framework's."""
-    return _home(type(value)) in FRAMEWORKS
-
-
-def _home(cls: type) -> str:
-    return (cls.__module__ or "").partition(".")[0]
-
-
-@cache
-def _is_of_script(cls: Hashable) -> bool:
-    """Whether a class is of the script's own code, and no library's."""
-    assert isinstance(cls, type)
-    if cls.__module__ == "__main__":
-        return True
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return file is not None and _home(cls) not in FRAMEWORKS and not is_installed(file)
 
 
 def _is_looked_into(value: Any) -> bool:
@@ -439,7 +314,7 @@ def _is_looked_into(value: Any) -> bool:
         return any(_is_kept_in_list(one) for one in held)
     if issubclass(cls, (type, FunctionType, nn.Module, Sampler, DataLoader, Enum)):
         return False
-    return _is_of_script(cls) and not hasattr(cls, "load_state_dict")
+    return is_of_script(cls) and not hasattr(cls, "load_state_dict")
 
 
 def _is_kept_in_list(value: Any) -> bool:

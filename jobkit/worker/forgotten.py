@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from jobkit.checkpoint.state import is_raw
 from jobkit.checkpoint.summary import digest, summarise
 from jobkit.log import log
-from jobkit.train.kept_attributes import fields_of
+from jobkit.train.fields import fields_of
 from jobkit.train.parallel import unwrapped
 from jobkit.train.tracked_generator import TrackedGenerator, is_generator
 from jobkit.worker.caller import CallerLoop, frame_of_script, is_of_library, local_variables

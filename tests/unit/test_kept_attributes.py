@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from jobkit.train.kept_attributes import KeptAttributes, names_set_by
+from jobkit.train.fields import names_set_by
+from jobkit.train.kept_attributes import KeptAttributes
 
 
 class Meter:
