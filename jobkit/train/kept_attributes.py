@@ -100,14 +100,14 @@ class KeptAttributes:
                 if kind == _PLAIN and issubclass(type(value), _CHANGED_IN_PLACE):
                     self._objects[key, name] = value
 
-    def changed(self, plain: Saved | None = None, *, copied: bool = False) -> Saved:
-        """What has changed, for another attempt; all ranks call it. Values are not `copied`, but for small ones.
+    def changed(self, plain: Saved | None = None) -> Saved:
+        """What has changed, for another attempt; all ranks call it. Tensors and arrays are the objects' own, no copies.
 
         `plain` is what `snapshot` found earlier, for all but state_dicts.
         """
         looked = self._looked_at()
         if plain is None:
-            found = self._plain(looked, copied)
+            found = self._plain(looked, copied=False)
         else:
             found = {key: dict(names) for key, names in plain.items()}
         states: dict[tuple[str, str], tuple[str, Any]] = {}

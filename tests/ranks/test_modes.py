@@ -238,14 +238,6 @@ def counting(ctx: Any, stop_at: int | None = None) -> Any:
     return weights(model)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_whatever_a_module_counts_in_its_attributes_goes_on(tmp_path: Path, ranks: int) -> None:
-    uninterrupted = attempt(ranks, tmp_path / "whole", counting)
-    for step in (4, 5):
-        assert attempt(ranks, tmp_path / "stopped", counting, step) == [STOPPED] * ranks
-    assert attempt(ranks, tmp_path / "stopped", counting) == uninterrupted
-
-
 def with_schedules(ctx: Any, stop_at: int | None = None) -> Any:
     """Attributes that the loop changes: dropout's, a temperature, and one that is each rank's own."""
     net: Any = Net()
@@ -268,12 +260,13 @@ def with_schedules(ctx: Any, stop_at: int | None = None) -> Any:
     return weights(model), net.temperature, net.backbone[2].p, net.seen
 
 
+@pytest.mark.parametrize("train", [counting, with_schedules], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_attributes_of_modules_that_the_loop_changes_go_on(tmp_path: Path, ranks: int) -> None:
-    uninterrupted = attempt(ranks, tmp_path / "whole", with_schedules)
+def test_attributes_of_modules_that_the_training_changes_go_on(tmp_path: Path, ranks: int, train: Any) -> None:
+    uninterrupted = attempt(ranks, tmp_path / "whole", train)
     for step in (4, 5):
-        assert attempt(ranks, tmp_path / "stopped", with_schedules, step) == [STOPPED] * ranks
-    assert attempt(ranks, tmp_path / "stopped", with_schedules) == uninterrupted
+        assert attempt(ranks, tmp_path / "stopped", train, step) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path / "stopped", train) == uninterrupted
 
 
 def test_another_number_of_ranks_goes_on_with_the_first_ranks_attributes(tmp_path: Path) -> None:
