@@ -188,7 +188,11 @@ class KeptAttributes:
             except Exception as error:  # a class that is not there any more
                 self._tell(key, name, f"its value cannot be read: {error}")
                 return
-            if not (kind == _SAME_OBJECT and set_in_place(now, new)) and not put(owner, name, new):
+            if (kind == _SAME_OBJECT or value.is_content) and set_in_place(now, new):
+                return
+            if value.is_content:
+                self._tell(key, name, "its class cannot be pickled: make it in __init__")
+            elif not put(owner, name, new):
                 set_in_place(now, new)
         elif kind == _GENERATOR:
             if generator_kind(now) == value[0]:

@@ -49,6 +49,8 @@ class Plain(NamedTuple):
     """Of each tensor, whether it is a leaf that requires a gradient."""
     is_output: bool
     """Whether a tensor still has the graph of what it was computed from."""
+    is_content: bool = False
+    """Whether it is what a dict holds, whose class or default cannot be written down."""
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +82,7 @@ def plain(value: Any) -> Plain | None:
     found = _written(value)
     if found is None and issubclass(type(value), dict):
         found = _written(dict(value))  # as of a defaultdict with a lambda, which nobody can pickle
+        return None if found is None else found._replace(is_content=True)
     return found
 
 

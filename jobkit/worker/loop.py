@@ -237,6 +237,7 @@ class TrainingLoop:
         self._reporter.drop_step()
         if self._watch.take() != before:
             self._tracked.restore_again(restored)
+        self._tracked.restore_attributes()
         self._continue_local_state(restored)
 
     # The beginning

@@ -189,8 +189,14 @@ class TrackedState:
             if isinstance(value, nn.Module):
                 self._modes[name] = Modes(unwrapped(value), wrapper=value, saved=self.all_objects())
                 self._modes[name].set(self._beside.get(name, {}))
-                if not self._has_own_state():
-                    self._modes[name].set_attributes(self._attributes.get(name, {}))
+        if not self._has_own_state():
+            self.restore_attributes()
+
+    def restore_attributes(self) -> None:
+        """Set those of modules that the checkpoint has for another number of ranks."""
+        for name, saved in self._attributes.items():
+            if name in self._modes:
+                self._modes[name].set_attributes(saved)
 
     def _has_own_state(self) -> bool:
         """Whether the checkpoint has what this rank wrote, on as many ranks."""

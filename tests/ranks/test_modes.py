@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness.attempts import STOPPED, attempt, stop_after
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from jobkit.train.parallel import unwrapped
 
@@ -273,3 +274,24 @@ def test_another_number_of_ranks_goes_on_with_the_first_ranks_attributes(tmp_pat
     assert attempt(2, tmp_path, with_schedules, 4) == [STOPPED] * 2
     [(_, temperature, dropout, seen)] = attempt(1, tmp_path, with_schedules)
     assert (temperature, dropout) == (pytest.approx(0.9**8), pytest.approx(0.9)) and seen == 1
+
+
+def decaying(ctx: Any, stop_at: int | None = None) -> Any:
+    """What each epoch begins with is done again where one is continued in its middle."""
+    net: Any = Net()
+    net.temperature = 1.0
+    model = ctx.parallelize(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in ctx.epochs(3, model=model, optimizer=optimizer):
+        net.temperature *= 0.8
+        for _ in ctx.batches(DataLoader(TensorDataset(torch.zeros(4)))):
+            learn(ctx, model, optimizer)
+            if stop_at is not None:
+                stop_after(ctx, stop_at)
+    return net.temperature
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 1), (1, 2), (2, 2)])
+def test_an_attribute_that_an_epoch_s_first_lines_change_is_changed_once(tmp_path: Path, first: int, then: int) -> None:
+    assert attempt(first, tmp_path, decaying, 6) == [STOPPED] * first
+    assert attempt(then, tmp_path, decaying) == [pytest.approx(0.8**3)] * then

@@ -285,3 +285,27 @@ def test_a_module_s_hidden_state_is_kept_and_its_large_outputs_are_not(caplog: p
     assert [record.getMessage() for record in caplog.records] == [
         "module.bank begins anew in each attempt: it has 68 MB: what register_buffer is given is saved"
     ]
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.of_epoch: dict[int, float] = defaultdict(lambda: 1.0)
+
+
+def test_a_dict_that_cannot_be_pickled_stays_what_it_is_where_it_was_made_anew() -> None:
+    first, second = Counts(), Counts()
+    before = KeptAttributes({"callback": first}, one_disk=False)
+    first.of_epoch = defaultdict(lambda: 1.0)
+    first.of_epoch[3] += 1
+    KeptAttributes({"callback": second}, one_disk=False).restore(through_a_file(before.changed()))
+    assert second.of_epoch == {3: 2.0} and second.of_epoch[4] == 1.0
+
+
+def test_a_dict_that_cannot_be_pickled_is_not_replaced_by_another_kind(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Counts(), Counts()
+    del first.of_epoch, second.of_epoch
+    before = KeptAttributes({"callback": first}, one_disk=False)
+    first.of_epoch = defaultdict(lambda: 1.0)
+    with caplog.at_level(logging.WARNING, "jobkit"):
+        KeptAttributes({"callback": second}, one_disk=False).restore(through_a_file(before.changed()))
+    assert not hasattr(second, "of_epoch") and "callback.of_epoch begins anew" in caplog.text
