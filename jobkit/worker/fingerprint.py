@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from jobkit.checkpoint.state import device_rng_states, named_tensors
 from jobkit.checkpoint.summary import digest, summarise, windows
+from jobkit.train.fields import assigned_names
 from jobkit.train.optimizer_state import Sharded
 from jobkit.train.parallel import unwrapped
 
@@ -97,6 +99,31 @@ def _digest(tree: Any) -> Any:
     return digest(summarise(tree, whole_up_to=_WHOLE)), _Tensors(large).versions()
 
 
+def _attributes(part: nn.Module) -> list[tuple[str, Any]]:
+    """What an evaluation may change of a module's attributes: counts, and lists and tensors by their identity."""
+    own = _own_names(part)
+    return [
+        (name, value if type(value) in _SCALARS else (id(value), _size(value)))
+        for name, value in vars(part).items()
+        if (name in own or name[:1] != "_") and name != "training"
+    ]
+
+
+def _own_names(part: nn.Module) -> frozenset[str]:
+    cls: Any = type(part)
+    return assigned_names(cls)
+
+
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+
+
+def _size(value: Any) -> int:
+    """By which most changes in place are seen."""
+    if type(value) is Tensor:
+        return 0 if value.is_inference() else value._version
+    return len(value) if isinstance(value, (list, dict, set, deque)) else 0
+
+
 class _Module:
     """A module, and what it consists of at the moment."""
 
@@ -108,6 +135,7 @@ class _Module:
         self._tensors = _Tensors([*self._parameters, *module.buffers()])
         plain = nn.Module.get_extra_state
         self._with_extra = [part for part in module.modules() if type(part).get_extra_state is not plain]
+        self._of_script = [part for part in module.modules() if _own_names(part)]
         distance = -(-len(self._parameters) // _LOOKED_AT) or 1
         made = [one for one in map(_local, self._parameters[::distance]) if not is_lazy(one)]
         self._looked_at = [one for one in made if one.numel() and not one.is_meta]
@@ -122,6 +150,7 @@ class _Module:
             self._tensors.versions(),
             [None if one is None else (id(one), one._version) for one in gradients],
             [_digest(part.get_extra_state()) for part in self._with_extra],
+            [_attributes(part) for part in self._of_script],
         )
 
     def elements(self) -> list[Tensor]:
