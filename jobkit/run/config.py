@@ -354,37 +354,63 @@ def user_config_path() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "jobkit" / "config.yaml"
 
 
-def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) -> LoadedConfig:
-    """The config of a YAML: its demo merged where it applies, then the overrides, then interpolated and checked.
+@dataclass(frozen=True)
+class Experiment:
+    """A YAML as it was read, of which command lines make configs."""
 
-    `demo` forces the YAML's `demo:` section on or off; None leaves it to the section's own `unless_env`.
-    Raises InputError, naming file, line and key, for anything that is not right.
-    """
+    values: dict[str, Any]
+    """With its demo merged where that applies, and without `sweep:`."""
+    sweep: Any
+    """What stands under `sweep:`; None where nothing does."""
+    notes: list[str]
+    """What a person should be told about it."""
+    places: Places
+    own_clusters: dict[str, dict[str, Any]]
+    """Those of the user's own file."""
+
+    def config(self, overrides: Sequence[str] = ()) -> LoadedConfig:
+        """The config with some overrides, interpolated and checked. Raises InputError as `load` does."""
+        places = dataclasses.replace(self.places, overridden=set())
+        notes = list(self.notes)
+        with places.locating_errors():
+            merged = _create(self.values)
+            for text in overrides:
+                key, value = _split_override(text)
+                places.overridden.add(key)
+                notes += _new_parameter(merged, key)
+                try:
+                    OmegaConf.update(merged, key, value, force_add=True)
+                except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
+                    raise InputError(f"command line: {text}: {_first_line(error)}") from None
+            resolved = _resolve_but_run_dir(merged)
+            config = build(Config, _in_full(resolved))
+            if config.task and config.command:
+                raise InvalidValue("command", "there is a task as well; a run is one of them")
+            if not (config.task or config.command):
+                raise InvalidValue("task", "missing; it is required (or command: [python, train.py])")
+        return LoadedConfig(dataclasses.replace(config, clusters=self.own_clusters | config.clusters), notes, places)
+
+
+def read_experiment(path: Path, demo: bool | None = None) -> Experiment:
+    """The experiment in a YAML; `demo` and errors as `load` has them."""
     values, lines = read_yaml(path)
     if path.name == "config.yaml":  # it may be a run's own
         values = secrets.with_hidden(secrets.file_beside(path), values)
     own_clusters, own_lines = _user_clusters()
     with Places(path=path, lines=lines).locating_errors():
         values, note = _apply_demo(path, values, demo)
-    notes = [note] if note else []
     places = Places(path=path, lines=lines, own_lines=own_lines, demo=bool(note))
-    with places.locating_errors():
-        merged = _create(values)
-        for text in overrides:
-            key, value = _split_override(text)
-            places.overridden.add(key)
-            notes += _new_parameter(merged, key)
-            try:
-                OmegaConf.update(merged, key, value, force_add=True)
-            except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
-                raise InputError(f"command line: {text}: {_first_line(error)}") from None
-        resolved = _resolve_but_run_dir(merged)
-        config = build(Config, _in_full(resolved))
-        if config.task and config.command:
-            raise InvalidValue("command", "there is a task as well; a run is one of them")
-        if not (config.task or config.command):
-            raise InvalidValue("task", "missing; it is required (or command: [python, train.py])")
-    return LoadedConfig(dataclasses.replace(config, clusters=own_clusters | config.clusters), notes, places)
+    sweep = values.pop("sweep", None)
+    return Experiment(values, sweep, [note] if note else [], places, own_clusters)
+
+
+def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) -> LoadedConfig:
+    """The config of a YAML: its demo merged where it applies, then the overrides, then interpolated and checked.
+
+    `demo` forces the YAML's `demo:` section on or off; None leaves it to the section's own `unless_env`. What stands
+    under `sweep:` is left out. Raises InputError, naming file, line and key, for anything that is not right.
+    """
+    return read_experiment(path, demo).config(overrides)
 
 
 def read_resolved(path: Path) -> Config:
