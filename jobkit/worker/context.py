@@ -20,6 +20,7 @@ from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.run import secrets
 from jobkit.run.events import Event
 from jobkit.train.accumulation import BatchSize, Loss
 from jobkit.train.data import Loader
@@ -40,7 +41,7 @@ from jobkit.worker.lease import holds_lease
 from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
-from jobkit.worker.results import literal
+from jobkit.worker.results import flat, literal
 from jobkit.worker.stop import CauseFinder
 from jobkit.worker.trackable import check_trackable
 from jobkit.worker.tracked_state import VALUES, TrackedState
@@ -154,7 +155,9 @@ class Context:
         """
         if restored is not None and restored.snapshot is None:
             self.checkpoint = own_files.folder_in(restored.path, restored.manifest)
-        reporter.start_metrics(extra.get("tensorboard", {}), self.step)
+        own_seed = {} if config.seed is None else {"seed": config.seed}
+        parameters = {**own_seed, **flat(secrets.masked(config.params))}
+        reporter.start_metrics(extra.get("tensorboard", {}), self.step, parameters)
         Context._current = self
 
     # Where and who

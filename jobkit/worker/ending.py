@@ -11,7 +11,6 @@ from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
-from jobkit.run import secrets
 from jobkit.run.events import Event
 from jobkit.train.engine import Engine
 from jobkit.worker.advice import without_checkpoints
@@ -22,7 +21,7 @@ from jobkit.worker.finish import retry_on_full_disk
 from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
-from jobkit.worker.results import flat, numbers, to_json
+from jobkit.worker.results import numbers, to_json
 from jobkit.worker.stop import Stopped, StopSignals, kill_children
 from jobkit.worker.tracked_state import TrackedState
 
@@ -85,7 +84,7 @@ class Ending:
 
     def _log_result(self, result: Any) -> None:
         self._reporter.log(numbers(result))
-        self._reporter.hparams(flat(secrets.masked(self._rank.config.params)), numbers(result))
+        self._reporter.log_session_end()
         self._reporter.end_step(self._loop.step)
 
     def _say_finished(self, result: Any) -> None:

@@ -31,14 +31,21 @@ TICK_SECONDS = 0.5
 """How often points and the progress report are written: a follower sees a run move, a file server hardly notices."""
 
 
-def rewind(folder: Path, position: Mapping[str, int]) -> None:
-    """Cut the event files back to a checkpoint's position: what a lost attempt wrote after it will be written again."""
+def rewind(folder: Path, position: Mapping[str, int]) -> bool:
+    """Cut the event files back to a checkpoint's position: what a lost attempt wrote after it will be written again.
+
+    Returns whether any of what was written is left.
+    """
+    is_left = False
     for file in folder.glob("events.out.tfevents.*"):
         size = position.get(file.name)
         if size is None:
             file.unlink()
-        elif file.stat().st_size > size:
+            continue
+        is_left = True
+        if file.stat().st_size > size:
             os.truncate(file, size)
+    return is_left
 
 
 class EventFile:
@@ -160,13 +167,6 @@ class MetricLog:
     def summary(self, step: int, summary: Any) -> None:
         """Log a summary of TensorBoard's of any kind, as its own writer makes them: a histogram, a figure."""
         self._waiting.append(lambda: self._add(summary, step))
-
-    def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        def write() -> None:
-            for summary in summaries.hparams(dict(parameters), dict(metrics)):
-                self._add(summary, 0)
-
-        self._waiting.append(write)
 
     def mark(self) -> Future[Position]:
         """A future of the position after everything logged so far, once it is on the disk.

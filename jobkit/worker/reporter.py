@@ -120,14 +120,20 @@ class RunReporter:
 
     # TensorBoard
 
-    def start_metrics(self, position: Position, first_step: int) -> None:
+    def start_metrics(
+        self, position: Position, first_step: int, parameters: Mapping[str, float | str | bool] | None = None
+    ) -> None:
+        """Write curves from here on; `parameters` are the run's for TensorBoard's HPARAMS page, by name."""
         if self._is_main:
             # Imported on rank 0 alone: TensorBoard costs a second, times the ranks of a node.
+            from jobkit.worker.hyperparameters import session_start
             from jobkit.worker.metrics import MetricLog, rewind
 
-            rewind(self._run.tensorboard, position)
+            goes_on = rewind(self._run.tensorboard, position)
             may_write = partial(holds_lease, self._run, self._attempt)
             self._metrics = MetricLog(self._run.tensorboard, first_step, self._tick, may_write)
+            if not goes_on:  # else an earlier attempt has written it
+                self._metrics.summary(0, session_start(parameters or {}))
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Scalars of the step that is under way, or of `step`; a tensor is copied and not synchronised, None left out.
@@ -175,9 +181,12 @@ class RunReporter:
         if self._metrics is not None and values:
             self._metrics.scalars(step, values)
 
-    def hparams(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def log_session_end(self) -> None:
+        """Tell TensorBoard's HPARAMS page that the run has finished."""
         if self._metrics is not None:
-            self._metrics.hparams(parameters, metrics)
+            from jobkit.worker.hyperparameters import session_end
+
+            self.log_summary(0, session_end())
 
     def mark_metrics(self) -> Callable[[], Position]:
         """What waits until all that was logged so far is on the disk, and returns the position after it."""

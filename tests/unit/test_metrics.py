@@ -197,15 +197,6 @@ def test_texts_appear(tmp_path: Path) -> None:
     assert (tag, step, value.item().decode()) == ("sample/text_summary", 7, "Once upon a time, 从前")
 
 
-def test_the_runs_parameters_are_on_the_page_of_hyperparameters(tmp_path: Path) -> None:
-    metrics = log(tmp_path)
-    metrics.hparams({"lr": 1e-3, "net.width": 8, "name": "a"}, {"final/loss": 0.5})
-    metrics.close()
-    (file,) = tmp_path.iterdir()
-    tags = {value.tag for event in EventFileLoader(str(file)).Load() for value in event.summary.value}
-    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= tags
-
-
 def test_the_progress_report_gets_the_latest_values_at_the_end(tmp_path: Path) -> None:
     seen: list[dict[str, float]] = []
     metrics = MetricLog(tmp_path, 0, lambda latest: seen.append(dict(latest)))
