@@ -17,6 +17,7 @@ from typing import Any
 from jobkit.errors import CheckpointError
 from jobkit.log import log
 from jobkit.run.files import foreign_owner, fsync_dir, is_there, write_json
+from jobkit.run.identity import Owner
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -43,6 +44,7 @@ class Manifest:
     world_size: int
     files: dict[str, FileDigest]
     extra: dict[str, Any] = field(default_factory=dict)
+    owner: Owner = field(default_factory=Owner)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value that `from_json` reads, with the format's version and a checksum over the rest."""
@@ -60,11 +62,23 @@ class Manifest:
         if body["format"] != FORMAT:
             raise ValueError(f"has format {body['format']}; this version of jobkit reads format {FORMAT}")
         files = {name: FileDigest(**digest) for name, digest in body["files"].items()}
-        return cls(body["step"], body["world_size"], files, body["extra"])
+        owner = Owner(**body.get("owner", {}))  # one of an older jobkit has none
+        return cls(body["step"], body["world_size"], files, body["extra"], owner)
 
 
 def _checksum(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def not_of(owner: Owner, manifest: Manifest, path: Path) -> str | None:
+    """What to tell where a checkpoint is another run's."""
+    if not manifest.owner.is_other_than(owner):
+        return None
+    of = manifest.owner.run
+    return (
+        f"{path} is a checkpoint of {of}, which computes something else than {owner.run}: take it away again; a run "
+        f"that starts from it: --from {of}@{manifest.step}"
+    )
 
 
 class Store:
@@ -227,6 +241,17 @@ class Store:
         if manifest.step != step:
             raise CheckpointError(f"{MANIFEST} is that of step {manifest.step}")
         return manifest
+
+    def foreign(self, owner: Owner) -> str | None:
+        """What to tell of a checkpoint here that another run wrote; None where there is none.
+
+        One that cannot be read is left to whoever would load it.
+        """
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError, OSError):
+                if (problem := not_of(owner, self.manifest(step), self.path(step))) is not None:
+                    return problem
+        return None
 
     def verify(self, step: int, files: Iterable[str] | None = None, manifest: Manifest | None = None) -> list[str]:
         """What is wrong with a checkpoint, or with some of its files: a sentence each, none where all is well.

@@ -23,6 +23,7 @@ from jobkit.errors import CheckpointError, JobkitError
 from jobkit.group import RankGroup, describe
 from jobkit.log import log
 from jobkit.run.disk_errors import disk_errno
+from jobkit.run.identity import Owner
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Checkpointer:
     `ranks` are in a group that nothing else uses: the writing thread's collectives must not mix with the training's.
     None for a process that is alone, which needs no process group. `may_publish` is asked on rank 0 at the last
     moment: an attempt that has lost its lease must not publish. With `memory`, of the same ranks, every checkpoint is
-    staged where it outlives the rank, and there can be snapshots between them that go to no disk.
+    staged where it outlives the rank, and there can be snapshots between them that go to no disk. `owner` is written
+    into each checkpoint.
 
     With several `disks`, `ranks` are those that share the one of `store`. They keep a whole checkpoint on each, but for
     the local trees of other ranks; that works for state that each rank has whole.
@@ -88,6 +90,7 @@ class Checkpointer:
         memory: SnapshotMemory | None = None,
         ranks_per_node: int = 1,
         disks: Disks | None = None,
+        owner: Owner | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, found {keep}")
@@ -102,6 +105,7 @@ class Checkpointer:
         self._complaint = ""
         self._keep = keep
         self._may_publish = may_publish
+        self._owner = owner or Owner()
         self._thread: threading.Thread | None = None
 
     @property
@@ -319,7 +323,7 @@ class Checkpointer:
         return values
 
     def _publish(self, step: int, files: dict[str, FileDigest], extra: dict[str, Any]) -> None:
-        self.store.publish(Manifest(step, self._disks.everyone.world_size, files, extra))
+        self.store.publish(Manifest(step, self._disks.everyone.world_size, files, extra, self._owner))
 
     def _retain(self) -> None:
         if self._ranks.is_main:

@@ -5,12 +5,32 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from dataclasses import dataclass
 
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 
 
+@dataclass(frozen=True)
+class Owner:
+    """Whose a checkpoint is."""
+
+    run: str = ""
+    """The name of the run directory that it was written in, for people; empty in one of an older jobkit."""
+    identity: str = ""
+    """`identity` of its config: other names and numbers of --fresh do not make it another's."""
+
+    def is_other_than(self, other: Owner) -> bool:
+        """Whether both are known, and compute different things."""
+        return "" not in (self.identity, other.identity) and self.identity != other.identity
+
+
 def run_name(config: Config) -> str:
-    """`<name>-<hash8>`: equal for two configs exactly when they compute the same.
+    """`<name>-<hash8>`: equal for two configs exactly when they compute the same, and have one name."""
+    return f"{config.name}-{identity(config)[:8]}"
+
+
+def identity(config: Config) -> str:
+    """64 hex digits, equal for two configs exactly when they compute the same.
 
     Resources, clusters, inputs and the checkpoint interval are left out: a run moves between machines and world sizes.
     """
@@ -30,4 +50,4 @@ def run_name(config: Config) -> str:
         if value != dataclasses.asdict(default):
             decides[key] = value
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"), default=str)
-    return f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return hashlib.sha256(text.encode()).hexdigest()

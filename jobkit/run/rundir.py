@@ -14,6 +14,7 @@ from jobkit.run.config import Config, read_resolved, write_resolved
 from jobkit.run.events import Event
 from jobkit.run.files import is_there, write_json
 from jobkit.run.fold import fold
+from jobkit.run.identity import Owner, identity
 from jobkit.run.journal import Journal
 from jobkit.run.locks import held, is_free, lock_at
 from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
@@ -213,6 +214,11 @@ class RunDir:
         files = logs.glob("error_*.json") if is_there(logs) else ()
         found = [records.read(FailureReport, file) for file in files]
         return sorted((one for one in found if one is not None), key=lambda one: one.time)
+
+
+def owner_of(run: RunDir) -> Owner:
+    """Whose the checkpoints are that are written in a run directory."""
+    return Owner(run.name, identity(run.config()))
 
 
 def _is_held(lock: Path) -> bool | None:

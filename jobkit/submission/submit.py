@@ -17,12 +17,13 @@ from pathlib import Path
 from filelock import FileLock
 
 from jobkit import slurm
+from jobkit.checkpoint.store import Store
 from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
-from jobkit.run.identity import run_name
+from jobkit.run.identity import Owner, identity, run_name
 from jobkit.run.own_outputs import check_outputs
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import next_version, versions
@@ -139,6 +140,8 @@ def submit(
             outputs = tuple(snapshot.written_by_run(source, changed, spans))
             if not starts:
                 return Outcome(run, before, None, changed, outputs, released=_release(before, plan))
+            if problem := Store(run.checkpoints, missing_seconds=0).foreign(Owner(run.name, identity(config))):
+                raise InputError(problem)
             slurm_cluster = _slurm_cluster() if plan.scheduler == "slurm" else None
             version = _prepare(run, plan, source, files)
             run.keep_number()

@@ -15,13 +15,14 @@ from torch.utils.data import Dataset
 
 from jobkit.checkpoint import own_files
 from jobkit.checkpoint.disks import Disks
-from jobkit.checkpoint.store import Store
+from jobkit.checkpoint.store import Store, not_of
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.run import secrets
 from jobkit.run.events import Event
+from jobkit.run.rundir import owner_of
 from jobkit.train.accumulation import BatchSize, Loss
 from jobkit.train.data import Loader
 from jobkit.train.engine import Engine
@@ -93,6 +94,7 @@ class Context:
         if ranks.is_main:
             store.clean()  # the lease is ours, and nobody writes yet
         earlier = run.status().attempts[:-1] if rank.is_main else []
+        owner = rank.group.on_main(lambda: owner_of(run))
         memory_schedule = MemorySchedule(config.checkpoint.memory)
         self._checkpointer = Checkpointer(
             store,
@@ -102,9 +104,12 @@ class Context:
             memory=None if memory_schedule.is_off or rank.disks else find_memory(rank, ranks, earlier),
             ranks_per_node=topology.local_world_size,
             disks=Disks(everyone, several=bool(rank.disks)),
+            owner=owner,
         )
         self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
         restored = self._checkpointer.load_newest(names=())
+        if restored is not None and (problem := not_of(owner, restored.manifest, restored.path)) is not None:
+            raise UsageError(problem)
         step, extra = (restored.step, restored.manifest.extra) if restored is not None else (None, {})
         self._tracked = TrackedState(
             self._engine.parallel, self._checkpointer, rank.group, restored, weights=config.checkpoint.weights

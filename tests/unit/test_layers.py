@@ -37,7 +37,7 @@ BELOW = {
     "worker": {"run", "slurm", "start", "addresses", "display", "group", "checkpoint", "train", "supervisor"},
     "huggingface": {"run", "checkpoint", "train", "worker"},
     "lightning": {"run", "train", "worker"},
-    "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main"},
+    "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main", "checkpoint.store"},
     "submit": {"run", "slurm", "submission", "worker.startup.jobkit_snapshot"},
     "cli": {"run", "slurm", "submission", "submit"},
     "__main__": {"cli"},
@@ -138,7 +138,7 @@ def test_what_runs_on_a_login_node_never_reaches_torch(module: str) -> None:
         name, path = waiting.pop()
         assert name.split(".")[0] not in HEAVY, path
         # worker.main is what Submitit pickles: only in the job does it go on to import the rest.
-        light = ("worker.main", "worker.startup.jobkit_snapshot")
+        light = ("worker.main", "worker.startup.jobkit_snapshot", "checkpoint.store")
         assert name in light or name.split(".")[0] not in ("worker", "train", "checkpoint"), path
         if name in modules() and name not in reached and name != "worker.main":
             reached[name] = path
