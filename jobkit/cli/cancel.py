@@ -1,28 +1,34 @@
-"""jobkit cancel RUN: stop it for good; a running one leaves a checkpoint."""
+"""jobkit cancel RUN ...: stop them for good; a running one leaves a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from jobkit.cli.arguments import add_run, chosen_run
+from jobkit.cli.arguments import add_selection, chosen_runs, confirm
+from jobkit.cli.several import each
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.command_line import to_type
 from jobkit.run.duration import format_seconds
+from jobkit.run.rundir import RunDir
 from jobkit.run.silent import NOTHING_KEPT, is_silent
 from jobkit.run.status import State
 from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_selection(parser, asks=True)
     parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
-    found = chosen_run(arguments)
+    found = chosen_runs(arguments)
+    confirm(found, arguments)
+    return each(found, lambda run: _cancel(run, grace=not arguments.no_grace))
 
+
+def _cancel(found: RunDir, *, grace: bool) -> int:
     def tell() -> None:
         seconds = format_seconds(job.CANCEL_SECONDS)
         said = f"its ranks get {seconds} to write a checkpoint; --no-grace kills them"
@@ -30,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
             said = f"your program got SIGTERM and has {seconds} to end; {NOTHING_KEPT}; --no-grace kills it"
         print(f"{found.name}: {said}", file=sys.stderr)
 
-    grace = not arguments.no_grace
     status = job.cancel(found, grace=grace, on_wait=tell if grace else lambda: None)
     if status is None:
         print(f"{found.name} is {found.status().state} already; nothing to cancel")

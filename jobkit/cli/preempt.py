@@ -1,25 +1,32 @@
-"""jobkit preempt RUN: rehearse a preemption, here or on Slurm."""
+"""jobkit preempt RUN ...: rehearse a preemption, here or on Slurm."""
 
 from __future__ import annotations
 
 import argparse
 
-from jobkit.cli.arguments import add_run, chosen_run
+from jobkit.cli.arguments import add_selection, chosen_runs, confirm
+from jobkit.cli.several import each
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.command_line import to_type
+from jobkit.run.rundir import RunDir
 from jobkit.run.silent import NOTHING_KEPT, is_silent
 from jobkit.submission import job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_selection(parser, asks=True)
     parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Preempt the attempt that runs, and say from where the next one will go on."""
-    found = chosen_run(arguments)
-    ended = job.preempt(found, grace=not arguments.no_grace)
+    found = chosen_runs(arguments)
+    confirm(found, arguments)
+    return each(found, lambda run: _preempt(run, grace=not arguments.no_grace))
+
+
+def _preempt(found: RunDir, *, grace: bool) -> int:
+    ended = job.preempt(found, grace=grace)
     if ended.ended is None:
         print(f"{found.name} was asked to stop and has not yet; {to_type('status', found.name)}")
         return EXIT_FAILED
@@ -28,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if ended.cause == "finished":
         return EXIT_FINISHED
     if is_silent(found, found.status()):
-        got = "was killed" if arguments.no_grace else "got SIGTERM"
+        got = "got SIGTERM" if grace else "was killed"
         print(f"your program {got}; {NOTHING_KEPT}: it starts again by itself; {to_type('status', found.name)}")
         return EXIT_FINISHED
     kept = f" from step {ended.durable_step}" if ended.resumed else ""

@@ -1,4 +1,4 @@
-"""jobkit resume RUN: continue a run as it was last submitted, from wherever one stands."""
+"""jobkit resume RUN ...: continue runs as they were last submitted, from wherever one stands."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import dataclasses
 import os
 
 from jobkit import submit
-from jobkit.cli.arguments import add_run, chosen_run
+from jobkit.cli.arguments import add_selection, chosen_runs, confirm
+from jobkit.cli.several import each
 from jobkit.errors import InputError
 from jobkit.run import secrets
+from jobkit.run.command_line import to_type
 from jobkit.run.config import Config, LoadedConfig, Places
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir
@@ -19,14 +21,26 @@ from jobkit.run.yamlfile import read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_selection(parser, asks=True)
     parser.add_argument("--detach", action="store_true", help="local: in the background")
     parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit the run's own resolved config again, to the same place, with the code as it is there now."""
-    found = chosen_run(arguments)
+    """Submit each run's own resolved config again, to the same place, with the code as it is there now."""
+    found = chosen_runs(arguments)
+    if len(found) > 1 and arguments.follow:
+        raise InputError(f"--follow shows one run, not {len(found)}; {to_type('logs', '-f')} shows several")
+    confirm(found, arguments)
+    # Of several the next is not to wait for the end of the one before.
+    arguments.detach |= len(found) > 1
+    try:
+        return each(found, lambda run: _resume(run, arguments))
+    except KeyboardInterrupt:
+        return submit.interrupted()
+
+
+def _resume(found: RunDir, arguments: argparse.Namespace) -> int:
     status, config = found.status(), found.config()
     if lacking := secrets.lacking_in(dataclasses.asdict(config)):
         raise InputError(
@@ -46,10 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         os.chdir(status.cwd or ".")  # the task is imported from where it was submitted
     except OSError as error:
         raise InputError(f"{status.cwd}: {error.strerror}: {found.name} was submitted there") from None
-    try:
-        return _submit(arguments, found, config, status)
-    except KeyboardInterrupt:
-        return submit.interrupted()
+    return _submit(arguments, found, config, status)
 
 
 def _submit(arguments: argparse.Namespace, found: RunDir, config: Config, status: Status) -> int:

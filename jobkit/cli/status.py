@@ -1,4 +1,4 @@
-"""jobkit status RUN: how a run stands, attempt by attempt."""
+"""jobkit status RUN ...: how runs stand, attempt by attempt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import sys
 import time
 
-from jobkit.cli.arguments import add_run, chosen_run
+from jobkit.cli.arguments import add_selection, chosen_runs
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.accounting import Account, Restart
 from jobkit.run.duration import format_seconds
@@ -33,27 +33,34 @@ ENDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_selection(parser)
     parser.add_argument(
         "--json", action="store_true", help="for programs: what status.json has, and the state of the job"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status, after the scheduler was asked whether the job lives."""
-    found = chosen_run(arguments)
-    is_ending = False
+    """Print the status of each run, after the scheduler was asked whether its job lives."""
+    found = chosen_runs(arguments)
+    statuses = [(run, *_look(run)) for run in found]
+    if arguments.json:
+        plain = [status.as_dict() for _, status, _ in statuses]
+        several = [{"run": run.name, **one} for run, one in zip(found, plain, strict=True)]
+        print(json.dumps(plain[0] if len(found) == 1 else several, indent=1))
+    else:
+        texts = ["\n".join(describe(run, status, is_ending=is_ending)) for run, status, is_ending in statuses]
+        print("\n\n".join(texts), end="\n" if texts else "")
+    return EXIT_FINISHED
+
+
+def _look(run: RunDir) -> tuple[Status, bool]:
+    """A run's status, and whether it has stopped in a job that has not ended."""
     try:
-        status = observe(found)
-        is_ending = may_be_requeued(status) and is_active(found, status)
+        status = observe(run)
+        return status, may_be_requeued(status) and is_active(run, status)
     except SchedulerError as error:
         print(f"{error}; what follows is what the run directory says", file=sys.stderr)
-        status = found.status()
-    if arguments.json:
-        print(json.dumps(status.as_dict(), indent=1))
-    else:
-        print("\n".join(describe(found, status, is_ending=is_ending)))
-    return EXIT_FINISHED
+        return run.status(), False
 
 
 def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[str]:

@@ -1,18 +1,16 @@
-"""The runs of a runs directory: all of them, the versions of one, the one that a person means."""
+"""The runs of a runs directory: all of them, and the versions of one."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobkit.errors import InputError, nearest
-from jobkit.run.command_line import to_type
-from jobkit.run.files import is_there
+from jobkit.errors import InputError
 from jobkit.run.rundir import BESIDE, CONFIG, JOURNAL, NUMBERED, STATUS, VERSION, RunDir
 
 
@@ -31,6 +29,8 @@ class FoundRun:
     changed: float
     """When something was last journalled, in seconds since the epoch."""
     journal_bytes: int
+    submitted: float = 0.0
+    """When its config was last written, as each submission does, in seconds since the epoch."""
 
     def open(self) -> RunDir:
         """The run directory itself."""
@@ -50,7 +50,7 @@ class FoundRun:
 def all_runs(runs_dir: Path) -> list[FoundRun]:
     """Every run under a runs directory, the most recently changed first; InputError where that may not be read."""
     try:
-        found = [run for entry in os.scandir(runs_dir) if (run := _found(entry)) is not None]
+        found = [run for entry in os.scandir(runs_dir) if (run := _found(entry.name, entry.path)) is not None]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except PermissionError as error:
@@ -58,17 +58,23 @@ def all_runs(runs_dir: Path) -> list[FoundRun]:
     return sorted(found, key=lambda run: run.changed, reverse=True)
 
 
-def _found(entry: os.DirEntry[str]) -> FoundRun | None:
+def run_at(path: Path) -> FoundRun | None:
+    """The run in a folder, which need not be in a runs directory; None where there is none."""
+    return _found(path.name, str(path))
+
+
+def _found(name: str, directory: str) -> FoundRun | None:
+    submitted = 0.0
     try:
-        os.stat(f"{entry.path}/{CONFIG}")  # noqa: PTH116
+        submitted = os.stat(f"{directory}/{CONFIG}").st_mtime  # noqa: PTH116
     except PermissionError:
         pass  # another user's: whoever opens it says so
     except OSError:
         return None
-    journal = _stat(f"{entry.path}/{JOURNAL}")
+    journal = _stat(f"{directory}/{JOURNAL}")
     if journal is None:  # a submission that is just writing it
-        return FoundRun(entry.name, entry.path, 0.0, 0)
-    return FoundRun(entry.name, entry.path, journal.st_mtime, journal.st_size)
+        return FoundRun(name, directory, 0.0, 0, submitted)
+    return FoundRun(name, directory, journal.st_mtime, journal.st_size, submitted)
 
 
 def _stat(file: str) -> os.stat_result | None:
@@ -117,51 +123,3 @@ def _names(folder: Path) -> list[str]:
         return []
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; set --runs-dir or JOBKIT_RUNS") from None
-
-
-def find_run(text: str, runs_dir: Path) -> RunDir:
-    """The run a person means: a path, a run's name, the unique beginning of one, or a job id; InputError for others.
-
-    The name in the YAML means the newest version of its only run; others only begin with it.
-    """
-    for candidate in (Path(text), runs_dir / text):
-        if _is_run(RunDir(candidate), runs_dir):
-            return RunDir(candidate)
-    runs = all_runs(runs_dir)
-    matches = [run for run in runs if run.name.startswith(text)]
-    if re.fullmatch(r"[0-9]+", text) and (of_job := _of_job(text, runs)):
-        if {run.name for run in (*of_job, *matches)} != {of_job[0].name}:
-            has = f"the job of {', '.join(run.name for run in of_job)}"
-            begins = f" and the beginning of {', '.join(run.name for run in matches[:5])}" if matches else ""
-            raise InputError(f"{text!r} is ambiguous: {has}{begins}; name the run")
-        return of_job[0].open()
-    found = [re.fullmatch(rf"({re.escape(text)}-[0-9a-f]{{8}}){VERSION}", run.name) for run in matches]
-    own = {match[1] for match in found if match}
-    if len(own) == 1:
-        (name,) = own
-        return list(versions(runs_dir, name))[-1]
-    if len(matches) == 1:
-        return matches[0].open()
-    if matches:
-        raise InputError(f"{text!r} is the beginning of {len(matches)} runs: {', '.join(r.name for r in matches[:5])}")
-    names = [run.name for run in runs]
-    raise InputError(f"no run {text!r} in {runs_dir}{nearest(text, names)}; `{to_type('list')}` shows them")
-
-
-def _is_run(run: RunDir, runs_dir: Path) -> bool:
-    """Whether a folder is a run: outside the runs directory it may be any project's that has a config.yaml."""
-    return run.exists() and (run.path.parent == runs_dir or is_there(run.journal.path))
-
-
-def _of_job(job_id: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
-    """The runs that have a job now, else those that have had it: Slurm may count anew, and so do other clusters."""
-    statuses = [(run, _status(run)) for run in runs]
-    now = [run for run, status in statuses if status.get("job_id") == job_id]
-    return now or [run for run, status in statuses if job_id in (one.get("job_id") for one in status["attempts"])]
-
-
-def _status(run: FoundRun) -> dict[str, Any]:
-    try:
-        return run.recorded_status() or run.open().status().as_dict()
-    except OSError:  # another user's: its jobs are theirs
-        return {"attempts": ()}

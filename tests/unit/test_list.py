@@ -12,10 +12,12 @@ import pytest
 
 from jobkit.cli import list as list_command
 from jobkit.errors import InputError, SchedulerError
+from jobkit.run.choose import find_run
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import all_runs, find_run
+from jobkit.run.runs import all_runs
 from jobkit.run.status import Status
+from jobkit.submission import overview
 
 END: dict[str, tuple[Event, ...]] = {
     "finished": (Event.FINISHED,),
@@ -37,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend(run.name for run, _ in found)
         return [status for _, status in found]
 
-    monkeypatch.setattr(list_command.observer, "observe_all", observe_all)
+    monkeypatch.setattr(overview.observer, "observe_all", observe_all)
     return names
 
 
@@ -117,7 +119,7 @@ def test_the_list_does_not_depend_on_a_scheduler_that_answers(
     def no_answer(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
         raise SchedulerError("slurmctld is away")
 
-    monkeypatch.setattr(list_command.observer, "observe_all", no_answer)
+    monkeypatch.setattr(overview.observer, "observe_all", no_answer)
     make(tmp_path, "toy-00000000", "running")
     assert "running" in listed(tmp_path, capsys)
 

@@ -9,10 +9,11 @@ import pytest
 from harness.in_process import jobkit
 from harness.project import Project
 
+from jobkit.run.choose import find_run
 from jobkit.run.config import Config
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import find_run, next_version, versions
+from jobkit.run.runs import next_version, versions
 from jobkit.submission.submit import choose_run
 
 CONFIG = Config(name="toy", task="mytask:train")

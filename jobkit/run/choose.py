@@ -1,0 +1,137 @@
+"""Which runs a person means: names, beginnings, patterns, `latest`, job ids, sweeps and paths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from jobkit.errors import InputError, nearest
+from jobkit.run.command_line import to_type
+from jobkit.run.files import is_there
+from jobkit.run.rundir import VERSION, RunDir
+from jobkit.run.runs import FoundRun, all_runs, run_at, versions
+from jobkit.run.sweeps import runs_of
+
+LATEST = "latest"
+"""The word for the run that was submitted last."""
+
+SHOWN_NAMES = 5
+"""How many names a line shows of runs of which there may be thousands."""
+
+_JOB_ID = r"[0-9]+(?:_[0-9]+)?"
+
+
+def choose(words: Sequence[str], runs_dir: Path) -> list[FoundRun]:
+    """The runs that some words mean together, each once, in the words' order; InputError for a word that means none.
+
+    A pattern means all runs that it matches, and a job's id all runs of that job's array. The beginning of several
+    names is an error that says how to mean all of them.
+    """
+    if len(words) == 1 and (run := _at_path(words[0], runs_dir)) is not None:
+        return [run]  # without a look at thousands of others
+    runs = all_runs(runs_dir)
+    found: dict[Path, FoundRun] = {}
+    for word in words:
+        for run in _meant(word, runs_dir, runs):
+            found.setdefault(Path(run.directory).resolve(), run)
+    return list(found.values())
+
+
+def find_run(text: str, runs_dir: Path) -> RunDir:
+    """The one run that a word means; InputError where it means none or several.
+
+    The name in the YAML means the newest version of its only run; others only begin with it.
+    """
+    found = choose([text], runs_dir)
+    if len(found) > 1:
+        raise InputError(f"{text!r} means {len(found)} runs, and one is wanted: {some_names(found)}")
+    return found[0].open()
+
+
+def some_names(runs: Iterable[FoundRun | RunDir]) -> str:
+    """`a, b, c, d, e ...`: as many names as a line has room for."""
+    names = [run.name for run in runs]
+    return ", ".join(names[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else "")
+
+
+def _meant(word: str, runs_dir: Path, runs: Sequence[FoundRun]) -> list[FoundRun]:
+    """The runs that one word means; `runs` are all there are."""
+    if (run := _at_path(word, runs_dir)) is not None:
+        return [run]
+    if any(sign in word for sign in "*?["):
+        matches = [run for run in runs if fnmatchcase(run.name, word)]
+        return matches or _none(word, runs_dir, runs)
+    if word == LATEST and runs:
+        return [max(runs, key=lambda run: run.submitted)]
+    if (names := runs_of(runs_dir, word)) is not None:
+        by_name = {run.name: run for run in runs}
+        return [by_name[name] for name in names if name in by_name]  # some may have been removed
+    begun = [run for run in runs if run.name.startswith(word)]
+    if re.fullmatch(_JOB_ID, word) and (of_job := _of_job(word, runs)):
+        if others := [run for run in begun if run not in of_job]:
+            has = f"the job of {some_names(of_job)} and the beginning of {some_names(others)}"
+            raise InputError(f"{word!r} is ambiguous: {has}; name the run, or {word + '*'!r} for those that begin so")
+        return of_job
+    return _beginning_with(word, runs_dir, begun) or _none(word, runs_dir, runs)
+
+
+def _at_path(word: str, runs_dir: Path) -> FoundRun | None:
+    """The run whose path or whole name a word is."""
+    for path in (Path(word), runs_dir / word):
+        if _is_run(RunDir(path), runs_dir):
+            return run_at(path.absolute())
+    return None
+
+
+def _is_run(run: RunDir, runs_dir: Path) -> bool:
+    """Whether a folder is a run: outside the runs directory it may be any project's that has a config.yaml."""
+    return run.exists() and (run.path.parent == runs_dir or is_there(run.journal.path))
+
+
+def _beginning_with(word: str, runs_dir: Path, begun: Sequence[FoundRun]) -> list[FoundRun]:
+    """The run that the beginning of its name, or the name in its YAML, means; `begun` are those that begin so."""
+    found = [re.fullmatch(rf"({re.escape(word)}-[0-9a-f]{{8}}){VERSION}", run.name) for run in begun]
+    own = {match[1] for match in found if match}
+    if len(own) == 1:
+        newest = list(versions(runs_dir, own.pop()))[-1]
+        return [run for run in begun if run.name == newest.name]
+    if len(begun) > 1:
+        every = f"{word + '*'!r} means all of them"
+        raise InputError(f"{word!r} is the beginning of {len(begun)} runs: {some_names(begun)}; {every}")
+    return list(begun)
+
+
+def _none(word: str, runs_dir: Path, runs: Sequence[FoundRun]) -> list[FoundRun]:
+    """Raise the InputError for a word that means no run."""
+    names = [run.name for run in runs]
+    hint = nearest(word.rstrip("*"), [*names, *(name.rpartition("-")[0] for name in names)])
+    if Path(word).suffix in (".yaml", ".yml"):  # what a shell makes of digits* beside digits.yaml
+        hint = "; a pattern is to be quoted, as in 'digits*': the shell takes it for names of files"
+    raise InputError(f"no run {word!r} in {runs_dir}{hint}; `{to_type('list')}` shows them")
+
+
+def _of_job(job_id: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
+    """The runs that have a job now, else those that have had it: Slurm may count anew, and so do other clusters.
+
+    The id of an array means the runs of all its tasks.
+    """
+    statuses = [(run, _status(run)) for run in runs]
+    now = [run for run, status in statuses if _is_of(status.get("job_id"), job_id)]
+    return now or [
+        run for run, status in statuses if any(_is_of(one.get("job_id"), job_id) for one in status["attempts"])
+    ]
+
+
+def _is_of(job_id: Any, asked: str) -> bool:
+    """Whether a job is the one that was asked for, or a task of that array."""
+    return job_id == asked or str(job_id).partition("_")[0] == asked
+
+
+def _status(run: FoundRun) -> dict[str, Any]:
+    try:
+        return run.recorded_status() or run.open().status().as_dict()
+    except OSError:  # another user's: its jobs are theirs
+        return {"attempts": ()}
