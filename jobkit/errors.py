@@ -62,5 +62,19 @@ class DistributedError(JobkitError):
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the allowed name closest to `name`, or an empty string."""
-    matches = get_close_matches(name, list(allowed), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    found = closest(name, allowed)
+    return f"; did you mean {found!r}?" if found is not None else ""
+
+
+def closest(name: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name that is most like `name`, or of which one has the other's initials, as `lr`; None for none."""
+    names = list(allowed)
+    for found in get_close_matches(name, names, n=1, cutoff=0.6):
+        return found
+    return next((one for one in names if name in _initials(one) or one in _initials(name)), None)
+
+
+def _initials(name: str) -> list[str]:
+    """`lr` of `learning_rate`; none of one word."""
+    words = name.split("_")
+    return ["".join(word[:1] for word in words)] if len(words) > 1 else []

@@ -26,7 +26,9 @@ EPILOG = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `jobkit submit`, which is the same program."""
     parser.add_argument("experiment", type=Path, metavar="EXP.yaml", help="what to train")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, as in params.lr=3e-4")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="values to set, as in params.lr=3e-4; +params.x=1 adds one"
+    )
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine (default where there is no sbatch)")
     place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` (default: slurm if there)")
@@ -142,10 +144,10 @@ def start(
 
 def _continuing(arguments: argparse.Namespace) -> str:
     """The command that continues the run: this one, without what belongs to this submission alone, and masked."""
+    from jobkit.run import overrides
     from jobkit.run.command_line import this_python
-    from jobkit.run.config import masked_override
 
-    shown = map(masked_override, arguments.overrides)
+    shown = map(overrides.masked, arguments.overrides)
     words = [this_python(), "-m", "jobkit.submit", str(arguments.experiment), *shown]
     words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []
     words += [] if arguments.demo is None else ["--demo" if arguments.demo else "--no-demo"]

@@ -73,14 +73,14 @@ Values may refer to others and to the environment, as [OmegaConf](https://omegac
 must give.
 
 `key=value` on the command line sets a value after `demo` and before interpolation: `params.lr=3e-4`,
-`resources.nodes=8`, `parallel=zero3`, `params.sizes=[1,2,3]`. An override may add to `params`; one that resembles an
-existing name prints a note.
+`resources.nodes=8`, `parallel=zero3`, `params.sizes=[1,2,3]`. One of `params` that is not in the file is refused, with
+the nearest name; `+params.width=64` adds it (or sets it, where it is there).
 
 ## What makes another run
 
 The run directory is `<name>-<hash>`. The hash is of `task` or `command`, `params`, `seed` and `precision`, and of
 `parallel` and `comm` where they differ from their defaults. Everything else says where and how safely a run is
-executed, and may change between two submissions of the same run.
+executed, and may change between two submissions of the same run. `1` and `1.0` are the same value to it.
 """
 
 

@@ -13,7 +13,7 @@ from jobkit.errors import InputError
 from jobkit.run import secrets
 from jobkit.run.command_line import to_type
 from jobkit.run.config import Config, LoadedConfig, Places
-from jobkit.run.identity import run_name
+from jobkit.run.identity import name_in
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
 from jobkit.run.status import Status
@@ -51,9 +51,10 @@ def _resume(found: RunDir, arguments: argparse.Namespace) -> int:
             f"{found.name} was not started by jobkit.submit, but by a script or a launcher; the same command continues "
             f"it: {status.how_to_continue}"
         )
-    newest = next(reversed([*versions(found.path.parent, run_name(config))]), None)
+    name = name_in(found.path.parent, config)
+    newest = next(reversed([*versions(found.path.parent, name)]), None)
     if newest is None:
-        raise InputError(f"{found.path}: the run's own name is {run_name(config)}; rename it back")
+        raise InputError(f"{found.path}: the run's own name is {name}; rename it back")
     if newest.path != found.path:
         raise InputError(f"{found.name} was started again as {newest.name}; only the newest can be continued")
     try:

@@ -12,15 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run import device_kinds, secrets
 from jobkit.run.duration import FORMS, parse_seconds
 from jobkit.run.files import write_atomic
+from jobkit.run.overrides import check as check_override
+from jobkit.run.overrides import parse as parse_override
+from jobkit.run.overrides import refuse_sections_in_params
 from jobkit.run.strict import build
-from jobkit.run.yamlfile import dump, parse_value, read_yaml
+from jobkit.run.yamlfile import dump, read_yaml
 
 UNLIMITED = "unlimited"
 """For a budget of `retry:`."""
@@ -301,6 +304,15 @@ class Config:
         return dump(secrets.masked(dataclasses.asdict(self)))
 
 
+SECTIONS: dict[str, list[str]] = {
+    one.name: [inner.name for inner in dataclasses.fields(one.default_factory)]
+    if dataclasses.is_dataclass(one.default_factory)
+    else []
+    for one in dataclasses.fields(Config)
+}
+"""The names of all top-level keys, each with those of the keys below it; none for those whose keys are free."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Places:
     """Where a person wrote each value of a config, for the errors about it."""
@@ -371,24 +383,27 @@ class Experiment:
     def config(self, overrides: Sequence[str] = ()) -> LoadedConfig:
         """The config with some overrides, interpolated and checked. Raises InputError as `load` does."""
         places = dataclasses.replace(self.places, overridden=set())
-        notes = list(self.notes)
         with places.locating_errors():
             merged = _create(self.values)
             for text in overrides:
-                key, value = _split_override(text)
-                places.overridden.add(key)
-                notes += _new_parameter(merged, key)
+                override = parse_override(text)
+                places.overridden.add(override.key)
+                check_override(override, OmegaConf.to_container(merged), SECTIONS)  # type: ignore[arg-type]
                 try:
-                    OmegaConf.update(merged, key, value, force_add=True)
+                    OmegaConf.update(merged, override.key, override.value, force_add=True)
                 except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
                     raise InputError(f"command line: {text}: {_first_line(error)}") from None
             resolved = _resolve_but_run_dir(merged)
+            if isinstance(resolved.get("params"), dict):
+                refuse_sections_in_params(resolved["params"], SECTIONS)
             config = build(Config, _in_full(resolved))
             if config.task and config.command:
                 raise InvalidValue("command", "there is a task as well; a run is one of them")
             if not (config.task or config.command):
                 raise InvalidValue("task", "missing; it is required (or command: [python, train.py])")
-        return LoadedConfig(dataclasses.replace(config, clusters=self.own_clusters | config.clusters), notes, places)
+        return LoadedConfig(
+            dataclasses.replace(config, clusters=self.own_clusters | config.clusters), self.notes, places
+        )
 
 
 def read_experiment(path: Path, demo: bool | None = None) -> Experiment:
@@ -452,37 +467,11 @@ def _apply_demo(path: Path, values: dict[str, Any], forced: bool | None) -> tupl
     return {str(key): value for key, value in merged.items()}, f"{reason}: using the small recipe (`demo:` in {path})"
 
 
-def _new_parameter(merged: Any, key: str) -> list[str]:
-    """A note about an override that adds to params and looks like a slip: params are free-form, so it is no error."""
-    parent, _, name = key.rpartition(".")
-    siblings = OmegaConf.select(merged, parent, throw_on_resolution_failure=False) if parent else None
-    if not key.startswith("params.") or not isinstance(siblings, DictConfig):
-        return []
-    names = [str(one) for one in siblings]  # `in siblings` would not find one that is ???, to be given
-    hint = nearest(name, names) if name not in names else ""
-    return [f"note: {key} is a new parameter{hint}"] if hint else []
-
-
 def _create(values: dict[str, Any]) -> Any:
     try:
         return OmegaConf.create(values)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise InvalidValue(str(getattr(error, "full_key", None) or ""), _first_line(error)) from None
-
-
-def _split_override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][\w.\-]*(\[\d+\])?", key):
-        raise InputError(f"command line: {text!r}: expected key=value, as in params.lr=1e-3")
-    try:
-        return key, parse_value(value)
-    except Exception:  # a YAML error of whatever kind: the value was one person's typing
-        raise InputError(f"command line: {text!r}: the value is not valid YAML; quote it") from None
-
-
-def masked_override(text: str) -> str:
-    """An override as others may see it."""
-    return secrets.masked_override(text, _split_override(text)[1])
 
 
 def _resolve_but_run_dir(merged: Any) -> dict[str, Any]:

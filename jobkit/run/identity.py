@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 
@@ -29,14 +32,34 @@ def run_name(config: Config) -> str:
     return f"{config.name}-{identity(config)[:8]}"
 
 
+def name_in(runs_dir: Path, config: Config) -> str:
+    """The name that a config's run has in a runs directory: one from before 1.0 counted as 1 is found again."""
+    name, before = run_name(config), f"{config.name}-{_digest(config, config.params)[:8]}"
+    is_older = before != name and not (runs_dir / name).exists() and (runs_dir / before).exists()
+    return before if is_older else name
+
+
 def identity(config: Config) -> str:
-    """64 hex digits, equal for two configs exactly when they compute the same.
+    """64 hex digits, equal for two configs exactly when they compute the same; 1 and 1.0 are the same.
 
     Resources, clusters, inputs and the checkpoint interval are left out: a run moves between machines and world sizes.
     """
+    return _digest(config, _with_whole_numbers(config.params))
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """A value with each float that is a whole number as an int: others keep the hash that they had."""
+    if isinstance(value, Mapping):
+        return {key: _with_whole_numbers(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_whole_numbers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _digest(config: Config, params: Mapping[str, Any]) -> str:
     decides: dict[str, object] = {
         "task": config.task,
-        "params": config.params,
+        "params": params,
         "seed": config.seed,
         "precision": config.precision,
     }

@@ -23,7 +23,7 @@ from jobkit.log import log
 from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
-from jobkit.run.identity import Owner, identity, run_name
+from jobkit.run.identity import Owner, identity, name_in
 from jobkit.run.own_outputs import check_outputs
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import next_version, versions
@@ -94,7 +94,7 @@ def _check_path(plan: LaunchPlan) -> None:
 
 def choose_run(config: Config, runs_dir: Path, fresh: bool) -> RunDir:
     """The run directory of a config: its newest version that is there, or with `fresh` the next one."""
-    name = run_name(config)
+    name = name_in(runs_dir, config)
     if fresh:
         return next_version(runs_dir, name)
     existing = list(versions(runs_dir, name))
@@ -122,7 +122,7 @@ def submit(
     needed = check(plan, source)
     _check_writable(runs_dir)
     _check_spares(plan)
-    with RunDir(runs_dir / run_name(config)).submission_lock() as lock:
+    with RunDir(runs_dir / name_in(runs_dir, config)).submission_lock() as lock:
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
         plan = plan.at(run.path)
         is_new, is_empty = not run.exists(), not run.path.exists()

@@ -184,7 +184,7 @@ def _begin_run(
 
 def _choose_run(found: Rendezvous, config: Config, runs_dir: Path, fresh: bool) -> RunDir:
     """The newest version of the run that any machine has; with `fresh` the one after all of them."""
-    from jobkit.run.identity import run_name
+    from jobkit.run.identity import name_in
     from jobkit.run.rundir import RunDir
     from jobkit.run.runs import version_number
     from jobkit.submission.submit import choose_run
@@ -192,8 +192,8 @@ def _choose_run(found: Rendezvous, config: Config, runs_dir: Path, fresh: bool) 
     # torchrun starts the ranks of a run that has failed again, with the same words: to continue it.
     is_restart = any(found.group.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
     own = found.group.all_or_none(lambda: choose_run(config, runs_dir, fresh and not is_restart).name)
-    names = found.group.gather(own)
-    return RunDir(runs_dir / max(names, key=lambda name: version_number(name, run_name(config))))
+    versions = found.group.gather((version_number(own, name_in(runs_dir, config)), own))
+    return RunDir(runs_dir / max(versions)[1])
 
 
 def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ from jobkit.log import configure, log
 from jobkit.run import records
 from jobkit.run.config import Config, load
 from jobkit.run.events import Event
-from jobkit.run.identity import run_name
+from jobkit.run.identity import name_in
 from jobkit.run.own_outputs import check_outputs, refuse_misspelt
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
@@ -87,7 +87,8 @@ def init(
         chosen = dataclasses.replace(chosen, seed=None)
     if config is None and gpus is None:
         gpus = int(torch.accelerator.is_available())
-    run = RunDir(Path(runs_dir or default_runs_dir()).absolute() / run_name(chosen))
+    folder = Path(runs_dir or default_runs_dir()).absolute()
+    run = RunDir(folder / name_in(folder, chosen))
     launch = find_topology(inherited(), existing_group())
     make_folders(run)
     found = rendezvous(launch, run.launch_file(launch.key))

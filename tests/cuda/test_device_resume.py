@@ -80,7 +80,7 @@ LONG = [pytest.param(name, marks=pytest.mark.long) for name in CASES if name != 
 def test_a_killed_rank_goes_on_with_the_same_bits(device: torch.device, tmp_path: Path, name: str) -> None:
     project = Project(tmp_path)
     (project.path / "mytask.py").write_text(TASK)
-    params = f"params={{compile: false, device: {device.type}}}"
+    params = f"+params={{compile: false, device: {device.type}}}"
     exact = ["deterministic=true", "checkpoint.every=3"]
     project.submit(params, *overrides(device), *exact, *CASES[name])
     (run,) = project.runs

@@ -17,7 +17,7 @@ TASK = Path(__file__).with_name("toy_task.py").read_text()
 YAML = """\
 name: toy
 task: mytask:train
-params: {steps: 60}
+params: {steps: 60, sleep: 0, workers: 0, started_by: null}
 resources: {nodes: 2, tasks_per_node: 2, time: "0:05:00"}
 clusters: {slurm: {partition: low}}
 """

@@ -543,7 +543,7 @@ LOSS_TOLERANCE = 1e-4
 
 
 def test_another_number_of_ranks_sees_the_same_samples_and_learns_the_same(project: Mortal, tmp_path: Path) -> None:
-    ranks = ["--local", "params.dropout=0", "params.steps=45"]
+    ranks = ["--local", "+params.dropout=0", "params.steps=45"]
     alone = Mortal(tmp_path / "alone")
     alone.submit(*ranks, "resources.tasks_per_node=4")
     project.plan(HOLD=json.dumps({"2": 35}))

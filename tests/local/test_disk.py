@@ -65,7 +65,7 @@ def train(ctx):
         print(f"step {step} {'x' * 90}")
         with open(OUTSIDE / f"steps_{ctx.rank}.txt", "a") as file:
             file.write(f"{step}\\n")
-        time.sleep(ctx.params.get("sleep", 0.03))
+        time.sleep(ctx.params.get("pace", 0.03))
     (OUTSIDE / f"returned_{ctx.rank}").touch()
     return {"loss": loss.item()}
 """
@@ -159,7 +159,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
     """The weights of undisturbed runs, by their number of ranks."""
     found = {}
     for ranks in (1, 2):
-        run = Run(tmp_path_factory.mktemp("undisturbed"), ranks, "params.sleep=0")
+        run = Run(tmp_path_factory.mktemp("undisturbed"), ranks, "+params.pace=0")
         run.end(run.start())
         found[ranks] = weights(run.path)
     return found
@@ -266,7 +266,7 @@ def test_the_end_of_a_run_waits_for_a_full_disk(
 def test_a_run_that_cannot_end_for_a_full_disk_is_continued(
     tmp_path: Path, disk: Callable[[Path], SmallDisk], undisturbed: dict[int, bytes]
 ) -> None:
-    run = Run(tmp_path, 2, "params.pauses=[0.5]")
+    run = Run(tmp_path, 2, "+params.pauses=[0.5]")
     small = disk(run.path.parent)
     process = run.start()
     run.reach(STEPS - 10)

@@ -137,7 +137,7 @@ def test_a_stop_during_an_evaluation_leaves_the_run_exact(tmp_path: Path, late: 
             "--local",
             "resources.nodes=1",
             "resources.tasks_per_node=1",
-            f"params={{slow: {slow}, late: {late}}}",
+            f"+params={{slow: {slow}, late: {late}}}",
         )
         if slow:
             process = project.start("submit", "toy.yaml", *command)

@@ -32,11 +32,11 @@ def test_a_run_with_a_secret_on_its_command_line_is_continued_with_it_and_shows_
     project = Project(tmp_path)
     (project.path / "mytask.py").write_text(TASK)
     small = ("resources.nodes=1", "resources.tasks_per_node=1", "retry.crash=0", "checkpoint.memory=off")
-    failed = project.submit("--local", f"params.hf_token={SECRET}", *small, expect=1)
+    failed = project.submit("--local", f"+params.hf_token={SECRET}", *small, expect=1)
     (run,) = project.runs
     assert shown_in(run.parent) == [f"{run.name}/secrets.json"]
     assert stat.S_IMODE((run / "secrets.json").stat().st_mode) == 0o600
-    assert "params.hf_token=***" in events(run)[0]["command"]
+    assert "+params.hf_token=***" in events(run)[0]["command"]
     looked = project.jobkit("status", run.name)
     assert (
         SECRET
@@ -51,5 +51,5 @@ def test_a_run_with_a_secret_on_its_command_line_is_continued_with_it_and_shows_
     project.jobkit(*words[3:])
     assert status(run)["result"] == {"is_there": True} and project.runs == [run]
     assert shown_in(run.parent) == [f"{run.name}/secrets.json"]
-    again = project.submit("--local", f"params.hf_token={SECRET}", *small)
+    again = project.submit("--local", f"+params.hf_token={SECRET}", *small)
     assert "already finished" in again.stdout, "the secret is part of what names the run"

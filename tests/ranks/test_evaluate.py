@@ -598,7 +598,7 @@ def train(ctx):
 def of_project(path: Path, until: str) -> tuple[Project, tuple[str, ...]]:
     project = Project(path)
     (project.path / "mytask.py").write_text(TASK)
-    options = ("--local", "resources.nodes=1", "resources.tasks_per_node=2", f"params={{until: {until}}}")
+    options = ("--local", "resources.nodes=1", "resources.tasks_per_node=2", f"+params={{until: {until}}}")
     return project, (*options, "precision=bf16", "checkpoint.every=2", "parallel=ddp")
 
 

@@ -78,7 +78,7 @@ def test_a_cancel_ends_no_job_of_another_run(tmp_path: Path, slurm: Cluster) -> 
     project = Project(tmp_path, slurm.env)
     project.submit("--cluster", "slurm", *HELD)
     (run,) = project.runs
-    project.submit("--cluster", "slurm", *HELD, "params.lr=2")
+    project.submit("--cluster", "slurm", *HELD, "+params.lr=2")
     (second,) = set(project.runs) - {run}
     mine, others = status(run)["job_id"], status(second)["job_id"]
     slurm.command("scancel", mine)

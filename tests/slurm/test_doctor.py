@@ -16,7 +16,7 @@ from slurm_cluster import Cluster
 
 from jobkit.submission.checks import OK, PROBLEM, WARNING, check_slurm
 
-QUICK = "params.sizes=[1024,65536]"
+QUICK = "+params.sizes=[1024,65536]"
 
 
 def doctor(project: Project, *arguments: str, expect: int = 0) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_a_node_with_a_slow_network_is_named(tmp_path: Path) -> None:
         "    dist.all_reduce = slowly\n"
         "    return probe(ctx)\n"
     )
-    project.submit("--local", "resources.nodes=4", "resources.tasks_per_node=1", "params={sizes: [1024]}")
+    project.submit("--local", "resources.nodes=4", "resources.tasks_per_node=1", "+params={sizes: [1024]}")
     (run,) = project.runs
     result = status(run)["result"]
     (slow,) = result["slow"]
@@ -89,7 +89,7 @@ def test_a_node_with_a_slow_network_is_named(tmp_path: Path) -> None:
 
 def test_a_probe_that_fails_is_a_problem_and_its_run_stays(tmp_path: Path) -> None:
     project = Project(tmp_path)
-    found = doctor(project, "--local", "params.sizes=[many]", expect=1)
+    found = doctor(project, "--local", "+params.sizes=[many]", expect=1)
     assert states(found)["network"] == PROBLEM and found["probe"] is None
     (run,) = project.runs
     (check,) = [check for check in found["checks"] if check["name"] == "network"]

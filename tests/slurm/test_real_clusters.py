@@ -222,7 +222,7 @@ def with_three_runs(path: Path, cluster: Cluster) -> tuple[Project, Path]:
     """A project with runs that are held, and the file in which each further question to Slurm is a line."""
     project = Project(path, cluster.env)
     for lr in ("1", "2", "3"):
-        project.submit("--cluster", "slurm", *HELD, f"params.lr={lr}")
+        project.submit("--cluster", "slurm", *HELD, f"+params.lr={lr}")
     (path / "bin").mkdir()
     return project, asking(project, path / "bin")
 
@@ -308,7 +308,7 @@ def test_a_banner_that_is_no_utf_8_hides_no_job(tmp_path: Path, slurm: Cluster) 
     (run,) = project.runs
     assert queue(slurm, project) == [status(run)["job_id"]]
     assert "held" in listed(project, run)
-    said = project.submit("--cluster", "slurm", *HELD, "params.lr=2", "clusters.slurm.partition=none", expect=2)
+    said = project.submit("--cluster", "slurm", *HELD, "+params.lr=2", "clusters.slurm.partition=none", expect=2)
     assert "T\ufffdbingen; " in said.stderr and "invalid partition" in said.stderr
     project.jobkit("cancel", run.name)
 
@@ -317,7 +317,7 @@ def test_a_run_that_is_removed_while_slurm_is_asked_fails_no_list(tmp_path: Path
     project = Project(tmp_path, slurm.env)
     project.submit("--cluster", "slurm", *HELD)
     (run,) = project.runs
-    project.submit("--cluster", "slurm", *HELD, "params.lr=2")
+    project.submit("--cluster", "slurm", *HELD, "+params.lr=2")
     (second,) = set(project.runs) - {run}
     (tmp_path / "bin").mkdir()
     shim = tmp_path / "bin/scontrol"

@@ -23,7 +23,7 @@ from jobkit.run.config import (
     read_resolved,
 )
 from jobkit.run.duration import format_seconds, parse_seconds
-from jobkit.run.identity import run_name
+from jobkit.run.identity import name_in, run_name
 from jobkit.run.yamlfile import parse_value
 
 BASE = "name: toy\ntask: mytask:train\n"
@@ -132,7 +132,7 @@ VALUES = [
 def test_a_value_means_the_same_in_the_file_and_on_the_command_line(
     tmp_path: Path, written: str, expected: Any
 ) -> None:
-    for found in (params(tmp_path, f"params: {{v: {written}}}"), params(tmp_path, "", f"params.v={written}")):
+    for found in (params(tmp_path, f"params: {{v: {written}}}"), params(tmp_path, "", f"+params.v={written}")):
         assert found == {"v": expected}
         assert type(found["v"]) is type(expected)
     assert parse_value(written) == expected
@@ -157,13 +157,56 @@ def test_a_merge_key_takes_over_what_an_anchor_holds(tmp_path: Path) -> None:
 
 def test_an_override_replaces_a_value_and_may_add_to_params(tmp_path: Path) -> None:
     text = BASE + "params: {lr: 1e-3, net: {width: 8}}\nresources: {nodes: 2}\n"
-    config = loaded(tmp_path, text, "params.net.depth=3", "params.lr=3e-4", "resources.nodes=4", "name=other").config
+    config = loaded(tmp_path, text, "+params.net.depth=3", "params.lr=3e-4", "resources.nodes=4", "name=other").config
     assert config.params == {"lr": 3e-4, "net": {"width": 8, "depth": 3}}
     assert (config.resources.nodes, config.name) == (4, "other")
 
 
+def test_a_plus_adds_to_params_or_sets_what_is_there(tmp_path: Path) -> None:
+    assert params(tmp_path, "", "+params.a=1") == {"a": 1}
+    assert params(tmp_path, "params: {a: 1}", "+params.a=2") == {"a": 2}
+    assert params(tmp_path, "params: {}", "+params.net={width: 8}", "params.net={width: 9}") == {"net": {"width": 9}}
+    assert params(tmp_path, "params: {net: {a: 1}}", "+params.net.b.c=2") == {"net": {"a": 1, "b": {"c": 2}}}
+    assert loaded(tmp_path, BASE, "+seed=3").config.seed == 3
+
+
+def test_an_override_may_go_into_what_is_a_list_to_be_given_or_taken_from_elsewhere(tmp_path: Path) -> None:
+    assert params(tmp_path, "params: {sizes: [1, 2]}", "params.sizes[1]=5") == {"sizes": [1, 5]}
+    assert params(tmp_path, "params: {run: '???'}", "params.run=x") == {"run": "x"}
+    assert params(tmp_path, "params: {net: null}", "params.net={width: 8}") == {"net": {"width": 8}}
+
+
+NEW = [
+    ("params.learning_rate=3", "params.learning_rate: there is no such key; did you mean 'params.lr'?"),
+    ("params.learning_rate=3", "(params has: lr, net; to add one: +params.learning_rate=...)"),
+    ("params.net.widht=3", "params.net.widht: there is no such key; did you mean 'params.net.width'?"),
+    ("params={lr: 1, batch: 3}", "command line: params.batch: there is no such key (params has: lr, net;"),
+    ("params.net={depth: 3}", "command line: params.net.depth: there is no such key"),
+    ("params.lr.x=3", "params.lr.x: there is no such key (params.lr has no keys;"),
+    ("params.other[0]=3", "params.other: there is no such key"),
+    ("lr=3", "command line: lr: unknown key; did you mean 'params.lr'? (allowed: name, task"),
+    ("learning_rate=3", "did you mean 'params.lr'?"),
+    ("nodes=2", "did you mean 'resources.nodes'?"),
+    ("recources.nodes=2", "did you mean 'resources'?"),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), NEW)
+def test_an_override_of_what_is_not_in_the_file_is_refused_with_the_nearest_name(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    assert said in refusal(tmp_path, BASE + "params: {lr: 1e-3, net: {width: 8}}\n", override)
+
+
+def test_a_section_that_was_indented_under_params_is_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path, BASE + "params:\n  lr: 1\n  resources:\n    nodes: 2\n")
+    assert said.startswith("toy.yaml:5: params.resources: resources is a section of its own")
+    assert "params.checkpoint" in refusal(tmp_path, BASE, "+params.checkpoint.every=5")
+    assert params(tmp_path, "params: {checkpoint: {path: x}, parallel: true, resources: null}")
+
+
 def test_the_last_override_of_a_key_counts(tmp_path: Path) -> None:
-    assert params(tmp_path, "", "params.a=1", "params.a=2") == {"a": 2}
+    assert params(tmp_path, "", "+params.a=1", "params.a=2") == {"a": 2}
 
 
 def test_interpolations_are_resolved_after_the_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +214,7 @@ def test_interpolations_are_resolved_after_the_overrides(tmp_path: Path, monkeyp
     text = "params: {root: '${oc.env:" + VARIABLE + "}', file: '${params.root}/x'}\ninputs: ['${params.file}']\n"
     assert loaded(tmp_path, BASE + text).config.inputs == ["/data/x"]
     assert loaded(tmp_path, BASE + text, "params.root=/elsewhere").config.inputs == ["/elsewhere/x"]
-    assert params(tmp_path, "", "params.a=1", "params.b=${params.a}") == {"a": 1, "b": 1}
+    assert params(tmp_path, "", "+params.a=1", "+params.b=${params.a}") == {"a": 1, "b": 1}
 
 
 def test_an_interpolation_may_have_a_default(tmp_path: Path) -> None:
@@ -353,9 +396,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("fast", "expected key=value"),
         ("=5", "expected key=value"),
         ("a b=5", "expected key=value"),
+        ("++params.a=1", "expected key=value"),
         ("params.a=[1", "not valid YAML"),
         ("params.a=*x", "not valid YAML"),
-        ("params.a=${", "params.a"),
+        ("+params.a=${", "params.a"),
         ("nodes=2", "command line: nodes: unknown key"),
         ("resources.node=2", "did you mean 'nodes'?"),
         ("resources.nodes=0", "command line: resources.nodes: found 0, expected 1 or more"),
@@ -513,6 +557,26 @@ def test_times_are_written_in_sbatchs_form(seconds: float, text: str) -> None:
 
 
 # Identity
+
+
+def test_a_whole_number_is_one_value_however_it_is_written() -> None:
+    def name(value: Any) -> str:
+        return run_name(Config(name="toy", task="m:f", params={"v": value, "nested": [{"v": value}]}))
+
+    assert name(1) == name(1.0) == name(1e0)
+    assert name(100000) == name(1e5)
+    different = [name(value) for value in (1, True, "1", "1.0", 1.5, -1, 0, False, math.nan, math.inf, None)]
+    assert len(set(different)) == len(different)
+
+
+def test_a_run_from_before_whole_numbers_were_one_value_is_found_again(tmp_path: Path) -> None:
+    config = Config(name="toy", task="mytask:train", params={"lr": 1.0})
+    assert name_in(tmp_path, config) == run_name(config) == "toy-efbd578f"
+    (tmp_path / "toy-5775e16c").mkdir()
+    assert name_in(tmp_path, config) == "toy-5775e16c"
+    (tmp_path / run_name(config)).mkdir()
+    assert name_in(tmp_path, config) == run_name(config)
+
 
 ONE = Config(name="toy", task="m:f", params={"lr": 1e-3, "net": {"width": 8, "depth": 2}})
 

@@ -55,7 +55,9 @@ MISTAKES = [
     ),
     Mistake("an unknown precision", ["precision: found 'fp8'", "fp32, bf16"], ["precision=fp8"]),
     Mistake("no such determinism", ["deterministic: found 'always'", "true, false or warn"], ["deterministic=always"]),
-    Mistake("an unset variable", ["params.data", "JOBKIT_TEST_NOT_SET"], ["params.data=${oc.env:JOBKIT_TEST_NOT_SET}"]),
+    Mistake(
+        "an unset variable", ["params.data", "JOBKIT_TEST_NOT_SET"], ["+params.data=${oc.env:JOBKIT_TEST_NOT_SET}"]
+    ),
     Mistake("a value within itself", ["toy.yaml:1", "recursive"], files={"toy.yaml": "a: &a [*a]\n"}),
     Mistake(
         "hundreds of lists within each other",

@@ -39,7 +39,7 @@ def test_the_config_and_the_identity_have_it_as_it_is_written(tmp_path: Path) ->
 
 def test_in_the_job_it_is_the_run_directory_which_has_a_folder_for_outputs(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "toy-1")
-    placed = place_outputs(loaded(tmp_path, "params.more=${run_dir}/more"), run)
+    placed = place_outputs(loaded(tmp_path, "+params.more=${run_dir}/more"), run)
     assert placed.command[2:4] == [f"--out={run.path}/outputs", f"--log={run.path}/outputs/log.txt"]
     assert placed.params["nested"]["files"] == [f"{run.path}/a", "b"]
     assert placed.params["more"] == f"{run.path}/more"
@@ -51,10 +51,10 @@ def test_in_the_job_it_is_the_run_directory_which_has_a_folder_for_outputs(tmp_p
 
 WRONG = {
     "misspelt": (
-        "params.out=${run_dirs}/x",
+        "+params.out=${run_dirs}/x",
         "command line: params.out: ${run_dirs}: there is no such key; did you mean 'run_dir'?",
     ),
-    "of params": ("params.out=${params.lgo}", "${params.lgo}: there is no such key; did you mean 'params.log'?"),
+    "of params": ("+params.out=${params.lgo}", "${params.lgo}: there is no such key; did you mean 'params.log'?"),
     "elsewhere": (
         "inputs=['${run_dir}/data']",
         "inputs: found ${run_dir}, which is known in `command` and `params` only",
@@ -76,13 +76,13 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, override: str, said: st
 
 @pytest.mark.parametrize("folder", ["checkpoints", "code/x", "logs", "cache"])
 def test_outputs_in_a_folder_of_jobkits_own_are_refused(tmp_path: Path, folder: str) -> None:
-    config = loaded(tmp_path, f"params.out=${{run_dir}}/{folder}")
+    config = loaded(tmp_path, f"+params.out=${{run_dir}}/{folder}")
     with pytest.raises(InputError, match=rf"params.out: found .*, which is jobkit's own; .*/outputs/{folder[:4]}"):
         check_outputs(config)
 
 
 def test_names_that_only_begin_as_jobkits_are_a_scripts(tmp_path: Path) -> None:
-    check_outputs(loaded(tmp_path, "params.out=${run_dir}/checkpoints-of-mine", "params.final=${run_dir}/final"))
+    check_outputs(loaded(tmp_path, "+params.out=${run_dir}/checkpoints-of-mine", "+params.final=${run_dir}/final"))
 
 
 def test_params_of_a_script_are_looked_at_too() -> None:

@@ -15,8 +15,8 @@ from harness.in_process import jobkit
 from harness.other_user import as_nobody, only_root, open_folder
 from harness.project import Project
 
-from jobkit.run import secrets
-from jobkit.run.config import Config, load, masked_override
+from jobkit.run import overrides, secrets
+from jobkit.run.config import Config, load
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir
 from jobkit.run.secrets import MASK, is_secret, masked
@@ -101,6 +101,7 @@ def test_what_is_masked(value: Any, shown: Any) -> None:
     [
         ("params.hf_token=abc", f"params.hf_token={MASK}"),
         ('params.hf_token="abc"', f"params.hf_token={MASK}"),
+        ("+params.hf_token=abc", f"+params.hf_token={MASK}"),
         ("params={hf_token: abc}", f"params={MASK}"),
         ("clusters.slurm.export=ALL,HF_TOKEN=abc", f"clusters.slurm.export=ALL,HF_TOKEN={MASK}"),
         ("command=[python, train.py, --token=abc]", f"command={MASK}"),
@@ -109,7 +110,7 @@ def test_what_is_masked(value: Any, shown: Any) -> None:
     ],
 )
 def test_an_override_is_masked_by_its_key_and_by_what_is_in_it(typed: str, shown: str) -> None:
-    assert masked_override(typed) == shown
+    assert overrides.masked(typed) == shown
 
 
 CONFIG = Config(
@@ -189,7 +190,7 @@ def test_another_user_reads_the_masked_config_and_cannot_resume() -> None:
 
 def test_a_dry_run_shows_no_secret(tmp_path: Path) -> None:
     project = Project(tmp_path)
-    secret = ("params.hf_token=abc123", "clusters.slurm.export=ALL,HF_TOKEN=abc123")
+    secret = ("+params.hf_token=abc123", "clusters.slurm.export=ALL,HF_TOKEN=abc123")
     setup = "clusters.slurm.setup=[export API_KEY='abc123 d']"
     done = jobkit(project, "submit", "toy.yaml", *secret, setup, "--cluster", "slurm", "--dry-run")
     assert "abc123" not in done.stdout + done.stderr
@@ -223,7 +224,7 @@ def test_tensorboards_page_of_parameters_shows_no_secret() -> None:
 
 def test_a_masked_value_that_is_typed_again_is_refused(tmp_path: Path) -> None:
     project = Project(tmp_path)
-    said = jobkit(project, "submit", "toy.yaml", "params.hf_token='***'", "--local", expect=2).stderr
+    said = jobkit(project, "submit", "toy.yaml", "+params.hf_token='***'", "--local", expect=2).stderr
     assert "command line: params.hf_token: found ***" in said and "give the value" in said and project.runs == []
 
 
