@@ -38,6 +38,9 @@ _OPTIONS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANC
 EVEN_HIDDEN = ("--all",)
 """Without it squeue, sinfo and scontrol keep what is in a partition with Hidden=YES from its users, own jobs too."""
 
+MAX_ARRAY_SIZE = 1001
+"""Slurm's default of MaxArraySize."""
+
 MAX_LIMIT_SECONDS = 300 * 86400.0
 """Slurm shows a job without a limit as one of 365 days."""
 
@@ -219,7 +222,7 @@ def show_job(job_id: str, timeout: float = ANSWER_SECONDS) -> JobInfo | None:
     try:
         text = command("scontrol", "--oneliner", "show", "job", job_id, timeout=timeout)
     except SchedulerError as error:
-        if "Invalid job id" in str(error):
+        if any(words in str(error) for words in ("Invalid job id", f"Job {job_id} not found")):  # a task of an array
             return None
         raise
     job = parse_job(text)
@@ -257,8 +260,9 @@ def _clock_offset(set_to: int) -> float:
 def parse_job(text: str) -> JobInfo:
     """A JobInfo of `scontrol --oneliner show job`'s words."""
     fields = dict(re.findall(r"(\S+?)=(\S*)", text))
+    task = fields.get("ArrayTaskId", "")
     return JobInfo(
-        job_id=fields.get("JobId", ""),
+        job_id=task_id(fields["ArrayJobId"], task) if task.isdigit() else fields.get("JobId", ""),
         state=fields.get("JobState", "UNKNOWN"),
         reason=fields.get("Reason", ""),
         preempt_time=_time(fields.get("PreemptTime")),
@@ -437,7 +441,8 @@ def _cluster(conf: str | None, timeout: float) -> str:
 
 def jobs_of(users: Collection[str], timeout: float = ANSWER_SECONDS) -> list[JobInfo]:
     """All jobs of some users that Slurm has not forgotten, in one question: less of each than show_job says."""
-    options = [*EVEN_HIDDEN, "--noheader", "--states=all", f"--user={','.join(users)}", "--format=%i|%T|%r|%S|%e|%N|%o"]
+    options = [*EVEN_HIDDEN, "--array", "--noheader", "--states=all", f"--user={','.join(users)}"]
+    options += ["--format=%i|%T|%r|%S|%e|%N|%o"]
     rows = command("squeue", *options, timeout=timeout).splitlines()
     return [_listed_job(*row.split("|", 6)) for row in rows if row.count("|") >= 6]
 
@@ -457,11 +462,15 @@ def _listed_job(job_id: str, state: str, reason: str, start: str, end: str, node
     )
 
 
-def jobs_with(script: Path) -> list[str]:
-    """Ids of this user's queued and running jobs that were submitted with a batch script; its name may be another's."""
+def jobs_with(script: Path, task: int | None = None) -> list[str]:
+    """Ids of this user's queued and running jobs that were submitted with a batch script; its name may be another's.
+
+    Of a job array those of one of its tasks.
+    """
     alive = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"  # not one that is completing
-    rows = command("squeue", *EVEN_HIDDEN, "--noheader", "--me", alive, "--format=%i|%o").splitlines()
+    rows = command("squeue", *EVEN_HIDDEN, "--array", "--noheader", "--me", alive, "--format=%i|%o").splitlines()
     found = ((job_id, Path(path)) for job_id, _, path in (row.partition("|") for row in rows))
+    found = ((job_id, path) for job_id, path in found if task is None or job_id.endswith(f"_{task}"))
     return [job_id for job_id, path in found if path.name == script.name and _are_same(path, script)]
 
 
@@ -534,5 +543,18 @@ def signal_steps(job_id: str, name: str) -> None:
 
 
 def current_job() -> str | None:
-    """The id of the Slurm job this process is in, or None."""
+    """The id of the Slurm job this process is in, or None; of a task of an array as `task_id` has it."""
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        return task_id(array, os.environ.get("SLURM_ARRAY_TASK_ID", ""))
     return os.environ.get("SLURM_JOB_ID")
+
+
+def task_id(array: str, task: int | str) -> str:
+    """The id of one task of a job array, as Slurm's commands take it: by its own number some of them mean all tasks."""
+    return f"{array}_{task}"
+
+
+def max_array_size() -> int:
+    """How many tasks a job array may have. Raises SchedulerError."""
+    found = re.search(r"^MaxArraySize\s+= (\d+)", command("scontrol", "show", "config"), re.M)
+    return int(found[1]) if found else MAX_ARRAY_SIZE

@@ -64,6 +64,14 @@ def replacing(path: Path, *, durable: bool = True, mode: int = FOR_ALL) -> Itera
         fsync_dir(path.parent)  # a rename is an entry of the directory, which the file's own fsync does not reach
 
 
+def replace_link(path: Path, target: Path) -> None:
+    """Make `path` a symbolic link to `target`, by a relative way, whatever is there; not durable by itself."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, path.parent))
+    temporary.replace(path)
+
+
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """`write_atomic` of a value as indented JSON."""
     write_atomic(path, json.dumps(value, indent=1) + "\n", durable=durable)

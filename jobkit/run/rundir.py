@@ -12,7 +12,7 @@ from filelock import FileLock
 from jobkit.run import records
 from jobkit.run.config import Config, read_resolved, write_resolved
 from jobkit.run.events import Event
-from jobkit.run.files import is_there, write_json
+from jobkit.run.files import is_there, read_fresh, write_json
 from jobkit.run.fold import fold
 from jobkit.run.identity import Owner, identity
 from jobkit.run.journal import Journal
@@ -70,7 +70,9 @@ class RunDir:
         self.submitted_pickle = self.submitit / "submitted.pkl"
         """What Submitit pickles, before there is a job to name it after."""
         self.batch_script = self.submitit / "submission.sh"
-        """The newest submission's, for sbatch."""
+        """The newest submission's, for sbatch; of a job array a link to the one that all its runs have."""
+        self.task_file = self.submitit / "array_task"
+        """Which task of that array this run is."""
         self.failed_starts = self.submitit / "failed_starts"
         """A line for each node in a row on which a batch script has not begun an attempt."""
         self.imported_file = self.submitit / "imported.json"
@@ -94,7 +96,17 @@ class RunDir:
 
     def job_log(self, job_id: str) -> Path:
         """What the batch script of a Slurm job printed as errors, `setup` lines included."""
-        return self.submitit / f"{job_id}_0_log.err"
+        # Beside the script, which an array has in a folder of its own.
+        folder = self.batch_script.resolve().parent if "_" in job_id else self.submitit
+        return folder / f"{job_id}_0_log.err"
+
+    @property
+    def array_task(self) -> int | None:
+        """Which task of a job array the newest submission made of it; None where it has a job of its own."""
+        try:
+            return int(read_fresh(self.task_file))
+        except FileNotFoundError:
+            return None
 
     def srun_log(self, attempt: int) -> Path:
         """What srun itself said, which is how one learns who died first."""

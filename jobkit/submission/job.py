@@ -10,9 +10,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -36,6 +37,9 @@ from jobkit.submission.observer import (
     observe,
 )
 from jobkit.submission.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from jobkit.submission.sbatch import Batch
 
 POLL_SECONDS = 0.3
 """Between two looks at the files of a run that is ending."""
@@ -68,14 +72,22 @@ class Started:
 def submit(plan: LaunchPlan, lock: FileLock, *, foreground: bool = False) -> Started:
     """Start a plan: a job in Slurm's queue, or a supervisor on this machine; `lock` is the run's submission lock."""
     if plan.scheduler == "slurm":
-        from jobkit.submission.sbatch import submit as submit_slurm
+        from jobkit.submission.sbatch import Batch
 
-        # sbatch may queue the job after this process was killed: until it has ended nobody may look whether it did.
-        return Started(submit_slurm(plan, held_by_children(lock)))
+        (job_id,) = submit_batch(Batch([plan]), [lock])
+        return Started(job_id)
     from jobkit.submission.local import start
 
     supervisor = start(plan, foreground=foreground)
     return Started(str(supervisor.pid), supervisor)
+
+
+def submit_batch(batch: Batch, locks: Sequence[FileLock]) -> list[str]:
+    """Put a batch into Slurm's queue; returns the ids of its jobs. `locks` are the submission locks of its runs."""
+    from jobkit.submission import sbatch
+
+    # sbatch may queue the job after this process was killed: until it has ended nobody may look whether it did.
+    return sbatch.submit(batch, [file for lock in locks for file in held_by_children(lock)])
 
 
 def settle(run: RunDir) -> Status:
@@ -152,7 +164,7 @@ def _complete_submission(run: RunDir, status: Status) -> None:
         try:
             if status.slurm_cluster is not None and not is_here(status):
                 raise SchedulerError(f"it was made on {status.slurm_cluster}, which is another Slurm than this one")
-            found = slurm.jobs_with(run.batch_script)
+            found = slurm.jobs_with(run.batch_script, run.array_task)
         except SchedulerError as error:
             raise SchedulerError(
                 f"an earlier submission of {run.name} was cut off, and only its Slurm knows whether it is queued: "

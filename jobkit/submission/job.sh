@@ -1,7 +1,9 @@
 # shellcheck shell=bash disable=SC2154
 # What a batch script runs, on the first node of its job. sbatch.py puts before it:
 #   jobkit_setup, jobkit_teardown   the user's own lines: texts, since in a function `declare -x` would be local to it
-#   jobkit_python, jobkit_start, jobkit_run, jobkit_failed_starts, jobkit_srun_args, jobkit_blind_restarts,
+#   jobkit_python, jobkit_start, jobkit_srun_args, jobkit_blind_restarts
+#   jobkit_runs    the run directory, or those of the tasks of a job array
+#   jobkit_failed_starts   a file in it
 #   jobkit_resumable, jobkit_failed, jobkit_start_again   exit codes of the supervisor
 # The supervisor does the work. Here is what must go on where Python does not: a mount that is broken on this node, a
 # module that is not there, a supervisor that was killed. Slurm copies the script, so that no mount can hide it.
@@ -9,10 +11,16 @@
 # How many nodes in a row may be unable to begin an attempt.
 jobkit_most_failed_starts=3
 
+jobkit_run=${jobkit_runs[${SLURM_ARRAY_TASK_ID:-0}]}
+jobkit_failed_starts=$jobkit_run/$jobkit_failed_starts
+# By the number that the first task of an array has for itself Slurm means all of them.
+jobkit_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+jobkit_job=${jobkit_job:-$SLURM_JOB_ID}
+
 # What Slurm says of the job. A controller that is away is asked again: it ends no job at its time limit meanwhile.
 jobkit_record() {
     local record pause=2
-    until record=$(scontrol -o show job "$SLURM_JOB_ID" 2>&1); do
+    until record=$(scontrol -o show job "$jobkit_job" 2>&1); do
         echo "jobkit: $record" >&2
         case "$record" in
             *"nvalid "* | *"enied"* | *"ermission"* | *"not found"*) return 1 ;; # an answer
@@ -26,8 +34,8 @@ jobkit_record() {
 # Put the job into the queue again; not where its owner has cancelled it: a requeue would undo a scancel.
 jobkit_requeue() {
     case "$(jobkit_record)" in
-        *JobState=RUNNING*) scontrol requeue Incomplete "$SLURM_JOB_ID" ;; # refused if it is cancelled at this moment
-        *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$SLURM_JOB_ID" ;;
+        *JobState=RUNNING*) scontrol requeue Incomplete "$jobkit_job" ;; # refused if it is cancelled at this moment
+        *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$jobkit_job" ;;
         *) return 1 ;;
     esac
 }
@@ -47,7 +55,7 @@ jobkit_elsewhere() {
     jobkit_requeue || exit 1
     # Where few nodes are left, the job would wait for ever.
     [ "$nodes" -lt $((SLURM_JOB_NUM_NODES + jobkit_most_failed_starts)) ] ||
-        scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${excluded:+$excluded,}$SLURMD_NODENAME"
+        scontrol update "JobId=$jobkit_job" "ExcNodeList=${excluded:+$excluded,}$SLURMD_NODENAME"
     exit 1
 }
 
@@ -78,7 +86,7 @@ jobkit_tear_down() {
 # When the job's time is over, in $SECONDS; nothing where Slurm does not say.
 jobkit_ends_at() {
     local record end
-    record=$(TZ=UTC SLURM_TIME_FORMAT=standard timeout 10 scontrol -o show job "$SLURM_JOB_ID" 2>/dev/null)
+    record=$(TZ=UTC SLURM_TIME_FORMAT=standard timeout 10 scontrol -o show job "$jobkit_job" 2>/dev/null)
     [[ $record =~ \ EndTime=([0-9]+-[0-9-]+T[0-9:]+)\  ]] || return
     end=$(date --utc --date="${BASH_REMATCH[1]}" +%s) && echo $((SECONDS + end - $(date +%s)))
 }

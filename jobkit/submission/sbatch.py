@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from jobkit import slurm, start
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run import secrets
-from jobkit.run.files import FOR_ALL, FOR_OWNER, write_atomic
+from jobkit.run.files import FOR_ALL, FOR_OWNER, replace_link, write_atomic
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import hand_over, take_back
@@ -34,24 +35,57 @@ JOB_SCRIPT = Path(__file__).with_name("job.sh")
 """The shell part of every batch script."""
 
 
-class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
-    """Submits one LaunchPlan. The script can be made, and shown, where there is no Slurm."""
+@dataclass(frozen=True)
+class Batch:
+    """What one sbatch submits: a run's job, or several runs as the tasks of a job array.
 
-    def __init__(self, plan: LaunchPlan, pass_fds: Sequence[int] = ()) -> None:
-        self.plan, self.run, self.pass_fds = plan, RunDir(plan.run), pass_fds
-        super().__init__(self.run.submitit)
-        self.update_parameters(**plan.parameters)
+    The plans of an array have equal parameters, but for the job's name.
+    """
+
+    plans: Sequence[LaunchPlan]
+    array: Path | None = None
+    """The folder of a job array: its batch script and the logs of its tasks. None for the job of a run."""
+    name: str = ""
+    """Of an array: the job's; that of a run's own job is the run's."""
+    max_running: int | None = None
+    """How many tasks of the array may run at once; None for all."""
+
+    @property
+    def runs(self) -> list[RunDir]:
+        return [RunDir(plan.run) for plan in self.plans]
+
+    @property
+    def folder(self) -> Path:
+        """Where Slurm writes what the batch script prints."""
+        return self.runs[0].submitit if self.array is None else self.array
+
+    @property
+    def script_file(self) -> Path:
+        return self.folder / self.runs[0].batch_script.name
+
+
+class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
+    """Submits one Batch. The script can be made, and shown, where there is no Slurm."""
+
+    def __init__(self, batch: Batch, pass_fds: Sequence[int] = ()) -> None:
+        self.batch, self.pass_fds = batch, pass_fds
+        super().__init__(batch.folder)
+        count = len(batch.plans)
+        array = {"array_parallelism": batch.max_running or count, "job_name": batch.name}
+        self.update_parameters(**{**batch.plans[0].parameters, **(array if batch.array else {})})
 
     @classmethod
     def affinity(cls) -> int:
         return 1
 
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        ours = {"setup": _definitions(self.plan), "teardown": None, "srun_args": None, "use_srun": False}
+    def script(self) -> str:
+        """The batch script, as sbatch will get it."""
+        ours = {"setup": _definitions(self.batch), "teardown": None, "srun_args": None, "use_srun": False}
+        count = None if self.batch.array is None else len(self.batch.plans)
         text: str = submitit_slurm._make_sbatch_string(
-            command=JOB_SCRIPT.read_text(), folder=self.folder, **{**self.parameters, **ours}
+            command=JOB_SCRIPT.read_text(), folder=self.folder, map_count=count, **{**self.parameters, **ours}
         )
-        if self.plan.config.command:  # its supervisor gives the notice, to what catches it (supervisor/time_limit.py)
+        if self.batch.plans[0].config.command:  # its supervisor gives the notice (supervisor/time_limit.py)
             text = re.sub(r"^#SBATCH --signal=.*\n", "", text, flags=re.MULTILINE)
         return text
 
@@ -60,22 +94,26 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     ) -> list[submitit_slurm.SlurmJob[Any]]:
         # Submitit would name the pickle after the job, once sbatch has answered: a controller that is away may queue
         # the job without an answer. Under names of their own pickle and script are there before the job is.
-        (delayed,) = delayed_submissions
-        delayed.dump(self.run.submitted_pickle)
-        mode = FOR_OWNER if secrets.hidden_in(self.plan.parameters) else FOR_ALL
-        write_atomic(self.run.batch_script, self._make_submission_file_text("", ""), mode=mode)
-        job_id = _sbatch(self.run, self.pass_fds)
-        return [submitit_slurm.SlurmJob(folder=self.folder, job_id=job_id, tasks=list(range(self._num_tasks())))]
+        batch = self.batch
+        for run, delayed in zip(batch.runs, delayed_submissions, strict=True):
+            delayed.dump(run.submitted_pickle)
+        mode = FOR_OWNER if secrets.hidden_in(batch.plans[0].parameters) else FOR_ALL
+        write_atomic(batch.script_file, self.script(), mode=mode)
+        for task, run in enumerate(batch.runs):
+            _refer(run, batch, task)
+        job_id = _sbatch(batch, self.pass_fds)
+        ids = [job_id] if batch.array is None else [slurm.task_id(job_id, task) for task in range(len(batch.plans))]
+        tasks = list(range(self._num_tasks()))
+        return [submitit_slurm.SlurmJob(folder=self.folder, job_id=one, tasks=tasks) for one in ids]
 
 
-def _definitions(plan: LaunchPlan) -> list[str]:
+def _definitions(batch: Batch) -> list[str]:
     """What job.sh takes for given, in the shell's words."""
-    run, parameters = RunDir(plan.run), plan.parameters
+    run, parameters = batch.runs[0], batch.plans[0].parameters
     values = {
         "python": sys.executable,
         "start": start.FILE,
-        "run": str(run.path),
-        "failed_starts": str(run.failed_starts),
+        "failed_starts": str(run.failed_starts.relative_to(run.path)),
         "blind_restarts": str(BLIND_RESTARTS),
         "resumable": str(EXIT_RESUMABLE),
         "failed": str(EXIT_DECIDED),
@@ -83,19 +121,29 @@ def _definitions(plan: LaunchPlan) -> list[str]:
         "setup": "\n".join(parameters.get("setup") or []),
         "teardown": "\n".join(parameters.get("teardown") or []),
     }
+    lists = {"runs": [str(run.path) for run in batch.runs], "srun_args": parameters.get("srun_args") or []}
     variables = [f"jobkit_{name}={shlex.quote(value)}" for name, value in values.items()]
-    return [*variables, f"jobkit_srun_args=({shlex.join(parameters.get('srun_args') or [])})"]
+    return [*variables, *(f"jobkit_{name}=({shlex.join(words)})" for name, words in lists.items())]
 
 
-def _sbatch(run: RunDir, pass_fds: Sequence[int]) -> str:
-    """The id of the new job of a run's script, submitted once."""
+def _refer(run: RunDir, batch: Batch, task: int) -> None:
+    """Let a run find its batch script, and in an array its task."""
+    if batch.array is None:
+        run.task_file.unlink(missing_ok=True)
+        return
+    write_atomic(run.task_file, str(task), durable=False)
+    replace_link(run.batch_script, batch.script_file)
+
+
+def _sbatch(batch: Batch, pass_fds: Sequence[int]) -> str:
+    """The id of the new job of a batch script, submitted once."""
 
     def submit() -> str:
         hand_over()
         try:
-            return slurm.submit(str(run.batch_script), pass_fds=pass_fds)
+            return slurm.submit(str(batch.script_file), pass_fds=pass_fds)
         except SchedulerTimeout as error:
-            return _adopt(run, error)
+            return _adopt(batch, error)
         except SchedulerError:
             take_back()
             raise
@@ -121,27 +169,30 @@ def patiently(ask: Callable[[], T], *, is_question: bool = True) -> T:
     raise AssertionError("unreachable")
 
 
-def _adopt(run: RunDir, error: SchedulerTimeout) -> str:
-    """The job that an sbatch without an answer may have queued: no other run has its script."""
+def _adopt(batch: Batch, error: SchedulerTimeout) -> str:
+    """The job that an sbatch without an answer may have queued: no other one has its script."""
     for pause in RETRY_SECONDS:
         # A slurmctld that was too busy to answer works its requests off later: the job may appear in a while.
         with contextlib.suppress(SchedulerError):
-            if found := slurm.jobs_with(run.batch_script):
-                return found[0]
+            if found := slurm.jobs_with(batch.script_file):
+                return found[0].partition("_")[0]
         time.sleep(pause)
     raise SchedulerTimeout(
-        f"{error}; no job of {run.path} is in the queue; the same command looks for it again before it submits another"
+        f"{error}; no job of {batch.script_file} is in the queue; the same command looks for it again before it "
+        "submits another"
     )
 
 
 def script(plan: LaunchPlan) -> str:
-    """The batch script of a plan, as sbatch will get it."""
-    return SlurmExecutor(plan)._make_submission_file_text("", "")
+    """The batch script of a run's own job, as sbatch will get it."""
+    return SlurmExecutor(Batch([plan])).script()
 
 
-def submit(plan: LaunchPlan, pass_fds: Sequence[int] = ()) -> str:
-    """Submit a plan and return the job's id; raises SchedulerError when Slurm does not take it.
+def submit(batch: Batch, pass_fds: Sequence[int] = ()) -> list[str]:
+    """Submit a batch and return the ids of its jobs, in the order of its plans; raises SchedulerError when Slurm does
+    not take it.
 
     sbatch gets the files `pass_fds` of this process.
     """
-    return str(SlurmExecutor(plan, pass_fds).submit(Worker(str(plan.run))).job_id)
+    workers = [Worker(str(plan.run)) for plan in batch.plans]
+    return [str(job.job_id) for job in SlurmExecutor(batch, pass_fds).submit_array(workers)]

@@ -5,30 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import shlex
-import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from filelock import FileLock
-
 from jobkit import slurm
-from jobkit.checkpoint.store import Store
-from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError, SchedulerTimeout
+from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError
 from jobkit.log import log
 from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
-from jobkit.run.events import Event
-from jobkit.run.identity import Owner, identity, name_in
+from jobkit.run.identity import name_in
 from jobkit.run.own_outputs import check_outputs
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import next_version, versions
-from jobkit.run.status import State, Status
+from jobkit.run.status import Status
 from jobkit.submission import job
+from jobkit.submission.candidate import Candidate
 from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.task_check import check_command, check_task
 
@@ -124,88 +119,41 @@ def submit(
     _check_spares(plan)
     with RunDir(runs_dir / name_in(runs_dir, config)).submission_lock() as lock:
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
-        plan = plan.at(run.path)
-        is_new, is_empty = not run.exists(), not run.path.exists()
-        # The journal first has to agree with Slurm: an earlier submission may have been cut off after its sbatch.
-        before = Status() if is_new else job.reconcile(run)
+        candidate = Candidate(run, plan.at(run.path), source, command)
         try:
-            code = code_files.find(source, run.path.parent, needed)
-            is_done = before.state == State.FINISHED or before.state.is_under_way
-            starts = is_new or not is_done or before.never_submitted
-            for remark in code.remarks if starts else ():  # before the code is read: it may be much
-                log.warning("%s", remark)
-            files = snapshot.scan(source, code.sizes)
-            changed = snapshot.changes(run.code, before.code, files) if before.code else []
-            spans = [(one.started, one.ended) for one in before.attempts if one.ended is not None]
-            outputs = tuple(snapshot.written_by_run(source, changed, spans))
-            if not starts:
-                return Outcome(run, before, None, changed, outputs, released=_release(before, plan))
-            if problem := Store(run.checkpoints, missing_seconds=0).foreign(Owner(run.name, identity(config))):
-                raise InputError(problem)
-            slurm_cluster = _slurm_cluster() if plan.scheduler == "slurm" else None
-            version = _prepare(run, plan, source, files)
-            run.keep_number()
-            # Before sbatch: this process may die, or slurmctld not answer; the next submission then looks for a job.
-            run.record(
-                Event.SUBMITTING,
-                cluster=plan.cluster,
-                scheduler=plan.scheduler,
-                slurm_cluster=slurm_cluster,
-                code=version,
-                code_changes=changed,
-                command=command,
-                cwd=str(source),
-                **_how_to_resume(run, command),
-            )
-            return Outcome(run, before, _start(run, plan, lock, foreground), changed, outputs)
+            code = read_code(source, runs_dir, needed, tells=candidate.starts)
+            candidate.compare_code(code)
+            started, released = None, False
+            if candidate.starts:
+                slurm_cluster = slurm_of(plan)
+                candidate.prepare(lambda run: snapshot.take(source, code, run.code), slurm_cluster)
+                started = job.submit(candidate.plan, lock, foreground=foreground)
+                candidate.record_job(started.job_id)
+            else:
+                released = _release(candidate.before, plan)
+            return Outcome(run, candidate.before, started, candidate.code_changes, candidate.outputs, released)
         except (JobkitError, OSError, KeyboardInterrupt) as error:
-            if is_new and not isinstance(error, SchedulerTimeout):  # after which the job may be in the queue
-                if is_empty:
-                    shutil.rmtree(run.path, ignore_errors=True)
-                run.forget_number()
+            candidate.undo(error)
             if not isinstance(error, OSError):
                 raise
-            where = error.filename2 or error.filename or run.path
-            raise InputError(
-                f"{where}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS"
-            ) from None
+            raise candidate.full_disk(error) from None
 
 
-def _how_to_resume(run: RunDir, command: str) -> dict[str, str]:
-    """What continues the run where the command that is recorded lacks what is secret in it."""
-    if secrets.MASK not in command:
-        return {}
-    words = ["python", "-m", "jobkit", "resume", run.name, "--runs-dir", str(run.path.parent)]
-    return {"resume": shlex.join(words)}
+def read_code(source: Path, runs_dir: Path, needed: Sequence[Path], *, tells: bool = True) -> dict[str, str]:
+    """Name -> digest of each of the user's code files below `source`; says what somebody may not expect where `tells`.
+
+    `needed` are those that count even where git ignores them.
+    """
+    code = code_files.find(source, runs_dir, needed)
+    for remark in code.remarks if tells else ():  # before the code is read: it may be much
+        log.warning("%s", remark)
+    return snapshot.scan(source, code.sizes)
 
 
-def _prepare(run: RunDir, plan: LaunchPlan, source: Path, files: Mapping[str, str]) -> str:
-    """Make the run directory with config and code; returns the code's digest."""
-    for folder in (run.path, run.submitit, run.checkpoints, run.tensorboard):
-        folder.mkdir(parents=True, exist_ok=True)
-    run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing of this one
-    version = snapshot.take(source, files, run.code)
-    run.write_config(plan.config)
-    return version
-
-
-def _start(run: RunDir, plan: LaunchPlan, lock: FileLock, foreground: bool) -> job.Started:
-    try:
-        started = job.submit(plan, lock, foreground=foreground)
-    except SchedulerTimeout:
-        raise  # the job may be in the queue: the next submission looks for it
-    except (JobkitError, KeyboardInterrupt) as error:
-        run.record(Event.SUBMIT_FAILED, error=str(error) or "interrupted before there was a job")
-        raise
-    try:
-        run.record(Event.SUBMITTED, job_id=started.job_id)
-    except OSError as error:  # the job is there: the next submission finds it as one that was cut off
-        log.warning("job %s was started, which cannot be journalled: %s", started.job_id, error)
-    return started
-
-
-def _slurm_cluster() -> str:
-    """Which Slurm the job goes to: its id means nothing to another one."""
+def slurm_of(plan: LaunchPlan) -> str | None:
+    """Which Slurm a plan's job goes to, as its id means nothing to another one; None where it goes to none."""
+    if plan.scheduler != "slurm":
+        return None
     if not slurm.available():
         raise InputError("sbatch is not on PATH: run this on a login node of a Slurm cluster, or use --local")
     from jobkit.submission.sbatch import patiently

@@ -349,9 +349,13 @@ class SlurmJob:
         if job.partition and slurm.nodes_left(job.partition, nodes) < self.run.config().resources.nodes:
             return False
         # Others of the partition may not have what the job wants, as a feature.
-        return slurm.could_start(
-            str(self.run.batch_script), f"--exclude={','.join(nodes)}", environment=_own_variables()
-        )
+        options = [f"--exclude={','.join(nodes)}", *self._only_own_task()]
+        return slurm.could_start(str(self.run.batch_script), *options, environment=_own_variables())
+
+    def _only_own_task(self) -> list[str]:
+        """What sbatch needs to take the batch script of a job array for this run alone."""
+        task = self.run.array_task
+        return [] if task is None else [f"--array={task}"]
 
     def _fewer_nodes(self, job: slurm.JobInfo | None, status: Status) -> int | None:
         """How many nodes to ask for where the job would wait for more for ever, as for spares; None for all."""
@@ -371,14 +375,16 @@ class SlurmJob:
     def _resubmit(self, nodes: int | None, job: slurm.JobInfo | None) -> None:
         """Submit the run's batch script again, to start when this job has ended; on so many nodes, where given."""
         # One may be there already: its sbatch gave no answer, or this is the second try to end the attempt.
-        successor = next((one for one in slurm.jobs_with(self.run.batch_script) if one != self.id), None)
+        task = self.run.array_task
+        successor = next((one for one in slurm.jobs_with(self.run.batch_script, task) if one != self.id), None)
         if successor is None:
-            options = [f"--dependency=afterany:{self.id}"]
+            options = [f"--dependency=afterany:{self.id}", *self._only_own_task()]
             if exclude := self._excluded_with(job, self.run.status().excluded_nodes):
                 options += [f"--exclude={','.join(exclude)}"]
             if nodes is not None:
                 options += [f"--nodes={nodes}"]
             successor = slurm.submit(str(self.run.batch_script), *options, environment=_own_variables())
+            successor = successor if task is None else slurm.task_id(successor, task)
         self._try_record(Event.REQUEUED, job_id=successor, cause="resubmitted", predecessor=self.id)
         log.info("%s: job %s continues it", self.run.name, successor)
 

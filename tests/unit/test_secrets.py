@@ -207,7 +207,7 @@ def test_a_batch_script_with_a_secret_is_its_owners_alone(
     run.submitit.mkdir(parents=True)
     before = os.umask(0o022)
     try:
-        sbatch.submit(make_plan(run.path, config, "slurm"))
+        sbatch.submit(sbatch.Batch([make_plan(run.path, config, "slurm")]))
     finally:
         os.umask(before)
     assert setup in run.batch_script.read_text()
