@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
+from jobkit.run.usage import Parser, program
 
 if TYPE_CHECKING:
     from jobkit.run.config import LoadedConfig
@@ -51,9 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and run it; a JobkitError becomes its message and exit code."""
-    parser = argparse.ArgumentParser(prog="python -m jobkit.submit", description=DESCRIPTION, epilog=EPILOG)
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Parse the command line and run it; a JobkitError becomes its message and exit code.
+
+    `prog` is how the command was typed, where not as this module.
+    """
+    parser = Parser(prog=prog or program("submit"), description=DESCRIPTION, epilog=EPILOG)
     add_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)
     try:

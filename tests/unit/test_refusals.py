@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -340,8 +342,28 @@ def test_a_name_is_that_of_its_newest_run_although_others_begin_with_it(project:
 @pytest.mark.parametrize("arguments", [[], ["--bogus"], ["status"], ["submit"], ["submit", "toy.yaml", "--bogus"]])
 def test_a_command_line_that_is_none_is_refused(project: Project, arguments: list[str]) -> None:
     done = jobkit(project, *arguments, expect=2)
-    assert "usage: " in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) <= 2
+    assert done.stdout == ""
+
+
+def test_an_option_that_is_misspelt_is_told_with_the_nearest_and_the_verb(project: Project) -> None:
+    for verb, typed, meant in (
+        ("submit", ["toy.yaml", "--folow"], "--follow"),
+        ("logs", ["x", "--rnak", "3"], "--rank"),
+    ):
+        said = jobkit(project, verb, *typed, expect=2).stderr
+        assert f"did you mean {meant!r}?" in said and f"jobkit {verb} --help" in said
+
+
+def test_usage_lines_have_the_command_as_it_was_typed(project: Project) -> None:
+    for typed in (["jobkit", "submit"], ["python", "-m", "jobkit", "status"], ["python", "-m", "jobkit.submit"]):
+        first = Path(sys.executable).parent / typed[0]
+        done = subprocess.run([first, *typed[1:], "--help"], cwd=project.path, capture_output=True, text=True)
+        assert done.stdout.startswith(f"usage: {' '.join(typed)} [-h] ")
+
+
+def test_the_version_is_told(project: Project) -> None:
+    assert jobkit(project, "--version").stdout.startswith("jobkit 0.")
 
 
 @pytest.mark.parametrize(
