@@ -220,8 +220,9 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
         where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
         state = State.QUEUED if status.state == State.HELD else status.state
         print(f"already {state}: {where}\nrun directory {run.path}", flush=True)
-        if note := _note(outcome):
-            print(note, file=sys.stderr)
+        for note in (_note(outcome), _unapplied(outcome)):
+            if note:
+                print(note, file=sys.stderr)
     if not follow or (status.state == State.FINISHED and outcome.started is None):
         return EXIT_FINISHED
     from jobkit.submission.follow import follow_slurm
@@ -246,6 +247,17 @@ def _note(outcome: Outcome) -> str:
         where = status.slurm_cluster or "a cluster that an earlier jobkit did not write down"
         return f"the job is on {where}, which cannot be asked from here; {gone}"
     return ""
+
+
+def _unapplied(outcome: Outcome) -> str:
+    """What a run that is under way keeps, though something else was asked for, and what to type to change that."""
+    code = ["the code of its submission"] if outcome.code_changes else []
+    kept = ", ".join([*outcome.unapplied, *code])
+    if not kept:
+        return ""
+    from jobkit.run.command_line import to_type
+
+    return f"its job keeps {kept}; to apply it: {to_type('cancel', outcome.run.name)}, then the same command"
 
 
 if __name__ == "__main__":

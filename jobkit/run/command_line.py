@@ -23,6 +23,8 @@ def this_python() -> str:
 
 def to_type(verb: str, *words: str) -> str:
     """A command of jobkit's, as it can be typed here: tools/run activates no environment."""
+    if shutil.which("jobkit") == sys.argv[0]:  # it is what was typed
+        return shlex.join(["jobkit", verb, *words])
     module = ["jobkit.submit"] if verb == "submit" else ["jobkit", verb]
     return shlex.join([this_python(), "-m", *module, *words])
 

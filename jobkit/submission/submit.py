@@ -26,6 +26,7 @@ from jobkit.submission import job
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.task_check import check_command, check_task
+from jobkit.submission.unapplied import unapplied
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
 """The entry point through which Submitit, in the job, finds jobkit's environment."""
@@ -44,6 +45,8 @@ class Outcome:
     """Of the code's changes those that the run has probably written itself."""
     released: bool = False
     """Whether its job was held, and is no more."""
+    unapplied: tuple[str, ...] = ()
+    """What was asked for and the run's job, which is under way, does not get."""
 
 
 def check(plan: LaunchPlan, source: Path) -> list[Path]:
@@ -124,6 +127,7 @@ def submit(
             code = read_code(source, runs_dir, needed, tells=candidate.starts)
             candidate.compare_code(code)
             started, released = None, False
+            not_applied: tuple[str, ...] = ()
             if candidate.starts:
                 slurm_cluster = slurm_of(plan)
                 candidate.prepare(lambda run: snapshot.take(source, code, run.code), slurm_cluster)
@@ -131,7 +135,10 @@ def submit(
                 candidate.record_job(started.job_id)
             else:
                 released = _release(candidate.before, plan)
-            return Outcome(run, candidate.before, started, candidate.code_changes, candidate.outputs, released)
+                not_applied = unapplied(run, candidate.before, plan)
+            return Outcome(
+                run, candidate.before, started, candidate.code_changes, candidate.outputs, released, not_applied
+            )
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             candidate.undo(error)
             if not isinstance(error, OSError):

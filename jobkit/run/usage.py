@@ -1,0 +1,33 @@
+"""How jobkit's commands read their words: usage lines as a person types them, and mistakes told in a line or two."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from jobkit.errors import EXIT_BAD_INPUT, nearest
+
+
+def program(verb: str = "") -> str:
+    """How jobkit was typed, for usage lines: `jobkit`, `python -m jobkit` or `python -m jobkit.submit`."""
+    started = Path(sys.argv[0])
+    if started.name == "submit.py" and verb == "submit":
+        return "python -m jobkit.submit"
+    typed = "jobkit" if started.name == "jobkit" else "python -m jobkit"
+    return f"{typed} {verb}".strip()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, except that a mistake is told as all others are, with the nearest option, and without a page of
+    usage."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace(", key=value", "")  # argparse asks for what may be left out, too
+        self.exit(EXIT_BAD_INPUT, f"error: {message}{self._meant(message)}\n{self.prog} --help shows what it takes\n")
+
+    def _meant(self, message: str) -> str:
+        unknown = re.match(r"unrecognized arguments: .*?(--?[\w-]+)", message)
+        return nearest(unknown[1], self._option_string_actions) if unknown else ""
