@@ -69,8 +69,9 @@ def test_a_submission_cut_off_after_sbatch_is_found_again(project: Project, slur
     lines = journal.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["event"] == "submitted"
     journal.write_text("".join(lines[:-1]))  # as if the process had died between sbatch and the journal
-    again = project.submit("--cluster", "slurm", "clusters.slurm.hold=true", *LONG).stdout
-    assert "already queued" in again and job in again
+    done = project.submit("--cluster", "slurm", "clusters.slurm.hold=true", *LONG, "checkpoint.keep=7")
+    assert "already queued" in done.stdout and job in done.stdout
+    assert "its job keeps checkpoint.keep 3 (not 7); to apply it: " in done.stderr
     assert queue(slurm, project) == [job]
     project.jobkit("cancel", run.name)
 
