@@ -7,9 +7,11 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jobkit import sweep
 from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
 from jobkit.run.usage import Parser, program
 
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
     )
+    sweep.add_arguments(parser)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -84,15 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
     """One submission, as the command line says; returns the exit code."""
     from jobkit import slurm
     from jobkit.log import configure
-    from jobkit.run.config import load
+    from jobkit.run.config import read_experiment
     from jobkit.run.runs import default_runs_dir
 
     configure()
-    loaded = load(arguments.experiment, arguments.overrides, arguments.demo)
-    for note in loaded.notes:
+    experiment = read_experiment(arguments.experiment, arguments.demo)
+    for note in experiment.notes:
         print(note, file=sys.stderr)
     cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
     runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
+    if (points := sweep.points_of(arguments, experiment)) is not None:
+        return sweep.run(arguments, experiment, points, cluster, runs_dir, partial(_continuing, arguments))
+    loaded = experiment.config(arguments.overrides)
     if arguments.dry_run:
         return _dry_run(loaded, cluster, runs_dir, arguments.fresh, arguments.check_model)
     if arguments.check_model:
@@ -146,12 +152,16 @@ def start(
     return _report(outcome, command, follow=follow and not asked)
 
 
-def _continuing(arguments: argparse.Namespace) -> str:
-    """The command that continues the run: this one, without what belongs to this submission alone, and masked."""
+def _continuing(arguments: argparse.Namespace, more: Sequence[str] = ()) -> str:
+    """The command that continues the run: this one, without what belongs to this submission alone, and masked.
+
+    `more` are further overrides and options.
+    """
     from jobkit.run import overrides
     from jobkit.run.command_line import this_python
 
-    shown = map(overrides.masked, arguments.overrides)
+    typed = [*arguments.overrides, *more, *(["--no-sweep"] if arguments.no_sweep else [])]
+    shown = [overrides.masked(word) if "=" in word else word for word in typed]
     words = [this_python(), "-m", "jobkit.submit", str(arguments.experiment), *shown]
     words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []
     words += [] if arguments.demo is None else ["--demo" if arguments.demo else "--no-demo"]

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from jobkit.errors import InputError
 from jobkit.log import log
-from jobkit.run.files import FOR_ALL, write_atomic
+from jobkit.run.files import FOR_ALL, is_there, write_atomic
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What flock says where a file system has no locks, or its mount none on this host."""
@@ -100,6 +100,14 @@ def is_free(file: Path) -> bool:
     finally:
         os.close(opened)
     return True
+
+
+def is_held(lock: Path) -> bool | None:
+    """Whether a lock is held; None where it may not be read, or its file system has none."""
+    try:
+        return is_there(lock) and not is_free(lock)
+    except OSError:
+        return None
 
 
 def file_system(path: Path) -> str:

@@ -16,7 +16,7 @@ from jobkit.run.files import is_there, read_fresh, write_json
 from jobkit.run.fold import fold
 from jobkit.run.identity import Owner, identity
 from jobkit.run.journal import Journal
-from jobkit.run.locks import held, is_free, lock_at
+from jobkit.run.locks import held, is_held, lock_at
 from jobkit.run.records import FailureReport, Lease, Progress, StopRequest
 from jobkit.run.status import Status, complete
 
@@ -133,7 +133,7 @@ class RunDir:
 
     def is_being_submitted(self) -> bool | None:
         """Whether somebody is making a submission; None where nobody here can know. Nothing is written."""
-        return _is_held(self._lock_file("submit", self._first_version))
+        return is_held(self._lock_file("submit", self._first_version))
 
     @property
     def _first_version(self) -> str:
@@ -149,7 +149,7 @@ class RunDir:
 
         None where nobody here can know: the lock may not be read, or the file system has none. Nothing is written.
         """
-        return _is_held(self._lock_file("alive"))  # not its process id, which may be another process's by now
+        return is_held(self._lock_file("alive"))  # not its process id, which may be another process's by now
 
     def begin_lock(self) -> FileLock:
         """Held while one job decides whether it may begin the next attempt."""
@@ -231,11 +231,3 @@ class RunDir:
 def owner_of(run: RunDir) -> Owner:
     """Whose the checkpoints are that are written in a run directory."""
     return Owner(run.name, identity(run.config()))
-
-
-def _is_held(lock: Path) -> bool | None:
-    """Whether a lock is held; None where it may not be read, or its file system has none."""
-    try:
-        return is_there(lock) and not is_free(lock)
-    except OSError:
-        return None

@@ -95,6 +95,21 @@ def versions(runs_dir: Path, name: str) -> Iterator[RunDir]:
             yield run
 
 
+def newest_versions(runs_dir: Path, names: Iterable[str]) -> dict[str, RunDir]:
+    """The newest version of each of many identities; of one that has no run directory yet the one that it would have.
+
+    The runs directory is read once, which may hold thousands.
+    """
+    newest: dict[str, int] = {}
+    for found in map(_OF_IDENTITY.fullmatch, _names(runs_dir)):
+        if found and (runs_dir / found[0] / CONFIG).exists():
+            newest[found[1]] = max(newest.get(found[1], 1), int(found[2] or 1))
+    return {name: _version(runs_dir, name, newest.get(name, 1)) for name in names}
+
+
+_OF_IDENTITY = re.compile(rf"(.*-[0-9a-f]{{8}}){VERSION}")
+
+
 def next_version(runs_dir: Path, name: str) -> RunDir:
     """The run directory that --fresh makes next: its number is above that of every one there is, or has been."""
     removed = [file.removesuffix(NUMBERED) for file in _names(runs_dir / BESIDE) if file.endswith(NUMBERED)]

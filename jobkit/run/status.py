@@ -182,6 +182,8 @@ class Status:
     """What `began` of the next attempt will be."""
     checkpoint_seconds: float = 0.0
     """What the newest checkpoint took to be durable."""
+    sweep: str = ""
+    """The sweep whose submission was the newest, as `digits/s1`."""
     journal_bytes: int = 0
     """The length of the journal that it follows from: where the journal is longer by now, more has happened."""
 
@@ -393,6 +395,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.resume = str(event.get("resume", ""))
     status.script, status.typed = str(event.get("script", "")), str(event.get("typed", ""))
     status.launcher = str(event.get("launcher", ""))
+    status.sweep = str(event.get("sweep", ""))
 
 
 def _started(status: Status, event: Entry) -> None:

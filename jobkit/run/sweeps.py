@@ -1,16 +1,124 @@
-"""The sweeps of a runs directory: which runs belong to one."""
+"""The sweeps of a runs directory: which runs each of them wants, and has wanted.
+
+A sweep is a folder `.sweeps/<name>/s<N>` with a record and the batch scripts of its job arrays; its runs are run
+directories like any other, and know nothing of it but which submission was their newest.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobkit.run.files import read_json
+from filelock import FileLock
+
+from jobkit.run import records
+from jobkit.run.locks import held, is_held, lock_at
+from jobkit.run.rundir import BESIDE
 
 FOLDER = ".sweeps"
 """A folder in the runs directory: `.sweeps/<name>/s<N>/sweep.json` for each sweep."""
 
+_LOCK = "sweeps.submit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """Which runs a sweep wants, in its own order."""
+
+    key: str
+    """What tells it from other sweeps of that name: where its points were written, or the axes that were typed."""
+    runs: list[str]
+    former: list[str] = field(default_factory=list)
+    """Those that it wanted once and does no more, unless --prune has cancelled them."""
+    command: str = ""
+    """What submits it again."""
+    cwd: str = ""
+    """Where that was typed."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, which may have been submitted before."""
+
+    name: str
+    """As `digits/s1`."""
+    path: Path
+    before: SweepRecord | None
+    """What it wanted when it was last submitted."""
+
+    @property
+    def arrays(self) -> Path:
+        """A folder with a folder for each job array."""
+        return self.path / "arrays"
+
+    def next_array(self) -> Path:
+        """The folder of one more job array; it is made."""
+        self.arrays.mkdir(parents=True, exist_ok=True)
+        numbers = [int(one.name) for one in self.arrays.iterdir() if one.name.isdigit()]
+        folder = self.arrays / str(max(numbers, default=0) + 1)
+        folder.mkdir()
+        return folder
+
+    def former(self, runs: Sequence[str]) -> list[str]:
+        """Of the runs that it has wanted those that are not among `runs`."""
+        known = [] if self.before is None else [*self.before.runs, *self.before.former]
+        return [name for name in dict.fromkeys(known) if name not in set(runs)]
+
+    def write(self, record: SweepRecord) -> None:
+        """Record what it wants from now on."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        records.write(self.path / _RECORD, record)
+
+    def forget_former(self, record: SweepRecord) -> None:
+        """Record that nobody is to be told of the runs that it wanted once."""
+        self.write(dataclasses.replace(record, former=[]))
+
+
+_RECORD = "sweep.json"
+
+
+def open_sweep(runs_dir: Path, name: str, key: str) -> Sweep:
+    """The sweep of a name that has this key, else the next new one; the caller holds `submission_lock`."""
+    folder = runs_dir / FOLDER / name
+    numbers = []
+    with contextlib.suppress(FileNotFoundError):
+        numbers = sorted(int(one.name[1:]) for one in folder.iterdir() if one.name[1:].isdigit())
+    for number in numbers:
+        record = records.read(SweepRecord, folder / f"s{number}" / _RECORD)
+        if record is not None and record.key == key:
+            return Sweep(f"{name}/s{number}", folder / f"s{number}", record)
+    number = max(numbers, default=0) + 1
+    return Sweep(f"{name}/s{number}", folder / f"s{number}", None)
+
 
 def runs_of(runs_dir: Path, sweep: str) -> list[str] | None:
     """The names of the runs of a sweep, as `digits/s1`, in its own order; None where there is no such sweep."""
-    record = read_json(runs_dir / FOLDER / sweep / "sweep.json", fresh=True)
-    return list(record["runs"]) if isinstance(record, dict) and isinstance(record.get("runs"), list) else None
+    record = records.read(SweepRecord, runs_dir / FOLDER / sweep / _RECORD)
+    return None if record is None else record.runs
+
+
+def key_of(*words: str) -> str:
+    """The key of a sweep that is told from others by these words."""
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+
+def submission_lock(runs_dir: Path) -> AbstractContextManager[FileLock]:
+    """Held while a sweep is submitted: one lock for all of a runs directory, since two sweeps may share a run."""
+    lock = lock_at(runs_dir / BESIDE / _LOCK, elsewhere="set --runs-dir or JOBKIT_RUNS")
+    return held(lock, f"submitting a sweep in {runs_dir}")
+
+
+def wait_until_submitted(runs_dir: Path) -> None:
+    """Return when nobody submits a sweep; whoever does needs no lock of a run that it has written down."""
+    with submission_lock(runs_dir):
+        pass
+
+
+def is_being_submitted(runs_dir: Path) -> bool | None:
+    """Whether somebody is submitting a sweep; None where nobody here can know. Nothing is written."""
+    return is_held(runs_dir / BESIDE / _LOCK)

@@ -34,6 +34,8 @@ class Candidate:
     """Where the command was typed."""
     command: str
     """What to type there to continue the run."""
+    sweep: str = ""
+    """The sweep that it is submitted with, if any."""
     before: Status = field(init=False)
     """The status before this submission."""
     code_changes: list[str] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Candidate:
         self._is_new, self._is_empty = not self.run.exists(), not self.run.path.exists()
         self._is_recorded = False
         # The journal first has to agree with Slurm: an earlier submission may have been cut off after its sbatch.
-        self.before = Status() if self._is_new else job.reconcile(self.run)
+        self.before = Status() if self._is_new else job.reconcile(self.run, in_sweep=bool(self.sweep))
 
     @property
     def starts(self) -> bool:
@@ -86,6 +88,7 @@ class Candidate:
             code_changes=self.code_changes,
             command=self.command,
             cwd=str(self.source),
+            **({"sweep": self.sweep} if self.sweep else {}),
             **_how_to_resume(run, self.command),
         )
         self._is_recorded = True

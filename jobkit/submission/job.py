@@ -20,7 +20,7 @@ from filelock import FileLock
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
-from jobkit.run import processes, records
+from jobkit.run import processes, records, sweeps
 from jobkit.run.events import Event
 from jobkit.run.locks import held_by_children
 from jobkit.run.records import StopRequest
@@ -106,13 +106,17 @@ def settle(run: RunDir) -> Status:
     return run.status()
 
 
-def reconcile(run: RunDir) -> Status:
+def reconcile(run: RunDir, *, in_sweep: bool = False) -> Status:
     """The status, once the journal agrees with the scheduler; the caller holds the submission lock.
 
     A submission that was cut off between sbatch and the journal is completed, and a job that has stopped training but
-    not yet ended is waited for: it may be about to requeue itself. Raises JobkitError when it does not end.
+    not yet ended is waited for: it may be about to requeue itself. Raises JobkitError when it does not end. `in_sweep`
+    is whether the caller submits a sweep, so that nobody else does.
     """
     status = settle(run)
+    if status.submitting and status.sweep and not in_sweep:
+        sweeps.wait_until_submitted(run.path.parent)
+        status = settle(run)
     if status.submitting:  # by nobody who lives: the lock is held here
         _complete_submission(run, status)
         status = settle(run)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jobkit import slurm
+from jobkit.run import sweeps
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status, apply
@@ -78,7 +79,7 @@ def _with_requeued_job(run: RunDir, status: Status, find_job: Callable[[str], sl
 def _with_cut_off_submission(run: RunDir, status: Status) -> Status:
     """The status of a run that is being submitted, or that nobody submits any more: its command was killed."""
     # A script with jobkit.init submits its run itself, without the lock of submissions.
-    if run.is_being_submitted() is not False or (status.scheduler != "slurm" and has_supervisor(run)):
+    if _is_submitted_by_somebody(run, status) or (status.scheduler != "slurm" and has_supervisor(run)):
         return status
     now = run.status()  # again: it may have become whole since
     if not now.submitting or now.start != status.start:
@@ -86,6 +87,12 @@ def _with_cut_off_submission(run: RunDir, status: Status) -> Status:
     apply(now, {"time": time.time(), "event": Event.SUBMIT_FAILED})
     now.probably, now.error = "lost", "its submission was cut off; the same command completes it"
     return now
+
+
+def _is_submitted_by_somebody(run: RunDir, status: Status) -> bool:
+    """Whether its submission may go on: of a sweep's runs one lock is held for all."""
+    of_sweep = sweeps.is_being_submitted(run.path.parent) if status.sweep else False
+    return run.is_being_submitted() is not False or of_sweep is not False
 
 
 def _owners(runs: Sequence[RunDir]) -> set[str]:

@@ -49,6 +49,8 @@ class Batch:
     """Of an array: the job's; that of a run's own job is the run's."""
     max_running: int | None = None
     """How many tasks of the array may run at once; None for all."""
+    after: str | None = None
+    """The job that has to have ended before this one starts, whatever came of it."""
 
     @property
     def runs(self) -> list[RunDir]:
@@ -70,9 +72,14 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
     def __init__(self, batch: Batch, pass_fds: Sequence[int] = ()) -> None:
         self.batch, self.pass_fds = batch, pass_fds
         super().__init__(batch.folder)
-        count = len(batch.plans)
-        array = {"array_parallelism": batch.max_running or count, "job_name": batch.name}
-        self.update_parameters(**{**batch.plans[0].parameters, **(array if batch.array else {})})
+        parameters = dict(batch.plans[0].parameters)
+        if batch.array is not None:
+            parameters |= {"array_parallelism": batch.max_running or len(batch.plans), "job_name": batch.name}
+        if batch.after is not None:
+            own = parameters["additional_parameters"]
+            after = ",".join(filter(None, (own.get("dependency"), f"afterany:{batch.after}")))
+            parameters |= {"additional_parameters": {**own, "dependency": after}}
+        self.update_parameters(**parameters)
 
     @classmethod
     def affinity(cls) -> int:

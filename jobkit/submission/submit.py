@@ -54,18 +54,27 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
 
     Returns the user's own files that it imports at its start, relative to `source`.
     """
-    _check_path(plan)
+    check_values(plan)
     config, has_setup = plan.config, bool(plan.parameters.get("setup"))
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
-    for key in secrets.lacking_in(dataclasses.asdict(config)):
-        raise InvalidValue(key, f"found {secrets.MASK}, which stands for a value that is not shown; give the value")
-    check_outputs(config)
     if config.command:
         checked = check_command(config.command, source, has_setup=has_setup)
     else:
         checked = check_task(config.task, source, has_setup=has_setup)
+    for line in (*plan.notes, *checked.warnings):
+        log.warning("%s", line)
+    return checked.files
+
+
+def check_values(plan: LaunchPlan) -> None:
+    """The part of `check` that looks at values alone: of a sweep's runs these differ, and seldom the code."""
+    _check_path(plan)
+    config = plan.config
+    for key in secrets.lacking_in(dataclasses.asdict(config)):
+        raise InvalidValue(key, f"found {secrets.MASK}, which stands for a value that is not shown; give the value")
+    check_outputs(config)
     for path in config.inputs:
         try:
             problem = "" if Path(path).expanduser().exists() else "no such file or directory"
@@ -73,9 +82,6 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
             problem = getattr(error, "strerror", None) or str(error)
         if problem:
             raise InvalidValue("inputs", f"{path}: {problem}; the task needs it to start")
-    for line in (*plan.notes, *checked.warnings):
-        log.warning("%s", line)
-    return checked.files
 
 
 NOT_IN_PATHS = {"local": r"%[jtAa]", "slurm": r"%\d*[A-Za-z%]|\\"}
@@ -118,8 +124,8 @@ def submit(
     # Whatever is wrong with the input is refused before anything is touched on the disk.
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
     needed = check(plan, source)
-    _check_writable(runs_dir)
-    _check_spares(plan)
+    check_writable(runs_dir)
+    check_spares(plan)
     with RunDir(runs_dir / name_in(runs_dir, config)).submission_lock() as lock:
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
         candidate = Candidate(run, plan.at(run.path), source, command)
@@ -175,7 +181,7 @@ def _release(before: Status, plan: LaunchPlan) -> bool:
     return job.release(before)
 
 
-def _check_spares(plan: LaunchPlan) -> None:
+def check_spares(plan: LaunchPlan) -> None:
     """Refuse more nodes than the partition has: the job would wait for them for ever."""
     resources, partition = plan.config.resources, plan.parameters.get("partition")
     if plan.scheduler == "slurm" and resources.spares and slurm.available():
@@ -191,7 +197,8 @@ def _check_spares(plan: LaunchPlan) -> None:
             )
 
 
-def _check_writable(runs_dir: Path) -> None:
+def check_writable(runs_dir: Path) -> None:
+    """Make the runs directory; InputError where nothing can be written there."""
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=runs_dir):

@@ -1,0 +1,254 @@
+"""Submitting a sweep: what is missing or has failed is started, as few job arrays on Slurm; the rest is counted.
+
+A run of a sweep is a run like any other. What it has from the sweep are a snapshot of the code that all of them share,
+and on Slurm the batch script of an array, of which it is one task.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from filelock import FileLock
+
+from jobkit import slurm
+from jobkit.errors import InputError, JobkitError
+from jobkit.log import log
+from jobkit.run import shared_code, snapshot, sweeps
+from jobkit.run.config import LoadedConfig
+from jobkit.run.identity import name_in
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import newest_versions, run_at
+from jobkit.run.status import State
+from jobkit.run.sweeps import Sweep, SweepRecord
+from jobkit.submission import job
+from jobkit.submission.candidate import Candidate
+from jobkit.submission.overview import look_at
+from jobkit.submission.plan import LaunchPlan, make_plan
+from jobkit.submission.sbatch import Batch
+from jobkit.submission.signals import take_back
+from jobkit.submission.submit import check, check_spares, check_values, check_writable, read_code, slurm_of
+
+NEW, CONTINUED = "new", "continued"
+"""What a submission has done with the runs that it has started."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    loaded: LoadedConfig
+    command: str
+    """What to type to continue it by itself."""
+
+
+@dataclass
+class SweepOutcome:
+    """What a submission of a sweep did."""
+
+    sweep: str
+    """Its name, as `digits/s1`."""
+    runs: list[RunDir]
+    """All that it wants, in its own order."""
+    states: dict[str, str] = field(default_factory=dict)
+    """What became of each run, by its name: NEW, CONTINUED, or how it stands."""
+    jobs: list[str] = field(default_factory=list)
+    """Ids of the job arrays."""
+    former: list[RunDir] = field(default_factory=list)
+    """Those that it wanted once and that are neither finished nor at an end."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many runs are in each state, those that were started first."""
+        counted = Counter(self.states[run.name] for run in self.runs)
+        return {word: counted.pop(word) for word in (NEW, CONTINUED) if word in counted} | dict(counted)
+
+
+def plan_sweep(points: Sequence[Point], cluster: str, runs_dir: Path) -> dict[str, tuple[Point, LaunchPlan]]:
+    """The plans of the points by the names of their runs; of points that are one run the first one counts.
+
+    Raises InputError.
+    """
+    names = [name_in(runs_dir, point.loaded.config) for point in points]
+    newest = newest_versions(runs_dir, names)
+    planned: dict[str, tuple[Point, LaunchPlan]] = {}
+    for point, name in zip(points, names, strict=True):
+        run = newest[name]
+        if run.name not in planned:
+            with point.loaded.places.locating_errors():
+                planned[run.name] = point, make_plan(run.path, point.loaded.config, cluster)
+    return planned
+
+
+def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -> list[Path]:
+    """As `check` of each plan; what they have in common is looked at once."""
+    needed: dict[Path, None] = {}
+    seen = set()
+    for point, plan in planned.values():
+        with point.loaded.places.locating_errors():
+            check_values(plan)
+            kind = _kind(plan)
+            if kind not in seen:
+                seen.add(kind)
+                needed |= dict.fromkeys(check(plan, source))
+                check_spares(plan)
+    return list(needed)
+
+
+def _kind(plan: LaunchPlan) -> str:
+    """What decides which code a plan runs, and with which batch script."""
+    parameters = {key: value for key, value in plan.parameters.items() if key != "job_name"}
+    return json.dumps([plan.config.task, plan.config.command, parameters], sort_keys=True, default=str)
+
+
+def submit_sweep(
+    planned: Mapping[str, tuple[Point, LaunchPlan]],
+    needed: Sequence[Path],
+    *,
+    key: str,
+    name: str,
+    command: str,
+    source: Path,
+    runs_dir: Path,
+    max_running: int | None,
+    on_prepared: Callable[[int, int], None] = lambda done, total: None,
+) -> SweepOutcome:
+    """Start the runs of a sweep that are neither finished nor under way, on Slurm; the file of the sweep comes first.
+
+    Args:
+        planned: of `plan_sweep`.
+        needed: of `check_sweep`.
+        key: tells the sweep from others of that `name`.
+        command: what to type in `source` to submit the sweep again.
+        max_running: how many of its runs may train at once.
+        on_prepared: is called with (runs that are prepared, runs to start).
+
+    Raises InputError or SchedulerError; what was submitted before that stays, and the same command submits the rest.
+    """
+    check_writable(runs_dir)
+    runs = [RunDir(plan.run) for _, plan in planned.values()]
+    with sweeps.submission_lock(runs_dir) as lock:
+        sweep = sweeps.open_sweep(runs_dir, name, key)
+        names = [run.name for run in runs]
+        former = sweep.former(names)
+        sweep.write(SweepRecord(key=key, runs=names, former=former, command=command, cwd=str(source)))
+        outcome = SweepOutcome(sweep.name, runs, _states([*runs, *(RunDir(runs_dir / one) for one in former)]))
+        outcome.former = [RunDir(runs_dir / one) for one in former if outcome.states.get(one) in _UNDER_WAY]
+        starting = [one for one in planned.values() if outcome.states.get(one[1].run.name) not in _STAYS]
+        if starting:
+            _Submission(sweep, outcome, source, lock, max_running, len(starting), on_prepared).start(starting, needed)
+        return outcome
+
+
+_UNDER_WAY = {State.QUEUED.value, State.HELD.value, State.RUNNING.value}
+_STAYS = {*_UNDER_WAY, State.FINISHED.value}
+
+
+def _states(runs: Sequence[RunDir]) -> dict[str, str]:
+    """How the runs stand that there are, by their names, with one question to Slurm for all."""
+    found = [one for run in runs if (one := run_at(run.path)) is not None]
+    return {one.run: str(one.status["state"]) for one in look_at(found)}
+
+
+@dataclass
+class _Submission:
+    """The part of a sweep's submission that starts something."""
+
+    sweep: Sweep
+    outcome: SweepOutcome
+    source: Path
+    lock: FileLock
+    """Of all sweeps' submissions: it is held."""
+    max_running: int | None
+    total: int
+    on_prepared: Callable[[int, int], None]
+    prepared: int = 0
+
+    def start(self, planned: Sequence[tuple[Point, LaunchPlan]], needed: Sequence[Path]) -> None:
+        runs_dir = planned[0][1].run.parent
+        code = read_code(self.source, runs_dir, needed)
+        version = snapshot.take(self.source, code, shared_code.folder(runs_dir))
+        slurm_cluster = slurm_of(planned[0][1])
+        for chunk in _chunks(planned):
+            self._start_array(chunk, code, version, slurm_cluster)
+            take_back()  # a Ctrl-C that came while the array was submitted ends it here
+
+    def _start_array(
+        self,
+        chunk: Sequence[tuple[Point, LaunchPlan]],
+        code: Mapping[str, str],
+        version: str,
+        slurm_cluster: str | None,
+    ) -> None:
+        """Submit one job array of those of the runs that are to be started."""
+        candidates: list[Candidate] = []
+        try:
+            for point, plan in chunk:
+                self._prepare(point, plan, candidates, code, version, slurm_cluster)
+            if not candidates:
+                return
+            batch = Batch(
+                [one.plan for one in candidates],
+                array=self.sweep.next_array(),
+                name=self.sweep.name.replace("/", "-"),
+                max_running=self.max_running,
+                # The limit holds for one array: they run one after the other.
+                after=self.outcome.jobs[-1] if self.max_running and self.outcome.jobs else None,
+            )
+            ids = job.submit_batch(batch, [self.lock])
+        except (JobkitError, OSError, KeyboardInterrupt) as error:
+            for candidate in candidates:
+                candidate.undo(error)
+            if self.outcome.jobs:
+                log.warning("%s were submitted before; the same command submits the rest", ", ".join(self._submitted))
+            if not isinstance(error, OSError):
+                raise
+            raise InputError(f"{error.filename or runs_dir_of(chunk)}: {error.strerror or error}; make room") from None
+        self.outcome.jobs.append(ids[0].partition("_")[0])
+        for candidate, job_id in zip(candidates, ids, strict=True):
+            candidate.record_job(job_id)
+            self.outcome.states[candidate.run.name] = CONTINUED if candidate.before.submissions else NEW
+
+    @property
+    def _submitted(self) -> list[str]:
+        return [f"job {one}" for one in self.outcome.jobs]
+
+    def _prepare(
+        self,
+        point: Point,
+        plan: LaunchPlan,
+        candidates: list[Candidate],
+        code: Mapping[str, str],
+        version: str,
+        slurm_cluster: str | None,
+    ) -> None:
+        """Write what a run's job needs, and add it to `candidates`, unless somebody has started it since."""
+        run = RunDir(plan.run)
+        with run.submission_lock():
+            candidate = Candidate(run, plan, self.source, point.command, sweep=self.sweep.name)
+            if not candidate.starts:
+                self.outcome.states[run.name] = str(candidate.before.state)
+                return
+            candidates.append(candidate)
+            candidate.compare_code(code)
+            candidate.prepare(lambda run: shared_code.use(run, version), slurm_cluster)
+        self.prepared += 1
+        self.on_prepared(self.prepared, self.total)
+
+
+def runs_dir_of(chunk: Sequence[tuple[Point, LaunchPlan]]) -> Path:
+    """The runs directory that plans are for."""
+    return chunk[0][1].run.parent
+
+
+def _chunks(planned: Sequence[tuple[Point, LaunchPlan]]) -> Iterator[list[tuple[Point, LaunchPlan]]]:
+    """The runs of one job array each: with one batch script, and no more than Slurm takes."""
+    most = slurm.max_array_size()
+    kinds: dict[str, list[tuple[Point, LaunchPlan]]] = {}
+    for point, plan in planned:
+        kinds.setdefault(_kind(plan), []).append((point, plan))
+    for same in kinds.values():
+        yield from (same[first : first + most] for first in range(0, len(same), most))

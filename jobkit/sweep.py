@@ -1,0 +1,177 @@
+"""python -m jobkit.submit EXP.yaml --sweep params.lr=.003,.01: the runs of a sweep, and what a person is told of it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobkit.errors import EXIT_FINISHED, InputError
+from jobkit.run import grid, sweeps
+from jobkit.run.command_line import to_type
+
+if TYPE_CHECKING:
+    from jobkit.run.config import Experiment
+    from jobkit.run.rundir import RunDir
+    from jobkit.submission.sweep import Point, SweepOutcome
+
+FREE_SECTIONS = ("resources", "clusters", "checkpoint", "retry", "watchdog", "inputs", "device", "backend")
+"""Keys that do not tell one sweep from another: a run moves between machines."""
+
+SHOWN_PROGRESS = 50
+"""From how many runs on a bar shows how many are prepared: fewer take a moment."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a sweep."""
+    group = parser.add_argument_group("sweeps")
+    group.add_argument(
+        "--sweep", nargs="+", action="extend", metavar="key=v1,v2", help=f"a run for each combination: key={grid.FORMS}"
+    )
+    group.add_argument("--sweep-file", type=Path, metavar="FILE", help="a CSV: a line of keys, then a line a run")
+    group.add_argument("--no-sweep", action="store_true", help="one run, though the YAML has `sweep:`")
+    group.add_argument("--max-running", type=int, metavar="N", help="how many of the runs may train at once")
+    group.add_argument("--prune", action="store_true", help="cancel the runs that the sweep no longer wants")
+
+
+def points_of(arguments: argparse.Namespace, experiment: Experiment) -> list[grid.Point] | None:
+    """The points that a command line and a YAML ask for; None where they ask for one run. Raises InputError."""
+    parts = []
+    if arguments.sweep:
+        parts.append(grid.grid_of_words(arguments.sweep))
+    if arguments.sweep_file:
+        parts.append(grid.points_of_table(arguments.sweep_file))
+    if parts and arguments.no_sweep:
+        raise InputError("--no-sweep: --sweep or --sweep-file is there, too; give one of them")
+    if not parts and experiment.sweep is not None and not arguments.no_sweep:
+        with experiment.places.locating_errors():
+            parts.append(grid.grid_of_yaml(experiment.sweep))
+    if not parts:
+        _refuse_options_of_sweeps(arguments)
+        return None
+    if arguments.max_running is not None and arguments.max_running < 1:
+        raise InputError(f"--max-running: found {arguments.max_running}, expected 1 or more")
+    for option in ("fresh", "follow", "check_model"):
+        if getattr(arguments, option):
+            raise InputError(f"--{option.replace('_', '-')} is for one run, and this is a sweep (--no-sweep: one run)")
+    return [tuple(itertools.chain(*combination)) for combination in itertools.product(*parts)]
+
+
+def _refuse_options_of_sweeps(arguments: argparse.Namespace) -> None:
+    for option, value in (("--max-running", arguments.max_running), ("--prune", arguments.prune)):
+        if value:
+            raise InputError(f"{option} is for a sweep: --sweep, --sweep-file, or `sweep:` in the YAML")
+
+
+def run(
+    arguments: argparse.Namespace,
+    experiment: Experiment,
+    points: Sequence[grid.Point],
+    cluster: str,
+    runs_dir: Path,
+    continuing: Callable[[Sequence[str]], str],
+) -> int:
+    """Submit a sweep and say what that did; returns the exit code.
+
+    `continuing` makes the command that continues what some words, after the YAML's path, stand for.
+    """
+    from jobkit.submission import sweep as submission
+    from jobkit.submission.signals import signals_of_a_submission
+
+    own = ["--no-sweep"] if experiment.sweep is not None else []
+    wanted = [
+        submission.Point(experiment.config([*arguments.overrides, *point]), continuing([*point, *own]))
+        for point in points
+    ]
+    planned = submission.plan_sweep(wanted, cluster, runs_dir)
+    source = Path.cwd()
+    needed = submission.check_sweep(planned, source)
+    name = next(iter(planned.values()))[0].loaded.config.name
+    if arguments.dry_run:
+        return _dry_run(planned, points)
+    with signals_of_a_submission(), _progress() as on_prepared:
+        outcome = submission.submit_sweep(
+            planned,
+            needed,
+            key=_key(arguments, experiment),
+            name=name,
+            command=continuing(_words(arguments)),
+            source=source,
+            runs_dir=runs_dir,
+            max_running=arguments.max_running,
+            on_prepared=on_prepared,
+        )
+    _report(outcome, arguments)
+    return EXIT_FINISHED
+
+
+def _key(arguments: argparse.Namespace, experiment: Experiment) -> str:
+    """What tells this sweep from others of its name: which file has its points, or which axes were typed."""
+    axes = sorted(word.partition("=")[0] for word in arguments.sweep or ())
+    table = [str(arguments.sweep_file.absolute())] if arguments.sweep_file else []
+    fixed = sorted(text for text in arguments.overrides if not text.lstrip("+").startswith(FREE_SECTIONS))
+    return sweeps.key_of(str(experiment.places.path.absolute()), *axes, "table", *table, "fixed", *fixed)
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """The options by which the sweep is submitted again."""
+    words = ["--sweep", *arguments.sweep] if arguments.sweep else []
+    words += ["--sweep-file", str(arguments.sweep_file)] if arguments.sweep_file else []
+    return words + (["--max-running", str(arguments.max_running)] if arguments.max_running else [])
+
+
+def _report(outcome: SweepOutcome, arguments: argparse.Namespace) -> None:
+    counts = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
+    shared = ", one code snapshot" if outcome.jobs else ""
+    print(f"sweep {outcome.sweep}: {len(outcome.runs)} runs ({counts}){shared}")
+    if outcome.jobs:
+        started = sum(outcome.counts.get(word, 0) for word in ("new", "continued"))
+        limit = f", at most {arguments.max_running} at once" if arguments.max_running else ""
+        print(f"job {', '.join(outcome.jobs)}: {started} task(s){limit}", flush=True)
+    if outcome.former:
+        _tell_former(outcome.former, outcome, prune=arguments.prune)
+    print(f"{to_type('list', outcome.sweep)}   shows them", file=sys.stderr)
+
+
+def _tell_former(former: Sequence[RunDir], outcome: SweepOutcome, *, prune: bool) -> None:
+    """Say which runs are no longer wanted, and with `prune` cancel them."""
+    from jobkit.run.choose import some_names
+
+    if not prune:
+        states = ", ".join(f"{run.name} ({outcome.states[run.name]})" for run in former[:5])
+        more = " ..." if len(former) > 5 else ""
+        print(f"no longer wanted: {states}{more}; the same command with --prune cancels them", file=sys.stderr)
+        return
+    from jobkit.submission import job
+
+    print(f"no longer wanted, and cancelled: {some_names(former)}", file=sys.stderr)
+    for run in former:
+        job.cancel(run)
+
+
+def _dry_run(planned: Mapping[str, tuple[Point, object]], points: Sequence[grid.Point]) -> int:
+    """Print which runs the sweep has, and start nothing."""
+    by_run = {name: point.command for name, (point, _) in planned.items()}
+    for name, command in by_run.items():
+        print(f"{name}  {command}")
+    same = len(points) - len(by_run)
+    print(f"{len(by_run)} run(s)" + (f"; {same} of {len(points)} points are one run with another" if same else ""))
+    return EXIT_FINISHED
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A function that shows how many runs are prepared, on a terminal and where there are many."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("preparing", visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=total >= SHOWN_PROGRESS)
