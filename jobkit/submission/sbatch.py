@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,8 +53,9 @@ class Batch:
     after: str | None = None
     """The job that has to have ended before this one starts, whatever came of it."""
 
-    @property
+    @cached_property
     def runs(self) -> list[RunDir]:
+        """The run directories of its plans."""
         return [RunDir(plan.run) for plan in self.plans]
 
     @property

@@ -38,11 +38,12 @@ BELOW = {
     "huggingface": {"run", "checkpoint", "train", "worker"},
     "lightning": {"run", "train", "worker"},
     "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main", "checkpoint.store"},
-    "submit": {"run", "slurm", "submission", "worker.startup.jobkit_snapshot"},
+    "sweep": {"run", "submission"},
+    "submit": {"run", "slurm", "submission", "sweep", "worker.startup.jobkit_snapshot"},
     "cli": {"run", "slurm", "submission", "submit"},
     "__main__": {"cli"},
 }
-OUTSIDE = ("cli", "submission", "supervisor", "run", "slurm", "submit", "errors", "log", "addresses")
+OUTSIDE = ("cli", "submission", "supervisor", "run", "slurm", "submit", "sweep", "errors", "log", "addresses")
 """The parts that work on a login node."""
 
 
