@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import sys
@@ -16,7 +17,8 @@ from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputEr
 from jobkit.run.usage import Parser, program
 
 if TYPE_CHECKING:
-    from jobkit.run.config import LoadedConfig
+    from jobkit.run.config import Experiment, LoadedConfig, StartFrom
+    from jobkit.run.rundir import RunDir
     from jobkit.submission.submit import Outcome
 
 DESCRIPTION = "Run the experiment of a YAML on this machine or a Slurm cluster; the same command continues it."
@@ -48,6 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
     parser.add_argument("--fresh", action="store_true", help="a new run, even though one with this config exists")
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        metavar="RUN[@STEP]",
+        help="begin with a checkpoint of another run (default: its newest) and go on from there",
+    )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="with --from: take the weights alone, and begin at step 0"
+    )
     parser.add_argument("--demo", action=argparse.BooleanOptionalAction, help="force the YAML's `demo:` on or off")
     parser.add_argument(
         "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
@@ -97,8 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
     runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
     if (points := sweep.points_of(arguments, experiment)) is not None:
+        _start_all(arguments, experiment, runs_dir)
         return sweep.run(arguments, experiment, points, cluster, runs_dir, partial(_continuing, arguments))
-    loaded = experiment.config(arguments.overrides)
+    loaded, parent = _with_start(experiment.config(arguments.overrides), arguments, runs_dir)
     if arguments.dry_run:
         return _dry_run(loaded, cluster, runs_dir, arguments.fresh, arguments.check_model)
     if arguments.check_model:
@@ -107,8 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
         loaded,
         cluster,
         runs_dir,
-        command=_continuing(arguments),
+        command=_continuing(arguments, start=_words_of_start(loaded.config.start_from, parent, runs_dir)),
         fresh=arguments.fresh,
+        parent=parent,
         detach=arguments.detach,
         follow=arguments.follow,
     )
@@ -123,10 +136,11 @@ def start(
     detach: bool,
     follow: bool,
     fresh: bool = False,
+    parent: RunDir | None = None,
 ) -> int:
     """Submit a config from the current folder, and stay with its run where that is wanted; returns the exit code.
 
-    `command` is what to type here to continue the run.
+    `command` is what to type here to continue the run; `parent` as in `jobkit.submission.submit.submit`.
     """
     from jobkit.submission.signals import signals_of_a_submission
     from jobkit.submission.submit import submit
@@ -143,6 +157,7 @@ def start(
                 command=command,
                 fresh=fresh,
                 foreground=not detach,
+                parent=parent,
             )
         if outcome.started is not None and outcome.started.supervisor is not None and not detach:
             from jobkit.submission.follow import follow_local
@@ -152,10 +167,37 @@ def start(
     return _report(outcome, command, follow=follow and not asked)
 
 
-def _continuing(arguments: argparse.Namespace, more: Sequence[str] = ()) -> str:
+def _with_start(
+    loaded: LoadedConfig, arguments: argparse.Namespace, runs_dir: Path
+) -> tuple[LoadedConfig, RunDir | None]:
+    """The config with what `--from` says, and the run that it means."""
+    if arguments.start_from is None:
+        if arguments.weights_only:
+            raise InputError("--weights-only says what is taken of another run: give --from RUN[@STEP] too")
+        return loaded, None
+    from jobkit.submission.start_from import with_start
+
+    options = {"weights_only": arguments.weights_only, "runs_dir": runs_dir, "fresh": arguments.fresh}
+    config, parent = with_start(loaded.config, arguments.start_from, **options)
+    return dataclasses.replace(loaded, config=config), parent
+
+
+def _start_all(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Path) -> None:
+    """Let all runs of a sweep start from the one checkpoint that `--from` says."""
+    if arguments.start_from is None and not arguments.weights_only:
+        return
+    loaded, parent = _with_start(experiment.config(arguments.overrides), arguments, runs_dir)
+    start = loaded.config.start_from
+    if parent is not None and parent.path.parent != runs_dir:
+        raise InputError(f"--from {arguments.start_from}: for a sweep, a run in {runs_dir}")
+    chosen = {"run": start.run, "step": start.step, "weights_only": str(start.weights_only).lower()}
+    arguments.overrides += [f"start_from.{key}={value}" for key, value in chosen.items()]
+
+
+def _continuing(arguments: argparse.Namespace, more: Sequence[str] = (), *, start: Sequence[str] = ()) -> str:
     """The command that continues the run: this one, without what belongs to this submission alone, and masked.
 
-    `more` are further overrides and options.
+    `more` are further overrides and options, `start` those that say what the run starts from.
     """
     from jobkit.run import overrides
     from jobkit.run.command_line import this_python
@@ -166,7 +208,15 @@ def _continuing(arguments: argparse.Namespace, more: Sequence[str] = ()) -> str:
     words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []
     words += [] if arguments.demo is None else ["--demo" if arguments.demo else "--no-demo"]
     words += ["--runs-dir", str(arguments.runs_dir)] if arguments.runs_dir else []
-    return shlex.join(words)
+    return shlex.join([*words, *start])
+
+
+def _words_of_start(start: StartFrom, parent: RunDir | None, runs_dir: Path) -> list[str]:
+    """The options that say what a run starts from: the other by its whole name, and the step that was the newest."""
+    if parent is None:
+        return []
+    name = start.run if parent.path.parent == runs_dir else parent.path
+    return ["--from", f"{name}@{start.step}", *(["--weights-only"] if start.weights_only else [])]
 
 
 def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool, checks_model: bool) -> int:
@@ -190,6 +240,8 @@ def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool, ch
 
 def _announce(outcome: Outcome) -> None:
     before = outcome.status
+    if outcome.begins:
+        print(outcome.begins, file=sys.stderr)
     if outcome.started is not None and before.attempts:
         from jobkit.run.silent import is_silent
 

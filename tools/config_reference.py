@@ -79,8 +79,8 @@ the nearest name; `+params.width=64` adds it (or sets it, where it is there).
 ## What makes another run
 
 The run directory is `<name>-<hash>`. The hash is of `task` or `command`, `params`, `seed` and `precision`, and of
-`parallel` and `comm` where they differ from their defaults. Everything else says where and how safely a run is
-executed, and may change between two submissions of the same run. `1` and `1.0` are the same value to it.
+`parallel`, `comm` and `start_from` where they differ from their defaults. Everything else says where and how safely a
+run is executed, and may change between two submissions of the same run. `1` and `1.0` are the same value to it.
 """
 
 

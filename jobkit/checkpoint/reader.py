@@ -48,8 +48,18 @@ class RestoredCheckpoint:
     snapshot: Snapshot | None = None
     """Where it is one."""
 
+    of_other_run: bool = False
+    """Whether another run wrote it, which this one starts from."""
+
+    @property
+    def way_out(self) -> str:
+        """What to do where code cannot take it as it is."""
+        return "take its weights alone, with --weights-only" if self.of_other_run else "submit with --fresh"
+
     @property
     def name(self) -> str:
+        if self.of_other_run:
+            return f"step {self.step} of {self.manifest.owner.run or 'the run started from'}"
         return self.path.name if self.snapshot is None else f"the snapshot of step {self.step} in memory"
 
 

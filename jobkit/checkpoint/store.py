@@ -16,7 +16,7 @@ from typing import Any
 
 from jobkit.errors import CheckpointError
 from jobkit.log import log
-from jobkit.run.files import foreign_owner, fsync_dir, is_there, write_json
+from jobkit.run.files import foreign_owner, fsync_dir, fsync_file, is_there, write_json
 from jobkit.run.identity import Owner
 
 FORMAT = 1
@@ -105,6 +105,10 @@ class Store:
             return []
         return sorted((int(match[1]) for name in names if (match := _STEP.fullmatch(name))), reverse=True)
 
+    def has(self, step: int) -> bool:
+        """Whether a step has a checkpoint, not yet verified."""
+        return is_there(self.path(step) / MANIFEST)
+
     # Writing
 
     def staging(self, step: int) -> Path:
@@ -146,6 +150,25 @@ class Store:
         self._point_latest()
         _remove(replaced)  # only once the new name is on the disk: until then it is the only one that surely is
         return final
+
+    def take_over(self, other: Store, step: int) -> Path:
+        """Have another store's checkpoint here too, whole or not at all: linked, or copied where there can be no links.
+
+        Raises CheckpointError where it is not whole, OSError where the disk does not take it.
+        """
+        manifest = other.manifest(step)
+        staging = self.stage(step)
+        try:
+            for name in manifest.files:
+                _link_or_copy(other.path(step) / name, staging / name, self.root)
+            for folder in {(staging / name).parent for name in manifest.files}:
+                fsync_dir(folder)
+            for name, digest in manifest.files.items():
+                if problem := self._problem(staging / name, digest, 0.0):
+                    raise CheckpointError(problem)
+            return self.publish(manifest)
+        finally:
+            self.discard_staging(step)
 
     def _check_is_whole(self, staging: Path, manifest: Manifest) -> None:
         """Raise CheckpointError unless all files are here with their sizes: a rank may have written to another disk."""
@@ -301,6 +324,17 @@ def _remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _link_or_copy(source: Path, target: Path, folder: Path) -> None:
+    """A file's second name, or a copy: on another disk, or where it is another user's, who may write to it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if foreign_owner(source, folder) is None:
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)
+    fsync_file(target)
 
 
 def digest_of(path: Path) -> FileDigest:

@@ -11,6 +11,7 @@ import time
 from jobkit.cli.arguments import add_selection, chosen_runs
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.accounting import Account, Restart
+from jobkit.run.config import StartFrom
 from jobkit.run.duration import format_seconds
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
@@ -87,6 +88,8 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         left = format_seconds(status.cancel_seconds_left)
         ranks = f"its program has {left} more to end" if silent else f"its ranks have {left} more to write a checkpoint"
         lines.append(f"  cancelling: {ranks if status.state == State.RUNNING else 'its job ends when it starts'}")
+    if status.start_from is not None:
+        lines.append(f"  started from {StartFrom(**status.start_from)}")
     nodes: list[str] = []
     for attempt in status.attempts:
         lines += _attempt_lines(attempt, has_moved=attempt.nodes != nodes, is_silent=silent)

@@ -251,6 +251,26 @@ class CommConfig:
     """Average parameters every this many steps, instead of gradients at every step; 0 is off."""
 
 
+def _check_parent(value: str) -> None:
+    if value:
+        _check_name(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFrom:
+    """The checkpoint of another run that this one starts from; `jobkit submit --from RUN@STEP` fills it in."""
+
+    run: str = _field(_check_parent, "")
+    """The full name of that run, in the same runs directory; empty for a run that begins at step 0."""
+    step: int = _field(_at_least(0), 0)
+    """Which of its checkpoints: how many steps were done."""
+    weights_only: bool = False
+    """Whether only the weights and buffers of models are taken, and the run begins at step 0 with them."""
+
+    def __str__(self) -> str:
+        return f"{'the weights of ' if self.weights_only else ''}step {self.step} of {self.run}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One experiment, resolved: no interpolation, demo or override is left in it."""
@@ -294,6 +314,10 @@ class Config:
     is at least 30 minutes."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. See [below](#clusters)."""
+
+    start_from: StartFrom = field(default_factory=StartFrom)
+    """Where the run begins, instead of at step 0; part of its hash. See
+    [many-runs.md](many-runs.md#starting-from-another-run)."""
 
     def to_yaml(self) -> str:
         """The config as YAML that `load` reads back to an equal one."""

@@ -67,6 +67,8 @@ def _digest(config: Config, params: Mapping[str, Any]) -> str:
         decides["command"] = config.command
     if config.deterministic:  # not where it is off, as in runs from before there was such a key
         decides["deterministic"] = config.deterministic
+    if config.start_from.run:
+        decides["start_from"] = dataclasses.asdict(config.start_from)
     # Only where they differ from plain DDP, of which there are runs from before there was anything else.
     for key, default in (("parallel", ParallelConfig()), ("comm", CommConfig())):
         value = dataclasses.asdict(getattr(config, key))

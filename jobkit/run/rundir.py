@@ -22,7 +22,7 @@ from jobkit.run.status import Status, complete
 
 CONFIG, JOURNAL, STATUS = "config.yaml", "events.jsonl", "status.json"
 
-NOT_FOR_SCRIPTS = ("checkpoints", "code", "cache", "logs")
+NOT_FOR_SCRIPTS = ("checkpoints", "code", "cache", "logs", "start_from")
 """Folders in which a script's own outputs would be taken for jobkit's, or removed."""
 
 BESIDE = ".locks"
@@ -57,6 +57,8 @@ class RunDir:
         self.evaluation_file = self.path / "evaluation.pt"
         """What an attempt that was stopped within an evaluation had found of it."""
         self.checkpoints = self.path / "checkpoints"
+        self.start_from = self.path / "start_from"
+        """The checkpoint of another run that it starts from: it depends on nothing that becomes of that one."""
         self.tensorboard = self.path / "tensorboard"
         self.final = self.path / "final"
         self.outputs = self.path / "outputs"

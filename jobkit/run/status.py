@@ -186,6 +186,8 @@ class Status:
     """The sweep whose submission was the newest, as `digits/s1`."""
     journal_bytes: int = 0
     """The length of the journal that it follows from: where the journal is longer by now, more has happened."""
+    start_from: dict[str, Any] | None = None
+    """The checkpoint of another run that it starts from: `run`, `step`, `weights_only`; None for one from step 0."""
 
     @property
     def start(self) -> tuple[str | None, int, int]:
@@ -396,6 +398,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.script, status.typed = str(event.get("script", "")), str(event.get("typed", ""))
     status.launcher = str(event.get("launcher", ""))
     status.sweep = str(event.get("sweep", ""))
+    status.start_from = event.get("start_from")
 
 
 def _started(status: Status, event: Entry) -> None:

@@ -20,7 +20,7 @@ from jobkit.run.events import Event
 from jobkit.run.identity import Owner, identity
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
-from jobkit.submission import job
+from jobkit.submission import job, start_from
 from jobkit.submission.plan import LaunchPlan
 
 
@@ -36,10 +36,14 @@ class Candidate:
     """What to type there to continue the run."""
     sweep: str = ""
     """The sweep that it is submitted with, if any."""
+    parent: RunDir | None = None
+    """The run that it starts from, where that is not to be found by its name."""
     before: Status = field(init=False)
     """The status before this submission."""
     code_changes: list[str] = field(default_factory=list)
     """How the code differs from that of the submission before, in lines of snapshot.changes."""
+    begins: str = ""
+    """What to tell of a run that begins with the checkpoint of another."""
 
     def __post_init__(self) -> None:
         self._is_new, self._is_empty = not self.run.exists(), not self.run.path.exists()
@@ -77,6 +81,7 @@ class Candidate:
             folder.mkdir(parents=True, exist_ok=True)
         run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing of this one
         version = take_code(run)
+        self.begins = start_from.bring(plan.config, run, self.parent)
         run.write_config(plan.config)
         run.keep_number()
         run.record(
@@ -89,6 +94,7 @@ class Candidate:
             command=self.command,
             cwd=str(self.source),
             **({"sweep": self.sweep} if self.sweep else {}),
+            **start_from.entry(plan.config),
             **_how_to_resume(run, self.command),
         )
         self._is_recorded = True

@@ -22,7 +22,7 @@ from jobkit.run.own_outputs import check_outputs
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import next_version, versions
 from jobkit.run.status import Status
-from jobkit.submission import job
+from jobkit.submission import job, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.task_check import check_command, check_task
@@ -47,6 +47,8 @@ class Outcome:
     """Whether its job was held, and is no more."""
     unapplied: tuple[str, ...] = ()
     """What was asked for and the run's job, which is under way, does not get."""
+    begins: str = ""
+    """What to tell of a run that begins with the checkpoint of another."""
 
 
 def check(plan: LaunchPlan, source: Path) -> list[Path]:
@@ -114,21 +116,24 @@ def submit(
     command: str,
     fresh: bool = False,
     foreground: bool = False,
+    parent: RunDir | None = None,
 ) -> Outcome:
     """Start the run of `config`, or continue it, unless it is finished or under way already.
 
-    `source` is where the command was typed, `command` what to type there to continue the run.
+    `source` is where the command was typed, `command` what to type there to continue the run. `parent` is the run that
+    it starts from, where that is not to be found by its name.
     Two submissions of one config at the same time start one job: the second waits for the first to have decided.
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
     # Whatever is wrong with the input is refused before anything is touched on the disk.
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
     needed = check(plan, source)
+    start_from.check(config, RunDir(plan.run), parent)
     check_writable(runs_dir)
     check_spares(plan)
     with RunDir(runs_dir / name_in(runs_dir, config)).submission_lock() as lock:
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
-        candidate = Candidate(run, plan.at(run.path), source, command)
+        candidate = Candidate(run, plan.at(run.path), source, command, parent=parent)
         try:
             code = read_code(source, runs_dir, needed, tells=candidate.starts)
             candidate.compare_code(code)
@@ -143,7 +148,14 @@ def submit(
                 released = _release(candidate.before, plan)
                 not_applied = unapplied(run, candidate.before, plan)
             return Outcome(
-                run, candidate.before, started, candidate.code_changes, candidate.outputs, released, not_applied
+                run,
+                candidate.before,
+                started,
+                candidate.code_changes,
+                candidate.outputs,
+                released,
+                not_applied,
+                candidate.begins,
             )
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             candidate.undo(error)

@@ -24,7 +24,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import newest_versions, run_at
 from jobkit.run.status import State
 from jobkit.run.sweeps import Sweep, SweepRecord
-from jobkit.submission import job
+from jobkit.submission import job, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.overview import look_at
 from jobkit.submission.plan import LaunchPlan, make_plan
@@ -90,6 +90,7 @@ def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -
     for point, plan in planned.values():
         with point.loaded.places.locating_errors():
             check_values(plan)
+            start_from.check(plan.config, RunDir(plan.run), None)
             kind = _kind(plan)
             if kind not in seen:
                 seen.add(kind)

@@ -43,6 +43,7 @@ from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.results import flat, literal
+from jobkit.worker.start_from import load_start
 from jobkit.worker.stop import CauseFinder
 from jobkit.worker.trackable import check_trackable
 from jobkit.worker.tracked_state import VALUES, TrackedState
@@ -94,6 +95,7 @@ class Context:
         if ranks.is_main:
             store.clean()  # the lease is ours, and nobody writes yet
         earlier = run.status().attempts[:-1] if rank.is_main else []
+        disks = Disks(everyone, several=bool(rank.disks))
         owner = rank.group.on_main(lambda: owner_of(run))
         memory_schedule = MemorySchedule(config.checkpoint.memory)
         self._checkpointer = Checkpointer(
@@ -103,16 +105,25 @@ class Context:
             may_publish=partial(holds_lease, run, rank.attempt),
             memory=None if memory_schedule.is_off or rank.disks else find_memory(rank, ranks, earlier),
             ranks_per_node=topology.local_world_size,
-            disks=Disks(everyone, several=bool(rank.disks)),
+            disks=disks,
             owner=owner,
         )
         self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
         restored = self._checkpointer.load_newest(names=())
         if restored is not None and (problem := not_of(owner, restored.manifest, restored.path)) is not None:
             raise UsageError(problem)
-        step, extra = (restored.step, restored.manifest.extra) if restored is not None else (None, {})
+        start = load_start(rank, ranks, disks) if restored is None else None
+        only_weights = start if config.start_from.weights_only else None
+        extra = restored.manifest.extra if restored is not None else {}
+        restored = restored or (None if only_weights else start)
+        step = restored.step if restored is not None else None
         self._tracked = TrackedState(
-            self._engine.parallel, self._checkpointer, rank.group, restored, weights=config.checkpoint.weights
+            self._engine.parallel,
+            self._checkpointer,
+            rank.group,
+            restored,
+            weights=config.checkpoint.weights,
+            only_weights=only_weights,
         )
         self._tracked.kept_workers.watch()
         schedule = CheckpointSchedule(config.checkpoint, earlier)

@@ -256,12 +256,13 @@ class TrainingLoop:
         if self._engine.scaler is not None:
             self._tracked.add(LOSS_SCALE, self._engine.scaler)
         restored = self._restored
+        self._tracked.settle_schedules()
         self._tracked.begin_modes()
         self._tracked.restore_gradients()
         if missing := self._tracked.forget_checkpoint():
             raise CheckpointError(
                 f"{restored and restored.name} has {', '.join(missing)}, which the code no longer tracks; "
-                "call ctx.track with it before the loop, or submit with --fresh"
+                f"call ctx.track with it before the loop, or {restored and restored.way_out}"
             )
         self._record_resumed(self.shown_total)
         self._tell_seed()
@@ -292,7 +293,7 @@ class TrainingLoop:
         began: dict[str, Any] = {"checkpoint": None}
         joined = round(self._rank.joined, 3)
         if (restored := self._restored) is not None and restored.snapshot is None:
-            began = {"checkpoint": restored.name}
+            began = {"checkpoint": restored.path.name}
         elif restored is not None:
             began = {"memory": True, "durable_step": restored.durable_step}
         self._reporter.record(Event.RESUMED, step=self.step, total_steps=total, joined=joined, **began)

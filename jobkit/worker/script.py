@@ -83,6 +83,10 @@ def init(
     if config is not None and (name is not None or params is not None):
         raise InputError(f"jobkit.init: {config} has name and params; give either the YAML or them")
     chosen = load(Path(config)).config if config is not None else _config(name, params, seed)
+    if chosen.start_from.run:
+        raise InputError(
+            f"jobkit.init: {config} has start_from, which jobkit submit alone carries out: make the script its command"
+        )
     if seed is None:
         chosen = dataclasses.replace(chosen, seed=None)
     if config is None and gpus is None:

@@ -9,12 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
 from jobkit.checkpoint.state import escape, is_raw, unescape
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.group import RankGroup
+from jobkit.log import log
+from jobkit.train.built import Built, Changes, built, settle, take_changes
 from jobkit.train.frozen import FrozenParameters, frozen_parameters
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.gradients import LossScaler
@@ -91,6 +94,7 @@ class TrackedState:
         loaded: RestoredCheckpoint | None,
         *,
         weights: str = "all",
+        only_weights: RestoredCheckpoint | None = None,
     ) -> None:
         self.objects: dict[str, Any] = {}
         """What all ranks have in common: equal on each, or a part of a whole."""
@@ -109,6 +113,12 @@ class TrackedState:
         self._group = group
         self._pending = PendingGradients()
         self._loaded = loaded
+        self._only_weights = only_weights
+        """Another run's checkpoint of which modules take their weights, and nothing else is taken."""
+        self._built: dict[str, Built] = {}
+        """What the function has given optimizers and schedules."""
+        self._changed: dict[str, Changes] = {}
+        """What it gives them otherwise than that of the run started from."""
         self._names: Names = {}
         self._named: set[torch.optim.Optimizer] = set()
         """Those whose state is saved by the names of their parameters."""
@@ -158,17 +168,50 @@ class TrackedState:
                     f"ctx.track({name}=...): the {type(value).__name__} has parameters that ranks share out and others "
                     "that are in no tracked module yet: track the modules of all before it, or together with it"
                 )
-        if self._loaded is not None:
+        self._note_built(name, value)
+        if self._only_weights is not None and isinstance(value, nn.Module) and not per_rank:
+            self._restore_weights(self._only_weights, name, value)
+        if self._loaded is not None and not (name == LOSS_SCALE and self._has_no_scale(self._loaded)):
             (self._restore_own if per_rank else self._restore)(self._loaded, name, value)
+            self._take_changes(self._loaded, name, value)
             known = (self._loaded.local or {}).get("gradient_order", {}).get(name, [])
             settle_all(self._orders[name], known)
         value = uncompiled(value) if isinstance(value, nn.Module) else value
         if isinstance(value, nn.Module) and not per_rank and self._frozen is not None:
             self._frozen.watch(unwrapped(value), self._saved_tensors(name))
         (self.own_objects if per_rank else self.objects)[name] = value
-        self._marks[name] = Mark(name, unwrapped(value), is_restored=self._loaded is not None)
+        is_restored = self._loaded is not None or self._only_weights is not None
+        self._marks[name] = Mark(name, unwrapped(value), is_restored=is_restored)
         if isinstance(value, torch.optim.Optimizer):
             self._pending.watch(value)
+
+    def _note_built(self, name: str, value: Any) -> None:
+        if (found := built(value, self._names)) is not None:
+            self._built[name] = found
+
+    def _take_changes(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
+        """Where the run starts from another's checkpoint: what its own function gives otherwise."""
+        if not loaded.of_other_run or name not in self._built:
+            return
+        before = self._beside.get(name, {}).get("built")
+        if before is None:
+            if self._parallel.rank == 0:
+                log.info("%s: an older jobkit wrote %s, so all its options are as they are in there", name, loaded.name)
+            return
+        changed = self._changed[name] = take_changes(value, self._names, before, self._built[name])
+        if self._parallel.rank == 0:
+            for key, (old, new) in changed.items():
+                log.info("%s: %s %s -> %s", name, key, old, new)
+
+    def _has_no_scale(self, loaded: RestoredCheckpoint) -> bool:
+        """Whether another run has computed in another precision."""
+        return loaded.of_other_run and not any(_is_state(key, LOSS_SCALE) for key in loaded.contents)
+
+    def settle_schedules(self) -> None:
+        """Where the run starts from another's checkpoint: the rates of this step. All is tracked."""
+        for name, changed in self._changed.items():
+            if isinstance(value := self._all()[name], LRScheduler):
+                settle(value, changed)
 
     def check_unchanged(self) -> None:
         """Raise UsageError for an object that was changed since it was tracked, as each resume would do again."""
@@ -180,6 +223,7 @@ class TrackedState:
         if self._loaded is None:
             return []
         saved = {name.split(PART)[0] for name in self._loaded.contents} | _own_states(self._loaded).keys()
+        saved -= {LOSS_SCALE} if self._loaded.of_other_run else set()  # it may compute in another precision
         self._loaded = None
         return sorted(saved - self.objects.keys() - self.own_objects.keys())
 
@@ -303,6 +347,8 @@ class TrackedState:
         """What a checkpoint says of the state in its manifest, on rank 0, as JSON."""
         values = self.own_objects.get(VALUES)
         return {
+            "tracked": [name for name in self._all() if name not in (VALUES, LOSS_SCALE)],
+            "modules": [name for name, value in self.objects.items() if isinstance(value, nn.Module)],
             **({EPOCHS: self.position.entry()} if self.position is not None else {}),
             **({"values": values.state_dict()} if values is not None else {}),
         }
@@ -315,10 +361,11 @@ class TrackedState:
         return self._modes[name].changes((self.modes_of_save or {}).get(name))
 
     def _found_beside(self, name: str, value: Any, tree: Any) -> Beside:
+        beside: Beside = {"built": self._built[name]} if name in self._built else {}
         if isinstance(value, torch.optim.Optimizer):  # which puts its state where its parameters are
-            return {}
+            return beside
         if not isinstance(value, nn.Module):
-            return {"on_device": found} if (found := on_device(tree)) else {}
+            return {**beside, "on_device": found} if (found := on_device(tree)) else beside
         modes = self._changed_modes(name) if name in self._modes else {}
         modes.pop("training", None)  # in which a rank may differ, as after a validation that it alone has made
         left_out = (
@@ -416,7 +463,8 @@ class TrackedState:
 
     def _saved_tensors(self, name: str) -> set[str]:
         """The names of the tensors that the checkpoint has of an object."""
-        contents = {} if self._loaded is None else self._loaded.contents
+        loaded = self._loaded or self._only_weights
+        contents = {} if loaded is None else loaded.contents
         return {unescape(path) for key, of in contents.items() if _is_state(key, name) for path in of}
 
     def _restore_own(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
@@ -427,13 +475,13 @@ class TrackedState:
         if before != now:
             raise CheckpointError(
                 f"{loaded.name} was written by {before} rank(s), and {now} are here: {name} has a state of its own on "
-                f"each rank, which no other rank can take; continue with {before}, or submit with --fresh"
+                f"each rank, which no other rank can take; continue with {before}, or {loaded.way_out}"
             )
         states = _own_states(loaded)
         if name not in states:
             raise CheckpointError(
                 f"{loaded.name} has no {name!r} of each rank (it has: {', '.join(states) or 'none'}); "
-                "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
+                f"the code tracks something the checkpoint was written without: undo that, or {loaded.way_out}"
             )
         assert loaded.local is not None
         with _as_misfit(loaded, name):
@@ -465,18 +513,30 @@ class TrackedState:
         return {name: one for tree in read.values() for name, one in tree.items() if name in parameters}
 
     def _restore(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
+        state = self._read_state(loaded, name, value)
+        self._beside[name] = beside = joined(self._read_all(loaded, name + BESIDE))
+        for of_stage in self._read_all(loaded, name + ATTRIBUTES):
+            self._attributes.setdefault(name, {}).update(of_stage.on(self._parallel.device))
+        with _as_misfit(loaded, name):
+            self._load(value, state, beside)
+
+    def _restore_weights(self, loaded: RestoredCheckpoint, name: str, value: nn.Module) -> None:
+        state = self._read_state(loaded, name, value)
+        beside = joined(self._read_all(loaded, name + BESIDE))
+        with _as_misfit(loaded, name):
+            self._load(value, state, {"left_out": beside.get("left_out", ())})
+
+    def _read_state(self, loaded: RestoredCheckpoint, name: str, value: Any) -> Any:
+        """What a checkpoint has of an object, as far as this rank needs it."""
         saved = [key for key in loaded.contents if _is_state(key, name)]
         if not saved:
             there = ", ".join(dict.fromkeys(key.split(PART)[0] for key in loaded.contents))
             raise CheckpointError(
                 f"{loaded.name} has no {name!r} (it has: {there}); "
-                "the code tracks something the checkpoint was written without: undo that, or submit with --fresh"
+                f"the code tracks something the checkpoint was written without: undo that, or {loaded.way_out}"
             )
         if isinstance(value, nn.Module) and self._frozen is None:
             _check_frozen(loaded, name, unwrapped(value), self._saved_tensors(name))
-        self._beside[name] = beside = joined(self._read_all(loaded, name + BESIDE))
-        for of_stage in self._read_all(loaded, name + ATTRIBUTES):
-            self._attributes.setdefault(name, {}).update(of_stage.on(self._parallel.device))
         whole = saved == [name]
         templates = {key: self._template(value, loaded.contents[key]) for key in saved}
         wanted = self._paths(value)
@@ -484,7 +544,7 @@ class TrackedState:
             loaded, templates, lambda key, path: whole or wanted is None or path.startswith(wanted)
         )
         with _as_misfit(loaded, name):
-            self._load(value, read[name] if whole else self._joined(value, list(read.values())), beside)
+            return read[name] if whole else self._joined(value, list(read.values()))
 
     def _read_all(self, loaded: RestoredCheckpoint, name: str) -> list[Any]:
         """What a checkpoint has of a name: several, where each stage of a pipeline has its own."""
@@ -561,7 +621,7 @@ def _check_frozen(loaded: RestoredCheckpoint, name: str, module: nn.Module, save
     if missing:
         raise CheckpointError(
             f"{loaded.name} has no {missing[0]!r} of {name}, which requires no gradient: it was written with "
-            "checkpoint.weights: trainable, or by other code; set that again, or submit with --fresh"
+            f"checkpoint.weights: trainable, or by other code; set that again, or {loaded.way_out}"
         )
 
 
@@ -572,7 +632,7 @@ def _as_misfit(loaded: RestoredCheckpoint, name: str) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             f"{name} does not take its state from {loaded.name}: {error}; "
-            "the code or the params that build it changed: undo that, or submit with --fresh"
+            f"the code or the params that build it changed: undo that, or {loaded.way_out}"
         ) from error
 
 

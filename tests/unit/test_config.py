@@ -19,6 +19,7 @@ from jobkit.run.config import (
     ParallelConfig,
     Resources,
     RetryConfig,
+    StartFrom,
     load,
     read_resolved,
 )
@@ -478,6 +479,7 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         retry=RetryConfig(preemption=9, time_limit=UNLIMITED, node_failure=0, crash=1, exclude_after=5),
         watchdog="off",
         clusters={"h100": {"partition": "h100", "setup": ["module load cuda"]}},
+        start_from=StartFrom(run="toy-12345678", step=7, weights_only=True),
     )
     defaults = Config(name="", task="")
     changed = {f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != getattr(defaults, f.name)}
