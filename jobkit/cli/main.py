@@ -18,6 +18,7 @@ VERBS = {
     "cancel": "stop a run for good, with a checkpoint",
     "preempt": "rehearse a preemption: a run stops, and continues by itself",
     "resume": "continue a run as it was last submitted",
+    "report": "one HTML page about runs: curves, attempts, config, code",
     "doctor": "check this machine, the cluster and the network between its nodes",
 }
 

@@ -106,6 +106,8 @@ class Attempt:
     """When its ranks had formed their group: what comes until `resumed` is the model and the checkpoint."""
     stepped: float | None = None
     """When it had done its first step."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of Python, torch and others that it ran with, and its device's name, since its loop began."""
 
     @property
     def has_loop(self) -> bool:
@@ -435,6 +437,7 @@ def _resumed(status: Status, event: Entry) -> None:
         attempt.from_memory = bool(event.get("memory"))
         attempt.resumed = float(event["time"])
         attempt.joined = event.get("joined")
+        attempt.versions = dict(event.get("versions", {}))
 
 
 def _end(status: Status, event: Entry, state: State, cause: str) -> None:

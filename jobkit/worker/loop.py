@@ -33,6 +33,7 @@ from jobkit.worker.stragglers import StragglerMonitor
 from jobkit.worker.timing import StepTimer
 from jobkit.worker.tracked_state import LOSS_SCALE, TrackedState
 from jobkit.worker.untracked import SteppingOptimizers
+from jobkit.worker.versions import versions
 
 
 class TrainingLoop:
@@ -296,6 +297,7 @@ class TrainingLoop:
             began = {"checkpoint": restored.path.name}
         elif restored is not None:
             began = {"memory": True, "durable_step": restored.durable_step}
+        began["versions"] = versions(self._rank.device)
         self._reporter.record(Event.RESUMED, step=self.step, total_steps=total, joined=joined, **began)
 
     def _tell_seed(self) -> None:
