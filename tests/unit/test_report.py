@@ -225,7 +225,7 @@ def test_a_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
 
 def test_secret_values_are_not_on_a_page(tmp_path: Path) -> None:
     project = Project(tmp_path)
-    project.submit("--local", "params.api_token=abcdef123", "params.steps=3", "resources.tasks_per_node=1")
+    project.submit("--local", "+params.api_token=abcdef123", "params.steps=3", "resources.tasks_per_node=1")
     (path,) = project.runs
     in_process.jobkit(project, "report", path.name)
     html = (path / "report.html").read_text()
