@@ -323,6 +323,10 @@ class Config:
         """The config as YAML that `load` reads back to an equal one."""
         return dump(dataclasses.asdict(self))
 
+    def told(self) -> dict[str, Any]:
+        """What a submission journals of it, for lists of runs: name, seed and params, masked."""
+        return {"name": self.name, "seed": self.seed, "params": secrets.masked(self.params)}
+
     def masked_yaml(self) -> str:
         """The same as others may see it: values with secret names are not in it."""
         return dump(secrets.masked(dataclasses.asdict(self)))

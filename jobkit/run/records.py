@@ -59,7 +59,7 @@ class Progress:
     total_steps: int | None = None
     steps_per_second: float | None = None
     values: dict[str, float] = field(default_factory=dict)
-    """The newest of what the function has logged: what a progress bar has room for."""
+    """The newest of what the function has logged, the first few: for the progress bar and the list of runs."""
     evaluation: dict[str, int] | None = None
     """{done, total} in samples, during one."""
     peak_bytes: int | None = None

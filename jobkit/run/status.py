@@ -190,6 +190,13 @@ class Status:
     """The length of the journal that it follows from: where the journal is longer by now, more has happened."""
     start_from: dict[str, Any] | None = None
     """The checkpoint of another run that it starts from: `run`, `step`, `weights_only`; None for one from step 0."""
+    name: str | None = None
+    """The config's; None where an earlier jobkit submitted the run, which journalled none of these three."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """The config's, with what is secret in them masked."""
+    seed: int | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    """What was logged last."""
 
     @property
     def start(self) -> tuple[str | None, int, int]:
@@ -270,6 +277,8 @@ def complete(status: Status, progress: Progress | None = None) -> Status:
     Changes `status`, after which no more events can be applied to it, and returns it.
     """
     attempt = status.attempt
+    if progress and attempt:
+        status.values = dict(progress.values)  # those of an attempt that has ended are the newest until the next logs
     if progress and attempt and progress.attempt == attempt.id:
         status.total_steps = status.total_steps if progress.total_steps is None else progress.total_steps
         if status.state == State.RUNNING:
@@ -401,6 +410,8 @@ def _submitting(status: Status, event: Entry) -> None:
     status.launcher = str(event.get("launcher", ""))
     status.sweep = str(event.get("sweep", ""))
     status.start_from = event.get("start_from")
+    status.name, status.seed = event.get("name"), event.get("seed")
+    status.params = dict(event.get("params") or {})
 
 
 def _started(status: Status, event: Entry) -> None:

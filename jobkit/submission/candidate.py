@@ -95,6 +95,7 @@ class Candidate:
             cwd=str(self.source),
             **({"sweep": self.sweep} if self.sweep else {}),
             **start_from.entry(plan.config),
+            **plan.config.told(),
             **_how_to_resume(run, self.command),
         )
         self._is_recorded = True

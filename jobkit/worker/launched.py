@@ -94,9 +94,8 @@ def begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | N
     run.write_config(config)  # before the event: whoever sees a run in the journal may read its config
     by = "python" if is_started_by_itself() else launcher
     here = str(Path.cwd())
-    run.record(
-        Event.SUBMITTING, cluster="local", scheduler="local", script=script, typed=_typed(by), launcher=by, cwd=here
-    )
+    told = {"script": script, "typed": _typed(by), "launcher": by, "cwd": here, **config.told()}
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local", **told)
     return attempts.begin(run, job_id=str(os.getpid()), scheduler="local", launcher=launcher).number
 
 

@@ -32,8 +32,8 @@ MAX_UNWRITTEN_EVENTS = 64 << 20
 MARK_SECONDS = 60.0
 """How long a checkpoint, or the end of a function without a loop, waits for what was logged to be on the disk."""
 
-SHOWN_VALUES = 4
-"""How many of the values that the function logs are in the progress report: a progress bar has no room for more."""
+REPORTED_VALUES = 32
+"""How many of the values that the function logs are in the progress report, which is written a few times a second."""
 
 
 class RunReporter:
@@ -223,7 +223,7 @@ class RunReporter:
     def _report(self, latest: dict[str, float]) -> None:
         own = ("perf/", "final/", "train/lr")
         shown = [(tag, value) for tag, value in latest.items() if not tag.startswith(own)]
-        values, beats = dict(shown[:SHOWN_VALUES]), self.heartbeat.report()
+        values, beats = dict(shown[:REPORTED_VALUES]), self.heartbeat.report()
         progress = Progress(attempt=self._attempt, time=time.time(), values=values, **self._progress, **beats)
         with suppress(OSError):  # only a view, and the journal's own trouble has been said
             records.write(self._run.progress_file, progress, durable=False)
