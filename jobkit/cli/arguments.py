@@ -11,6 +11,7 @@ from jobkit.errors import InputError
 from jobkit.run.command_line import to_type
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import FoundRun, all_runs, default_runs_dir
+from jobkit.run.summary import Summary
 
 WORDS = "a name, the beginning of one, a pattern ('digits*'), `latest`, a job id, a sweep's name or a path"
 
@@ -67,10 +68,12 @@ def chosen_runs(arguments: argparse.Namespace) -> list[RunDir]:
     found = found_runs(arguments)
     if not is_filtered(arguments):
         return [run.open() for run in found]
-    left = _filtered(found, arguments)
+    from jobkit.submission.overview import look_at
+
+    left = meeting_filters(look_at(found, with_config=bool(arguments.where)), arguments)
     if not left:
         print(f"none of {len(found)} run(s) meets {_filters(arguments)}: nothing to do", file=sys.stderr)
-    return left
+    return [RunDir(one.path) for one in left]
 
 
 def found_runs(arguments: argparse.Namespace) -> list[FoundRun]:
@@ -87,13 +90,15 @@ def is_filtered(arguments: argparse.Namespace) -> bool:
     return bool(arguments.where or arguments.state is not None)
 
 
-def _filtered(found: Sequence[FoundRun], arguments: argparse.Namespace) -> list[RunDir]:
+def meeting_filters(summaries: Sequence[Summary], arguments: argparse.Namespace) -> list[Summary]:
+    """Those of some runs that meet `--where` and `--state`; InputError for what is no condition on them."""
+    if not is_filtered(arguments):
+        return list(summaries)
     from jobkit.run import query
-    from jobkit.submission.overview import look_at
 
     conditions = [query.parse(text) for text in arguments.where]
     states = () if arguments.state is None else query.parse_states(arguments.state)
-    return [RunDir(one.path) for one in query.select(look_at(found), conditions, states)]
+    return query.select(summaries, conditions, states)
 
 
 def _filters(arguments: argparse.Namespace) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
-from jobkit.run.usage import Parser, program
+from jobkit.run.usage import Parser, joined, program
 
 VERBS = {
     "submit": "run an experiment, or continue it",
@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
             told_by = subparser
-    parsed, unknown = parser.parse_known_args(arguments)
+    parsed, unknown = parser.parse_known_args(joined(arguments))
+    if hasattr(parsed, "run_names"):  # argparse takes none behind an option that stands behind others
+        parsed.run_names += [word for word in unknown if not word.startswith("-")]
+        unknown = [word for word in unknown if word.startswith("-")]
     if unknown:
         told_by.error(f"unrecognized arguments: {' '.join(unknown)}")
     from jobkit.log import configure  # here: --help needs no logging, whose import takes a sixth of its time

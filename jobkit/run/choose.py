@@ -11,8 +11,10 @@ from typing import Any
 from jobkit.errors import InputError, nearest
 from jobkit.run.command_line import to_type
 from jobkit.run.files import is_there
+from jobkit.run.index import facts_of_ended
 from jobkit.run.rundir import VERSION, RunDir
 from jobkit.run.runs import FoundRun, all_runs, run_at, versions
+from jobkit.run.summary import Facts, facts_of
 from jobkit.run.sweeps import runs_of
 
 LATEST = "latest"
@@ -118,11 +120,10 @@ def _of_job(job_id: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
 
     The id of an array means the runs of all its tasks.
     """
-    statuses = [(run, _status(run)) for run in runs]
-    now = [run for run, status in statuses if _is_of(status.get("job_id"), job_id)]
-    return now or [
-        run for run, status in statuses if any(_is_of(one.get("job_id"), job_id) for one in status["attempts"])
-    ]
+    known = facts_of_ended(runs)
+    facts = [(run, known.get(run.directory) or _facts(run)) for run in runs]
+    now = [run for run, one in facts if _is_of(one.get("job_id"), job_id)]
+    return now or [run for run, one in facts if any(_is_of(own, job_id) for own in one.get("jobs", ()))]
 
 
 def _is_of(job_id: Any, asked: str) -> bool:
@@ -130,8 +131,8 @@ def _is_of(job_id: Any, asked: str) -> bool:
     return job_id == asked or str(job_id).partition("_")[0] == asked
 
 
-def _status(run: FoundRun) -> dict[str, Any]:
+def _facts(run: FoundRun) -> Facts:
     try:
-        return run.recorded_status() or run.open().status().as_dict()
+        return facts_of(run.recorded_status() or run.open().status().as_dict())
     except OSError:  # another user's: its jobs are theirs
-        return {"attempts": ()}
+        return {}

@@ -12,11 +12,16 @@ from typing import Any
 
 from jobkit.errors import InputError
 from jobkit.run.rundir import BESIDE, CONFIG, JOURNAL, NUMBERED, STATUS, VERSION, RunDir
+from jobkit.run.status import State
 
 
 def default_runs_dir() -> Path:
     """$JOBKIT_RUNS, else ./runs."""
     return Path(os.environ.get("JOBKIT_RUNS") or "runs").absolute()
+
+
+JournalKey = tuple[int, int, int]
+"""Modification time in ns, bytes and inode of a run's journal: one that has changed has another."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,25 @@ class FoundRun:
     journal_bytes: int
     submitted: float = 0.0
     """When its config was last written, as each submission does, in seconds since the epoch."""
+    key: JournalKey = (0, 0, 0)
 
     def open(self) -> RunDir:
         """The run directory itself."""
         return RunDir(self.directory)
+
+    def recorded_config(self) -> dict[str, Any]:
+        """Name, seed and params of config.yaml, with what is secret masked; none where it cannot be read.
+
+        For a run that an earlier jobkit submitted: it journalled none of them.
+        """
+        import yaml  # here: most lists need none
+
+        try:
+            with open(f"{self.directory}/{CONFIG}", "rb") as file:  # noqa: PTH123
+                values = yaml.load(file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # fast: there may be thousands
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return {key: values.get(key) for key in ("name", "seed", "params")} if isinstance(values, dict) else {}
 
     def recorded_status(self) -> dict[str, Any] | None:
         """What status.json says; None where it does not follow from the whole journal."""
@@ -45,6 +65,12 @@ class FoundRun:
             return None
         is_new = isinstance(status, dict) and status.get("journal_bytes") == self.journal_bytes
         return status if is_new else None
+
+    def final_status(self) -> dict[str, Any] | None:
+        """`recorded_status` of a run that has ended; None for one to which more may happen by itself."""
+        status = self.recorded_status()
+        is_over = status is not None and not (State(status["state"]).is_under_way or status["submitting"])
+        return status if is_over else None
 
 
 def all_runs(runs_dir: Path) -> list[FoundRun]:
@@ -74,7 +100,8 @@ def _found(name: str, directory: str) -> FoundRun | None:
     journal = _stat(f"{directory}/{JOURNAL}")
     if journal is None:  # a submission that is just writing it
         return FoundRun(name, directory, 0.0, 0, submitted)
-    return FoundRun(name, directory, journal.st_mtime, journal.st_size, submitted)
+    key = (journal.st_mtime_ns, journal.st_size, journal.st_ino)
+    return FoundRun(name, directory, journal.st_mtime, journal.st_size, submitted, key)
 
 
 def _stat(file: str) -> os.stat_result | None:

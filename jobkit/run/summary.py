@@ -1,4 +1,4 @@
-"""What a line of the list tells of a run, by name: for columns, conditions and sorting."""
+"""What a line of the list tells of a run, by name: for columns, conditions and sorting. No file is read."""
 
 from __future__ import annotations
 
@@ -31,13 +31,44 @@ BRANCHES = ("params", "result")
 """Mappings of which a dotted name takes a part, as in `params.lr`."""
 
 
+Facts = dict[str, Any]
+"""What the list tells of a run, in plain values: less than its status."""
+
+_FROM_STATUS = (
+    "state",
+    "step",
+    "total_steps",
+    "cluster",
+    "job_id",
+    "probably",
+    "checkpoint",
+    "goodput",
+    "result",
+    "name",
+    "seed",
+    "params",
+    "values",
+)
+
+
+def facts_of(status: Mapping[str, Any]) -> Facts:
+    """What the list tells of a run with a status, as status.json has it."""
+    attempts = status["attempts"]
+    facts = {key: status.get(key) for key in _FROM_STATUS}
+    facts["attempts"] = len(attempts)
+    facts["jobs"] = [one.get("job_id") for one in attempts]
+    begun = status.get("total_steps") is not None or bool(status.get("step"))
+    facts["has_loop"] = begun or any(one.get("resumed") is not None for one in attempts)
+    return facts
+
+
 @dataclass(frozen=True)
 class Summary:
-    """A run and its status in plain values, as status.json has them."""
+    """A run and what the list tells of it."""
 
     run: str
     path: str
-    status: Mapping[str, Any]
+    facts: Facts
     changed: float = 0.0
     """When something was last journalled, in seconds since the epoch."""
     steps_per_second: float | None = None
@@ -53,22 +84,22 @@ class Summary:
             return _FIXED[key](self)
         branch, dot, rest = key.partition(".")
         if branch in BRANCHES:
-            return _part(self.status.get(branch), rest) if dot else self.status.get(branch)
-        metric = _part(self.status.get("result"), key)
-        return _part(self.status.get("values"), key) if metric is None else metric
+            return _part(self.facts.get(branch), rest) if dot else self.facts.get(branch)
+        metric = _part(self.facts.get("result"), key)
+        return _part(self.facts.get("values"), key) if metric is None else metric
 
     def keys(self) -> Iterator[str]:
         """The names of params, results and metrics that it has a value of."""
-        yield from _dotted(self.status.get("params"), "params.")
-        yield from _dotted(self.status.get("result"), "result.")
-        yield from _dotted(self.status.get("result"), "")
-        yield from self.status.get("values") or ()
+        yield from _dotted(self.facts.get("params"), "params.")
+        yield from _dotted(self.facts.get("result"), "result.")
+        yield from _dotted(self.facts.get("result"), "")
+        yield from self.facts.get("values") or ()
 
     @property
     def seconds_left(self) -> float | None:
         """Until it has done its steps, at the speed that it has now; None where that is not known."""
-        step, total = self.status.get("step"), self.status.get("total_steps")
-        if self.status.get("state") != "running" or not self.steps_per_second or total is None:
+        step, total = self.facts.get("step"), self.facts.get("total_steps")
+        if self.facts.get("state") != "running" or not self.steps_per_second or total is None:
             return None
         return float(max(0, total - (step or 0))) / self.steps_per_second
 
@@ -78,23 +109,19 @@ class Summary:
         return max(0.0, time.time() - self.changed)
 
 
-def _attempts(summary: Summary) -> int:
-    return len(summary.status.get("attempts") or ())
-
-
 _FIXED: dict[str, Callable[[Summary], Any]] = {
     "run": lambda one: one.run,
-    "name": lambda one: one.status.get("name"),
+    "name": lambda one: one.facts.get("name"),
     "path": lambda one: one.path,
-    "state": lambda one: str(one.status.get("state")),
-    "step": lambda one: one.status.get("step"),
-    "total_steps": lambda one: one.status.get("total_steps"),
-    "attempts": _attempts,
-    "where": lambda one: one.status.get("cluster"),
-    "job": lambda one: one.status.get("job_id"),
-    "seed": lambda one: one.status.get("seed"),
-    "checkpoint": lambda one: one.status.get("checkpoint"),
-    "goodput": lambda one: one.status.get("goodput"),
+    "state": lambda one: str(one.facts.get("state")),
+    "step": lambda one: one.facts.get("step"),
+    "total_steps": lambda one: one.facts.get("total_steps"),
+    "attempts": lambda one: one.facts.get("attempts"),
+    "where": lambda one: one.facts.get("cluster"),
+    "job": lambda one: one.facts.get("job_id"),
+    "seed": lambda one: one.facts.get("seed"),
+    "checkpoint": lambda one: one.facts.get("checkpoint"),
+    "goodput": lambda one: one.facts.get("goodput"),
     "age": lambda one: one.age,
     "eta": lambda one: one.seconds_left,
 }
@@ -129,7 +156,8 @@ def check_keys(keys: Iterable[str], option: str, summaries: Iterable[Summary]) -
     known = {name for summary in summaries for name in summary.keys()}  # noqa: SIM118 - no mapping
     for key in unknown if known else ():
         if key not in known:
-            raise InputError(f"{option}: no run has {key!r}{nearest_key(key, known)}; there are {_some(known)}")
+            hint = nearest_key(key, known)
+            raise InputError(f"{option}: no run has {key!r}{hint or f'; there are {_some(known)}'}")
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str:

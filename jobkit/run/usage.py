@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +19,17 @@ def program(verb: str = "") -> str:
         return "python -m jobkit.submit"
     typed = "jobkit" if started.name == "jobkit" else "python -m jobkit"
     return f"{typed} {verb}".strip()
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """The words of a command line with `--sort -accuracy` as one: argparse takes such a value for an option."""
+    found: list[str] = []
+    for word in words:
+        if found[-1:] == ["--sort"] and word.startswith("-") and not word.startswith("--"):
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 class Parser(argparse.ArgumentParser):

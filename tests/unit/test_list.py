@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobkit.cli import list as list_command
+from jobkit.cli.main import main
 from jobkit.errors import InputError, SchedulerError
 from jobkit.run.choose import find_run
 from jobkit.run.events import Event
@@ -57,7 +56,7 @@ def make(runs: Path, name: str, state: str = "finished", job: str = "7") -> RunD
 
 
 def listed(runs: Path, capsys: pytest.CaptureFixture[str], *, as_json: bool = False) -> str:
-    list_command.run(argparse.Namespace(runs_dir=runs, json=as_json))
+    assert main(["list", "--runs-dir", str(runs), *(["--json"] if as_json else [])]) == 0
     return capsys.readouterr().out
 
 

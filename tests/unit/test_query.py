@@ -12,7 +12,7 @@ from jobkit.run.summary import Summary
 
 
 def summary(run: str, /, **status: Any) -> Summary:
-    return Summary(run, f"/runs/{run}", {"state": "finished", "attempts": [], **status})
+    return Summary(run, f"/runs/{run}", {"state": "finished", "attempts": 0, **status})
 
 
 RUNS = [
