@@ -151,7 +151,7 @@ _STAYS = {*_UNDER_WAY, State.FINISHED.value}
 def _states(runs: Sequence[RunDir]) -> dict[str, str]:
     """How the runs stand that there are, by their names, with one question to Slurm for all."""
     found = [one for run in runs if (one := run_at(run.path)) is not None]
-    return {one.run: str(one.status["state"]) for one in look_at(found)}
+    return {one.run: str(one.value("state")) for one in look_at(found)}
 
 
 @dataclass
