@@ -39,7 +39,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         os.utime(run / "config.yaml", (1000 + age, 1000 + age))
     sweep = folder / ".sweeps/digits/s1"
     sweep.mkdir(parents=True)
-    (sweep / "sweep.json").write_text(json.dumps({"runs": ["digits-0000000c", "digits-00000000", "digits-0000000a"]}))
+    (sweep / "sweep.json").write_text(
+        json.dumps({"key": "k", "runs": ["digits-0000000c", "digits-00000000", "digits-0000000a"]})
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JOBKIT_RUNS", raising=False)
     return folder
