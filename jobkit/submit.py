@@ -19,6 +19,7 @@ from jobkit.run.usage import Parser, program
 if TYPE_CHECKING:
     from jobkit.run.config import Experiment, LoadedConfig, StartFrom
     from jobkit.run.rundir import RunDir
+    from jobkit.submission.plan import Turn
     from jobkit.submission.submit import Outcome
 
 DESCRIPTION = "Run the experiment of a YAML on this machine or a Slurm cluster; the same command continues it."
@@ -47,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--detach", action="store_true", help="local: in the background, print where it runs and return"
+    )
+    parser.add_argument("--queue", action="store_true", help="local: wait for CPU slots, too, as for devices")
+    parser.add_argument(
+        "--priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="local: before your own runs of a lower one (default: 0), which make room with a checkpoint",
     )
     parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
     parser.add_argument("--fresh", action="store_true", help="a new run, even though one with this config exists")
@@ -100,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.log import configure
     from jobkit.run.config import read_experiment
     from jobkit.run.runs import default_runs_dir
+    from jobkit.submission.plan import Turn
 
     configure()
     experiment = read_experiment(arguments.experiment, arguments.demo)
@@ -124,6 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         parent=parent,
         detach=arguments.detach,
         follow=arguments.follow,
+        turn=Turn(queues=arguments.queue, priority=arguments.priority),
     )
 
 
@@ -137,6 +148,7 @@ def start(
     follow: bool,
     fresh: bool = False,
     parent: RunDir | None = None,
+    turn: Turn | None = None,
 ) -> int:
     """Submit a config from the current folder, and stay with its run where that is wanted; returns the exit code.
 
@@ -158,6 +170,7 @@ def start(
                 fresh=fresh,
                 foreground=not detach,
                 parent=parent,
+                turn=turn,
             )
         if outcome.started is not None and outcome.started.supervisor is not None and not detach:
             from jobkit.submission.follow import follow_local
@@ -207,6 +220,8 @@ def _continuing(arguments: argparse.Namespace, more: Sequence[str] = (), *, star
     words = [this_python(), "-m", "jobkit.submit", str(arguments.experiment), *shown]
     words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []
     words += [] if arguments.demo is None else ["--demo" if arguments.demo else "--no-demo"]
+    words += ["--queue"] if arguments.queue else []
+    words += ["--priority", str(arguments.priority)] if arguments.priority else []
     words += ["--runs-dir", str(arguments.runs_dir)] if arguments.runs_dir else []
     return shlex.join([*words, *start])
 
@@ -271,6 +286,9 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
         print(f"{where}\nrun directory {run.path}", flush=True)
         from jobkit.run.command_line import to_type
 
+        if outcome.started.supervisor is not None and (standing := _standing(run)):
+            print(f"queued: {standing}", file=sys.stderr)
+
         print(f"{to_type('logs', '-f', run.name)}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
         print(f"already finished{status.at_steps}: {run.path}")
@@ -290,6 +308,14 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
     from jobkit.submission.follow import follow_slurm
 
     return follow_slurm(run)
+
+
+def _standing(run: RunDir) -> str:
+    """The run's place in the line of this machine; nothing where it does not wait there."""
+    from jobkit.supervisor.line import Line
+
+    found = Line().find(run.path, os.getuid())
+    return "" if found is None else str(found)
 
 
 def _note(outcome: Outcome) -> str:

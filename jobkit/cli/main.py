@@ -19,6 +19,7 @@ VERBS = {
     "preempt": "rehearse a preemption: a run stops, and continues by itself",
     "resume": "continue a run as it was last submitted",
     "report": "one HTML page about runs: curves, attempts, config, code",
+    "queue": "who waits for this machine's devices, and what waited before a reboot",
     "doctor": "check this machine, the cluster and the network between its nodes",
 }
 

@@ -18,6 +18,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
 from jobkit.run.status import Status
 from jobkit.run.yamlfile import read_yaml
+from jobkit.submission.plan import Turn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
     # Of several the next is not to wait for the end of the one before.
     arguments.detach |= len(found) > 1
     try:
-        return each(found, lambda run: _resume(run, arguments))
+        return each(found, lambda run: resume(run, arguments))
     except KeyboardInterrupt:
         return submit.interrupted()
 
 
-def _resume(found: RunDir, arguments: argparse.Namespace) -> int:
+def resume(found: RunDir, arguments: argparse.Namespace) -> int:
+    """Submit one again; of `arguments` only `detach` and `follow` are read."""
     status, config = found.status(), found.config()
     if lacking := secrets.lacking_in(dataclasses.asdict(config)):
         raise InputError(
@@ -73,4 +75,5 @@ def _submit(arguments: argparse.Namespace, found: RunDir, config: Config, status
         command=status.command,
         detach=arguments.detach,
         follow=arguments.follow,
+        turn=Turn(queues=status.queues, priority=status.priority),
     )

@@ -82,6 +82,8 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         lines.append("  in the queue again: it continues by itself")
     if status.state == State.HELD:
         lines.append(f"  held: {status.waits_for} (Slurm's word); to release it: scontrol release {status.job_id}")
+    elif status.waits_for is not None and status.scheduler != "slurm":
+        lines.append(f"  waiting for: {status.waits_for}")
     elif status.waits_for is not None:
         lines.append(f"  waiting for: {status.waits_for} (Slurm's word; `man squeue` explains it)")
     if status.state.is_under_way and status.cancel_at is not None:

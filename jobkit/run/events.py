@@ -12,6 +12,8 @@ class Event(str, Enum):
     """A submission began; what follows says how it went."""
     SUBMITTED = "submitted"
     SUBMIT_FAILED = "submit_failed"
+    WAITING = "waiting"
+    """Its own process waits, before the next attempt, for what `for` says."""
     STARTED = "started"
     """An attempt began: it holds the lease."""
     PLACED = "placed"

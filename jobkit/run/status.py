@@ -142,7 +142,8 @@ class Status:
     """What a look from outside found and nobody has recorded: its job is gone, for this cause, one of CAUSES. `state`
     is then what a submission would find."""
     waits_for: str | None = None
-    """Slurm's word for what its queued or held job waits for, as a look from outside found it."""
+    """What the queued or held run waits for, as a look from outside found it: Slurm's word for its job, or of a local
+    run also its place in the line."""
     checkpoint: int | None = None
     """Step of the newest durable checkpoint."""
     cancel_requested: bool = False
@@ -197,6 +198,13 @@ class Status:
     seed: int | None = None
     values: dict[str, float] = field(default_factory=dict)
     """What was logged last."""
+    waiting: str | None = None
+    """What the run's own process waits for before the next attempt, as in `1 GPU`; still there where that process was
+    killed, or the machine has started anew."""
+    priority: int = 0
+    """Of a local run, among those of its user that wait: `--priority`."""
+    queues: bool = False
+    """Whether a local run waits for CPU slots, too: `--queue`."""
 
     @property
     def start(self) -> tuple[str | None, int, int]:
@@ -341,6 +349,8 @@ def apply(status: Status, event: Entry) -> None:
         case Event.SUBMIT_FAILED:
             status.submitting = False
             status.state, status.error = status.before_submission
+        case Event.WAITING:
+            status.waiting = str(event.get("for"))
         case Event.STARTED:
             _started(status, event)
         case Event.RESUMED:
@@ -358,6 +368,7 @@ def apply(status: Status, event: Entry) -> None:
         case Event.INTERRUPTED:
             cause = str(event.get("cause"))
             _end(status, event, State.CANCELLED if cause == "cancelled" else State.INTERRUPTED, cause)
+            status.waiting = None  # it has left the line
         case Event.PLACED:
             if attempt:
                 attempt.nodes, attempt.wanted_nodes = list(event["nodes"]), int(event["wanted"])
@@ -383,7 +394,7 @@ def apply(status: Status, event: Entry) -> None:
         case Event.CANCELLED:
             if status.state == State.RUNNING and attempt and attempt.ended is None:
                 attempt.ended, attempt.cause = float(event["time"]), "cancelled"
-            status.state, status.stragglers = State.CANCELLED, []
+            status.state, status.stragglers, status.waiting = State.CANCELLED, [], None
         case Event.FINISHED:
             _end(status, event, State.FINISHED, "finished")
             status.result = event.get("result")
@@ -412,10 +423,11 @@ def _submitting(status: Status, event: Entry) -> None:
     status.start_from = event.get("start_from")
     status.name, status.seed = event.get("name"), event.get("seed")
     status.params = dict(event.get("params") or {})
+    status.waiting, status.priority, status.queues = None, int(event.get("priority", 0)), bool(event.get("queues"))
 
 
 def _started(status: Status, event: Entry) -> None:
-    status.submitting = False
+    status.submitting, status.waiting = False, None
     status.stragglers = []
     status.state, status.job_id = State.RUNNING, event.get("job_id")
     before = status.attempt if status.next_began == "in place" else None

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jobkit.checkpoint.store import Store
 from jobkit.errors import InputError, SchedulerTimeout
@@ -96,6 +97,7 @@ class Candidate:
             **({"sweep": self.sweep} if self.sweep else {}),
             **start_from.entry(plan.config),
             **plan.config.told(),
+            **_turn(plan),
             **_how_to_resume(run, self.command),
         )
         self._is_recorded = True
@@ -124,6 +126,11 @@ class Candidate:
         """What to say of an error of the disk."""
         where = error.filename2 or error.filename or self.run.path
         return InputError(f"{where}: {error.strerror or error}; make room, or set --runs-dir or JOBKIT_RUNS")
+
+
+def _turn(plan: LaunchPlan) -> dict[str, Any]:
+    """How a local run waits, for its supervisor: it finds that in the journal."""
+    return {"priority": plan.turn.priority, "queues": plan.turn.queues} if plan.scheduler == "local" else {}
 
 
 def _how_to_resume(run: RunDir, command: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -14,9 +15,14 @@ from jobkit.run.silent import how_it_continues, is_silent, stopping
 from jobkit.run.status import State, Status
 from jobkit.run.tail import Tail
 from jobkit.submission.observer import Observer, observe
+from jobkit.supervisor.line import Line
 
 POLL_SECONDS = 0.2
 """How often the run's files are read: a progress bar that moves at once, and five reads a second of a shared disk."""
+
+
+LOOK_SECONDS = 1.0
+"""How often a run's place in the line is looked at."""
 
 
 class Follower:
@@ -63,17 +69,52 @@ class Follower:
         return EXIT_RESUMABLE
 
 
+def is_waiting(status: Status) -> bool:
+    """Whether a run's own process waits for its turn."""
+    return status.state == State.QUEUED and status.waiting is not None
+
+
+class Wait:
+    """Tells of a local run's place in the line, whenever that is another one."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self._told: tuple[int, int] | None = None
+        """The number of attempts before, and the place."""
+        self._look_at = 0.0
+
+    def news(self, status: Status) -> str:
+        """A line, or nothing where nothing is new."""
+        if not is_waiting(status) or time.monotonic() < self._look_at:
+            return ""
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        found = Line().find(self.run.path, os.getuid())
+        if found is None or (len(status.attempts), found.place) == self._told:
+            return ""
+        hint = "" if self._told else f"; {to_type('logs', '-f', self.run.name)}"
+        self._told = len(status.attempts), found.place
+        return f"queued: {found}{hint}"
+
+
 def follow_local(run: RunDir, supervisor: subprocess.Popen[bytes], asked: list[int]) -> int:
-    """Show a local run until its supervisor ends. A signal in `asked`: checkpoint and stop; a second one kills."""
-    follower, stops = Follower(run), 0
+    """Show a local run until its supervisor ends. A signal in `asked`: checkpoint and stop; a second one kills.
+
+    A run that waits for its turn leaves the line, but for SIGHUP: after a closed terminal it waits in the background.
+    """
+    follower, wait, stops = Follower(run), Wait(run), 0
     now = run.status()
     told = sum(attempt.submission < now.submissions for attempt in now.attempts)  # by earlier commands
     while supervisor.poll() is None:
+        status = run.status()
         if len(asked) > stops:
+            if is_waiting(status) and asked[-1] == signal.SIGHUP:
+                return EXIT_FINISHED
             stops = len(asked)
             supervisor.send_signal(signal.SIGTERM if stops == 1 else signal.SIGINT)
-            follower.display.say(stopping(run, run.status()) if stops == 1 else "killing")
-        status = run.status()
+            leaving = "leaving the line" if is_waiting(status) else stopping(run, status)
+            follower.display.say(leaving if stops == 1 else "killing")
+        elif line := wait.news(status):
+            follower.display.say(line)
         follower.refresh(status)
         for attempt in status.attempts[told:-1]:  # those that another one follows
             why = (attempt.failure and attempt.failure.error) or attempt.cause

@@ -222,7 +222,8 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
             elsewhere = _tell_ranks(run, status, status.attempt, seconds)
     # The supervisor of a local run that is only queued is about to begin, and finds the cancel in the journal then.
     if status.state == State.RUNNING or status.scheduler != "slurm":
-        on_wait()
+        if status.state == State.RUNNING:  # one that waits for its turn has nothing to save
+            on_wait()
         _wait_for_end(run, seconds + CLEAN_UP_SECONDS)
         if elsewhere and _runs_on(run, run.status()):
             raise JobkitError(f"{run.name} runs on {elsewhere}; cancel it there")

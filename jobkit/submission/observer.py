@@ -18,6 +18,7 @@ from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status, apply
 from jobkit.run.tail import Tail
+from jobkit.supervisor.line import Line
 
 ASK_SECONDS = 10.0
 """How often one run's job is asked about: all share a slurmctld, which answers one request at a time. The run's own
@@ -37,7 +38,8 @@ def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
     on_slurm = [run for run, status in found if status.scheduler == "slurm" and _is_asked_about(status, LIST_SECONDS)]
     listed = slurm.jobs_of(_owners(on_slurm), LIST_SECONDS) if on_slurm else ()
     jobs = {job.job_id: job for job in listed}
-    return [_looked_at(run, status, jobs.get, LIST_SECONDS) for run, status in found]
+    line = Line() if any(status.waiting for _, status in found) else None
+    return [_looked_at(run, status, jobs.get, LIST_SECONDS, line) for run, status in found]
 
 
 def _looked_at(
@@ -45,8 +47,10 @@ def _looked_at(
     status: Status,
     find_job: Callable[[str], slurm.JobInfo | None],
     timeout: float = slurm.ANSWER_SECONDS,
+    line: Line | None = None,
 ) -> Status:
-    """A run's status with what has become of its job; `find_job` says what Slurm knows of one."""
+    """A run's status with what has become of its job; `find_job` says what Slurm knows of one, and `line` who waits on
+    this machine, where that was looked at before."""
     if status.submitting:
         return _with_cut_off_submission(run, status)
     if may_be_requeued(status):
@@ -54,8 +58,16 @@ def _looked_at(
     if not _is_asked_about(status, timeout):
         return status
     if status.scheduler != "slurm":
-        return status if has_supervisor(run) else _with_end(run, status, None)
+        return _with_turn(run, status, line) if has_supervisor(run) else _with_end(run, status, None)
     return _with_job(run, status, find_job(str(status.job_id)))
+
+
+def _with_turn(run: RunDir, status: Status, line: Line | None) -> Status:
+    """The status of a local run, with its place in the line where it waits for its turn."""
+    if status.state == State.QUEUED and status.waiting:
+        found = (line or Line()).find(run.path, _owner_of_run(run))
+        status.waits_for = status.waiting if found is None else f"{found.text}, {found.ordinal} in line"
+    return status
 
 
 def may_be_requeued(status: Status) -> bool:
@@ -113,6 +125,10 @@ def _owner(run: RunDir) -> int:
         return run.batch_script.stat().st_uid
     except OSError:
         pass
+    return _owner_of_run(run)
+
+
+def _owner_of_run(run: RunDir) -> int:
     try:
         return run.path.stat().st_uid
     except FileNotFoundError:  # removed since it was listed

@@ -16,8 +16,21 @@ from jobkit.run.duration import format_seconds
 from jobkit.run.strict import build
 from jobkit.slurm import stop_margin
 from jobkit.submission import devices, options
+from jobkit.supervisor.device_leases import Leases
 
 SCHEDULERS = ("slurm", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """How a local run waits for its turn on this machine."""
+
+    queues: bool = False
+    """Whether for CPU slots, too: for devices each run waits."""
+    priority: int = 0
+    """Among the runs of its user."""
+    leases: Leases | None = None
+    """What somebody has waited for on its behalf: it starts at once. A submission that starts it closes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +47,7 @@ class LaunchPlan:
     """Submitit's parameters for the batch script; empty for local."""
     notes: Sequence[str] = ()
     """What a person should be told of it."""
+    turn: Turn = field(default_factory=Turn)
 
     def at(self, run: Path) -> LaunchPlan:
         """The same plan for another run directory: which one it is, is decided last, under the submission's lock."""

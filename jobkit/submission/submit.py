@@ -24,9 +24,10 @@ from jobkit.run.runs import next_version, versions
 from jobkit.run.status import Status
 from jobkit.submission import job, start_from
 from jobkit.submission.candidate import Candidate
-from jobkit.submission.plan import LaunchPlan, make_plan
+from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
 from jobkit.submission.unapplied import unapplied
+from jobkit.supervisor.tickets import PRIORITIES
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
 """The entry point through which Submitit, in the job, finds jobkit's environment."""
@@ -57,6 +58,7 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
     Returns the user's own files that it imports at its start, relative to `source`.
     """
     check_values(plan)
+    _check_turn(plan)
     config, has_setup = plan.config, bool(plan.parameters.get("setup"))
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:
@@ -84,6 +86,16 @@ def check_values(plan: LaunchPlan) -> None:
             problem = getattr(error, "strerror", None) or str(error)
         if problem:
             raise InvalidValue("inputs", f"{path}: {problem}; the task needs it to start")
+
+
+def _check_turn(plan: LaunchPlan) -> None:
+    """Refuse a wait for this machine's queue where that is not used, and a priority that is none."""
+    turn = plan.turn
+    if plan.scheduler != "local" and (turn.queues or turn.priority):
+        given = "--queue" if turn.queues else f"--priority {turn.priority}"
+        raise InputError(f"{given}: this is of the queue of this machine; add --local (Slurm's: `nice` under clusters)")
+    if turn.priority not in PRIORITIES:
+        raise InputError(f"--priority: found {turn.priority}, allowed: {PRIORITIES[0]} to {PRIORITIES[-1]}")
 
 
 NOT_IN_PATHS = {"local": r"%[jtAa]", "slurm": r"%\d*[A-Za-z%]|\\"}
@@ -117,6 +129,7 @@ def submit(
     fresh: bool = False,
     foreground: bool = False,
     parent: RunDir | None = None,
+    turn: Turn | None = None,
 ) -> Outcome:
     """Start the run of `config`, or continue it, unless it is finished or under way already.
 
@@ -127,6 +140,7 @@ def submit(
     """
     # Whatever is wrong with the input is refused before anything is touched on the disk.
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
+    plan = dataclasses.replace(plan, turn=turn or plan.turn)
     needed = check(plan, source)
     start_from.check(config, RunDir(plan.run), parent)
     check_writable(runs_dir)

@@ -27,9 +27,13 @@ class LocalJob:
 
     scheduler = "local"
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, is_wanted: Callable[[], bool] = lambda: False) -> None:
         self.id = str(os.getpid())
         self.run = run
+        self._is_wanted = is_wanted
+        """Whether anybody waits for what the run has."""
+        self.makes_room = False
+        """Whether the run was preempted, and is to give back what it has until it is its turn again."""
         self.signals = 0
         """How often it was told to stop: the second time kills."""
         self._foreground_pipe = int(os.environ[FOREGROUND_PIPE]) if FOREGROUND_PIPE in os.environ else None
@@ -43,13 +47,25 @@ class LocalJob:
         self.signals += 2 if number == signal.SIGINT else 1  # what follows from it happens in the loop, not here
 
     def stop_request(self) -> StopRequest | None:
-        if self._foreground_pipe is not None and select.select([self._foreground_pipe], [], [], 0)[0]:
-            os.close(self._foreground_pipe)  # a closed terminal, a kill -9: as if the command had asked to stop
-            self._foreground_pipe = None
-            self.signals += 1
+        if self._has_lost_command():
+            self.signals += 1  # as if it had asked to stop
         if not self.signals:
             return None
         return StopRequest(cause="user", grace=None if self.signals == 1 else 0)
+
+    def stops_waiting(self) -> bool:
+        """Whether a run that waits for its turn has been told to stop; that its command is gone is no reason: it goes
+        on in the background."""
+        self._has_lost_command()
+        return self.signals > 0
+
+    def _has_lost_command(self) -> bool:
+        """Whether the foreground command is gone since the last look: a closed terminal, a kill -9."""
+        if self._foreground_pipe is None or not select.select([self._foreground_pipe], [], [], 0)[0]:
+            return False
+        os.close(self._foreground_pipe)
+        self._foreground_pipe = None
+        return True
 
     def leaves_no_time(self) -> bool:
         return False  # nobody ends this process but its signals
@@ -80,10 +96,12 @@ class LocalJob:
         return False
 
     def leave(self, decision: Decision, *, now: bool) -> int | None:
-        """Go on in this process, unless the run has ended or a signal came meanwhile."""
+        """Go on in this process, unless the run has ended or a signal came meanwhile; after a preemption in line behind
+        those who wait for what the run has."""
         if decision.action == "stop" or self.signals:
             state = self.run.status().state
             return {State.FINISHED: EXIT_FINISHED, State.FAILED: EXIT_FAILED}.get(state, EXIT_RESUMABLE)
         event = Event.RESTARTED if decision.action == "in_place" else Event.REQUEUED
         self.run.record(event, job_id=self.id, cause=decision.reason)
-        return None
+        self.makes_room = decision.reason == "preempted" and self._is_wanted()
+        return EXIT_RESUMABLE if self.makes_room else None

@@ -6,6 +6,7 @@ supervisor of the job has left: the end of its attempt, where it was killed, and
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +14,32 @@ from pathlib import Path
 from filelock import Timeout
 
 from jobkit import slurm
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import configure, log
 from jobkit.run.locks import NoLocks
 from jobkit.run.rundir import RunDir
+from jobkit.supervisor import queue
 from jobkit.supervisor.attempt import NotRunnable
+from jobkit.supervisor.device_leases import Leases
 from jobkit.supervisor.local_job import LocalJob
+from jobkit.supervisor.needs import need_of
 from jobkit.supervisor.nodes import LocalNodes, SlurmNodes
+from jobkit.supervisor.queue import Place
 from jobkit.supervisor.ranks import ForkedRanks
 from jobkit.supervisor.slurm_job import EXIT_DECIDED, SlurmJob
 from jobkit.supervisor.supervisor import Supervisor
+from jobkit.supervisor.waiting import wait_in_line
 
 
 def supervise_local(run: RunDir) -> int:
     """Run the attempts of a local run, as the only supervisor it has."""
-    job = LocalJob(run)
+    status = run.status()
+    need = need_of(run.config(), os.environ, queues=status.queues)
+    job = LocalJob(run, is_wanted=lambda: queue.is_wanted(need))
     job.listen()
+    leases = Leases.inherited(os.environ)
+    # Before the lock: who has started this process goes on when the lock is held, and may start the next run.
+    place = Place(need, run.path, status.priority) if leases is None else None
     lock = run.alive_lock()
     try:
         lock.acquire(timeout=10)  # not at once: whoever asks whether we live takes the lock for an instant
@@ -36,11 +47,23 @@ def supervise_local(run: RunDir) -> int:
         log.warning("%s is already being run by another supervisor", run.name)
         return EXIT_FAILED
     try:
-        return Supervisor(run, ForkedRanks(run, LocalNodes(run, job.id)), job).supervise()
+        while True:
+            if leases is None:
+                leases = wait_in_line(run, job, place or Place(need, run.path, status.priority))
+                if leases is None:
+                    return EXIT_RESUMABLE
+                leases.sign(run.path, os.getpid())
+            code = Supervisor(run, ForkedRanks(run, LocalNodes(run, job.id, leases)), job).supervise()
+            if not job.makes_room:
+                return code
+            leases.close()
+            leases = place = None
     except NotRunnable as error:
         log.warning("%s", error)
         return EXIT_FAILED
     finally:
+        if place is not None:
+            place.leave()
         lock.release()
 
 

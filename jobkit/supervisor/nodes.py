@@ -155,12 +155,13 @@ class LocalNodes:
     codes_of_a_stop: tuple[int, ...] = ()
     is_asking = False
 
-    def __init__(self, run: RunDir, job_id: str) -> None:
+    def __init__(self, run: RunDir, job_id: str, leases: Leases) -> None:
         self.run = run
         self.job_id = job_id
+        self.leases = leases
         self._parent: Parent | None = None
-        self.leases = Leases.inherited(os.environ)
-        self._outside = {name: value for name, value in os.environ.items() if name not in (FOREGROUND_PIPE, LEASES)}
+        own = (FOREGROUND_PIPE, LEASES)
+        self._outside = {name: value for name, value in os.environ.items() if name not in own} | leases.visible
 
     @property
     def parents(self) -> list[Parent]:

@@ -17,11 +17,13 @@ from harness.in_process import jobkit
 from harness.processes import ranks_of
 from harness.project import Project, status, wait_for
 
-from jobkit.errors import InputError
 from jobkit.log import log
+from jobkit.run.config import Config, Resources
 from jobkit.run.device_kinds import KINDS, SHARE
-from jobkit.supervisor import device_leases
-from jobkit.supervisor.device_leases import FOLDER, LEASES, TAKING, Leases, physical_names, take
+from jobkit.supervisor import device_leases, lock_files
+from jobkit.supervisor.device_leases import LEASES, Leases, used_by
+from jobkit.supervisor.lock_files import FOLDER, TAKING
+from jobkit.supervisor.needs import CPU_SLOTS, Need, need_of, physical_names
 
 A, B, C = Path("/runs/a-1"), Path("/runs/b-2"), Path("/runs/c-3")
 
@@ -31,18 +33,28 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "4,5", FOLDER: str(tmp_path / "devices")}
 
 
-def refusal(*arguments: object) -> str:
-    with pytest.raises(InputError) as refused:
-        take(*arguments)  # type: ignore[arg-type]
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
+def need(environ: dict[str, str], count: int, device: str = "auto") -> Need:
+    """Of a run with a rank for each of so many devices."""
+    resources = Resources(tasks_per_node=count or 1, gpus_per_task=1 if count else 0)
+    return need_of(Config(name="x", task="m:f", device=device, resources=resources), environ, queues=False)
 
 
-def signed(environ: dict[str, str], count: int, run: Path, pid: int = os.getpid()) -> Leases:
-    leases = take("auto", count, run, environ)
+def take(environ: dict[str, str], count: int, device: str = "auto") -> Leases | None:
+    return device_leases.take(need(environ, count, device))
+
+
+def signed(environ: dict[str, str], count: int, run: Path, pid: int = os.getpid(), device: str = "auto") -> Leases:
+    leases = take(environ, count, device)
+    assert leases is not None
     leases.sign(run, pid)
     return leases
+
+
+def refusal(environ: dict[str, str], count: int) -> str:
+    """Who has the devices that keep a run from starting."""
+    assert take(environ, count) is None
+    pool = need(environ, count).pools[0]
+    return used_by(dict(zip(pool.names, pool.locks, strict=True)))
 
 
 def test_two_runs_get_different_devices_of_those_that_are_visible(environ: dict[str, str]) -> None:
@@ -52,14 +64,15 @@ def test_two_runs_get_different_devices_of_those_that_are_visible(environ: dict[
     assert signed(environ, 1, C).devices == ("4",)
 
 
-def test_who_gets_none_is_told_who_has_them_and_what_to_do(environ: dict[str, str]) -> None:
+def test_who_gets_none_is_told_who_has_them(environ: dict[str, str]) -> None:
     signed(environ, 1, A)
-    message = refusal("auto", 2, B, environ)
-    assert "2 cuda device(s) are needed, and 1 of the 2 visible are free" in message
-    assert f"4 is used by process {os.getpid()} for /runs/a-1" in message
-    for advice in ("wait", "CUDA_VISIBLE_DEVICES", "JOBKIT_SHARE_DEVICES=1"):
-        assert advice in message
-    assert signed(environ, 1, B).devices == ("5",), "a refused run keeps nothing"
+    assert refusal(environ, 2) == "4 is used by a-1"
+    assert signed(environ, 1, B).devices == ("5",), "who gets too little keeps nothing"
+
+
+def test_what_others_have_written_into_a_lock_file_does_nothing_to_a_terminal(environ: dict[str, str]) -> None:
+    signed(environ, 2, Path("/runs/a\x1b[2J-1\n"))
+    assert refusal(environ, 1) == "4 is used by a??2J-1?, 5 by a??2J-1?"
 
 
 def test_who_asks_to_share_gets_the_free_ones_first_and_then_used_ones(environ: dict[str, str]) -> None:
@@ -67,15 +80,14 @@ def test_who_asks_to_share_gets_the_free_ones_first_and_then_used_ones(environ: 
     sharing = environ | {SHARE: "1"}
     assert signed(sharing, 1, B).devices == ("5",)
     assert signed(sharing, 2, C).devices == ("4", "5")
-    message = refusal("auto", 1, Path("/runs/d-4"), environ)
-    assert f"4 is used by process {os.getpid()} for /runs/a-1 and process {os.getpid()} for /runs/c-3" in message
+    assert refusal(environ, 1) == "4 is used by a-1 and c-3, 5 by b-2 and c-3"
 
 
 def test_a_shared_device_is_not_free_before_the_last_of_its_users_is_gone(environ: dict[str, str]) -> None:
     environ["CUDA_VISIBLE_DEVICES"] = "4"
     first, second = signed(environ, 1, A), signed(environ | {SHARE: "1"}, 1, B)
     first.close()
-    assert "0 of the 1 visible are free" in refusal("auto", 1, C, environ)
+    assert refusal(environ, 1) == "4 is used by a-1 and b-2"
     second.close()
     assert signed(environ, 1, C).devices == ("4",)
 
@@ -86,23 +98,29 @@ def test_devices_may_be_named_by_uuid(environ: dict[str, str], value: str) -> No
     first, second = value.split(",")
     assert signed(environ, 1, A).devices == (first,)
     assert signed(environ, 1, B).devices == (second,)
-    assert "0 of the 2 visible are free" in refusal("auto", 1, C, environ)
+    assert refusal(environ, 1)
 
 
-def test_a_run_on_the_cpu_takes_nothing(environ: dict[str, str]) -> None:
-    for device, count in (("auto", 0), ("cpu", 2), ("mps", 1), ("xpu", 1)):
-        nothing = take(device, count, A, environ)
-        assert nothing == Leases()
-        assert nothing.environment == {}
-        assert nothing.of_rank(0, 1, 1) == ({}, ())
-    assert not Path(environ[FOLDER]).exists()
+def test_a_run_on_the_cpu_takes_no_device_and_counts_as_a_user_of_cores(environ: dict[str, str]) -> None:
+    environ[CPU_SLOTS] = "3"
+    for device, count, slots in (("auto", 0, 1), ("cpu", 2, 2), ("mps", 1, 1), ("xpu", 1, 1)):
+        leases = signed(environ, count, A, device=device)
+        assert (leases.devices, len(leases.slots)) == ((), slots)
+        assert leases.visible == {} and leases.of_rank(0, 1, 1) == ({}, ())
+    used = sorted(file.name for file in Path(environ[FOLDER]).glob("cpu-*") if not lock_files.is_free(file))
+    assert used == ["cpu-0", "cpu-1", "cpu-2"], "it waits for nobody, but takes free ones first"
+
+
+def test_a_folder_that_cannot_be_does_not_keep_a_run_from_the_cpu(environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "devices").write_text("a file")
+    assert take(environ, 0) == Leases()
 
 
 def test_other_kinds_of_devices_have_their_own_variable_and_locks(environ: dict[str, str]) -> None:
     environ["ASCEND_RT_VISIBLE_DEVICES"] = "4,5,6"
     signed(environ, 2, A)
-    npus = take("npu", 3, B, environ)
-    assert npus.environment["ASCEND_RT_VISIBLE_DEVICES"] == "4,5,6"
+    npus = signed(environ, 3, B, device="npu")
+    assert npus.visible == {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6"}
     assert npus.of_rank(2, 3, 1)[0] == {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6"}
 
 
@@ -119,40 +137,31 @@ def test_every_user_of_the_machine_may_use_the_folder_and_none_may_remove_the_ot
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o666}
 
 
-def test_a_folder_that_cannot_be_is_named_with_the_variable_that_moves_it(
-    environ: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "devices").write_text("a file")
-    message = refusal("auto", 1, A, environ)
-    assert str(tmp_path / "devices") in message
-    assert "JOBKIT_DEVICES_DIR" in message
-
-
 # Processes
 
-HOLD = """
+NEED = """
 import os, sys, time
 from pathlib import Path
-from jobkit.supervisor.device_leases import take
-leases = take("auto", int(sys.argv[1]), Path(sys.argv[2]), os.environ)
+from jobkit.run.config import Config, Resources
+from jobkit.supervisor import device_leases, lock_files
+from jobkit.supervisor.needs import need_of
+resources = Resources(tasks_per_node=int(sys.argv[1]), gpus_per_task=1)
+need = need_of(Config(name="x", task="m:f", resources=resources), os.environ, queues=False)
+"""
+
+HOLD = f"""{NEED}
+leases = device_leases.take(need)
 leases.sign(Path(sys.argv[2]), os.getpid())
 print(*leases.devices, flush=True)
 time.sleep(float(sys.argv[3]))
 """
 
-TAKE_AT_ONCE = """
-import os, sys
-from pathlib import Path
-from jobkit.supervisor import device_leases
-device_leases.TAKING_SECONDS = 0.0
+TAKE_AT_ONCE = f"""{NEED}
+lock_files.TAKING_SECONDS = 0.0
 print("ready", flush=True)
 sys.stdin.readline()
-while True:  # one that finds all taken for an instant tries again
-    try:
-        leases = device_leases.take("auto", 1, Path(sys.argv[1]), os.environ)
-        break
-    except device_leases.InputError:
-        pass
+while (leases := device_leases.take(need)) is None:  # one that finds all taken for an instant tries again
+    pass
 print(*leases.devices, flush=True)
 sys.stdin.read()
 """
@@ -183,29 +192,19 @@ def test_the_kernel_takes_a_device_back_from_a_process_that_is_killed(
 ) -> None:
     process, devices = hold(holders, environ, 2, A)
     assert devices == ["4", "5"]
-    assert f"5 is used by process {process.pid} for /runs/a-1" in refusal("auto", 1, B, environ)
+    assert refusal(environ, 1) == "4 is used by a-1, 5 by a-1"
     process.kill()
     process.wait()
     assert signed(environ, 2, B).devices == ("4", "5")
 
 
-def test_a_run_waits_for_what_a_killed_supervisor_of_its_own_has_left(
-    holders: list[subprocess.Popen[str]], environ: dict[str, str]
-) -> None:
-    process, _ = hold(holders, environ, 2, A, seconds=2)
-    assert "0 of the 2 visible are free" in refusal("auto", 1, B, environ)
-    assert signed(environ, 1, A).devices == ("4",)
-    assert process.wait(10) == 0, "it was waited for"
-
-
 def test_a_device_belongs_to_those_who_were_given_its_open_lock(environ: dict[str, str]) -> None:
-    leases = take("auto", 1, A, environ)
+    leases = signed(environ, 1, A)
     child = subprocess.Popen(["sleep", "600"], pass_fds=leases.files)
     try:
-        leases.sign(A, child.pid)
+        leases.sign(B, child.pid)
         leases.close()
-        message = refusal("auto", 2, B, environ)
-        assert f"4 is used by process {child.pid}" in message
+        assert "b-2" in refusal(environ, 2)
     finally:
         child.kill()
         child.wait()
@@ -229,7 +228,7 @@ def test_a_stopped_process_that_holds_the_lock_of_all_takers_is_named_and_not_wa
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(device_leases, "TAKING_SECONDS", 0.1)
+    monkeypatch.setattr(lock_files, "TAKING_SECONDS", 0.1)
     monkeypatch.setattr(log, "propagate", True)
     signed(environ, 1, A)
     other = subprocess.Popen(
@@ -243,17 +242,17 @@ def test_a_stopped_process_that_holds_the_lock_of_all_takers_is_named_and_not_wa
     assert signed(environ, 1, B).devices == ("5",)
     (said,) = caplog.messages
     assert f"process {other.pid} (flock, T (stopped), of user {getpass.getuser()})" in said
-    assert "0 of the 2 visible are free" in refusal("auto", 1, C, environ), "nobody gets one that is taken"
+    assert refusal(environ, 1), "nobody gets one that is taken"
 
 
 def test_without_that_lock_two_processes_never_get_the_same_device_either(
     holders: list[subprocess.Popen[str]], environ: dict[str, str]
 ) -> None:
     environ["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
-    take("auto", 1, A, environ).close()
+    signed(environ, 1, A).close()
     with (Path(environ[FOLDER]) / TAKING).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        command = [sys.executable, "-c", TAKE_AT_ONCE, str(A)]
+        command = [sys.executable, "-c", TAKE_AT_ONCE, "1"]
         start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | environ}
         for _ in range(3):
             holders.append(subprocess.Popen(command, **start))  # type: ignore[call-overload]
@@ -274,9 +273,10 @@ def test_a_supervisor_shows_each_rank_its_nodes_devices_and_lends_it_the_locks_o
     environ: dict[str, str],
 ) -> None:
     environ["CUDA_VISIBLE_DEVICES"] = "2,3,4,5"
-    leases = take("auto", 4, A, environ)
+    leases = signed(environ, 4, A)
     inherited = Leases.inherited(environ | leases.environment)
-    assert inherited == leases
+    assert inherited == leases and inherited is not None
+    assert inherited.visible == {"CUDA_VISIBLE_DEVICES": "2,3,4,5"}
 
     def shown(per_node: int, each: int) -> list[str]:
         return [inherited.of_rank(rank, per_node, each)[0]["CUDA_VISIBLE_DEVICES"] for rank in range(4 // each)]
@@ -286,7 +286,7 @@ def test_a_supervisor_shows_each_rank_its_nodes_devices_and_lends_it_the_locks_o
     assert shown(per_node=2, each=2) == ["2,3,4,5"] * 2
     assert shown(per_node=1, each=2) == ["2,3", "4,5"]
     assert (*inherited.of_rank(0, 2, 2)[1], *inherited.of_rank(1, 2, 2)[1]) == leases.files
-    assert Leases.inherited({"CUDA_VISIBLE_DEVICES": "2,3"}) == Leases()
+    assert Leases.inherited({"CUDA_VISIBLE_DEVICES": "2,3"}) is None
 
 
 # There is no such device here, so each rank fails, but after it has imported the task.
@@ -333,18 +333,16 @@ def test_every_rank_of_a_command_sees_all_devices_of_its_node_and_its_local_rank
         assert seen == [[str(rank), "4,5,6,7"] for rank in range(4)]
 
 
-def test_a_run_that_can_have_no_device_is_refused_before_anything_is_started(
+def test_a_folder_that_cannot_be_is_named_with_the_variable_that_moves_it(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
+    (tmp_path / "devices").write_text("a file")
     project = Project(tmp_path / "project", environ)
-    held = signed(environ, 1, A)
     gpus = ["resources.gpus_per_task=1", "resources.tasks_per_node=1", "retry.crash=0"]
     done = project.submit("--local", *gpus, expect=2)
-    assert "1 of the 2 visible are free" in done.stderr
-    assert "for /runs/a-1" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert str(tmp_path / "devices") in done.stderr and "JOBKIT_DEVICES_DIR" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert project.runs == []
-    held.close()
 
 
 def ranks(run: Path) -> list[int]:
@@ -363,13 +361,11 @@ def test_a_killed_supervisors_devices_are_free_when_its_ranks_are_gone(tmp_path:
     first, second = ranks(run)
     try:
         os.kill(supervisor, signal.SIGKILL)
-        message = refusal("auto", 1, A, environ)
-        assert "0 of the 2 visible are free" in message
-        assert f"4 is used by process {supervisor} for {run}" in message
+        assert refusal(environ, 1) == f"4 is used by {run.name}, 5 by {run.name}"
         os.killpg(first, signal.SIGKILL)
         wait_for("its device", lambda: first not in ranks(run), run)
         assert signed(environ, 1, A).devices == ("4",)
-        assert "0 of the 2 visible are free" in refusal("auto", 1, B, environ)
+        assert refusal(environ, 1)
     finally:
         for rank in ranks(run):
             os.killpg(rank, signal.SIGKILL)
@@ -452,8 +448,7 @@ def test_what_stands_in_for_nvml_has_its_names() -> None:
 
 
 def test_the_variable_of_a_supervisor_is_not_one_of_the_users(environ: dict[str, str]) -> None:
-    leases = take("auto", 1, A, environ)
-    assert set(leases.environment) == {"CUDA_VISIBLE_DEVICES", LEASES}
+    assert set(signed(environ, 1, A).environment) == {LEASES}
 
 
 def test_a_full_disk_of_the_locks_does_not_lose_a_run_that_was_started(

@@ -40,8 +40,8 @@ BELOW = {
     "report": {"run"},
     "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main", "checkpoint.store"},
     "sweep": {"run", "submission"},
-    "submit": {"run", "slurm", "submission", "sweep", "worker.startup.jobkit_snapshot"},
-    "cli": {"run", "slurm", "report", "submission", "submit"},
+    "submit": {"run", "slurm", "submission", "supervisor", "sweep", "worker.startup.jobkit_snapshot"},
+    "cli": {"run", "slurm", "report", "submission", "submit", "supervisor"},
     "__main__": {"cli"},
 }
 OUTSIDE = ("cli", "report", "submission", "supervisor", "run", "slurm", "submit", "sweep", "errors", "log", "addresses")
