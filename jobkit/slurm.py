@@ -32,6 +32,9 @@ MAX_MARGIN_SECONDS = 90.0
 ANSWER_SECONDS = 30.0
 """How long a command may take: longer than MessageTimeout, 10 s by default, after which Slurm's own give up."""
 
+SHORT_SECONDS = 5.0
+"""How long a question may take whose answer is useful and not needed."""
+
 _OPTIONS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SPRIO_")
 """Variables that begin so are options of Slurm's commands, which a shell may have for jobs of its own."""
 
@@ -375,13 +378,41 @@ def nodes_left(partition: str, without: Collection[str]) -> int:
     return len(names - set(without))
 
 
-def nodes_of(partition: str | None) -> int:
-    """How many nodes a partition has, in whatever state; None is the default partition, `a,b` the larger of them."""
-    option = [f"--partition={partition}"] if partition else []
-    rows = command("sinfo", "--noheader", "--summarize", "--format=%P %D", *option).splitlines()
-    found = dict(row.split() for row in rows)
-    # A job of several partitions runs in one of them.
-    return max((int(count) for name, count in found.items() if partition or name.endswith("*")), default=0)
+@dataclass(frozen=True)
+class Node:
+    """What Slurm has been told that a node has, in whatever state it is."""
+
+    name: str
+    cpus: int
+    megabytes: int
+    gpus: Mapping[str, int]
+    """By type, in small letters; "" where it has none."""
+
+    def gpus_of(self, kind: str) -> int:
+        """How many of a type; of any for ""."""
+        return self.gpus.get(kind, 0) if kind else sum(self.gpus.values())
+
+
+def nodes(partition: str | None, timeout: float = SHORT_SECONDS) -> dict[str, list[Node]]:
+    """The nodes of each partition in `a,b`; None is the default one. None are there for what Slurm does not know.
+
+    Where a plugin of the site's may choose another partition than the default one, None is all of them.
+    """
+    names = set(partition.split(",")) if partition else None
+    is_chosen = names is None and config(timeout).get("JobSubmitPlugins") not in (None, "", "(null)")
+    found: dict[str, list[Node]] = {}
+    rows = command("sinfo", *EVEN_HIDDEN, "--noheader", "--Node", "--format=%P|%N|%c|%m|%G", timeout=timeout)
+    for name, *fields in (row.split("|") for row in rows.splitlines() if row.count("|") == 4):
+        if name.rstrip("*") in names if names is not None else is_chosen or name.endswith("*"):
+            found.setdefault(name.rstrip("*"), []).append(_node(*fields))
+    return found
+
+
+def _node(name: str, cpus: str, megabytes: str, gres: str) -> Node:
+    gpus: dict[str, int] = {}
+    for kind, count in re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)", gres):
+        gpus[kind.lower()] = gpus.get(kind.lower(), 0) + int(count)
+    return Node(name, int(cpus), int(megabytes), gpus)
 
 
 def submit(
@@ -424,7 +455,9 @@ def could_start(script: str, *options: str, environment: Mapping[str, str] | Non
 
 def cluster(timeout: float = ANSWER_SECONDS) -> str:
     """`ClusterName@host:port` of the Slurm that commands here talk to: names alone are not unique."""
-    return _cluster(os.environ.get("SLURM_CONF"), timeout)
+    fields = config(timeout)
+    host = fields.get("SlurmctldHost[0]", "").partition("(")[0]
+    return f"{fields.get('ClusterName', '')}@{host}:{fields.get('SlurmctldPort', '')}"
 
 
 def name_of(cluster: str) -> str:
@@ -432,11 +465,14 @@ def name_of(cluster: str) -> str:
     return cluster.partition("@")[0]
 
 
+def config(timeout: float = ANSWER_SECONDS) -> dict[str, str]:
+    """How the Slurm that commands here talk to is set up, as `scontrol show config` says it; asked once."""
+    return _config(os.environ.get("SLURM_CONF"), timeout)
+
+
 @cache
-def _cluster(conf: str | None, timeout: float) -> str:
-    fields = dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", command("scontrol", "show", "config", timeout=timeout), re.M))
-    host = fields.get("SlurmctldHost[0]", "").partition("(")[0]
-    return f"{fields.get('ClusterName', '')}@{host}:{fields.get('SlurmctldPort', '')}"
+def _config(conf: str | None, timeout: float) -> dict[str, str]:
+    return dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", command("scontrol", "show", "config", timeout=timeout), re.M))
 
 
 def jobs_of(users: Collection[str], timeout: float = ANSWER_SECONDS) -> list[JobInfo]:

@@ -236,12 +236,14 @@ def _words_of_start(start: StartFrom, parent: RunDir | None, runs_dir: Path) -> 
 
 def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool, checks_model: bool) -> int:
     from jobkit.submission.model_check import check_model, describe
+    from jobkit.submission.partition_check import refuse_impossible
     from jobkit.submission.plan import make_plan
     from jobkit.submission.submit import check, choose_run
 
     with loaded.places.locating_errors():
         plan = make_plan(choose_run(loaded.config, runs_dir, fresh).path, loaded.config, cluster)
         check(plan, Path.cwd())
+        refuse_impossible(plan)
         found = check_model(plan.config, Path.cwd()) if checks_model else []
     print(f"{plan.config.masked_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":

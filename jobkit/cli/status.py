@@ -18,6 +18,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.silent import is_silent
 from jobkit.run.status import Attempt, State, Status
 from jobkit.submission.observer import is_active, may_be_requeued, observe
+from jobkit.submission.waiting import explained
 
 SAMPLES_SHOWN = 8
 """How many ids of a failed rank's batch are printed: a person looks one or two up."""
@@ -81,11 +82,11 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
     if status.state == State.QUEUED and status.next_began != "submitted":
         lines.append("  in the queue again: it continues by itself")
     if status.state == State.HELD:
-        lines.append(f"  held: {status.waits_for} (Slurm's word); to release it: scontrol release {status.job_id}")
+        lines.append(f"  held: {explained(str(status.waits_for))}; to release it: scontrol release {status.job_id}")
     elif status.waits_for is not None and status.scheduler != "slurm":
         lines.append(f"  waiting for: {status.waits_for}")
     elif status.waits_for is not None:
-        lines.append(f"  waiting for: {status.waits_for} (Slurm's word; `man squeue` explains it)")
+        lines.append(f"  waiting: {explained(status.waits_for)}")
     if status.state.is_under_way and status.cancel_at is not None:
         left = format_seconds(status.cancel_seconds_left)
         ranks = f"its program has {left} more to end" if silent else f"its ranks have {left} more to write a checkpoint"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import sys
@@ -13,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from jobkit import slurm
-from jobkit.errors import InputError, InvalidValue, JobkitError, SchedulerError
+from jobkit.errors import InputError, InvalidValue, JobkitError
 from jobkit.log import log
 from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
@@ -24,6 +23,7 @@ from jobkit.run.runs import next_version, versions
 from jobkit.run.status import Status
 from jobkit.submission import job, start_from
 from jobkit.submission.candidate import Candidate
+from jobkit.submission.partition_check import refuse_impossible
 from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
 from jobkit.submission.unapplied import unapplied
@@ -144,7 +144,7 @@ def submit(
     needed = check(plan, source)
     start_from.check(config, RunDir(plan.run), parent)
     check_writable(runs_dir)
-    check_spares(plan)
+    refuse_impossible(plan)
     with RunDir(runs_dir / name_in(runs_dir, config)).submission_lock() as lock:
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
         candidate = Candidate(run, plan.at(run.path), source, command, parent=parent)
@@ -205,22 +205,6 @@ def _release(before: Status, plan: LaunchPlan) -> bool:
     if "hold" in plan.parameters.get("additional_parameters", {}):
         return False
     return job.release(before)
-
-
-def check_spares(plan: LaunchPlan) -> None:
-    """Refuse more nodes than the partition has: the job would wait for them for ever."""
-    resources, partition = plan.config.resources, plan.parameters.get("partition")
-    if plan.scheduler == "slurm" and resources.spares and slurm.available():
-        there, wanted = 0, resources.nodes + resources.spares
-        with contextlib.suppress(SchedulerError):  # sbatch is tried again where the controller is away
-            there = slurm.nodes_of(partition)
-        if there and wanted > there:
-            where = f"partition {partition}" if partition else "the default partition"
-            raise InvalidValue(
-                "resources.spares",
-                f"found {resources.spares}, but {where} has {there} node(s): with nodes: {resources.nodes} at most "
-                f"{max(0, there - resources.nodes)}",
-            )
 
 
 def check_writable(runs_dir: Path) -> None:

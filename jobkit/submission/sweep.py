@@ -27,10 +27,11 @@ from jobkit.run.sweeps import Sweep, SweepRecord
 from jobkit.submission import job, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.overview import look_at
+from jobkit.submission.partition_check import refuse_impossible
 from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.sbatch import Batch
 from jobkit.submission.signals import take_back
-from jobkit.submission.submit import check, check_spares, check_values, check_writable, read_code, slurm_of
+from jobkit.submission.submit import check, check_values, check_writable, read_code, slurm_of
 
 NEW, CONTINUED = "new", "continued"
 """What a submission has done with the runs that it has started."""
@@ -95,7 +96,7 @@ def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -
             if kind not in seen:
                 seen.add(kind)
                 needed |= dict.fromkeys(check(plan, source))
-                check_spares(plan)
+                refuse_impossible(plan)
     return list(needed)
 
 

@@ -257,7 +257,6 @@ REFUSED = {
     "a constraint": (["clusters.slurm.constraint=nosuch"], ["feature"]),
     "a node": (["clusters.slurm.nodelist=nosuch"], ["node name"]),
     "a resource": (["clusters.slurm.gres=nosuch:1"], ["gres"]),
-    "more GPUs than a node has": (["resources.gpus_per_task=99"], ["not available"]),
 }
 
 
@@ -280,6 +279,18 @@ def test_spares_that_the_partition_does_not_have_are_told(project: Project, slur
     assert "command line: resources.spares: found 9, but partition low has 4 node(s)" in done.stderr
     assert "with nodes: 2 at most 2" in done.stderr
     assert queued_here(slurm, project) == []
+
+
+def test_what_no_node_can_meet_is_refused_before_slurm_is_asked(project: Project, slurm: Cluster) -> None:
+    for override, said in (
+        ("resources.nodes=9", "command line: resources.nodes: found 9, but partition low has 4 node(s)"),
+        ("resources.cpus_per_task=99", "command line: resources.cpus_per_task: 1 task(s) of 99 core(s) need 99 cores"),
+        ("resources.gpus_per_task=9", "command line: resources.gpus_per_task: found 9 GPU(s) on each of 2 node(s)"),
+        ("clusters.slurm.mem=900T", "command line: clusters.slurm.mem: found 900T"),
+    ):
+        done = in_process.jobkit(project, "submit", "toy.yaml", "--cluster", "slurm", override, expect=2)
+        assert said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert queued_here(slurm, project) == [] and project.runs == []
 
 
 def test_what_jobkit_refuses_is_not_queued_where_there_is_a_slurm(project: Project, slurm: Cluster) -> None:
@@ -312,7 +323,7 @@ def test_a_controller_that_is_down_is_told_and_leaves_no_run(tmp_path: Path, sho
         assert [path.name for path in project.path.glob("runs/*")] == [".locks"]
         cluster.start_controller()
         assert queued_here(cluster, project) == []
-        project.submit("--cluster", "slurm", "clusters.slurm.begin=now+1hour")
+        project.submit("--cluster", "slurm", "clusters.slurm.begin=now+1hour", "resources.nodes=1")
         assert len(queued_here(cluster, project)) == len(project.runs) == 1
 
 

@@ -334,18 +334,37 @@ def test_an_answer_without_an_id_leaves_open_whether_the_job_was_queued(monkeypa
         slurm.submit("script")
 
 
+ROWS = "low*|node1|16|1000|gpu:8\nlow*|node2|8|1000|(null)\nhigh|node1|16|1000|gpu:8\nsaid by a banner\n"
+
+
 @pytest.mark.parametrize(
-    ("rows", "partition", "nodes"),
+    ("partition", "plugin", "names"),
     [
-        ("low* 4\nhigh 6\n", None, 4),
-        ("low* 4\n", "low", 4),
-        ("low* 4\nhigh 6\n", "low,high", 6),
-        ("high 6\nlow* 4\n", "low,high", 6),
-        ("", "low", 0),
+        (None, "(null)", {"low": ["node1", "node2"]}),
+        (None, "job_submit/lua", {"low": ["node1", "node2"], "high": ["node1"]}),
+        ("high", "(null)", {"high": ["node1"]}),
+        ("low,high", "job_submit/lua", {"low": ["node1", "node2"], "high": ["node1"]}),
+        ("none", "(null)", {}),
     ],
 )
-def test_a_job_of_several_partitions_may_get_the_nodes_of_the_largest(
-    monkeypatch: pytest.MonkeyPatch, rows: str, partition: str | None, nodes: int
+def test_nodes_are_those_of_the_partitions_that_a_job_may_get(
+    monkeypatch: pytest.MonkeyPatch, partition: str | None, plugin: str, names: dict[str, list[str]]
 ) -> None:
-    monkeypatch.setattr(slurm, "command", lambda *_, **__: rows)
-    assert slurm.nodes_of(partition) == nodes
+    monkeypatch.setattr(slurm, "command", lambda *_, **__: ROWS)
+    monkeypatch.setattr(slurm, "config", lambda *_: {"JobSubmitPlugins": plugin})
+    found = slurm.nodes(partition)
+    assert {one: [node.name for node in nodes] for one, nodes in found.items()} == names
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("(null)", {}),
+        ("gpu:8", {"": 8}),
+        ("gpu:A100:4(S:0-1),shard:8,gpu:h100:2(S:0,2)", {"a100": 4, "h100": 2}),
+    ],
+)
+def test_a_nodes_gpus_are_counted_by_type(monkeypatch: pytest.MonkeyPatch, gres: str, gpus: dict[str, int]) -> None:
+    monkeypatch.setattr(slurm, "command", lambda *_, **__: f"low*|node1|16|1000|{gres}\n")
+    (node,) = slurm.nodes("low")["low"]
+    assert node.gpus == gpus and node.gpus_of("") == sum(gpus.values()) and node.gpus_of("other") == 0
