@@ -134,9 +134,9 @@ def _empty_queue(request: pytest.FixtureRequest) -> Iterator[None]:
     if "slurm" not in request.fixturenames:
         return
     cluster: Cluster = request.getfixturevalue("slurm")
-    left = cluster.command("squeue", "-h", "-o", "%i %j %T").splitlines()
+    left = cluster.command("squeue", "-h", "-o", "%F").splitlines()
     if left:
-        cluster.command("scancel", *(line.split()[0] for line in left))
+        cluster.command("scancel", *set(left))
         wait_until(lambda: not cluster.command("squeue", "-h"), "an empty queue")
 
 

@@ -37,6 +37,7 @@ LONGEST_DIRECTORY = 64  # a job step's socket adds about 40 characters; the path
 SLURM_CONF = """\
 {marker}; its `down` removes this file.
 ClusterName=jobkit
+MaxArraySize={max_array_size}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 SlurmUser={user}
@@ -131,6 +132,7 @@ class Settings:
     cred_expire: int = option(120, "seconds that a requeued job waits before it queues again; below 5 Slurm takes 120")
     slurmd_timeout: int = option(300, "seconds of silence until a node is down")
     message_timeout: int = option(10, "seconds that daemons and commands wait for each other's answers")
+    max_array_size: int = option(1001, "how many tasks a job array may have")
     prolog: str = option("", "program that slurmd runs before the first step of a job")
     accounting: bool = option(False, "make sacct work: slurmdbd and a private MariaDB; only as root")
 
