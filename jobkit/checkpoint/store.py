@@ -223,6 +223,12 @@ class Store:
         self._point_latest()
         return target
 
+    def move_away(self, step: int, folder: Path) -> None:
+        """Have a checkpoint in another folder of the same disk: it is not considered any more."""
+        self.path(step).rename(folder / self.path(step).name)
+        fsync_dir(self.root)
+        self._point_latest()
+
     def discard_staging(self, step: int) -> None:
         """Remove what a failed save of this attempt left."""
         _remove(self.staging(step))

@@ -20,6 +20,7 @@ VERBS = {
     "resume": "continue a run as it was last submitted",
     "report": "one HTML page about runs: curves, attempts, config, code",
     "queue": "who waits for this machine's devices, and what waited before a reboot",
+    "rewind": "go back to a checkpoint of a run, keeping what came after it",
     "doctor": "check this machine, the cluster and the network between its nodes",
 }
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 
 from jobkit.cli.arguments import add_selection, chosen_runs
 from jobkit.errors import EXIT_FINISHED, SchedulerError
@@ -93,6 +94,8 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         lines.append(f"  cancelling: {ranks if status.state == State.RUNNING else 'its job ends when it starts'}")
     if status.start_from is not None:
         lines.append(f"  started from {StartFrom(**status.start_from)}")
+    if status.skip_samples:
+        lines.append(f"  leaves out {len(status.skip_samples)} sample(s): {_shown(status.skip_samples)}")
     nodes: list[str] = []
     for attempt in status.attempts:
         lines += _attempt_lines(attempt, has_moved=attempt.nodes != nodes, is_silent=silent)
@@ -174,9 +177,13 @@ def _failure_lines(failure: Failure) -> list[str]:
     known = {"rank": failure.rank, "step": failure.step, "node": failure.node}
     lines = ["failed at: " + ", ".join(f"{what} {value}" for what, value in known.items() if value is not None)]
     if failure.samples:
-        shown, more = failure.samples[:SAMPLES_SHOWN], len(failure.samples) - SAMPLES_SHOWN
-        rest = f" and {more} more (--json lists them)" if more > 0 else ""
-        lines.append(f"samples of that rank's batch: {', '.join(map(str, shown))}{rest}")
+        lines.append(f"samples of that rank's batch: {_shown(failure.samples)}")
     if failure.traceback:
         lines += ["", *failure.traceback.rstrip().splitlines(), ""]
     return lines
+
+
+def _shown(samples: Sequence[int]) -> str:
+    """The first ids of samples, and how many there are more."""
+    shown, more = samples[:SAMPLES_SHOWN], len(samples) - SAMPLES_SHOWN
+    return ", ".join(map(str, shown)) + (f" and {more} more (--json lists them)" if more > 0 else "")

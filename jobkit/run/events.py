@@ -31,6 +31,8 @@ class Event(str, Enum):
     """`checkpoint.every: auto` changed how often there is one."""
     SET_ASIDE = "set_aside"
     """A checkpoint that does not verify."""
+    REWOUND = "rewound"
+    """A person has gone back to a checkpoint: what came after it is in `branch`, and `skip_samples` are left out."""
     EVALUATION_INTERRUPTED = "evaluation_interrupted"
     EVALUATION_RESUMED = "evaluation_resumed"
     STRAGGLER = "straggler"

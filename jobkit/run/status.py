@@ -205,6 +205,8 @@ class Status:
     """Of a local run, among those of its user that wait: `--priority`."""
     queues: bool = False
     """Whether a local run waits for CPU slots, too: `--queue`."""
+    skip_samples: list[int] = field(default_factory=list)
+    """Ids of samples that the loader leaves out since a person has gone back."""
 
     @property
     def start(self) -> tuple[str | None, int, int]:
@@ -361,6 +363,10 @@ def apply(status: Status, event: Entry) -> None:
             if attempt:
                 attempt.durable_step = status.checkpoint
                 attempt.stalled += float(event.get("stall", 0.0))
+        case Event.REWOUND:
+            status.state, status.error, status.result = State.INTERRUPTED, None, None
+            status.step = status.checkpoint = int(event["step"])
+            status.skip_samples = event.get("skip_samples", status.skip_samples)
         case Event.STRAGGLER:
             status.stragglers.append(records.of(Straggler, event))
         case Event.STRAGGLER_OVER:

@@ -140,13 +140,14 @@ class DatasetSource:
         *,
         shuffle: bool,
         weights: Sequence[float] | torch.Tensor | None,
+        skipped: Sequence[int],
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise UsageError(
                 f"the {type(dataset).__name__} of ctx.loader has no length: give it __len__, or make it an "
                 "IterableDataset"
             )
-        self._order = SampleOrder(len(dataset), share.global_batch_size, share.seed, shuffle, weights)
+        self._order = SampleOrder(len(dataset), share.global_batch_size, share.seed, shuffle, weights, skipped)
         self._made = SeededBatches(dataset, share, 1 if weights is None else len(dataset))
         self._share = share
 
@@ -165,7 +166,8 @@ class DatasetSource:
 
     def state(self) -> dict[str, Any]:
         """What the order follows from."""
-        return {"length": self._order.length, "order": self._order.kind}
+        skipped = {"skipped": self._order.skipped} if self._order.skipped else {}
+        return {"length": self._order.length, "order": self._order.kind, **skipped}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Raises UsageError where a state is of another order."""
@@ -177,6 +179,7 @@ class DatasetSource:
                 f"the checkpoint's loader has the order {state['order']!r}, this one {own['order']!r}: the rest of its "
                 "epoch would be other samples"
             )
+        self._order.skip(self._order.skipped or state.get("skipped", ()))
 
 
 class Loader:
@@ -188,8 +191,9 @@ class Loader:
     `shuffle` (on) is for datasets with a length; so are `weights`, which draw samples with replacement, in proportion.
     `name` tells loaders apart that draw from one seed. `sharded` says that a stream gives each rank other samples by
     itself (True), or has each rank read all of it (False); None leaves it to what the stream can. `own_state=False`
-    has a stream continued by reading what has been read, where its state_dict does not say all. The further options are
-    those of LoaderOptions. Raises UsageError for options that do not fit.
+    has a stream continued by reading what has been read, where its state_dict does not say all. `skipped` are ids of
+    samples that are left out, in whose place the next ones of the dataset come. The further options are those of
+    LoaderOptions. Raises UsageError for options that do not fit.
     """
 
     def __init__(
@@ -206,6 +210,7 @@ class Loader:
         weights: Sequence[float] | torch.Tensor | None = None,
         sharded: bool | None = None,
         own_state: bool | None = None,
+        skipped: Sequence[int] = (),
         **options: Any,
     ) -> None:
         others = ("global_batch_size", "name", "shuffle", "weights", "sharded", "own_state")
@@ -232,13 +237,16 @@ class Loader:
         if is_stream(dataset):
             if given := [key for key, value in ordered.items() if value is not None]:
                 raise UsageError(f"{given[0]} of ctx.loader: a stream comes in an order of its own, so do it there")
+            if skipped:
+                raise UsageError("samples are to be left out, and those of a stream have no ids: leave them out there")
             self._source = StreamSource(dataset, share, **streamed)
         else:
             if given := [key for key, value in streamed.items() if value is not None]:
                 raise UsageError(
                     f"{given[0]} of ctx.loader is for streams, and this dataset has a length: leave it out"
                 )
-            self._source = DatasetSource(dataset, share, shuffle=_shuffle(shuffle, weights), weights=weights)
+            order: dict[str, Any] = {"shuffle": _shuffle(shuffle, weights), "weights": weights, "skipped": skipped}
+            self._source = DatasetSource(dataset, share, **order)
         self._iterator: Iterator[Any] | None = None
 
     @property

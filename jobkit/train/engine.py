@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -36,7 +36,13 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1, tasks_per_node: int = 1
+        self,
+        config: Config,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+        tasks_per_node: int = 1,
+        skipped: Sequence[int] = (),
     ) -> None:
         try:
             layout = factor(config.parallel, world_size, tasks_per_node)
@@ -56,6 +62,8 @@ class Engine:
         """Those that are tracked."""
         self._left_alone: dict[nn.Parameter, str] = {}
         """The names of the parameters that `parallelize` was given frozen: the ranks do not add up their gradients."""
+        self._skipped = skipped
+        """Ids of samples that the loader leaves out."""
         self._config = config
         self._device = device
         self._backwards, self._updates = 0, 0
@@ -103,7 +111,7 @@ class Engine:
             raise UsageError(f"ctx.loader has been given the name {own!r} twice: each loader needs one of its own")
         place: dict[str, Any] = {"rank": self.parallel.data_rank, "world_size": self.parallel.layout.data}
         place |= {"device": self._device, "seed": self._config.seed or 0}
-        loader = Loader(dataset, name=own, **{**place, **options})
+        loader = Loader(dataset, name=own, skipped=self._skipped, **{**place, **options})
         self.loaders.append(loader)
         return loader
 
@@ -121,6 +129,11 @@ class Engine:
                     "call ctx.track(model=..., optimizer=..., loader=...) before the loop, with each itself and not "
                     "a module that holds it"
                 )
+        if self._skipped and len(self.loaders) != 1:
+            raise UsageError(
+                f"samples are to be left out (jobkit rewind --skip-samples), and there are {len(self.loaders)} loaders "
+                "of ctx.loader: that is for a run with one"
+            )
         sharing = self._config.parallel.data == "zero1" and self.parallel.layout.data > 1
         optimizers = [value for value in own if isinstance(value, torch.optim.Optimizer)]
         if sharing and optimizers and not any(isinstance(one, Sharded) for one in optimizers):

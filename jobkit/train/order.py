@@ -88,6 +88,7 @@ class SampleOrder:
         seed: int,
         shuffle: bool = True,
         weights: Sequence[float] | torch.Tensor | None = None,
+        skipped: Sequence[int] = (),
     ) -> None:
         if length < 1:
             raise UsageError("the dataset of ctx.loader is empty: it needs at least one sample")
@@ -95,7 +96,24 @@ class SampleOrder:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.skipped: list[int] = []
+        """Ids of samples that are left out: the next one of the dataset takes the place of each."""
+        self._instead: dict[int, int] = {}
+        self.skip(skipped)
         self._sums = None if weights is None else _running_sums(weights, length)
+
+    def skip(self, samples: Sequence[int]) -> None:
+        """Leave these out from here on; raises UsageError for ids that there are not."""
+        left_out = set(samples)
+        if wrong := [one for one in samples if not 0 <= one < self.length]:
+            raise UsageError(f"sample {wrong[0]} is to be left out, and the dataset has {self.length}: rewind again")
+        if len(left_out) == self.length:
+            raise UsageError("all samples of the dataset are to be left out: rewind again, with fewer")
+        self.skipped = sorted(left_out)
+        self._instead, following = {}, min(set(range(len(left_out) + 1)) - left_out)  # the first after the last
+        for one in reversed(self.skipped):
+            following = one + 1 if one + 1 < self.length and one + 1 not in left_out else following
+            self._instead[one] = following
 
     @property
     def kind(self) -> str:
@@ -122,6 +140,10 @@ class SampleOrder:
         return [pairs[index * width : (index + 1) * width] for index in range(count)]
 
     def _at(self, positions: Numbers) -> list[tuple[int, int]]:
+        found = self._drawn(positions)
+        return [(number, self._instead.get(one, one)) for number, one in found] if self._instead else found
+
+    def _drawn(self, positions: Numbers) -> list[tuple[int, int]]:
         if self._sums is not None:
             drawn = mixed(mixed(positions) ^ np.uint64(derive_seed(self.seed, "draw")))
             places = (drawn >> np.uint64(11)) * (2.0**-53 * self._sums[-1])  # in [0, sum)

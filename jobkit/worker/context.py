@@ -94,7 +94,9 @@ class Context:
         ranks = RankGroup.of_parts(rank.disks) if rank.disks else everyone
         if ranks.is_main:
             store.clean()  # the lease is ours, and nobody writes yet
-        earlier = run.status().attempts[:-1] if rank.is_main else []
+        before = run.status() if rank.is_main else None
+        earlier = before.attempts[:-1] if before is not None else []
+        skipped = rank.group.broadcast(before.skip_samples if before is not None else None)
         disks = Disks(everyone, several=bool(rank.disks))
         owner = rank.group.on_main(lambda: owner_of(run))
         memory_schedule = MemorySchedule(config.checkpoint.memory)
@@ -108,7 +110,8 @@ class Context:
             disks=disks,
             owner=owner,
         )
-        self._engine = Engine(config, rank.device, topology.rank, topology.world_size, topology.local_world_size)
+        sizes = topology.rank, topology.world_size, topology.local_world_size
+        self._engine = Engine(config, rank.device, *sizes, skipped=skipped)
         restored = self._checkpointer.load_newest(names=())
         if restored is not None and (problem := not_of(owner, restored.manifest, restored.path)) is not None:
             raise UsageError(problem)

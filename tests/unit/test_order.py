@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from jobkit.errors import JobkitError
+from jobkit.errors import UsageError
 from jobkit.train.order import SMALL, SampleOrder, feistel, permuted
 
 LARGE = 100_003
@@ -121,3 +122,16 @@ def test_a_draw_depends_on_its_position_alone_and_each_has_random_numbers_of_its
 def test_weights_that_are_none_are_refused(weights: list[float], message: str) -> None:
     with pytest.raises(JobkitError, match=message):
         SampleOrder(6, 4, seed=0, weights=weights)
+
+
+def test_samples_that_are_left_out_are_replaced_by_the_next_ones_on_any_number_of_ranks() -> None:
+    plain, order = SampleOrder(10, 4, seed=1), SampleOrder(10, 4, seed=1, skipped=[9, 3, 4])
+    instead = {3: 5, 4: 5, 9: 0}
+    for number in range(6):
+        expected = [(epoch, instead.get(sample, sample)) for epoch, sample in plain.batch(number)]
+        assert order.batch(number) == expected
+        assert [pair for rank in range(3) for pair in order.share(number, rank, 3)] == expected
+    with pytest.raises(UsageError, match="sample 10 is to be left out, and the dataset has 10"):
+        order.skip([10])
+    with pytest.raises(UsageError, match="all samples"):
+        order.skip(range(10))
