@@ -11,8 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from jobkit.errors import JobkitError
-from jobkit.errors import UsageError
+from jobkit.errors import JobkitError, UsageError
 from jobkit.train.order import SMALL, SampleOrder, feistel, permuted
 
 LARGE = 100_003
