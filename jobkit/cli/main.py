@@ -18,6 +18,7 @@ VERBS = {
     "cancel": "stop a run for good, with a checkpoint",
     "preempt": "rehearse a preemption: a run stops, and continues by itself",
     "resume": "continue a run as it was last submitted",
+    "top": "the runs under way, as they go on",
     "board": "TensorBoard for some runs, until Ctrl-C",
     "report": "one HTML page about runs: curves, attempts, config, code",
     "queue": "who waits for this machine's devices, and what waited before a reboot",

@@ -34,6 +34,19 @@ def look_at(runs: Sequence[FoundRun], *, with_config: bool = False) -> list[Summ
     ]
 
 
+def look_again(one: Summary) -> Summary:
+    """What a run's files say now; nobody is asked: where nothing was journalled since, the scheduler's word stays."""
+    run = RunDir(one.path)
+    try:
+        status, changed = run.status(), run.journal.path.stat().st_mtime
+    except OSError:  # removed, or its disk is away for a moment
+        return one
+    facts = facts_of(status.as_dict())
+    if changed == one.changed:
+        facts |= {key: one.facts.get(key) for key in ("state", "probably")}
+    return Summary(one.run, one.path, facts, changed, _speed(run, status))
+
+
 def statuses(runs: Sequence[FoundRun]) -> list[tuple[FoundRun, dict[str, Any]]]:
     """The whole status of each run in plain values, as `look_at`."""
     whole = {run.directory: status for run in runs if (status := run.final_status()) is not None}
