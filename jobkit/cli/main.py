@@ -22,6 +22,7 @@ VERBS = {
     "board": "TensorBoard for some runs, until Ctrl-C",
     "report": "one HTML page about runs: curves, attempts, config, code",
     "queue": "who waits for this machine's devices, and what waited before a reboot",
+    "diff": "what two runs have differently, and what came of it",
     "rewind": "go back to a checkpoint of a run, keeping what came after it",
     "doctor": "check this machine, the cluster and the network between its nodes",
 }

@@ -13,8 +13,14 @@ from jobkit.run.config import Config
 DECIDES = ("task", "command", "params", "seed", "precision", "deterministic", "parallel", "comm")
 """Keys of what a run computes: its hash is of them, and of what it starts from."""
 
-ABSENT = "-"
-"""Shown for a key that one of two configs does not have."""
+
+class _Absent:
+    def __str__(self) -> str:
+        return "-"
+
+
+ABSENT = _Absent()
+"""The value of a key that one of two does not have."""
 
 
 @dataclass(frozen=True)
