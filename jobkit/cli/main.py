@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
-from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
+from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, JobkitError, nearest
 from jobkit.run.usage import Parser, joined, program
 
 VERBS = {
@@ -24,6 +26,7 @@ VERBS = {
     "queue": "who waits for this machine's devices, and what waited before a reboot",
     "diff": "what two runs have differently, and what came of it",
     "rewind": "go back to a checkpoint of a run, keeping what came after it",
+    "completion": "the script by which bash, zsh or fish completes words of jobkit's commands",
     "doctor": "check this machine, the cluster and the network between its nodes",
 }
 
@@ -34,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action=_Version, help="print which jobkit this is, and which Python")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what a word may become
+        return _complete(parser, subparsers)
     if arguments[:1] == ["submit"]:
         from jobkit import submit
 
@@ -81,6 +86,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return 130
+
+
+def _complete(parser: Parser, subparsers: Any) -> int:
+    from jobkit import submit
+    from jobkit.cli import completion
+
+    words = completion.words_so_far()
+    for verb, summary in VERBS.items():
+        subparser = subparsers.add_parser(verb, help=summary)
+        if words[:1] == [verb]:
+            module = submit if verb == "submit" else import_module(f"jobkit.cli.{verb}")
+            module.add_arguments(subparser)
+            completion.add_completers(subparser)
+            completion.put_options_first(subparser)
+    completion.answer(parser)
+    return EXIT_FINISHED
 
 
 class _Version(argparse.Action):

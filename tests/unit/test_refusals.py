@@ -312,7 +312,9 @@ def test_help_is_given(project: Project, arguments: list[str]) -> None:
     assert all(verb in printed for verb in (VERBS if not arguments else []))
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("submit", "list", "board", "doctor", "queue")])
+@pytest.mark.parametrize(
+    "verb", [verb for verb in VERBS if verb not in ("submit", "list", "board", "doctor", "queue", "completion")]
+)
 def test_a_verb_refuses_an_unknown_run_in_one_line(project: Project, verb: str) -> None:
     done = jobkit(project, verb, "nosuch", expect=2)
     assert_said(done, ["nosuch", "jobkit list"])
