@@ -80,6 +80,7 @@ def run(
     `continuing` makes the command that continues what some words, after the YAML's path, stand for.
     """
     from jobkit.submission import sweep as submission
+    from jobkit.submission.plan import Turn
     from jobkit.submission.signals import signals_of_a_submission
 
     own = ["--no-sweep"] if experiment.sweep is not None else []
@@ -87,26 +88,32 @@ def run(
         submission.Point(experiment.config([*arguments.overrides, *point]), continuing([*point, *own]))
         for point in points
     ]
-    planned = submission.plan_sweep(wanted, cluster, runs_dir)
+    turn = Turn(queues=True, priority=arguments.priority)
+    planned = submission.plan_sweep(wanted, cluster, runs_dir, turn if cluster == "local" else None)
     source = Path.cwd()
     needed = submission.check_sweep(planned, source)
     name = next(iter(planned.values()))[0].loaded.config.name
     if arguments.dry_run:
         return _dry_run(planned, points)
-    with signals_of_a_submission(), _progress() as on_prepared:
-        outcome = submission.submit_sweep(
-            planned,
-            needed,
-            key=_key(arguments, experiment),
-            name=name,
-            command=continuing(_words(arguments)),
-            source=source,
-            runs_dir=runs_dir,
-            max_running=arguments.max_running,
-            on_prepared=on_prepared,
-        )
-    _report(outcome, arguments)
-    return EXIT_FINISHED
+    with signals_of_a_submission() as asked:
+        with _progress() as on_prepared:
+            outcome = submission.submit_sweep(
+                planned,
+                needed,
+                key=_key(arguments, experiment),
+                name=name,
+                command=continuing(_words(arguments)),
+                source=source,
+                runs_dir=runs_dir,
+                max_running=arguments.max_running,
+                on_prepared=on_prepared,
+            )
+        _report(outcome, arguments)
+        if outcome.runner is None or arguments.detach:
+            return EXIT_FINISHED
+        from jobkit.submission.follow_sweep import follow_sweep
+
+        return follow_sweep(sweeps.at(runs_dir / sweeps.FOLDER / outcome.sweep), outcome.runs, asked)
 
 
 def _key(arguments: argparse.Namespace, experiment: Experiment) -> str:
@@ -131,7 +138,10 @@ def _report(outcome: SweepOutcome, arguments: argparse.Namespace) -> None:
     if outcome.jobs:
         started = sum(outcome.counts.get(word, 0) for word in ("new", "continued"))
         limit = f", at most {arguments.max_running} at once" if arguments.max_running else ""
-        print(f"job {', '.join(outcome.jobs)}: {started} task(s){limit}", flush=True)
+        what = f"job {', '.join(outcome.jobs)}: {started} task(s)"
+        if not outcome.is_on_slurm:
+            what = f"process {outcome.jobs[0]} starts {started} run(s) in turn"
+        print(f"{what}{limit}", flush=True)
     if outcome.former:
         _tell_former(outcome.former, outcome, prune=arguments.prune)
     print(f"{to_type('list', outcome.sweep)}   shows them", file=sys.stderr)

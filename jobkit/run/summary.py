@@ -48,6 +48,7 @@ _FROM_STATUS = (
     "seed",
     "params",
     "values",
+    "submitting",
 )
 
 

@@ -7,11 +7,12 @@ directories like any other, and know nothing of it but which submission was thei
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from filelock import FileLock
@@ -23,7 +24,7 @@ from jobkit.run.rundir import BESIDE
 FOLDER = ".sweeps"
 """A folder in the runs directory: `.sweeps/<name>/s<N>/sweep.json` for each sweep."""
 
-_LOCK = "sweeps.submit"
+_LOCK, _ALIVE, _RECORD = "sweeps.submit", "alive", "sweep.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,34 @@ class Sweep:
     """What it wanted when it was last submitted."""
 
     @property
+    def runs_dir(self) -> Path:
+        return self.path.parents[2]
+
+    @cached_property
+    def alive_lock(self) -> FileLock:
+        """Held on this machine by the process that waits for its runs, as long as that lives."""
+        return lock_at(self.path / _ALIVE, elsewhere="set --runs-dir or JOBKIT_RUNS")
+
+    @property
+    def process_file(self) -> Path:
+        """Where that process writes its id."""
+        return self.path / "runner.pid"
+
+    def has_runner(self) -> bool | None:
+        """Whether that process lives; None where nobody here can know."""
+        return is_held(self.path / _ALIVE)
+
+    def version(self) -> tuple[int, int]:
+        """Changes whenever a submission of the sweep has written down what it wants."""
+        found = (self.path / _RECORD).stat()
+        return found.st_mtime_ns, found.st_ino
+
+    def wanted(self) -> list[str]:
+        """The names of its runs by now."""
+        record = records.read(SweepRecord, self.path / _RECORD)
+        return [] if record is None else record.runs
+
+    @property
     def arrays(self) -> Path:
         """A folder with a folder for each job array."""
         return self.path / "arrays"
@@ -74,12 +103,14 @@ class Sweep:
         self.path.mkdir(parents=True, exist_ok=True)
         records.write(self.path / _RECORD, record)
 
-    def forget_former(self, record: SweepRecord) -> None:
-        """Record that nobody is to be told of the runs that it wanted once."""
-        self.write(dataclasses.replace(record, former=[]))
+    def announce(self) -> None:
+        """Let `version` change: what the sweep wants is prepared by now."""
+        os.utime(self.path / _RECORD)
 
 
-_RECORD = "sweep.json"
+def at(path: Path) -> Sweep:
+    """The sweep in a folder."""
+    return Sweep(f"{path.parent.name}/{path.name}", path, records.read(SweepRecord, path / _RECORD))
 
 
 def open_sweep(runs_dir: Path, name: str, key: str) -> Sweep:
@@ -91,9 +122,9 @@ def open_sweep(runs_dir: Path, name: str, key: str) -> Sweep:
     for number in numbers:
         record = records.read(SweepRecord, folder / f"s{number}" / _RECORD)
         if record is not None and record.key == key:
-            return Sweep(f"{name}/s{number}", folder / f"s{number}", record)
+            return at(folder / f"s{number}")
     number = max(numbers, default=0) + 1
-    return Sweep(f"{name}/s{number}", folder / f"s{number}", None)
+    return at(folder / f"s{number}")
 
 
 def runs_of(runs_dir: Path, sweep: str) -> list[str] | None:

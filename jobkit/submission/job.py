@@ -300,7 +300,7 @@ def _wait_for_end(run: RunDir, seconds: float) -> None:
 def _runs_on(run: RunDir, status: Status) -> bool:
     if status.scheduler == "slurm":
         return status.state.is_under_way
-    return status.state.is_under_way and has_supervisor(run)
+    return status.state.is_under_way and has_supervisor(run, status)
 
 
 def _end_slurm_job(run: RunDir, status: Status) -> None:

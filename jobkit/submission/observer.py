@@ -58,7 +58,7 @@ def _looked_at(
     if not _is_asked_about(status, timeout):
         return status
     if status.scheduler != "slurm":
-        return _with_turn(run, status, line) if has_supervisor(run) else _with_end(run, status, None)
+        return _with_turn(run, status, line) if has_supervisor(run, status) else _with_end(run, status, None)
     return _with_job(run, status, find_job(str(status.job_id)))
 
 
@@ -91,7 +91,7 @@ def _with_requeued_job(run: RunDir, status: Status, find_job: Callable[[str], sl
 def _with_cut_off_submission(run: RunDir, status: Status) -> Status:
     """The status of a run that is being submitted, or that nobody submits any more: its command was killed."""
     # A script with jobkit.init submits its run itself, without the lock of submissions.
-    if _is_submitted_by_somebody(run, status) or (status.scheduler != "slurm" and has_supervisor(run)):
+    if _is_submitted_by_somebody(run, status) or (status.scheduler != "slurm" and has_supervisor(run, status)):
         return status
     now = run.status()  # again: it may have become whole since
     if not now.submitting or now.start != status.start:
@@ -179,9 +179,13 @@ def is_here(status: Status, timeout: float = slurm.ANSWER_SECONDS) -> bool:
     return slurm.available() and status.slurm_cluster == slurm.cluster(timeout)
 
 
-def has_supervisor(run: RunDir) -> bool:
-    """Whether a local run's supervisor lives; where its lock may not be looked at, what the journal says holds."""
-    return run.has_local_supervisor() is not False
+def has_supervisor(run: RunDir, status: Status) -> bool:
+    """Whether a local run's supervisor lives, or before its turn the process that waits for its sweep; where their
+    locks may not be looked at, what the journal says holds."""
+    if run.has_local_supervisor() is not False:
+        return True
+    waits = status.sweep and status.state == State.QUEUED
+    return bool(waits) and sweeps.at(run.path.parent / sweeps.FOLDER / status.sweep).has_runner() is not False
 
 
 def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
@@ -253,7 +257,7 @@ def is_gone(run: RunDir, status: Status) -> bool:
     if status.job_id is None:
         return True
     if status.scheduler != "slurm":
-        return not has_supervisor(run)
+        return not has_supervisor(run, status)
     if not can_be_asked(status):
         return True
     job = slurm.show_job(status.job_id)

@@ -7,9 +7,10 @@ and on Slurm the batch script of an array, of which it is one task.
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -24,13 +25,13 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import newest_versions, run_at
 from jobkit.run.status import State
 from jobkit.run.sweeps import Sweep, SweepRecord
-from jobkit.submission import job, start_from
+from jobkit.submission import job, local_sweep, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.overview import look_at
 from jobkit.submission.partition_check import refuse_impossible
-from jobkit.submission.plan import LaunchPlan, make_plan
+from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.sbatch import Batch
-from jobkit.submission.signals import take_back
+from jobkit.submission.signals import hand_over, take_back
 from jobkit.submission.submit import check, check_values, check_writable, read_code, slurm_of
 
 NEW, CONTINUED = "new", "continued"
@@ -57,7 +58,10 @@ class SweepOutcome:
     states: dict[str, str] = field(default_factory=dict)
     """What became of each run, by its name: NEW, CONTINUED, or how it stands."""
     jobs: list[str] = field(default_factory=list)
-    """Ids of the job arrays."""
+    """Ids of the job arrays; on this machine of the process that waits for the runs."""
+    is_on_slurm: bool = False
+    runner: subprocess.Popen[bytes] | None = None
+    """The process that waits for the runs on this machine, where this submission has started it."""
     former: list[RunDir] = field(default_factory=list)
     """Those that it wanted once and that are neither finished nor at an end."""
 
@@ -68,8 +72,12 @@ class SweepOutcome:
         return {word: counted.pop(word) for word in (NEW, CONTINUED) if word in counted} | dict(counted)
 
 
-def plan_sweep(points: Sequence[Point], cluster: str, runs_dir: Path) -> dict[str, tuple[Point, LaunchPlan]]:
+def plan_sweep(
+    points: Sequence[Point], cluster: str, runs_dir: Path, turn: Turn | None = None
+) -> dict[str, tuple[Point, LaunchPlan]]:
     """The plans of the points by the names of their runs; of points that are one run the first one counts.
+
+    `turn` is how they wait on this machine.
 
     Raises InputError.
     """
@@ -80,7 +88,8 @@ def plan_sweep(points: Sequence[Point], cluster: str, runs_dir: Path) -> dict[st
         run = newest[name]
         if run.name not in planned:
             with point.loaded.places.locating_errors():
-                planned[run.name] = point, make_plan(run.path, point.loaded.config, cluster)
+                plan = make_plan(run.path, point.loaded.config, cluster)
+                planned[run.name] = point, replace(plan, turn=turn or plan.turn)
     return planned
 
 
@@ -118,7 +127,7 @@ def submit_sweep(
     max_running: int | None,
     on_prepared: Callable[[int, int], None] = lambda done, total: None,
 ) -> SweepOutcome:
-    """Start the runs of a sweep that are neither finished nor under way, on Slurm; the file of the sweep comes first.
+    """Start the runs of a sweep that are neither finished nor under way; the file of the sweep comes first.
 
     Args:
         planned: of `plan_sweep`.
@@ -150,9 +159,12 @@ _STAYS = {*_UNDER_WAY, State.FINISHED.value}
 
 
 def _states(runs: Sequence[RunDir]) -> dict[str, str]:
-    """How the runs stand that there are, by their names, with one question to Slurm for all."""
+    """How the runs stand that there are, by their names, with one question to Slurm for all.
+
+    Not those whose submission was cut off: nobody else submits a sweep now, which is how such a one looks from outside.
+    """
     found = [one for run in runs if (one := run_at(run.path)) is not None]
-    return {one.run: str(one.value("state")) for one in look_at(found)}
+    return {one.run: str(one.value("state")) for one in look_at(found) if not one.facts["submitting"]}
 
 
 @dataclass
@@ -174,33 +186,26 @@ class _Submission:
         code = read_code(self.source, runs_dir, needed)
         version = snapshot.take(self.source, code, shared_code.folder(runs_dir))
         slurm_cluster = slurm_of(planned[0][1])
-        for chunk in _chunks(planned):
-            self._start_array(chunk, code, version, slurm_cluster)
-            take_back()  # a Ctrl-C that came while the array was submitted ends it here
+        self.outcome.is_on_slurm = slurm_cluster is not None
+        for chunk in _chunks(planned) if slurm_cluster else [planned]:
+            take_back()  # a Ctrl-C that came while the array before was submitted ends it here
+            self._start_chunk(chunk, code, version, slurm_cluster)
 
-    def _start_array(
+    def _start_chunk(
         self,
         chunk: Sequence[tuple[Point, LaunchPlan]],
         code: Mapping[str, str],
         version: str,
         slurm_cluster: str | None,
     ) -> None:
-        """Submit one job array of those of the runs that are to be started."""
+        """Start those of the runs that are to be started: by one job array, or by a process that waits for them."""
         candidates: list[Candidate] = []
         try:
             for point, plan in chunk:
                 self._prepare(point, plan, candidates, code, version, slurm_cluster)
             if not candidates:
                 return
-            batch = Batch(
-                [one.plan for one in candidates],
-                array=self.sweep.next_array(),
-                name=self.sweep.name.replace("/", "-"),
-                max_running=self.max_running,
-                # The limit holds for one array: they run one after the other.
-                after=self.outcome.jobs[-1] if self.max_running and self.outcome.jobs else None,
-            )
-            ids = job.submit_batch(batch, [self.lock])
+            ids = self._submit_array(candidates) if slurm_cluster else self._start_here(len(candidates))
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             for candidate in candidates:
                 candidate.undo(error)
@@ -208,11 +213,32 @@ class _Submission:
                 log.warning("%s were submitted before; the same command submits the rest", ", ".join(self._submitted))
             if not isinstance(error, OSError):
                 raise
-            raise InputError(f"{error.filename or runs_dir_of(chunk)}: {error.strerror or error}; make room") from None
+            where = error.filename or chunk[0][1].run.parent
+            raise InputError(f"{where}: {error.strerror or error}; make room") from None
         self.outcome.jobs.append(ids[0].partition("_")[0])
         for candidate, job_id in zip(candidates, ids, strict=True):
             candidate.record_job(job_id)
             self.outcome.states[candidate.run.name] = CONTINUED if candidate.before.submissions else NEW
+
+    def _submit_array(self, candidates: Sequence[Candidate]) -> list[str]:
+        batch = Batch(
+            [one.plan for one in candidates],
+            array=self.sweep.next_array(),
+            name=self.sweep.name.replace("/", "-"),
+            max_running=self.max_running,
+            # The limit holds for one array: they run one after the other.
+            after=self.outcome.jobs[-1] if self.max_running and self.outcome.jobs else None,
+        )
+        return job.submit_batch(batch, [self.lock])
+
+    def _start_here(self, count: int) -> list[str]:
+        """Let the process that waits for the sweep's runs find them; there is one for each sweep."""
+        hand_over()
+        self.sweep.announce()
+        if not self.sweep.has_runner():
+            self.outcome.runner = local_sweep.start(self.sweep, self.max_running)
+            return [str(self.outcome.runner.pid)] * count
+        return [self.sweep.process_file.read_text()] * count
 
     @property
     def _submitted(self) -> list[str]:
@@ -239,11 +265,6 @@ class _Submission:
             candidate.prepare(lambda run: shared_code.use(run, version), slurm_cluster)
         self.prepared += 1
         self.on_prepared(self.prepared, self.total)
-
-
-def runs_dir_of(chunk: Sequence[tuple[Point, LaunchPlan]]) -> Path:
-    """The runs directory that plans are for."""
-    return chunk[0][1].run.parent
 
 
 def _chunks(planned: Sequence[tuple[Point, LaunchPlan]]) -> Iterator[list[tuple[Point, LaunchPlan]]]:

@@ -1,0 +1,196 @@
+"""The process that waits on behalf of a sweep's runs on this machine, and starts each when it is its turn.
+
+`jobkit/start.py jobkit.submission.local_sweep SWEEP_DIRECTORY [MAX_RUNNING]`. One process waits for all of them: a
+supervisor for each of a thousand runs would take the machine's memory. Whoever submits the sweep again only writes down
+what is wanted. It ends when all runs are over that it has started; when it is killed these go on, and those that wait
+are started by the next submission of the sweep.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from filelock import Timeout
+
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
+from jobkit.log import configure, log
+from jobkit.run import sweeps
+from jobkit.run.events import Event
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import State, Status
+from jobkit.run.sweeps import Sweep
+from jobkit.submission import local
+from jobkit.submission.plan import LaunchPlan, Turn, make_plan
+from jobkit.supervisor.needs import need_of
+from jobkit.supervisor.queue import LOOK_SECONDS, Place
+
+
+@dataclass
+class _Waiting:
+    """A run that has not been started, and how long its journal was at the last look."""
+
+    run: RunDir
+    journal_bytes: int
+
+
+class Runner:
+    """Starts the runs of a sweep that wait, in its order."""
+
+    def __init__(self, sweep: Sweep, max_running: int | None) -> None:
+        self.sweep, self.max_running = sweep, max_running
+        self.signals = 0
+        """How often it was told to stop; each is passed on to the runs that train."""
+        self._passed_on = 0
+        self._waiting: dict[str, _Waiting] = {}
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._place: Place | None = None
+        self._record_version: tuple[int, int] | None = None
+
+    def listen(self) -> None:
+        """Take signals from here on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal ends no sweep
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.signals += 1
+
+    def work(self) -> None:
+        """Return when all runs that were started are over, and none waits, though the sweep was submitted again."""
+        while True:
+            self._look_for_runs()
+            self._drop_what_waits_no_more()
+            if self.signals:
+                self._stop()
+            elif self._waiting and (self.max_running is None or len(self._running) < self.max_running):
+                self._start_first()
+            self._running = [one for one in self._running if one.poll() is None]
+            if not self._running and not self._waiting and self._is_done():
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def _is_done(self) -> bool:
+        """Whether nobody has just submitted the sweep again; whoever does is then told that this process is gone."""
+        with sweeps.submission_lock(self.sweep.runs_dir):
+            self._look_for_runs()
+            if self._waiting and not self.signals:
+                return False
+            self.sweep.alive_lock.release()
+            return True
+
+    def _look_for_runs(self) -> None:
+        """Add those that a submission of the sweep has prepared since the last look."""
+        if (version := self.sweep.version()) == self._record_version:
+            return
+        self._record_version = version
+        for name in self.sweep.wanted():
+            run = RunDir(self.sweep.runs_dir / name)
+            if name not in self._waiting and run.exists() and self._is_waiting(run.status()):
+                self._waiting[name] = _Waiting(run, -1)
+
+    def _is_waiting(self, status: Status) -> bool:
+        is_begun = any(attempt.submission == status.submissions for attempt in status.attempts)
+        return status.state == State.QUEUED and status.sweep == self.sweep.name and not is_begun
+
+    def _drop_what_waits_no_more(self) -> None:
+        """Forget runs that were cancelled, removed, or started by somebody else."""
+        for name, waiting in list(self._waiting.items()):
+            try:
+                size = waiting.run.journal.path.stat().st_size
+            except OSError:
+                del self._waiting[name]
+                continue
+            if size != waiting.journal_bytes:
+                waiting.journal_bytes = size
+                status = waiting.run.status()
+                if not self._is_waiting(status):
+                    del self._waiting[name]
+                elif status.cancel_requested:
+                    waiting.run.record(Event.CANCELLED)
+                    del self._waiting[name]
+
+    def _start_first(self) -> None:
+        """Start the first that waits, if it is its turn."""
+        name, waiting = next(iter(self._waiting.items()))
+        run = waiting.run
+        try:
+            plan = make_plan(run.path, run.config(), "local")
+            status = run.status()
+            turn = Turn(queues=status.queues, priority=status.priority)
+            if self._place is None or self._place.run != run.path:
+                self._leave_line()
+                self._place = Place(need_of(plan.config, os.environ, queues=turn.queues), run.path, turn.priority)
+            if (leases := self._place.take()) is None:
+                return
+            self._place = None
+            del self._waiting[name]
+            self._start(run, replace(plan, turn=replace(turn, leases=leases)))
+        except (JobkitError, OSError) as error:
+            log.warning("%s cannot be started: %s", name, error)
+            self._waiting.pop(name, None)
+            run.record(Event.REQUEUE_FAILED, error=f"it could not be started: {error}")
+
+    def _start(self, run: RunDir, plan: LaunchPlan) -> None:
+        with run.submission_lock():  # unless it was cancelled, or submitted by itself, in this moment
+            status = run.status()
+            if self._is_waiting(status) and not status.cancel_requested:
+                os.chdir(status.cwd or ".")
+                self._running.append(local.start(plan, foreground=False))
+            elif plan.turn.leases is not None:
+                plan.turn.leases.close()
+
+    def _stop(self) -> None:
+        """Let the runs that train stop with a checkpoint, and the others wait no more."""
+        self._leave_line()
+        for waiting in self._waiting.values():
+            waiting.run.record(Event.INTERRUPTED, cause="user")
+        self._waiting.clear()
+        for _ in range(self.signals - self._passed_on):
+            for process in self._running:
+                process.send_signal(signal.SIGTERM)
+        self._passed_on = self.signals
+
+    def _leave_line(self) -> None:
+        if self._place is not None:
+            self._place.leave()
+            self._place = None
+
+
+def start(sweep: Sweep, max_running: int | None) -> subprocess.Popen[bytes]:
+    """Start the process for a sweep that has none; returns when others can see that it lives, or it has ended."""
+    from jobkit.start import words
+
+    limit = [] if max_running is None else [str(max_running)]
+    with (sweep.path / "runner.log").open("ab") as output:
+        process = subprocess.Popen(
+            words("jobkit.submission.local_sweep", str(sweep.path), *limit),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    while process.poll() is None and not sweep.has_runner():
+        time.sleep(0.01)
+    return process
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the runs of a sweep; returns the exit code."""
+    configure("stderr")
+    sweep = sweeps.at(Path(arguments[0]))
+    runner = Runner(sweep, int(arguments[1]) if len(arguments) > 1 else None)
+    runner.listen()
+    try:
+        sweep.alive_lock.acquire(timeout=10)  # not at once: whoever asks whether we live takes the lock for an instant
+    except Timeout:
+        log.warning("%s has a process already", sweep.name)
+        return EXIT_FAILED
+    sweep.process_file.write_text(str(os.getpid()))
+    runner.work()
+    return EXIT_FINISHED
