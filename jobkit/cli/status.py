@@ -160,16 +160,20 @@ def _lost(account: Account, is_silent: bool) -> str:
     Of a command that reports nothing nobody knows when its start-up was over.
     """
     again = f"{account.repeated_steps} steps repeated"
+    in_vain = f"{account.lost_steps} steps that no checkpoint has"
     spent = {
         "in the queue": account.queue,
         "start-up": 0.0 if is_silent else account.startup,
         again: account.repeated,
+        in_vain: account.lost,
         "checkpoints": account.checkpoints,
         "until its end was noticed": account.ending,
     }
     parts = [f"{what} {seconds:.0f} s" for what, seconds in spent.items() if seconds >= 0.5]
     if account.repeated_steps and account.repeated < 0.5:
         parts.append(again)
+    if account.lost_steps and account.lost < 0.5:
+        parts.append(in_vain)
     return ", ".join(parts)
 
 

@@ -27,6 +27,10 @@ class Account:
     """From the last step that is known of to the end: unnoticed hangs, dying nodes, a first step that was not done."""
     until: float
     """When the account was closed, in seconds since the epoch."""
+    lost_steps: int = 0
+    """New steps that no checkpoint of a run that has stopped holds: whoever continues it does them again."""
+    lost: float = 0.0
+    """Computing those."""
 
 
 def account(
@@ -39,6 +43,7 @@ def account(
     steps: range,
     stalled: float,
     best_before: int,
+    kept: int | None = None,
 ) -> Account:
     """The account of an attempt, from its times in seconds since the epoch: None where it did not get that far.
 
@@ -47,6 +52,7 @@ def account(
         steps: from the first that it began with to the last that it did.
         stalled: seconds for which checkpoints held up the loop.
         best_before: the last step that any attempt before it had done.
+        kept: the step of the newest checkpoint of a run that has stopped; None while what it has done may be kept yet.
     """
     until = ended or last_seen or resumed or started
     queue = max(0.0, started - queued) if queued is not None else 0.0
@@ -56,17 +62,21 @@ def account(
     stalled = min(stalled, last_seen - resumed)
     training = last_seen - resumed - stalled
     repeated = max(0, min(steps.stop, best_before) - steps.start)
+    lost = 0 if kept is None else max(0, steps.stop - max(steps.start, best_before, kept))
     again = training * repeated / len(steps) if steps else 0.0
+    in_vain = training * lost / len(steps) if steps else 0.0
     return Account(
         steps=len(steps) - repeated,
         repeated_steps=repeated,
         queue=queue,
         startup=max(0.0, resumed - started),
-        useful=training - again,
+        useful=training - again - in_vain,
         repeated=again,
         checkpoints=stalled,
         ending=until - last_seen,
         until=until,
+        lost_steps=lost,
+        lost=in_vain,
     )
 
 

@@ -304,6 +304,7 @@ def complete(status: Status, progress: Progress | None = None) -> Status:
 def _account(status: Status) -> None:
     """Where the time of each attempt went, and how much of all of it was useful."""
     best = 0
+    goes_on = status.state.is_under_way or status.state == State.FINISHED
     before: Attempt | None = None
     for attempt in status.attempts:
         if before is not None:
@@ -329,6 +330,7 @@ def _account(status: Status) -> None:
             steps=range(first_step, last_step),
             stalled=attempt.stalled,
             best_before=best,
+            kept=None if goes_on else status.checkpoint or 0,
         )
         best = max(best, last_step)
     if any(attempt.resumed for attempt in status.attempts):  # of a command that reports nothing, nothing is known

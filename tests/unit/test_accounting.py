@@ -10,7 +10,7 @@ from jobkit.run.accounting import Account, account, goodput
 from jobkit.run.records import Progress
 from jobkit.run.status import Status, derive
 
-PARTS = ("queue", "startup", "useful", "repeated", "checkpoints", "ending")
+PARTS = ("queue", "startup", "useful", "repeated", "lost", "checkpoints", "ending")
 
 
 def parts(account: Account) -> dict[str, float]:
@@ -189,8 +189,32 @@ def test_the_report_of_an_attempt_that_is_over_says_nothing_of_the_one_that_runs
 def test_a_hard_end_is_told_by_the_last_report_where_the_journal_has_no_more() -> None:
     without = [(300.0, "interrupted", {"attempt": 2, "cause": "killed", "failure": {}})]
     second = accounts(status(11, {"attempt": 2, "step": 60, "time": 261.0}, *without))[1]
-    assert parts(second) == {"queue": 100, "startup": 6, "useful": 60, "checkpoints": 1, "ending": 39}
-    assert second.steps == 20
+    assert parts(second) == {"queue": 100, "startup": 6, "useful": 30, "lost": 30, "checkpoints": 1, "ending": 39}
+    assert (second.steps, second.lost_steps) == (20, 10)
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [(0, {"lost": 200}), (75, {"useful": 150, "lost": 50}), (100, {"useful": 200}), (None, {"useful": 200})],
+)
+def test_steps_that_no_checkpoint_of_a_stopped_run_has_are_not_useful(
+    kept: int | None, expected: dict[str, float]
+) -> None:
+    found = account(**span(), best_before=0, kept=kept)
+    assert parts(found) == {"queue": 10, "startup": 20, **expected}
+    assert found.lost_steps == (0 if kept is None else 100 - kept)
+
+
+def test_of_repeated_steps_none_is_lost_again() -> None:
+    found = account(**span(), best_before=60, kept=0)
+    assert parts(found) == {"queue": 10, "startup": 20, "repeated": 120, "lost": 80}
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_has_done_nothing_useful() -> None:
+    died = (330, "failed", {"attempt": 1, "cause": "crashed", "reached": 60, "error": "x"})
+    found = status(4, None, died)
+    assert found.step == 0 and found.goodput == 0.0
+    assert accounts(found)[0].lost_steps == 60
 
 
 def test_steps_that_were_lost_twice_are_repeated_twice() -> None:
