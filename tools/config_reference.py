@@ -66,6 +66,14 @@ demo:
 A section that is merged over the rest when the environment variable that `unless_env` names is unset or empty; a line
 on the terminal says so. `--demo` and `--no-demo` decide it by hand. Any key may stand in it.
 
+## `sweep`
+
+```yaml
+sweep: {params.lr: [.003, .01], seed: range(3)}
+```
+
+A run for each combination of values; [many-runs.md](many-runs.md#sweeps) says more.
+
 ## Interpolation and overrides
 
 Values may refer to others and to the environment, as [OmegaConf](https://omegaconf.readthedocs.io) does:
