@@ -39,6 +39,18 @@ class UsageError(JobkitError):
     """
 
 
+class NotFinite(UsageError):
+    """A loss that is not a number, of a step and its samples on this rank: another attempt would come to it again."""
+
+    def __init__(self, step: int, samples: list[int], found: float | None = None) -> None:
+        what = "no finite number" if found is None else str(found)
+        super().__init__(
+            f"the loss of step {step} is {what}: it is the data's or the model's; `jobkit rewind RUN --step N "
+            "--skip-samples IDS` leaves samples out, and on_nan: off goes on regardless"
+        )
+        self.step, self.samples = step, samples
+
+
 class SchedulerError(JobkitError):
     """A scheduler command is missing, failed or did not answer; nothing was queued."""
 

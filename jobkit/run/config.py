@@ -94,6 +94,11 @@ def _check_watchdog(value: str | int | bool) -> None:
         _check_seconds(value, "auto, off, or a time like 10min", ("auto", "off"))
 
 
+def _check_on_nan(value: str | bool) -> None:
+    if value is not False and value not in ("stop", "off"):  # YAML reads a bare `off` as false
+        raise ValueError("stop or off")
+
+
 def _check_deterministic(value: bool | str) -> None:
     if isinstance(value, str) and value != "warn":
         raise ValueError("true, false or warn")
@@ -318,6 +323,10 @@ class Config:
     start_from: StartFrom = field(default_factory=StartFrom)
     """Where the run begins, instead of at step 0; part of its hash. See
     [many-runs.md](many-runs.md#starting-from-another-run)."""
+
+    on_nan: str | bool = _field(_check_on_nan, "stop")
+    """What happens at a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
+    `off` goes on. See [many-runs.md](many-runs.md#a-loss-that-is-not-a-number)."""
 
     def to_yaml(self) -> str:
         """The config as YAML that `load` reads back to an equal one."""

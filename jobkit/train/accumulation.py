@@ -58,6 +58,7 @@ def backward(
     unsynchronised: Callable[[], AbstractContextManager[Any]] = nullcontext,
     scale: float = 1.0,
     add_up: Callable[[Tensor], dist.Work | None] | None = None,
+    see: Callable[[Tensor], None] = lambda loss: None,
 ) -> Tensor:
     """Add to the gradients those of the loss's mean over the global batch; returns the mean over what was given.
 
@@ -69,7 +70,8 @@ def backward(
 
     `global_batch_size` is the sum of all ranks' shares, which one rank knows, and `largest_share` the size of the
     largest, which follows from it where shares differ by at most one sample. `add_up` begins to add a tensor up over
-    the ranks, in place, and is waited for after backward; without it the mean is of this rank's share. Raises
+    the ranks, in place, and is waited for after backward; without it the mean is of this rank's share. `see` is called
+    with the sum of the losses of this rank's share, before its last backward. Raises
     UsageError for a share that the global batch has no room for.
     """
     size = batch_size(inputs)
@@ -105,6 +107,8 @@ def backward(
             mean = _whole(value) if samples else torch.zeros_like(_whole(value))  # of no sample it may be a NaN
             part = mean * samples
             total = part if number == 0 else total + part
+            if last:
+                see(total)
             if last and add_up is not None:
                 total = torch.stack(
                     [total, total.new_full((), size)]

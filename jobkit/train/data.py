@@ -281,6 +281,10 @@ class Loader:
         """Ids of this rank's samples in the current batch; none before the first."""
         return [] if self.current is None else self._source.samples(self.current)
 
+    def samples_of(self, number: int) -> list[int]:
+        """Ids of this rank's samples in a global batch, where they have any."""
+        return self._source.samples(number)
+
     def state_dict(self) -> dict[str, Any]:
         own = {"position": self.position, "global_batch_size": self.global_batch_size, "name": self.name}
         return {**own, **self._source.state()}

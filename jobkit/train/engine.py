@@ -203,14 +203,15 @@ class Engine:
         *,
         micro_batch_size: int | None = None,
         global_batch_size: BatchSize | None = None,
+        see: Callable[[torch.Tensor], None] = lambda loss: None,
     ) -> torch.Tensor:
-        """Gradients over the global batch; returns its mean loss. See Context.backward."""
+        """Gradients over the global batch; returns its mean loss. See Context.backward; `see` is told this rank's."""
         if global_batch_size is None:
             global_batch_size = self._loaders_batch_size(batch_size(inputs))
         self._backwards += 1
         scale = self.scaler.begin(self._has_gradients) if self.scaler is not None else 1.0
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
-        options: dict[str, Any] = {**sizes, "autocast": self.autocast, "scale": scale}
+        options: dict[str, Any] = {**sizes, "autocast": self.autocast, "scale": scale, "see": see}
         return self.parallel.backward(model, inputs, loss, target, **options)
 
     def _loaders_batch_size(self, given: int) -> int:

@@ -215,7 +215,15 @@ class Parallel:
         return gradient_norm(parameters, self.stages)
 
     def backward(
-        self, model: nn.Module, inputs: Any, loss: Loss, target: Any, *, global_batch_size: BatchSize, **options: Any
+        self,
+        model: nn.Module,
+        inputs: Any,
+        loss: Loss,
+        target: Any,
+        *,
+        global_batch_size: BatchSize,
+        see: Callable[[Tensor], None] = lambda loss: None,
+        **options: Any,
     ) -> Tensor:
         """See jobkit.train.accumulation.backward; a pipeline runs its schedule instead.
 
@@ -243,6 +251,7 @@ class Parallel:
                 data_ranks=ranks,
                 unsynchronised=lambda: without_synchronisation(model),
                 add_up=self._add_up if ranks > 1 and not self.drifts else None,
+                see=see,
                 **options,
             )
         if size * ranks != total:
@@ -254,6 +263,7 @@ class Parallel:
         mean = model.backward(inputs, loss, target, weight=scale, **options) / ranks
         if ranks > 1:
             dist.all_reduce(mean, group=self.data_group)
+        see(mean)
         return mean
 
     def _add_up(self, value: Tensor) -> dist.Work | None:

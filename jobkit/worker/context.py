@@ -285,7 +285,13 @@ class Context:
         """
         self._loop.stragglers.timer.forward_begins()
         return self._engine.backward(
-            model, inputs, loss, target, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size
+            model,
+            inputs,
+            loss,
+            target,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            see=self._loop.see_loss,
         )
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
@@ -405,6 +411,7 @@ class Context:
         them call.
         """
         self._reporter.log(values, step)
+        self._loop.see_logged(values)
 
     def log_image(self, tag: str, image: torch.Tensor) -> None:
         """An image for TensorBoard at the current step: CHW, uint8 or float in [0, 1]."""

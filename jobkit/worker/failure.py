@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from jobkit.errors import DistributedError, InputError, JobkitError, UsageError
+from jobkit.errors import DistributedError, InputError, JobkitError, NotFinite, UsageError
 from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.disk_errors import is_full
@@ -71,6 +71,8 @@ def write_report(
     run: RunDir, attempt: int, topology: Topology, error: BaseException, step: int | None, samples: Sequence[int]
 ) -> None:
     """Write down what happened, where, in which step (None outside the loop) and to which samples."""
+    if isinstance(error, NotFinite):  # on a device it is known some steps later
+        step, samples = error.step, error.samples
     report = FailureReport(
         time=time.time(),
         rank=topology.rank,

@@ -6,7 +6,7 @@ import math
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from jobkit.worker.checkpointing import Checkpoints, Place
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
 from jobkit.worker.generators import tell_replaced_seed
 from jobkit.worker.heartbeat import peak_bytes
+from jobkit.worker.losses import IN_A_ROW, LossWatch
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.stop import CauseFinder, Stopped
@@ -90,6 +91,9 @@ class TrainingLoop:
         """The state that the step under way began with; None where it is not known."""
         self._modes: dict[str, Now] | None = None
         """Those that it began with: an evaluation changes them, and maybe back. None between two steps."""
+        fp16 = rank.config.precision == "fp16"
+        is_on = rank.config.on_nan not in (False, "off")
+        self._losses = LossWatch(rank.device, is_on=is_on, allowed_in_a_row=IN_A_ROW if fp16 else 0)
         self._evaluated_at: deque[int] = deque(maxlen=2)
         """The last steps that evaluated something."""
 
@@ -131,6 +135,7 @@ class TrainingLoop:
         after a signal to stop.
         """
         self.stragglers.timer.end()
+        self._losses.end_step(self.step, self._samples())
         self._end_evaluations()  # nothing of them will be repeated
         self._modes = None
         self.step, self._place_number = self.step + 1 if step is None else step, 0
@@ -197,6 +202,7 @@ class TrainingLoop:
 
     def end(self) -> None:
         """No step is left to do."""
+        self._losses.settle()
         self._leave()
         self.is_over, self.left_in = True, None
 
@@ -340,10 +346,12 @@ class TrainingLoop:
             self._is_due_later = False
             self._save(is_last=self.step + 1 == self.total)
         elif in_memory and self._write_files is None:
+            self._losses.settle()
             self._checkpoints.snapshot(self.step)
         self.report_progress()
 
     def _save(self, **options: Any) -> None:
+        self._losses.settle()
         self._checkpoints.save(self.place, write_files=self._write_files, **options)
 
     def _own_signals(self) -> None:
@@ -423,6 +431,21 @@ class TrainingLoop:
         )
 
     # Within a step
+
+    def see_loss(self, loss: torch.Tensor) -> None:
+        """A loss of this rank's share of a batch; raises NotFinite where it is known to be no number."""
+        if self.is_in_step:
+            self._losses.see(loss, self.step, self._samples())
+
+    def see_logged(self, values: Mapping[str, Any]) -> None:
+        """What the script logs: losses among it are looked at as those of `see_loss`."""
+        if self.is_in_step:
+            self._losses.see_logged(values, self.step, self._samples())
+
+    def _samples(self) -> Callable[[], list[int]]:
+        """What gives the ids of the samples of the step under way, also when it is over."""
+        drawn = [(loader, loader.current) for loader in self._engine.loaders if loader.current is not None]
+        return lambda: [sample for loader, number in drawn for sample in loader.samples_of(number)]
 
     def may_stop_here(self) -> bool:
         """Whether the step has changed nothing that a checkpoint would hold; before the loop there is none."""
