@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"show it again and again until Ctrl-C (default: every {WATCH_SECONDS:g} s)",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="for programs: a list of {run, ...status}, or of the columns")
+    form.add_argument(
+        "--json", action="store_true", help="for programs: a list of {run, path, ...status}, or of the columns"
+    )
     form.add_argument("--csv", action="store_true", help="the values, with commas")
     form.add_argument("--latex", action="store_true", help="a tabular that needs no package")
 
@@ -183,7 +185,8 @@ def _rendered(table: Table, arguments: argparse.Namespace, is_plain: bool) -> st
 
 def _statuses(runs: Sequence[FoundRun]) -> str:
     """The whole statuses of some runs, for programs."""
-    return json.dumps([{"run": run.name, **status} for run, status in statuses(runs)], indent=1)
+    found = [{"run": run.name, "path": run.directory, **status} for run, status in statuses(runs)]
+    return json.dumps(found, indent=1)
 
 
 def sort(summaries: Sequence[Summary], key: str, *, largest_first: bool) -> list[Summary]:

@@ -16,12 +16,18 @@ from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.run.tail import Tail
 from jobkit.submission import job
+from jobkit.submission.ending import exit_code, read_to_the_end, worst
 from jobkit.submission.observer import Observer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="print until the run is over, requeues included")
+    parser.add_argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="print until the run is over, requeues included; the exit code is its own",
+    )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose output is printed (default: 0)")
     parser.add_argument("--attempt", type=int, metavar="N", help="print one attempt only (default: all)")
 
@@ -33,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = each(found, lambda run: _print_so_far(printers[found.index(run)], arguments))
     if arguments.follow and code == EXIT_FINISHED:
         with contextlib.suppress(KeyboardInterrupt):
-            _follow(printers)
+            return _follow(printers)
     return code
 
 
@@ -55,21 +61,25 @@ def _print_so_far(printer: _Printer, arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _follow(printers: Sequence[_Printer]) -> None:
-    """Print what comes, until nothing more happens to any of the runs."""
-    under_way = [(printer, Observer(printer.run)) for printer in printers]
+def _follow(printers: Sequence[_Printer]) -> int:
+    """Print what comes, until nothing more happens to any of the runs; returns the exit code of the worst."""
+    under_way, codes = [(printer, Observer(printer.run)) for printer in printers], []
     while under_way:
-        for printer, observer in under_way:
+        for printer, observer in list(under_way):
+            status = None
             try:
-                observer.look()
+                status = observer.look()
             except SchedulerError as error:
                 log.warning(f"{error}; still following")
             printer.print_new()
-        time.sleep(job.POLL_SECONDS)
-        for printer, observer in under_way:
-            if observer.is_over:
+            if observer.is_over and status is not None:
+                under_way.remove((printer, observer))
+                read_to_the_end(printer.run, status, printer.print_new)
                 printer.print_new(is_last=True)
-        under_way = [(printer, observer) for printer, observer in under_way if not observer.is_over]
+                codes.append(exit_code(status.state))
+        if under_way:
+            time.sleep(job.POLL_SECONDS)
+    return worst(codes)
 
 
 class _Printer:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from jobkit.checkpoint.store import Store
 from jobkit.cli.arguments import add_selection, chosen_runs
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.accounting import Account, Restart
@@ -47,9 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = chosen_runs(arguments)
     statuses = [(run, *_look(run)) for run in found]
     if arguments.json:
-        plain = [status.as_dict() for _, status, _ in statuses]
-        several = [{"run": run.name, **one} for run, one in zip(found, plain, strict=True)]
-        print(json.dumps(plain[0] if len(found) == 1 else several, indent=1))
+        plain = [{"run": run.name, "path": str(run.path), **status.as_dict()} for run, status, _ in statuses]
+        print(json.dumps(plain[0] if len(found) == 1 else plain, indent=1))
     else:
         texts = ["\n".join(describe(run, status, is_ending=is_ending)) for run, status, is_ending in statuses]
         print("\n\n".join(texts), end="\n" if texts else "")
@@ -109,7 +109,7 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         since = format_seconds(max(a.account.until for a in status.attempts if a.account) - status.attempts[0].started)
         lines.append(f"goodput: {status.goodput:.0%} of the {since} since the first start were new steps")
     if status.checkpoint is not None:
-        lines.append(f"newest checkpoint: step {status.checkpoint}")
+        lines.append(f"newest checkpoint: step {status.checkpoint}{_where_deleted(run, status.checkpoint)}")
     if status.error:
         lines.append(f"error: {status.error}")
     if status.state == State.FAILED and status.attempt and status.attempt.failure:
@@ -124,6 +124,16 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
     elif status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
         lines.append(f"to {'start it again' if silent else 'continue it'}: {status.how_to_continue}")
     return lines
+
+
+def _where_deleted(run: RunDir, step: int) -> str:
+    """What to add to a checkpoint's step where somebody has removed it: the run continues from another one."""
+    store = Store(run.checkpoints)
+    if store.has(step):
+        return ""
+    left = store.steps()
+    then = f"it continues from step {left[0]}" if left else "there is none; it begins again at step 0"
+    return f", which is not in {run.checkpoints} any more: {then}"
 
 
 def _attempt_lines(attempt: Attempt, *, has_moved: bool, is_silent: bool) -> list[str]:

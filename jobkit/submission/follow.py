@@ -8,12 +8,13 @@ import subprocess
 import time
 
 from jobkit.display import Display
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
+from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.command_line import to_type
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import how_it_continues, is_silent, stopping
 from jobkit.run.status import State, Status
 from jobkit.run.tail import Tail
+from jobkit.submission.ending import exit_code, read_to_the_end
 from jobkit.submission.observer import Observer, observe
 from jobkit.supervisor.line import Line
 
@@ -56,17 +57,16 @@ class Follower:
         if status.state == State.FINISHED:
             say(f"finished{status.at_steps}: {status.result if status.result is not None else ''}".rstrip(": "))
             say(f"run directory: {self.run.path}")
-            return EXIT_FINISHED
-        if status.state == State.FAILED:
+        elif status.state == State.FAILED:
             say(f"failed{status.at_steps}: {status.error}")
             if attempt:
                 say(f"tracebacks: {self.run.logs(attempt.id)}/rank_*.err")
             say(safe)
-            return EXIT_FAILED
-        failure = attempt.failure.error if attempt and attempt.failure else None
-        why = f": {failure or status.error}" if failure or status.error else ""
-        say(f"{status.state}{status.at_steps}{why}. {safe}")
-        return EXIT_RESUMABLE
+        else:
+            failure = attempt.failure.error if attempt and attempt.failure else None
+            why = f": {failure or status.error}" if failure or status.error else ""
+            say(f"{status.state}{status.at_steps}{why}. {safe}")
+        return exit_code(status.state)
 
 
 def is_waiting(status: Status) -> bool:
@@ -136,14 +136,15 @@ def follow_slurm(run: RunDir) -> int:
             except SchedulerError as error:
                 status = run.status()
                 follower.display.say(f"{error}; still following")
+            if observer.is_over:
+                read_to_the_end(run, status, lambda: follower.refresh(status))  # noqa: B023
+                return follower.end(status)
             if (status.state, len(status.attempts)) != shown:
                 shown = (status.state, len(status.attempts))
                 place = f"job {status.job_id}, attempt {len(status.attempts)}"
                 place += f", {status.waits_for}" if status.state == State.HELD else ""
                 follower.display.say(f"{run.name}: {status.state} ({place})")
             follower.refresh(status)
-            if observer.is_over:
-                return follower.end(status)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         follower.display.close()

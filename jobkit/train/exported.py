@@ -112,6 +112,7 @@ def _find(path: Path, name: str) -> Path:
 def _write(final: Path, write: Callable[[Path], object]) -> tuple[Path, Path]:
     """Write what is to be `final` under a name beside it, durably: both names."""
     temporary = final.with_name(f".{final.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of an attempt that was killed: it may be one that nobody else can read
     temporary.touch()
     permissions = temporary.stat().st_mode & 0o777  # what the umask leaves
     write(temporary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -25,10 +26,22 @@ from jobkit.errors import JobkitError
 from jobkit.group import RankGroup
 from jobkit.run.config import CommConfig, ParallelConfig
 from jobkit.run.layout import factor
+from jobkit.train.exported import save_weights
 from jobkit.train.parallel import Parallel
 from jobkit.worker.tracked_state import TrackedState
 
 DONE = "done"
+
+
+def test_what_a_killed_attempt_left_decides_nothing_about_who_may_read_the_weights(tmp_path: Path) -> None:
+    left = tmp_path / ".model.safetensors.tmp"
+    left.touch(0o600)
+    before = os.umask(0o022)
+    try:
+        save_weights(tmp_path, "model", {"weight": torch.ones(2)}, {}, {})
+    finally:
+        os.umask(before)
+    assert [(file.name, file.stat().st_mode & 0o777) for file in tmp_path.iterdir()] == [("model.safetensors", 0o644)]
 
 
 class Odd(nn.Module):

@@ -79,7 +79,11 @@ def test_the_plain_list_is_the_status_of_each_run(
     runs = [make(tmp_path, f"{state}-00000000", state) for state in END]
     plain = {one["run"]: one for one in json.loads(listed(tmp_path, capsys, as_json=True))}
     for run in runs:
-        assert plain[run.name] == {"run": run.name, **json.loads(json.dumps(run.status().as_dict()))}
+        assert plain[run.name] == {
+            "run": run.name,
+            "path": str(run.path),
+            **json.loads(json.dumps(run.status().as_dict())),
+        }
 
 
 def old(run: RunDir) -> None:

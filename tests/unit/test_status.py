@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jobkit.checkpoint.store import Store
 from jobkit.cli.status import describe
 from jobkit.run.files import read_json, write_atomic, write_json
 from jobkit.run.journal import Journal
@@ -344,6 +346,25 @@ def test_of_a_large_batch_that_failed_a_few_samples_are_printed(tmp_path: Path) 
     failed = of([*RUNNING, (FAILED[0], FAILED[1] | {"failure": failure})])
     text = "\n".join(describe(RunDir(tmp_path), failed))
     assert "samples of that rank's batch: 0, 1, 2, 3, 4, 5, 6, 7 and 56 more (--json lists them)" in text
+
+
+def test_a_checkpoint_that_somebody_has_removed_is_told(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "x-1")
+    stopped = of([*RUNNING, checkpoint(20), checkpoint(40), interrupted("preempted", 40)])
+
+    def told() -> str:
+        return next(line for line in describe(run, stopped) if line.startswith("newest checkpoint"))
+
+    for step in (20, 40):
+        folder = Store(run.checkpoints).path(step)
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    assert told() == "newest checkpoint: step 40"
+    shutil.rmtree(Store(run.checkpoints).path(40))
+    gone = f"newest checkpoint: step 40, which is not in {run.checkpoints} any more"
+    assert told() == f"{gone}: it continues from step 20"
+    shutil.rmtree(run.checkpoints)
+    assert told() == f"{gone}: there is none; it begins again at step 0"
 
 
 @pytest.mark.parametrize(
