@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jobkit.checkpoint.store import Store
 from jobkit.cli.arguments import add_selection, chosen_runs
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.accounting import Account, Restart
@@ -19,6 +18,7 @@ from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import is_silent
 from jobkit.run.status import Attempt, State, Status
+from jobkit.submission.checkpoints_left import where_deleted
 from jobkit.submission.observer import is_active, may_be_requeued, observe
 from jobkit.submission.waiting import explained
 
@@ -109,7 +109,7 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         since = format_seconds(max(a.account.until for a in status.attempts if a.account) - status.attempts[0].started)
         lines.append(f"goodput: {status.goodput:.0%} of the {since} since the first start were new steps")
     if status.checkpoint is not None:
-        lines.append(f"newest checkpoint: step {status.checkpoint}{_where_deleted(run, status.checkpoint)}")
+        lines.append(f"newest checkpoint: step {status.checkpoint}{where_deleted(run, status.checkpoint)}")
     if status.error:
         lines.append(f"error: {status.error}")
     if status.state == State.FAILED and status.attempt and status.attempt.failure:
@@ -124,16 +124,6 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
     elif status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
         lines.append(f"to {'start it again' if silent else 'continue it'}: {status.how_to_continue}")
     return lines
-
-
-def _where_deleted(run: RunDir, step: int) -> str:
-    """What to add to a checkpoint's step where somebody has removed it: the run continues from another one."""
-    store = Store(run.checkpoints)
-    if store.has(step):
-        return ""
-    left = store.steps()
-    then = f"it continues from step {left[0]}" if left else "there is none; it begins again at step 0"
-    return f", which is not in {run.checkpoints} any more: {then}"
 
 
 def _attempt_lines(attempt: Attempt, *, has_moved: bool, is_silent: bool) -> list[str]:
