@@ -44,6 +44,9 @@ EVEN_HIDDEN = ("--all",)
 MAX_ARRAY_SIZE = 1001
 """Slurm's default of MaxArraySize."""
 
+IDS_OF_A_COMMAND = 1000
+"""How many ids of jobs are given to one command: a command line may have 128 KiB or more, and an id has up to 20."""
+
 MAX_LIMIT_SECONDS = 300 * 86400.0
 """Slurm shows a job without a limit as one of 365 days."""
 
@@ -518,6 +521,12 @@ def release(job_id: str) -> None:
 def cancel(job_id: str) -> None:
     """End a job for good; one that is gone already is fine."""
     _scancel(job_id)
+
+
+def cancel_queued(job_ids: Sequence[str]) -> None:
+    """End those of some jobs that have not started, by few commands; one that has started meanwhile runs on."""
+    for first in range(0, len(job_ids), IDS_OF_A_COMMAND):
+        _scancel("--state=PENDING", *job_ids[first : first + IDS_OF_A_COMMAND])
 
 
 def _scancel(*arguments: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.errors import EXIT_FINISHED, InputError
+from jobkit.errors import EXIT_FINISHED, InputError, JobkitError
 from jobkit.run import grid, sweeps
 from jobkit.run.command_line import to_type
 
@@ -156,11 +156,12 @@ def _tell_former(former: Sequence[RunDir], outcome: SweepOutcome, *, prune: bool
         more = " ..." if len(former) > 5 else ""
         print(f"no longer wanted: {states}{more}; the same command with --prune cancels them", file=sys.stderr)
         return
-    from jobkit.submission import job
+    from jobkit.submission.cancel import cancel_all
 
     print(f"no longer wanted, and cancelled: {some_names(former)}", file=sys.stderr)
-    for run in former:
-        job.cancel(run)
+    for _, outcome_of_one in cancel_all(former):
+        if isinstance(outcome_of_one, JobkitError):
+            print(f"error: {outcome_of_one}", file=sys.stderr)
 
 
 def _dry_run(planned: Mapping[str, tuple[Point, object]], points: Sequence[grid.Point]) -> int:

@@ -6,14 +6,15 @@ import argparse
 import sys
 
 from jobkit.cli.arguments import add_selection, chosen_runs, confirm
-from jobkit.cli.several import each
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.cli.several import worst
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
 from jobkit.run.command_line import to_type
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import NOTHING_KEPT, is_silent
-from jobkit.run.status import State
-from jobkit.submission import job
+from jobkit.run.status import State, Status
+from jobkit.submission.cancel import cancel, cancel_all
+from jobkit.submission.job import CANCEL_SECONDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,41 +23,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Cancel and wait for the checkpoint; cancelling what has ended already is no mistake."""
-    found = chosen_runs(arguments)
+    """Cancel and wait for the checkpoints; cancelling what has ended already is no mistake."""
+    found, grace = chosen_runs(arguments), not arguments.no_grace
     confirm(found, arguments)
-    return each(found, lambda run: _cancel(run, grace=not arguments.no_grace))
+    if len(found) == 1:
+        (one,) = found
+        code, lines = told(one, cancel(one, grace=grace, on_wait=lambda: _tell_wait(one, grace)))
+        print("\n".join(lines))
+        return code
+    codes = []
+    for one, outcome in cancel_all(found, grace=grace, on_wait=lambda one: _tell_wait(one, grace)):
+        if isinstance(outcome, JobkitError):
+            print(f"error: {outcome}", file=sys.stderr)
+            codes.append(outcome.exit_code)
+        else:
+            code, lines = told(one, outcome)
+            print(lines[0], flush=True)
+            codes.append(code)
+    return worst(codes)
 
 
-def _cancel(found: RunDir, *, grace: bool) -> int:
-    def tell() -> None:
-        seconds = format_seconds(job.CANCEL_SECONDS)
-        said = f"its ranks get {seconds} to write a checkpoint; --no-grace kills them"
-        if is_silent(found, found.status()):
-            said = f"your program got SIGTERM and has {seconds} to end; {NOTHING_KEPT}; --no-grace kills it"
-        print(f"{found.name}: {said}", file=sys.stderr)
+def _tell_wait(run: RunDir, grace: bool) -> None:
+    if not grace:
+        return
+    seconds = format_seconds(CANCEL_SECONDS)
+    said = f"its ranks get {seconds} to write a checkpoint; --no-grace kills them"
+    if is_silent(run, run.status()):
+        said = f"your program got SIGTERM and has {seconds} to end; {NOTHING_KEPT}; --no-grace kills it"
+    print(f"{run.name}: {said}", file=sys.stderr)
 
-    status = job.cancel(found, grace=grace, on_wait=tell if grace else lambda: None)
+
+def told(run: RunDir, status: Status | None) -> tuple[int, list[str]]:
+    """The exit code and what to say of a run that was cancelled, its outcome in the first line."""
     if status is None:
-        print(f"{found.name} is {found.status().state} already; nothing to cancel")
-        return EXIT_FINISHED
+        return EXIT_FINISHED, [f"{run.name} is {run.status().state} already; nothing to cancel"]
     if not status.cancel_requested:
-        print(f"{found.name} was stopped, and another command has continued it since: it is {status.state}")
-        return EXIT_FINISHED
+        return EXIT_FINISHED, [
+            f"{run.name} was stopped, and another command has continued it since: it is {status.state}"
+        ]
     if status.state in (State.FINISHED, State.FAILED):
-        print(f"{found.name} {status.state}{status.at_steps}, before it could be cancelled")
-        return EXIT_FINISHED
+        return EXIT_FINISHED, [f"{run.name} {status.state}{status.at_steps}, before it could be cancelled"]
     if status.state != State.CANCELLED:
-        print(f"{found.name} is still {status.state}: it was asked to stop; {to_type('status', found.name)}")
-        return EXIT_FAILED if status.state.is_under_way else EXIT_FINISHED
-    if is_silent(found, status):
-        print(f"{found.name} cancelled; {NOTHING_KEPT}\nto start it again: {status.how_to_continue}")
-        return EXIT_FINISHED
+        code = EXIT_FAILED if status.state.is_under_way else EXIT_FINISHED
+        return code, [f"{run.name} is still {status.state}: it was asked to stop; {to_type('status', run.name)}"]
+    if is_silent(run, status):
+        return EXIT_FINISHED, [f"{run.name} cancelled; {NOTHING_KEPT}", f"to start it again: {status.how_to_continue}"]
     safe = (
         f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
     )
     reached = max(status.step, (status.attempt.last_step if status.attempt else 0) or 0)
     if lost := reached - (status.checkpoint or 0):
         safe += f", the {lost} step(s) since are repeated when it goes on"
-    print(f"{found.name} cancelled at step {reached}; {safe}\nto continue it: {status.how_to_continue}")
-    return EXIT_FINISHED
+    return EXIT_FINISHED, [
+        f"{run.name} cancelled at step {reached}; {safe}",
+        f"to continue it: {status.how_to_continue}",
+    ]

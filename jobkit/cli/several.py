@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from jobkit.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
+from jobkit.run.disk_errors import as_told
 from jobkit.run.rundir import RunDir
 
 _SEVERITY = (EXIT_FINISHED, EXIT_RESUMABLE, EXIT_FAILED, EXIT_BAD_INPUT)
@@ -24,7 +25,8 @@ def each(runs: Sequence[RunDir], act: Callable[[RunDir], int]) -> int:
     for run in runs:
         try:
             codes.append(act(run))
-        except JobkitError as error:
-            print(f"error: {error}", file=sys.stderr)
-            codes.append(error.exit_code)
+        except (JobkitError, OSError) as error:
+            told = as_told(error)
+            print(f"error: {told}", file=sys.stderr)
+            codes.append(told.exit_code)
     return worst(codes)

@@ -7,6 +7,8 @@ import errno
 import re
 from pathlib import Path
 
+from jobkit.errors import InputError, JobkitError
+
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a full, read-only or dead disk answers: trying again at once would not help, later it may."""
 
@@ -64,3 +66,8 @@ def in_a_line(error: OSError) -> str:
     if error.errno in NO_PATH:
         return f"{where}: {error.strerror}"
     raise error
+
+
+def as_told(error: JobkitError | OSError) -> JobkitError:
+    """An error as a command tells it: one of a disk in a line."""
+    return error if isinstance(error, JobkitError) else InputError(in_a_line(error))

@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import FileLock
@@ -28,10 +27,9 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, State, Status
 from jobkit.submission.observer import (
     ASK_SECONDS,
+    FindJob,
     can_be_asked,
     end_of,
-    has_supervisor,
-    is_active,
     is_gone,
     is_here,
     observe,
@@ -90,9 +88,9 @@ def submit_batch(batch: Batch, locks: Sequence[FileLock]) -> list[str]:
     return sbatch.submit(batch, [file for lock in locks for file in held_by_children(lock)])
 
 
-def settle(run: RunDir) -> Status:
+def settle(run: RunDir, find_job: FindJob = slurm.show_job) -> Status:
     """`observe`, and record what it found to be the end; the caller holds the submission lock."""
-    status = observe(run)
+    status = observe(run, find_job)
     if status.probably is None:
         return status
     now = run.status()  # again: its end may have been recorded since, or the next job may have begun
@@ -122,7 +120,7 @@ def reconcile(run: RunDir, *, in_sweep: bool = False) -> Status:
         status = settle(run)
     if status.cancel_requested and status.state.is_under_way:
         status = _carry_out_cancel(run, status)
-    for pause in _growing(ENDING_SECONDS):
+    for pause in growing(ENDING_SECONDS):
         if status.state not in (State.INTERRUPTED, State.CANCELLED, State.FAILED) or is_gone(run, status):
             return status
         time.sleep(pause)
@@ -143,17 +141,17 @@ def _carry_out_cancel(run: RunDir, status: Status) -> Status:
             # Its ranks have not heard of it: what they get to save begins now.
             seconds = CANCEL_SECONDS if status.cancel_grace is None else status.cancel_grace
             run.record(Event.CANCEL_REQUESTED, grace=seconds)
-            _tell_ranks(run, status, attempt, seconds)
+            tell_ranks(run, status, attempt, seconds)
             log.warning("%s: a cancel of it was cut off, and is carried out now", run.name)
         raise JobkitError(
             f"{run.name} is being cancelled (job {status.job_id}); the same command continues it when it has ended"
         )
     if status.scheduler == "slurm":
-        _end_slurm_job(run, status)
+        end_slurm_job(run, status)
     return settle(run)
 
 
-def _growing(seconds: float) -> Iterator[float]:
+def growing(seconds: float) -> Iterator[float]:
     """Pauses that grow, of so many seconds in all: whoever waits for long need not know at once."""
     until, pause = time.monotonic() + seconds, POLL_SECONDS
     while time.monotonic() < until:
@@ -193,72 +191,19 @@ def release(status: Status) -> bool:
 
 def wait_until_gone(run: RunDir, status: Status, seconds: float) -> bool:
     """Whether the job of a status has ended within so many seconds. Raises SchedulerError."""
-    for pause in _growing(seconds):
+    for pause in growing(seconds):
         if is_gone(run, status):
             return True
         time.sleep(pause)
     return False
 
 
-def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lambda: None) -> Status | None:
-    """Stop the run for good, with a checkpoint where it is running; its status afterwards, None where it had ended.
-
-    That has no `cancel_requested` where somebody else has continued the run since.
-
-    Its ranks get CANCEL_SECONDS to save, or without `grace` nothing; then its job is ended, whatever it does. `on_wait`
-    is called where they are waited for.
-    """
-    seconds = CANCEL_SECONDS if grace else 0.0
-    with run.submission_lock():
-        status = _if_slurm_answers(_settle_where_it_was_submitted, run)
-        if status.submitting:
-            status = reconcile(run)
-        if not is_active(run, status):
-            return None
-        run.record(Event.CANCEL_REQUESTED, grace=seconds)
-        status = run.status()  # again: an attempt that has begun since has not heard of it
-        elsewhere = None
-        if status.state == State.RUNNING and status.attempt:  # under the lock: a submission would tell them, too
-            elsewhere = _tell_ranks(run, status, status.attempt, seconds)
-    # The supervisor of a local run that is only queued is about to begin, and finds the cancel in the journal then.
-    if status.state == State.RUNNING or status.scheduler != "slurm":
-        if status.state == State.RUNNING:  # one that waits for its turn has nothing to save
-            on_wait()
-        _wait_for_end(run, seconds + CLEAN_UP_SECONDS)
-        if elsewhere and _runs_on(run, run.status()):
-            raise JobkitError(f"{run.name} runs on {elsewhere}; cancel it there")
-    with run.submission_lock():
-        now = run.status()
-        if not now.cancel_requested:  # it has stopped, and somebody else has continued it since: with another job
-            return now
-        try:
-            if status.scheduler == "slurm":
-                _end_slurm_job(run, now)
-            status = settle(run)
-        except SchedulerError as error:
-            if run.status().state != State.CANCELLED:
-                raise
-            log.warning("%s; the run has ended, its job ends by itself", error)
-        if status.state == State.INTERRUPTED:
-            run.record(Event.CANCELLED)  # it had stopped already when the cancel came
-        return run.status()
+def job_of(status: Status, find_job: FindJob = slurm.show_job) -> slurm.JobInfo | None:
+    """The run's job, where Slurm here knows it; raises SchedulerError."""
+    return find_job(status.job_id) if status.job_id is not None and can_be_asked(status) else None
 
 
-def _settle_where_it_was_submitted(run: RunDir) -> Status:
-    """`settle`; JobkitError for a run whose directory was moved since: its job looks for it elsewhere."""
-    status = settle(run)
-    job = _job_of(status) if status.scheduler == "slurm" and status.state.is_under_way else None
-    if job is not None and is_here(status) and job.was_moved_to(run.batch_script):
-        submitted = Path(job.script).parents[2]
-        raise JobkitError(f"job {job.job_id} was submitted as {submitted}; move it back, or scancel {job.job_id}")
-    return status
-
-
-def _job_of(status: Status) -> slurm.JobInfo | None:
-    return slurm.show_job(status.job_id) if status.job_id is not None and can_be_asked(status) else None
-
-
-def _tell_ranks(run: RunDir, status: Status, attempt: Attempt, seconds: float) -> str | None:
+def tell_ranks(run: RunDir, status: Status, attempt: Attempt, seconds: float) -> str | None:
     """Let the ranks of an attempt save, for so many seconds, and end; returns the machine they are on where it is none
     that can be told from here."""
     # Not by Slurm's scancel, which leaves them KillWait, 30 s by default: the supervisor signals them.
@@ -272,7 +217,7 @@ def _tell_ranks(run: RunDir, status: Status, attempt: Attempt, seconds: float) -
     return None if status.scheduler == "slurm" else _signal_supervisor(run, grace=seconds > 0)
 
 
-def _if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:
+def if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:
     """What `look` returns; of a run that trains what its files say where Slurm is away: its supervisor can be told."""
     try:
         return look(run)
@@ -284,29 +229,11 @@ def _if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:
         return status
 
 
-def _wait_for_end(run: RunDir, seconds: float) -> None:
-    """Return when a cancelled run has stopped, when its job is gone, which may not have said so, or in the end."""
-    for pause in _growing(seconds):
-        ask_at = time.monotonic() + pause
-        while (waits := _runs_on(run, status := run.status()) and status.cancel_requested) and (
-            time.monotonic() < ask_at
-        ):
-            time.sleep(POLL_SECONDS)
-        with contextlib.suppress(SchedulerError):
-            if not waits or (can_be_asked(status) and is_gone(run, status)):
-                return
-
-
-def _runs_on(run: RunDir, status: Status) -> bool:
-    if status.scheduler == "slurm":
-        return status.state.is_under_way
-    return status.state.is_under_way and has_supervisor(run, status)
-
-
-def _end_slurm_job(run: RunDir, status: Status) -> None:
+def end_slurm_job(run: RunDir, status: Status, find_job: FindJob = slurm.show_job) -> None:
+    """End the job of a run whose cancel is journalled; the caller holds the submission lock. Raises SchedulerError."""
     if status.state in (State.FINISHED, State.FAILED):
         return  # before it could be cancelled: its job ends by itself, with all the time that its teardown takes
-    job = _job_of(status)
+    job = job_of(status, find_job)
     if job is None or not job.runs(run.batch_script):
         # On another cluster: its job finds it so when it starts, and ends. One that runs has had its time by now, and
         # once the run is continued what is left of it has no lease.
@@ -315,6 +242,8 @@ def _end_slurm_job(run: RunDir, status: Status) -> None:
             run.record(event, **fields)
         return
     if status.state == State.CANCELLED and wait_until_gone(run, status, CLEAN_UP_SECONDS):  # its teardown may run
+        return
+    if job.ended:
         return
     slurm.cancel(job.job_id)
     if status.state != State.CANCELLED:
@@ -327,7 +256,7 @@ def preempt(run: RunDir, *, grace: bool = True) -> Attempt:
     Without `grace` its ranks are killed on the spot. Returns that attempt when it has ended, or after STOP_SECONDS.
     Raises JobkitError for a run that is not running.
     """
-    status = _if_slurm_answers(observe, run)
+    status = if_slurm_answers(observe, run)
     attempt = status.attempt
     if status.state != State.RUNNING or attempt is None:
         raise JobkitError(f"{run.name} is {status.state}, not running: there is nothing to preempt")

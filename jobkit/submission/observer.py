@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jobkit import slurm
@@ -28,9 +28,25 @@ LIST_SECONDS = 2.0
 """How long a list of all runs waits for a controller that does not answer."""
 
 
-def observe(run: RunDir) -> Status:
+FindJob = Callable[[str], slurm.JobInfo | None]
+"""What says what Slurm knows of the job of an id; raises SchedulerError."""
+
+
+def observe(run: RunDir, find_job: FindJob = slurm.show_job) -> Status:
     """The run's status as it is now, its job's state included; nothing is written. Raises SchedulerError."""
-    return _looked_at(run, run.status(), slurm.show_job)
+    return _looked_at(run, run.status(), find_job)
+
+
+def jobs_now(runs: Sequence[RunDir], enough: Collection[str]) -> FindJob:
+    """What finds the jobs of runs in one answer of Slurm's; one in no state of `enough` is asked about by itself: of an
+    end a list does not say all that tells why. Raises SchedulerError."""
+    listed = {job.job_id: job for job in slurm.jobs_of(_owners(runs))} if runs else {}
+
+    def find(job_id: str) -> slurm.JobInfo | None:
+        job = listed.get(job_id)
+        return job if job is None or job.state in enough else slurm.show_job(job_id)
+
+    return find
 
 
 def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
@@ -45,7 +61,7 @@ def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
 def _looked_at(
     run: RunDir,
     status: Status,
-    find_job: Callable[[str], slurm.JobInfo | None],
+    find_job: FindJob,
     timeout: float = slurm.ANSWER_SECONDS,
     line: Line | None = None,
 ) -> Status:
@@ -75,7 +91,7 @@ def may_be_requeued(status: Status) -> bool:
     return status.state == State.INTERRUPTED and status.scheduler == "slurm" and status.job_id is not None
 
 
-def _with_requeued_job(run: RunDir, status: Status, find_job: Callable[[str], slurm.JobInfo | None]) -> Status:
+def _with_requeued_job(run: RunDir, status: Status, find_job: FindJob) -> Status:
     """The status of an interrupted run: queued where Slurm has put its job back, which nobody in it could record."""
     if not can_be_asked(status):
         return status

@@ -13,6 +13,7 @@ from jobkit.run.config import LoadedConfig
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission import job
+from jobkit.submission.cancel import cancel
 from jobkit.submission.observer import Observer
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import signals_of_a_submission
@@ -65,7 +66,7 @@ def _wait(run: RunDir, asked: list[int], say: Callable[[str], None]) -> Status:
             line = str(error)
         if asked:
             say("cancelling the probe ...")
-            _remove(run, job.cancel(run, grace=False) or run.status())
+            _remove(run, cancel(run, grace=False) or run.status())
             raise KeyboardInterrupt
         if observer.is_over:
             return status

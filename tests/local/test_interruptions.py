@@ -27,7 +27,7 @@ from harness.reference import STEPS
 
 from jobkit.run.rundir import RunDir
 from jobkit.run.snapshot import MANIFEST
-from jobkit.submission import job
+from jobkit.submission import cancel
 
 TWO_RANKS = ("resources.tasks_per_node=1",)
 
@@ -198,7 +198,7 @@ def test_a_cancel_signals_no_process_that_only_has_the_number_of_one_in_a_contai
         (run,) = project.runs
         signalled: list[int] = []
         monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid) if number else None)
-        assert job.cancel(RunDir(run)) is not None, "its supervisor finds the request in the run directory"
+        assert cancel.cancel(RunDir(run)) is not None, "its supervisor finds the request in the run directory"
         monkeypatch.undo()
         container.wait(60)
     assert (signalled, status(run)["state"]) == ([], "cancelled")

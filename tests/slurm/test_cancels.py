@@ -15,7 +15,7 @@ from slurm_cluster import Cluster, wait_until
 
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
-from jobkit.submission import job
+from jobkit.submission import cancel
 
 ON_ONE_NODE = ("resources.nodes=1", "resources.tasks_per_node=1")
 LONG = (*ON_ONE_NODE, "params.steps=4000", "params.sleep=0.05")
@@ -67,7 +67,7 @@ def test_a_cancel_leaves_the_job_of_whoever_has_continued_the_run_since(
         wait_for("its end", lambda: status(run)["state"] == "cancelled", run)
         continued.append(project.submit("--cluster", "slurm", *LONG).stdout)
 
-    seen = job.cancel(RunDir(run), on_wait=another_command)
+    seen = cancel.cancel(RunDir(run), on_wait=another_command)
     assert seen is not None and continued
     assert (seen.cancel_requested, status(run)["state"] in ("queued", "running")) == (False, True)
     assert len(queue(slurm, project)) == 1

@@ -15,7 +15,7 @@ from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
-from jobkit.submission import job, observer
+from jobkit.submission import cancel, job, observer
 
 HERE = "b@b:1"
 
@@ -95,15 +95,15 @@ def test_an_attempt_that_begins_while_a_cancel_looks_at_the_run_is_told(
     run.record(Event.SUBMITTED, job_id="7")
     settle = job.settle
 
-    def then_it_begins(run: RunDir) -> object:
+    def then_it_begins(run: RunDir, find_job: object) -> object:
         status = settle(run)
         if not status.attempts:
             run.record(Event.STARTED, attempt=1, job_id="7")
         return status
 
-    monkeypatch.setattr(job, "settle", then_it_begins)
+    monkeypatch.setattr(cancel, "settle", then_it_begins)
     with run.alive_lock():
-        job.cancel(run, on_wait=lambda: run.record(Event.INTERRUPTED, attempt=1, cause="cancelled"))
+        cancel.cancel(run, on_wait=lambda: run.record(Event.INTERRUPTED, attempt=1, cause="cancelled"))
     request = run.stop_request(1)
     assert request is not None and request.cause == "cancelled"
 
