@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import in_process
 from harness.project import Project, names, queue, status, step, wait_for
 from harness.quick_slurm import NO_ANSWER, QUICK
 from slurm_cluster import Cluster, wait_until
 
+from jobkit import slurm as slurm_commands
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.submission import cancel
@@ -202,3 +204,37 @@ def test_a_job_that_was_cancelled_from_elsewhere_does_not_revive_the_run_that_ha
     slurm.command("scontrol", "release", number)
     wait_until(lambda: slurm.job(number)["JobState"] == "COMPLETED", "the end of the first job")
     assert names(run) == before
+
+
+def test_many_are_cancelled_with_few_questions(tmp_path: Path, slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *LONG)
+    (running,) = project.runs
+    in_process.jobkit(project, "submit", "toy.yaml", "--cluster", "slurm", *HELD)
+    in_process.jobkit(
+        project, "submit", "toy.yaml", "--cluster", "slurm", *HELD, "params.steps=7", "--sweep", "seed=1,2,3"
+    )
+    wait_for("some steps", lambda: step(running) >= 20, running)
+    bystander = slurm.command("sbatch", "--parsable", "--hold", "--wrap=sleep 1", "--output=/dev/null").strip()
+
+    asked: list[str] = []
+    command = slurm_commands.command
+
+    def counted(*arguments: str, **options: object) -> str:
+        asked.append(arguments[0])
+        return command(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(slurm_commands, "command", counted)
+    queued = [run.name for run in project.runs if run != running]
+    done = in_process.jobkit(project, "cancel", *queued, "-y")
+    assert sorted(line.split()[0] for line in done.stdout.splitlines()) == sorted(queued)
+    assert {status(run)["state"] for run in project.runs if run != running} == {"cancelled"}
+
+    done = in_process.jobkit(project, "cancel", "toy*", "-y")
+    assert done.stdout.count("is cancelled already") == 4
+    assert f"{running.name} cancelled at step" in done.stdout
+    assert status(running)["checkpoint"] == status(running)["step"] >= 20
+    wait_for("an empty queue", lambda: slurm.command("squeue", "-h", "-o", "%i").split() == [bystander], running)
+    again = in_process.jobkit(project, "resume", queued[0], queued[1], "-y")
+    assert again.stdout.count("run directory") == 2
+    assert {status(project.path / "runs" / name)["state"] for name in queued[:2]} <= {"queued", "held"}
