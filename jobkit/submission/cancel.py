@@ -27,7 +27,7 @@ from jobkit.submission.job import (
     settle,
     tell_ranks,
 )
-from jobkit.submission.observer import FindJob, can_be_asked, has_supervisor, is_active, is_gone, is_here, jobs_now
+from jobkit.submission.observer import FindJob, ask, can_be_asked, has_supervisor, is_active, is_gone, is_here, jobs_now
 
 Outcome = Status | JobkitError | None
 """What became of a cancel, as `cancel` returns or raises it."""
@@ -41,12 +41,12 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
     Its ranks get CANCEL_SECONDS to save, or without `grace` nothing; then its job is ended, whatever it does. `on_wait`
     is called where they are waited for.
     """
-    asked = _ask(run, grace, slurm.show_job)
+    asked = _ask(run, grace, ask)
     if asked is None:
         return None
     if asked.is_waited_for:
         _wait(asked, on_wait)
-    return _end(asked, slurm.show_job)
+    return _end(asked, ask)
 
 
 def cancel_all(
@@ -76,7 +76,7 @@ def cancel_all(
         try:
             if one.is_waited_for:
                 _wait(one, lambda run=one.run: on_wait(run))  # type: ignore[misc]
-            yield one.run, _end(one, slurm.show_job if one.is_waited_for else find_job)
+            yield one.run, _end(one, ask if one.is_waited_for else find_job)
         except (JobkitError, OSError) as error:
             yield one.run, as_told(error)
 

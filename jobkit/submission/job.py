@@ -28,6 +28,7 @@ from jobkit.run.status import Attempt, State, Status
 from jobkit.submission.observer import (
     ASK_SECONDS,
     FindJob,
+    ask,
     can_be_asked,
     end_of,
     is_gone,
@@ -88,7 +89,7 @@ def submit_batch(batch: Batch, locks: Sequence[FileLock]) -> list[str]:
     return sbatch.submit(batch, [file for lock in locks for file in held_by_children(lock)])
 
 
-def settle(run: RunDir, find_job: FindJob = slurm.show_job) -> Status:
+def settle(run: RunDir, find_job: FindJob = ask) -> Status:
     """`observe`, and record what it found to be the end; the caller holds the submission lock."""
     status = observe(run, find_job)
     if status.probably is None:
@@ -198,7 +199,7 @@ def wait_until_gone(run: RunDir, status: Status, seconds: float) -> bool:
     return False
 
 
-def job_of(status: Status, find_job: FindJob = slurm.show_job) -> slurm.JobInfo | None:
+def job_of(status: Status, find_job: FindJob = ask) -> slurm.JobInfo | None:
     """The run's job, where Slurm here knows it; raises SchedulerError."""
     return find_job(status.job_id) if status.job_id is not None and can_be_asked(status) else None
 
@@ -229,7 +230,7 @@ def if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:
         return status
 
 
-def end_slurm_job(run: RunDir, status: Status, find_job: FindJob = slurm.show_job) -> None:
+def end_slurm_job(run: RunDir, status: Status, find_job: FindJob = ask) -> None:
     """End the job of a run whose cancel is journalled; the caller holds the submission lock. Raises SchedulerError."""
     if status.state in (State.FINISHED, State.FAILED):
         return  # before it could be cancelled: its job ends by itself, with all the time that its teardown takes

@@ -32,7 +32,12 @@ FindJob = Callable[[str], slurm.JobInfo | None]
 """What says what Slurm knows of the job of an id; raises SchedulerError."""
 
 
-def observe(run: RunDir, find_job: FindJob = slurm.show_job) -> Status:
+def ask(job_id: str) -> slurm.JobInfo | None:
+    """What Slurm says of a job now; raises SchedulerError."""
+    return slurm.show_job(job_id)
+
+
+def observe(run: RunDir, find_job: FindJob = ask) -> Status:
     """The run's status as it is now, its job's state included; nothing is written. Raises SchedulerError."""
     return _looked_at(run, run.status(), find_job)
 
