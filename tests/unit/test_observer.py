@@ -64,8 +64,8 @@ def test_a_job_that_begins_after_the_look_keeps_its_predecessors_end_from_being_
 ) -> None:
     seen = observer.observe
 
-    def then_it_begins(run: RunDir) -> object:
-        status = seen(run)
+    def then_it_begins(run: RunDir, find_job: observer.FindJob) -> object:
+        status = seen(run, find_job)
         successor_begins(run)
         return status
 
