@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from jobkit.errors import InputError
+from jobkit.run import sweeps
+from jobkit.run.rundir import BESIDE, CONFIG, JOURNAL, SHARED_CODE
 
 COMPILED_SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 """Of extension modules: they are imported as Python files are, and git seldom knows them."""
@@ -42,6 +44,12 @@ MAX_LINKED_FILES = 1000
 NAMED = 5
 """How many files a line names."""
 
+BESIDE_RUNS = (BESIDE, sweeps.FOLDER, SHARED_CODE)
+"""Folders of jobkit's in a runs directory."""
+
+MANY_FILES = 200
+"""So many files in a folder without a program are results or data rather than code, and worth a line."""
+
 _SKIPPED = (".", "__pycache__", "node_modules")
 """Beginnings of the names of folders without code of the user's."""
 
@@ -61,7 +69,7 @@ def find(source: Path, skip: Path, needed: Iterable[Path] = ()) -> CodeFiles:
 
     Links to folders are followed. A file that git ignores is code if it is one of `needed`, and then what looks like
     source beside it is, too; so are modules beside Python files and below packages. Nothing below `skip` (the runs
-    directory) is code, nor is a big file that is no program.
+    directory) or in the run directories of another one is code, nor is a big file that is no program.
     Raises InputError when there are too many files for this to be a project's folder.
     """
     search = _Search(source, skip.resolve())
@@ -94,10 +102,23 @@ def _remarks_on_sizes(kept: Mapping[Path, int], found: Mapping[Path, int]) -> li
     if big := {name: size for name, size in found.items() if name not in kept}:
         what = f"data of more than {MAX_FILE_BYTES >> 20} MiB is not in the code snapshot"
         remarks.append(f"{what}: {_largest(big)}")
+    for folder, count, size in _folders_without_programs(kept):
+        what = f"{folder}/ has no program, and {count} file(s), {size / (1 << 20):.0f} MiB, of the code snapshot"
+        remarks.append(f"{what}: git can be told to ignore it, or the run to write to ${{run_dir}}/outputs")
     if (total := sum(kept.values())) > MUCH_BYTES:
         what = f"the code snapshot has {total / (1 << 20):.0f} MiB in {len(kept)} file(s)"
         remarks.append(f"{what}; the largest: {_largest(kept)}; git can be told to ignore what is no code")
     return remarks
+
+
+def _folders_without_programs(kept: Mapping[Path, int]) -> list[tuple[str, int, int]]:
+    """(name, files, bytes) of the folders at the top that have many files and no program."""
+    found = []
+    for folder in sorted({name.parts[0] for name in kept if len(name.parts) > 1}):
+        inside = {name: size for name, size in kept.items() if name.parts[0] == folder}
+        if len(inside) > MANY_FILES and not any(map(is_program, inside)):
+            found.append((folder, len(inside), sum(inside.values())))
+    return found
 
 
 def _largest(sizes: Mapping[Path, int]) -> str:
@@ -118,6 +139,8 @@ class _Search:
         self._only_modules = only_modules
         """Whether only what an import can name is code, where no git says what is."""
         self._looked_at = 0
+        self._runs: dict[Path, bool] = {}
+        """Which folders are run directories, as far as that was asked."""
         self.sizes: dict[Path, int] = {}
         self.remarks: list[str] = []
 
@@ -168,7 +191,7 @@ class _Search:
             self._take_over(behind, partial(behind._walk, name, real, (real,)), what)
 
     def _add(self, name: Path, real: Path, followed: tuple[Path, ...]) -> None:
-        if real == self._skip or self._skip in real.parents:
+        if real == self._skip or self._skip in real.parents or self._is_of_runs(name):
             return
         try:
             info = real.stat()
@@ -180,6 +203,21 @@ class _Search:
             self._follow(name, real.resolve(), followed)
         elif stat.S_ISDIR(info.st_mode):
             self._add_repository(name, real, followed)
+
+    def _is_of_runs(self, name: Path) -> bool:
+        """Whether a file is in a run directory, or one of jobkit's own beside them: of whichever runs directory."""
+        folders = [*reversed(name.parents)][1:]
+        return any(map(self._is_run, folders)) or any(
+            folder.name in BESIDE_RUNS and self._has_runs(folder.parent) for folder in folders
+        )
+
+    def _is_run(self, name: Path) -> bool:
+        if name not in self._runs:
+            self._runs[name] = is_run(self._source / name)
+        return self._runs[name]
+
+    def _has_runs(self, name: Path) -> bool:
+        return (self._source / name / BESIDE).is_dir()
 
     def _add_repository(self, name: Path, real: Path, followed: tuple[Path, ...]) -> None:
         """Add a submodule or a nested clone."""
@@ -237,7 +275,7 @@ class _Search:
     def _may_have_code(self, folder: Path) -> bool:
         if folder.name.startswith(_SKIPPED) or (self._only_modules and not folder.name.isidentifier()):
             return False
-        return folder != self._skip and not _is_environment(folder)
+        return folder != self._skip and not _is_environment(folder) and not is_run(folder)
 
     def _count(self) -> None:
         self._looked_at += 1
@@ -253,6 +291,11 @@ def _entries(folder: Path) -> Iterable[os.DirEntry[str]]:
         yield from os.scandir(folder)  # not a list: a data set's folder may have a million
     except PermissionError:
         return  # nobody can import from there
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory."""
+    return (folder / CONFIG).exists() and (folder / JOURNAL).exists()
 
 
 def _is_environment(folder: Path) -> bool:

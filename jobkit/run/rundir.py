@@ -25,6 +25,9 @@ CONFIG, JOURNAL, STATUS = "config.yaml", "events.jsonl", "status.json"
 NOT_FOR_SCRIPTS = ("checkpoints", "code", "cache", "logs", "start_from")
 """Folders in which a script's own outputs would be taken for jobkit's, or removed."""
 
+SHARED_CODE = ".code"
+"""Beside the runs: snapshots that several runs share."""
+
 BESIDE = ".locks"
 """A folder beside the runs: what is in it precedes its run, and outlives its removal."""
 

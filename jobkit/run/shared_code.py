@@ -10,9 +10,9 @@ from pathlib import Path
 
 from jobkit.run import snapshot
 from jobkit.run.files import replace_link
-from jobkit.run.rundir import RunDir
+from jobkit.run.rundir import SHARED_CODE, RunDir
 
-FOLDER = ".code"
+FOLDER = SHARED_CODE
 
 
 def folder(runs_dir: Path) -> Path:

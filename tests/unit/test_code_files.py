@@ -159,6 +159,28 @@ def test_runs_are_not_copied_by_whichever_way_they_are_reached(tmp_path: Path) -
 # What git ignores
 
 
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_runs_in_another_runs_directory_are_not_copied(tmp_path: Path, is_repository: bool) -> None:
+    files = {"train.py": "", "results/old/helper.py": "", "config.yaml": "", "events.jsonl": ""}
+    project = tmp_path
+    (repository if is_repository else write)(project, files)
+    for name in ("results/toy-1", "sub/results/toy-2"):
+        run = RunDir(project / name)
+        write(run.path, {"code/c0de/train.py": "", "outputs/scores.json": "{}", "config.yaml": "", "events.jsonl": ""})
+        write(run.path.parent, {".locks/toy.json": "", ".sweeps/toy/s1/points.json": "", ".code/c0de/train.py": ""})
+    here = {"train.py", "results/old/helper.py", "config.yaml"} | ({"events.jsonl"} if is_repository else set())
+    assert found(project) == here
+
+
+def test_many_results_in_a_folder_without_code_are_told(tmp_path: Path) -> None:
+    project = repository(tmp_path, {"train.py": "", "package/model.py": ""})
+    for number in range(code_files.MANY_FILES + 1):
+        write(project, {f"results/{number}/score.json": "{}", f"package/data/{number}.json": "{}"})
+    said = remarks(project)
+    assert f"results/ has no program, and {code_files.MANY_FILES + 1} file(s), 0 MiB" in said
+    assert "package" not in said
+
+
 def test_what_the_task_imports_is_copied_with_what_lies_beside_it_although_git_ignores_it(tmp_path: Path) -> None:
     project = repository(tmp_path / "project", {"train.py": "", "pkg/__init__.py": "", ".gitignore": "_*.py\nout/\n"})
     write(project, {"pkg/_version.py": "", "pkg/_later.py": "", "out/made.py": ""})
