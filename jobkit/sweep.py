@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,9 @@ def run(
     from jobkit.submission import sweep as submission
     from jobkit.submission.plan import Turn
     from jobkit.submission.signals import signals_of_a_submission
+    from jobkit.worker.startup.jobkit_snapshot import leave
 
+    leave(os.environ)  # of the run in which this may be typed: what is started here has a snapshot of its own
     own = ["--no-sweep"] if experiment.sweep is not None else []
     wanted = [
         submission.Point(experiment.config([*arguments.overrides, *point]), continuing([*point, *own]))

@@ -49,6 +49,7 @@ _FROM_STATUS = (
     "params",
     "values",
     "submitting",
+    "submissions",
 )
 
 

@@ -163,8 +163,9 @@ def _states(runs: Sequence[RunDir]) -> dict[str, str]:
 
     Not those whose submission was cut off: nobody else submits a sweep now, which is how such a one looks from outside.
     """
-    found = [one for run in runs if (one := run_at(run.path)) is not None]
-    return {one.run: str(one.value("state")) for one in look_at(found) if not one.facts["submitting"]}
+    found = look_at([one for run in runs if (one := run_at(run.path)) is not None])
+    whole = [one for one in found if one.facts["submissions"] and not one.facts["submitting"]]
+    return {one.run: str(one.value("state")) for one in whole}
 
 
 @dataclass

@@ -39,7 +39,7 @@ BELOW = {
     "lightning": {"run", "train", "worker"},
     "report": {"run"},
     "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main", "checkpoint.store"},
-    "sweep": {"run", "submission"},
+    "sweep": {"run", "submission", "worker.startup.jobkit_snapshot"},
     "submit": {"run", "slurm", "submission", "supervisor", "sweep", "worker.startup.jobkit_snapshot"},
     "cli": {"run", "slurm", "report", "submission", "submit", "supervisor"},
     "__main__": {"cli"},
