@@ -40,15 +40,21 @@ class UsageError(JobkitError):
 
 
 class NotFinite(UsageError):
-    """A loss that is not a number, of a step and its samples on this rank: another attempt would come to it again."""
+    """A loss that is not a number, of a step and its samples on this rank."""
 
-    def __init__(self, step: int, samples: list[int], found: float | None = None) -> None:
-        what = "no finite number" if found is None else str(found)
-        super().__init__(
-            f"the loss of step {step} is {what}: it is the data's or the model's; `jobkit rewind RUN --step N "
-            "--skip-samples IDS` leaves samples out, and on_nan: off goes on regardless"
-        )
+    def __init__(self, step: int, samples: list[int], reason: str, *, repeats: bool = False) -> None:
+        super().__init__(f"the loss of step {step} is {reason}")
         self.step, self.samples = step, samples
+        self.repeats = repeats
+        """Whether another attempt is to repeat the steps up to it, which may come to another result."""
+
+
+class HardwareFault(JobkitError):
+    """A step had another result when it was repeated: what it was first computed on cannot be trusted."""
+
+    def __init__(self, step: int, node: str) -> None:
+        super().__init__(f"step {step} had another result when it was repeated: {node} computes wrongly")
+        self.node = node
 
 
 class SchedulerError(JobkitError):

@@ -94,6 +94,10 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         lines.append(f"  cancelling: {ranks if status.state == State.RUNNING else 'its job ends when it starts'}")
     if status.start_from is not None:
         lines.append(f"  started from {StartFrom(**status.start_from)}")
+    if status.skipped_batches:
+        *_, (step, samples) = status.skipped_batches.items()
+        shown = f"the last of step {step}, samples {_shown(samples)}"
+        lines.append(f"  left out {len(status.skipped_batches)} batch(es) whose loss was no number: {shown}")
     if status.skip_samples:
         lines.append(f"  leaves out {len(status.skip_samples)} sample(s): {_shown(status.skip_samples)}")
     nodes: list[str] = []

@@ -95,8 +95,8 @@ def _check_watchdog(value: str | int | bool) -> None:
 
 
 def _check_on_nan(value: str | bool) -> None:
-    if value is not False and value not in ("stop", "off"):  # YAML reads a bare `off` as false
-        raise ValueError("stop or off")
+    if value is not False and value not in ("stop", "rerun", "skip", "off"):  # YAML reads a bare `off` as false
+        raise ValueError("stop, rerun, skip or off")
 
 
 def _check_deterministic(value: bool | str) -> None:
@@ -326,7 +326,8 @@ class Config:
 
     on_nan: str | bool = _field(_check_on_nan, "stop")
     """What happens at a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
-    `off` goes on. See [many-runs.md](many-runs.md#a-loss-that-is-not-a-number)."""
+    `rerun` repeats the steps up to it first, and goes on without the node where that has another result; `skip` leaves
+    the batch out; `off` goes on. See [many-runs.md](many-runs.md#a-loss-that-is-not-a-number)."""
 
     def to_yaml(self) -> str:
         """The config as YAML that `load` reads back to an equal one."""

@@ -111,6 +111,10 @@ class Failure:
     """Whether all nodes failed with this error, so that it is not the fault of one of them."""
     final: bool | None = None
     """Whether any other attempt would end with this error too."""
+    not_finite: bool | None = None
+    """Whether a loss was no number, and the step is to be repeated."""
+    faulty_node: str | None = None
+    """Slurm's name of a node on which a step had another result than when it was repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +172,9 @@ class FailureReport:
     out_of_memory: str | None = None
     """`GPU` or `host`, where that is the reason."""
     peak_bytes: int | None = None
+    not_finite: bool | None = None
+    faulty_node: str | None = None
+    """As the Failure's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,6 +207,8 @@ class Status:
     """Whether a local run waits for CPU slots, too: `--queue`."""
     skip_samples: list[int] = field(default_factory=list)
     """Ids of samples that the loader leaves out since a person has gone back."""
+    skipped_batches: dict[str, list[int]] = field(default_factory=dict)
+    """Step -> ids of samples, of the batches that were left out, since their loss was no number."""
 
     @property
     def start(self) -> tuple[str | None, int, int]:
@@ -369,6 +371,9 @@ def apply(status: Status, event: Entry) -> None:
             status.state, status.error, status.result = State.INTERRUPTED, None, None
             status.step = status.checkpoint = int(event["step"])
             status.skip_samples = event.get("skip_samples", status.skip_samples)
+            _forget_skipped(status, status.step)
+        case Event.BATCH_SKIPPED:
+            status.skipped_batches[str(event["step"])] = list(event["samples"])
         case Event.STRAGGLER:
             status.stragglers.append(records.of(Straggler, event))
         case Event.STRAGGLER_OVER:
@@ -458,8 +463,14 @@ def _started(status: Status, event: Entry) -> None:
     )
 
 
+def _forget_skipped(status: Status, step: int) -> None:
+    """The steps from `step` on are repeated."""
+    status.skipped_batches = {key: ids for key, ids in status.skipped_batches.items() if int(key) < step}
+
+
 def _resumed(status: Status, event: Entry) -> None:
     status.step = int(event["step"])
+    _forget_skipped(status, status.step)
     status.total_steps = event.get("total_steps", status.total_steps)
     status.checkpoint = status.step if event.get("checkpoint") else event.get("durable_step")
     if attempt := status.attempt:

@@ -128,6 +128,8 @@ def _reported(report: FailureReport, reports: Sequence[FailureReport], nodes: in
         traceback=report.traceback,
         node=report.node,
         peak_bytes=report.peak_bytes or known.peak_bytes,
+        not_finite=report.not_finite,
+        faulty_node=report.faulty_node,
     )
     if report.disk:
         return EndCause("disk", failure)

@@ -200,4 +200,6 @@ def _bad_nodes(attempts: Sequence[Attempt], limit: int, excluded: Sequence[str])
     failures = [attempt.failure for attempt in attempts if attempt.failure and attempt.cause in BLAMES_NODE]
     # The same error on all nodes is no node's fault.
     blamed = Counter(one.node for one in failures if one.node and not one.everywhere)
-    return tuple(node for node, count in sorted(blamed.items()) if count >= limit and node not in excluded)
+    faulty = {one.faulty_node for one in failures if one.faulty_node}
+    often = {node for node, count in blamed.items() if count >= limit}
+    return tuple(node for node in sorted(often | faulty) if node not in excluded)

@@ -20,6 +20,7 @@ from jobkit.train.data import Loader
 from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.hooks import uncompiled
+from jobkit.train.left_out_batches import LeftOutBatches
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.nested import batch_size
 from jobkit.train.optimizer_state import Sharded, is_torchs_sharded, parameters_of
@@ -66,6 +67,7 @@ class Engine:
         """Ids of samples that the loader leaves out."""
         self._config = config
         self._device = device
+        self._skips = LeftOutBatches(config.comm) if config.on_nan == "skip" else None
         self._backwards, self._updates = 0, 0
         self._shares_checked = False
         self._swapped: list[ExitStack] = []
@@ -211,8 +213,13 @@ class Engine:
         self._backwards += 1
         scale = self.scaler.begin(self._has_gradients) if self.scaler is not None else 1.0
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+        if self._skips is not None:
+            self._skips.before_forward(model)
         options: dict[str, Any] = {**sizes, "autocast": self.autocast, "scale": scale, "see": see}
-        return self.parallel.backward(model, inputs, loss, target, **options)
+        found = self.parallel.backward(model, inputs, loss, target, **options)
+        if self._skips is not None:
+            self._skips.see(found)
+        return found
 
     def _loaders_batch_size(self, given: int) -> int:
         """The loader's global batch, of which `given` samples must be this rank's share.
@@ -243,6 +250,10 @@ class Engine:
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
         """Unscale, clip, step and set the gradients to None; the norm before clipping. See Context.update."""
         parameters = parameters_of(optimizer)
+        if self._skips is not None and self._skips.is_left_out():
+            optimizer.zero_grad(set_to_none=True)
+            self._updates += 1
+            return None if max_norm is None else torch.full((), torch.nan)
         norm: torch.Tensor | None = None
         accepted = True
         if self.scaler is not None:
@@ -259,6 +270,15 @@ class Engine:
         self._updates += 1
         return norm
 
+    def takes_skipped(self) -> bool:
+        """Whether an update of the step that ends was left out, the same on all ranks; asked once a step."""
+        return self._skips is not None and self._skips.end_step()
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """How many steps in a row have left an update out."""
+        return 0 if self._skips is None else self._skips.in_a_row
+
     def check_updated(self, *, is_continued: bool) -> None:
         """Raise UsageError where a loop steps its optimizers itself and the config asks for what `update` does.
 
@@ -270,6 +290,11 @@ class Engine:
         if self.scaler is not None:
             raise UsageError(
                 "precision: fp16 needs a loss scale: use ctx.backward(model, ...) and ctx.update(optimizer)"
+            )
+        if self._skips is not None:
+            raise UsageError(
+                "on_nan: skip leaves out what ctx.backward(model, ...) and ctx.update(optimizer) compute: use them, or "
+                "set on_nan: stop"
             )
         if self.parallel.drifts:
             raise UsageError("comm.local_sgd: take the optimizer's step by ctx.update(optimizer)")

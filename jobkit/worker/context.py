@@ -40,6 +40,7 @@ from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.generators import begin_generators
 from jobkit.worker.lease import holds_lease
 from jobkit.worker.loop import TrainingLoop
+from jobkit.worker.losses import suspect_of
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.results import flat, literal
@@ -96,7 +97,8 @@ class Context:
             store.clean()  # the lease is ours, and nobody writes yet
         before = run.status() if rank.is_main else None
         earlier = before.attempts[:-1] if before is not None else []
-        skipped = rank.group.broadcast(before.skip_samples if before is not None else None)
+        found = (before.skip_samples, suspect_of(earlier, before.submissions)) if before is not None else None
+        skipped, suspect = rank.group.broadcast(found)
         disks = Disks(everyone, several=bool(rank.disks))
         owner = rank.group.on_main(lambda: owner_of(run))
         memory_schedule = MemorySchedule(config.checkpoint.memory)
@@ -145,6 +147,7 @@ class Context:
             finder,
             end_evaluations=self._evaluator.end_step,
             on_first_step=on_first_step,
+            suspect=suspect,
         )
         self.ending = Ending(
             rank,

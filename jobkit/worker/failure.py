@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from jobkit.errors import DistributedError, InputError, JobkitError, NotFinite, UsageError
+from jobkit.errors import DistributedError, HardwareFault, InputError, JobkitError, NotFinite, UsageError
 from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.disk_errors import is_full
@@ -77,20 +77,28 @@ def write_report(
         time=time.time(),
         rank=topology.rank,
         node_index=topology.node,
-        node=os.environ.get("SLURMD_NODENAME"),
+        node=error.node if isinstance(error, HardwareFault) else os.environ.get("SLURMD_NODENAME"),
         error=f"{type(error).__name__}: {error}{_advice(error)}".strip(),
         traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
         step=step,
         samples=list(samples[:MAX_SAMPLES]),
         alone=isinstance(error, DistributedError),
         disk=is_full(error),
-        final=isinstance(error, (UsageError, InputError)) or _has_no_deterministic_form(error),
+        final=_would_fail_again(error),
+        not_finite=True if isinstance(error, NotFinite) and error.repeats else None,
+        faulty_node=error.node if isinstance(error, HardwareFault) else None,
         **_memory(error),
     )
     try:
         records.write(run.error_file(attempt, topology.rank), report)
     except OSError as problem:
         log.warning("the error could not be written down: %s", problem)
+
+
+def _would_fail_again(error: BaseException) -> bool:
+    if isinstance(error, NotFinite):
+        return not error.repeats
+    return isinstance(error, (UsageError, InputError)) or _has_no_deterministic_form(error)
 
 
 def _has_no_deterministic_form(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ import torch
 from jobkit.checkpoint import own_files
 from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.state import seed_device, set_rng_state
-from jobkit.errors import CheckpointError, UsageError
+from jobkit.errors import CheckpointError, HardwareFault, NotFinite, UsageError
 from jobkit.log import log
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
@@ -26,7 +26,7 @@ from jobkit.worker.checkpointing import Checkpoints, Place
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
 from jobkit.worker.generators import tell_replaced_seed
 from jobkit.worker.heartbeat import peak_bytes
-from jobkit.worker.losses import IN_A_ROW, LossWatch
+from jobkit.worker.losses import IN_A_ROW, MAX_SAMPLES, SKIPS_IN_A_ROW, LossWatch, Suspect
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.stop import CauseFinder, Stopped
@@ -52,6 +52,7 @@ class TrainingLoop:
         *,
         end_evaluations: Callable[[], None],
         on_first_step: Callable[[], None] = lambda: None,
+        suspect: Suspect | None = None,
     ) -> None:
         self.step = restored.step if restored is not None else 0
         """The step the loop is in, from 0; after the loop, the number of steps done."""
@@ -92,8 +93,8 @@ class TrainingLoop:
         self._modes: dict[str, Now] | None = None
         """Those that it began with: an evaluation changes them, and maybe back. None between two steps."""
         fp16 = rank.config.precision == "fp16"
-        is_on = rank.config.on_nan not in (False, "off")
-        self._losses = LossWatch(rank.device, is_on=is_on, allowed_in_a_row=IN_A_ROW if fp16 else 0)
+        allowed = IN_A_ROW if fp16 else 0
+        self._losses = LossWatch(rank.device, str(rank.config.on_nan), suspect=suspect, allowed_in_a_row=allowed)
         self._evaluated_at: deque[int] = deque(maxlen=2)
         """The last steps that evaluated something."""
 
@@ -136,6 +137,10 @@ class TrainingLoop:
         """
         self.stragglers.timer.end()
         self._losses.end_step(self.step, self._samples())
+        if self._losses.suspect is not None and self.step >= self._losses.suspect.step:
+            self._judge(self._losses.suspect)
+        if self._engine.takes_skipped():
+            self._record_skipped()
         self._end_evaluations()  # nothing of them will be repeated
         self._modes = None
         self.step, self._place_number = self.step + 1 if step is None else step, 0
@@ -441,6 +446,28 @@ class TrainingLoop:
         """What the script logs: losses among it are looked at as those of `see_loss`."""
         if self.is_in_step:
             self._losses.see_logged(values, self.step, self._samples())
+
+    def _judge(self, suspect: Suspect) -> None:
+        """The step of which the loss was no number is repeated, and the loss is one: raises HardwareFault where that
+        tells of a node."""
+        self._losses.settle()
+        self._rank.group.barrier()  # a rank that has found it again does not come here
+        self._losses.suspect = None
+        self._reporter.record(Event.HARDWARE_FAULT, step=suspect.step, node=suspect.node)
+        if self._rank.is_main:
+            log.info("the loss of step %d was no number, and is one when the step is repeated", suspect.step)
+        if suspect.node is not None:
+            raise HardwareFault(suspect.step, suspect.node)
+
+    def _record_skipped(self) -> None:
+        """Journal the batch of this step, which all ranks have left out."""
+        found = self._samples()()
+        samples = [one for of_rank in self._rank.group.gather(found) for one in of_rank]
+        self._reporter.record(Event.BATCH_SKIPPED, step=self.step, samples=samples[:MAX_SAMPLES])
+        if self._rank.is_main:
+            log.info("the loss of step %d is no number: its batch is left out", self.step)
+        if self._engine.skipped_in_a_row > SKIPS_IN_A_ROW:
+            raise NotFinite(self.step, found, f"no number, as those of the {SKIPS_IN_A_ROW} batches before it")
 
     def _samples(self) -> Callable[[], list[int]]:
         """What gives the ids of the samples of the step under way, also when it is over."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jobkit.errors import NotFinite
 from jobkit.run.device_kinds import has_streams
+from jobkit.run.status import Attempt
 from jobkit.worker.timing import events_of
 
 LOSS = re.compile(r"(?:train[/_.])?loss")
@@ -30,8 +31,40 @@ UNREAD = 64
 IN_A_ROW = 8
 """Steps in a row whose loss may be no number with fp16, whose loss scale leaves such batches out by itself."""
 
+SKIPS_IN_A_ROW = 10
+"""Batches that may be left out one after the other: then it is the model that gives no numbers any more."""
+
+MAX_SAMPLES = 256
+"""Ids of a batch that is left out which the journal keeps."""
+
+WHAT_TO_DO = (
+    "it is the data's or the model's; `jobkit rewind RUN --step N --skip-samples IDS` leaves samples out, on_nan: skip "
+    "such batches"
+)
+
 Samples = Callable[[], list[int]]
 """Ids of a step's samples on this rank."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A step whose loss was no number in an attempt before this one, which repeats it: `on_nan: rerun`."""
+
+    step: int
+    node: str | None
+    """Slurm's name of where it was computed."""
+
+
+def suspect_of(attempts: Sequence[Attempt], submission: int) -> Suspect | None:
+    """The step that is to be repeated, of the attempts of a submission before this one; None where none is, or one has
+    come past it since."""
+    furthest = 0
+    for attempt in reversed([one for one in attempts if one.submission == submission]):
+        failure = attempt.failure
+        if failure is not None and failure.not_finite and failure.step is not None:
+            return Suspect(failure.step, failure.node) if furthest <= failure.step else None
+        furthest = max(furthest, attempt.last_step or 0)
+    return None
 
 
 @dataclass(frozen=True)
@@ -46,8 +79,13 @@ class _Unread:
 class LossWatch:
     """Looks at the losses of one rank's steps; raises NotFinite for one that is not a number."""
 
-    def __init__(self, device: torch.device, *, is_on: bool = True, allowed_in_a_row: int = 0) -> None:
-        self._is_on = is_on
+    def __init__(
+        self, device: torch.device, on_nan: str = "stop", *, suspect: Suspect | None = None, allowed_in_a_row: int = 0
+    ) -> None:
+        self._is_on = on_nan in ("stop", "rerun")
+        self._reruns = on_nan == "rerun"
+        self.suspect = suspect if self._reruns else None
+        """The step that this attempt repeats; None where there is none, or it had another result."""
         self._allowed = allowed_in_a_row
         self._in_a_row = 0
         self._has_streams = has_streams(device.type)
@@ -71,7 +109,7 @@ class LossWatch:
         if not math.isfinite(value):
             self._found = value
             if self._in_a_row >= self._allowed:
-                raise NotFinite(step, samples(), value)
+                raise self._error(step, samples, str(value))
 
     def see_logged(self, values: Mapping[str, Any], step: int, samples: Samples) -> None:
         """What is logged in the step under way: losses among it are looked at."""
@@ -110,7 +148,15 @@ class LossWatch:
         is_finite = first.host.item() == 0
         self._count(is_finite)
         if not is_finite and self._in_a_row > self._allowed:
-            raise NotFinite(first.step, first.samples())
+            raise self._error(first.step, first.samples, "no finite number")
+
+    def _error(self, step: int, samples: Samples, found: str) -> NotFinite:
+        if self.suspect is not None and self.suspect.step == step:
+            again = f"{found}, and was when it was first computed: {WHAT_TO_DO}"
+            return NotFinite(step, samples(), again)
+        if self._reruns:
+            return NotFinite(step, samples(), f"{found}: the steps up to it are repeated", repeats=True)
+        return NotFinite(step, samples(), f"{found}: {WHAT_TO_DO}")
 
     def _count(self, is_finite: bool) -> None:
         self._in_a_row = 0 if is_finite else self._in_a_row + 1

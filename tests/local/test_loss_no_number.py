@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness.in_process import jobkit
-from harness.project import Project, status
+from harness.project import Project, events, status
 
 TASK = """
 import torch
@@ -31,14 +31,17 @@ def train(ctx):
             optimizer.step()
             optimizer.zero_grad()
         else:
+            if step == p.broken and ctx.attempt == 1:  # as of a GPU that computes wrongly
+                x = x * torch.inf
             loss = ctx.backward(model, x, lambda y, x: (y - x).square().mean(), x)
             ctx.update(optimizer)
         ctx.log({"train/loss": loss, "val/loss": float("nan")})
     state = getattr(model, "module", model).state_dict()
-    return {"finite": all(bool(one.isfinite().all()) for one in state.values())}
+    weight = state["0.weight"].double().sum().item()
+    return {"weight": weight, "finite": all(bool(one.isfinite().all()) for one in state.values())}
 """
 
-YAML = "name: d\ntask: mytask:train\nparams: {bad: 5, by_hand: false}\nresources: {tasks_per_node: 2}\n"
+YAML = "name: d\ntask: mytask:train\nparams: {bad: 5, by_hand: false, broken: -1}\nresources: {tasks_per_node: 2}\n"
 
 
 @pytest.fixture
@@ -49,21 +52,21 @@ def project(tmp_path: Path) -> Project:
     return made
 
 
-def step_of_bad(run: Path) -> tuple[int, int]:
-    """(step, rank) in which the bad sample came first."""
-    found = []
-    for file in (run / "logs").glob("*/rank_*.out"):
-        for line in file.read_text().splitlines():
-            if line.startswith("bad in step "):
-                found.append((int(line.split()[-1]), int(file.stem.split("_")[1])))
-    return min(found)
+def steps_of_bad(run: Path) -> list[tuple[int, int]]:
+    """(step, rank) of each batch that had the bad sample, in order."""
+    return sorted(
+        (int(line.split()[-1]), int(file.stem.split("_")[1]))
+        for file in (run / "logs").glob("*/rank_*.out")
+        for line in file.read_text().splitlines()
+        if line.startswith("bad in step ")
+    )
 
 
 @pytest.mark.parametrize("by_hand", ["false", "true"])
 def test_the_run_ends_at_once_and_names_step_rank_and_samples(project: Project, by_hand: str) -> None:
     project.submit("--local", f"params.by_hand={by_hand}", expect=1)
     (run,) = project.runs
-    step, rank = step_of_bad(run)
+    step, rank = steps_of_bad(run)[0]
     found = status(run)
     assert (found["state"], len(found["attempts"])) == ("failed", 1), "not tried again"
     failure = found["attempts"][0]["failure"]
@@ -73,7 +76,39 @@ def test_the_run_ends_at_once_and_names_step_rank_and_samples(project: Project, 
     assert f"error: rank {rank}: NotFinite: the loss of step {step} is nan: it is the data's or the model's" in said
     assert f"failed at: rank {rank}, step {step}" in said and "samples of that rank's batch: " in said
 
-    # What the message says: without the sample the run goes on from its start.
-    if by_hand == "false":
-        project.submit("--local", "on_nan=off")
-        assert status(run)["result"] == {"finite": False}
+
+def test_a_batch_is_left_out_on_all_ranks_and_counted(project: Project) -> None:
+    project.submit("--local", "on_nan=skip", "checkpoint.every=1")
+    (run,) = project.runs
+    found = status(run)
+    assert found["state"] == "finished" and found["result"]["finite"], "weights and running means are numbers"
+    steps = sorted({step for step, _ in steps_of_bad(run)})
+    assert sorted(map(int, found["skipped_batches"])) == steps and len(steps) == 2, "one in each epoch"
+    assert all(5 in ids and len(ids) == 8 for ids in found["skipped_batches"].values()), "those of all ranks"
+    said = jobkit(project, "status", "d").stdout
+    assert f"left out 2 batch(es) whose loss was no number: the last of step {steps[1]}, samples " in said
+
+    # It is as if the batch had not been there, and by hand nothing could leave it out.
+    refused = project.submit("--local", "on_nan=skip", "params.by_hand=true", expect=1)
+    assert "on_nan: skip leaves out what ctx.backward(model, ...) and ctx.update(optimizer) compute" in refused.stderr
+
+
+def test_steps_are_repeated_where_only_the_hardware_may_be_at_fault(project: Project) -> None:
+    clean = ("params.bad=[]", "checkpoint.every=2", "checkpoint.memory=off")
+    project.submit("--local", *clean, "on_nan=rerun", "params.broken=5")
+    run = project.run_of(*clean, "params.broken=5")
+    found = status(run)
+    assert [attempt["cause"] for attempt in found["attempts"]] == ["crashed", "finished"]
+    assert found["attempts"][0]["failure"]["not_finite"] and found["attempts"][0]["failure"]["step"] == 5
+    assert [(e["step"], e["node"]) for e in events(run) if e["event"] == "hardware_fault"] == [(5, None)]
+    project.submit("--local", *clean)
+    assert found["result"] == status(project.run_of(*clean))["result"], "as if it had not happened, bit for bit"
+
+
+def test_what_is_no_number_twice_is_the_datas_or_the_models(project: Project) -> None:
+    project.submit("--local", "on_nan=rerun", expect=1)
+    (run,) = project.runs
+    found, (step, _) = status(run), steps_of_bad(run)[0]
+    assert (found["state"], len(found["attempts"]), found["attempts"][1]["failure"]["step"]) == ("failed", 2, step)
+    assert "is nan, and was when it was first computed: it is the data's or the model's" in found["error"]
+    assert "hardware_fault" not in [event["event"] for event in events(run)]

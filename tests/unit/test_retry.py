@@ -11,6 +11,7 @@ from jobkit.run.config import UNLIMITED, RetryConfig
 from jobkit.run.records import Failure
 from jobkit.run.status import CAUSES, Attempt
 from jobkit.supervisor.retry import BLAMES_NODE, BUDGETS, decide
+from jobkit.worker.losses import Suspect, suspect_of
 
 # The decision
 
@@ -487,3 +488,17 @@ def test_a_bad_node_that_nothing_could_replace_is_kept() -> None:
     assert (decision.action, decision.exclude) == ("in_place", ())
     decision = decide(failures, RetryConfig(in_place=False), **none_beside)  # type: ignore[arg-type]
     assert (decision.action, decision.exclude) == ("requeue", ())
+
+
+def test_a_node_that_has_computed_wrongly_is_excluded_at_once() -> None:
+    fault = ended("crashed", 4, 5, node="b", faulty_node="b", error="HardwareFault")
+    decision = decide([fault], keeps_nodes=lambda without: "b" in without)
+    assert (decision.action, decision.exclude) == ("in_place", ("b",))
+
+
+def test_which_step_is_repeated_of_the_attempts_before() -> None:
+    bad, other = ended("crashed", 4, 6, step=6, node="b", not_finite=True), ended("preempted", 4, 5)
+    assert suspect_of([bad], 1) == suspect_of([bad, other], 1) == Suspect(6, "b")
+    assert suspect_of([bad], 2) is None, "a person has looked at it since"
+    assert suspect_of([bad, ended("preempted", 4, 9)], 1) is None, "it was repeated"
+    assert suspect_of([other, ended("crashed", 4, 6, step=6)], 1) is None
