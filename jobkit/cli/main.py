@@ -22,6 +22,7 @@ VERBS = {
     "resume": "continue a run as it was last submitted",
     "top": "the runs under way, as they go on",
     "board": "TensorBoard for some runs, until Ctrl-C",
+    "mirror": "copy to other services what they lack of what was logged",
     "report": "one HTML page about runs: curves, attempts, config, code",
     "queue": "who waits for this machine's devices, and what waited before a reboot",
     "diff": "what two runs have differently, and what came of it",

@@ -9,9 +9,11 @@ import math
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -49,11 +51,7 @@ def read(folder: Path) -> Logged:
     """What the event files of a folder hold; what is not whole, as the end of a file that is being written, is left."""
     logged = Logged()
     for file in sorted(folder.glob(EVENT_FILES)):
-        for record in _records(file):
-            try:
-                event = Event.FromString(record)
-            except Exception:  # protobuf's own; the rest of the file may be whole
-                continue
+        for event in events(file):
             for value in event.summary.value:
                 _add(logged, event.step, value)
     for tag, points in logged.scalars.items():
@@ -62,28 +60,38 @@ def read(folder: Path) -> Logged:
     return logged
 
 
-def _records(file: Path) -> Iterator[bytes]:
+def events(file: Path, start: int = 0, until: int | None = None) -> Iterator[Event]:
+    """The events of a file between two places, at each of which a record begins or the file ends."""
     with file.open("rb") as stream:
         length = os.fstat(stream.fileno()).st_size
-        while len(header := stream.read(_HEADER.size)) == _HEADER.size:
-            size, _ = _HEADER.unpack(header)
-            if size > length:  # not a length: the file is damaged from here on
+        stream.seek(start)
+        while until is None or stream.tell() < until:
+            header = stream.read(_HEADER.size)
+            size = _HEADER.unpack(header)[0] if len(header) == _HEADER.size else length + 1
+            if size > length:  # the end, or not a length: the file is damaged from here on
                 return
             record, checksum = stream.read(size), stream.read(4)
             if len(checksum) < 4:
                 return
-            yield record
+            with suppress(DecodeError):  # the rest of the file may be whole
+                yield Event.FromString(record)
+
+
+def scalar(value: Summary.Value) -> float | None:
+    """The number that a value of a summary is; None where it is something else."""
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return float(value.simple_value)
+    if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
+        return _number(value)
+    return None
 
 
 def _add(logged: Logged, step: int, value: Summary.Value) -> None:
-    kind = value.WhichOneof("value")
-    if kind == "simple_value":
-        logged.scalars.setdefault(value.tag, {})[step] = value.simple_value
-    elif kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
-        number = _number(value)
-        if number is not None:
-            logged.scalars.setdefault(value.tag, {})[step] = number
-    elif kind == "image":
+    number = scalar(value)
+    if number is not None:
+        logged.scalars.setdefault(value.tag, {})[step] = number
+    elif value.HasField("image"):
         data = value.image.encoded_image_string
         found = [name for start, name in _FORMATS.items() if data.startswith(start)]
         if found:

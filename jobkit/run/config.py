@@ -277,6 +277,47 @@ class StartFrom:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WandbMirror:
+    """A copy of the curves at Weights & Biases, as a run whose id is the run's name. `{}` takes the defaults."""
+
+    project: str = ""
+    """Its project; empty is the run's `name`."""
+    entity: str = ""
+    """Whose project; empty is your own, or `$WANDB_ENTITY`."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to `wandb/` in the run's directory, for `wandb sync --append`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowMirror:
+    """A copy of the curves at MLflow, as a run with the tag `jobkit.run`. `{}` takes the defaults."""
+
+    uri: str = ""
+    """Its server, as `https://mlflow.example.org`, or a folder, as `file:///data/mlruns`; empty is
+    `$MLFLOW_TRACKING_URI`, else MLflow's own default."""
+    experiment: str = ""
+    """Its experiment; empty is the run's `name`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorConfig:
+    """Services to which the scalars that `ctx.log` writes are copied; see
+    [many-runs.md](many-runs.md#tensorboard-and-mirrors). Not part of the run's hash."""
+
+    wandb: WandbMirror | None = None
+    """Weights & Biases: `{}`, or a mapping of `project` (default: the run's `name`), `entity` and `mode`, `online` or
+    `offline`: in files in the run's directory, for `wandb sync --append`."""
+    mlflow: MlflowMirror | None = None
+    """MLflow: `{}`, or a mapping of `uri`, a server or a folder (default: `$MLFLOW_TRACKING_URI`, else MLflow's own),
+    and `experiment` (default: the run's `name`)."""
+
+    @property
+    def chosen(self) -> list[str]:
+        """The services, by the names of their packages."""
+        return [name for name in ("wandb", "mlflow") if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One experiment, resolved: no interpolation, demo or override is left in it."""
 
@@ -323,6 +364,7 @@ class Config:
     start_from: StartFrom = field(default_factory=StartFrom)
     """Where the run begins, instead of at step 0; part of its hash. See
     [many-runs.md](many-runs.md#starting-from-another-run)."""
+    mirror: MirrorConfig = field(default_factory=MirrorConfig)
 
     on_nan: str | bool = _field(_check_on_nan, "stop")
     """What happens at a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;

@@ -63,6 +63,8 @@ class RunDir:
         self.start_from = self.path / "start_from"
         """The checkpoint of another run that it starts from: it depends on nothing that becomes of that one."""
         self.tensorboard = self.path / "tensorboard"
+        self.mirror_file = self.path / "mirror.json"
+        """What was copied to other services of what was logged."""
         self.final = self.path / "final"
         self.outputs = self.path / "outputs"
         """The script's own: jobkit makes it where `${run_dir}` is used, and leaves alone what is in it."""
@@ -159,6 +161,10 @@ class RunDir:
     def begin_lock(self) -> FileLock:
         """Held while one job decides whether it may begin the next attempt."""
         return self._lock("begin")
+
+    def mirror_lock(self) -> FileLock:
+        """Held by the one process that copies what was logged to other services."""
+        return self._lock("mirror")
 
     def _lock(self, purpose: str, name: str | None = None) -> FileLock:
         return lock_at(self._lock_file(purpose, name), elsewhere="set --runs-dir or JOBKIT_RUNS")

@@ -41,6 +41,11 @@ def _names(cls: type[Any]) -> str:
 
 
 def _value(kind: Any, value: Any, key: str, check: Callable[[Any], object] | None) -> Any:
+    optional = [one for one in typing.get_args(kind) if dataclasses.is_dataclass(one)]
+    if optional and value is None:
+        return None
+    if optional:
+        kind = optional[0]
     if dataclasses.is_dataclass(kind):
         return build(typing.cast("type[Any]", kind), value, f"{key}.")
     if not _matches(kind, value):
@@ -83,6 +88,8 @@ def describe(kind: Any) -> str:
     if origin is list:
         return "a list of texts" if arguments == (str,) else f"a list, each {describe(arguments[0])}"
     if kind is dict or origin is dict:
+        return "a mapping"
+    if dataclasses.is_dataclass(kind):
         return "a mapping"
     words = {int: "a whole number", str: "a text", bool: "true or false", float: "a number", type(None): "nothing"}
     return words.get(kind, getattr(kind, "__name__", str(kind)))

@@ -23,6 +23,7 @@ from jobkit.run.runs import next_version, versions
 from jobkit.run.status import Status
 from jobkit.submission import job, start_from
 from jobkit.submission.candidate import Candidate
+from jobkit.submission.mirror_check import check_mirrors
 from jobkit.submission.partition_check import refuse_impossible
 from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
@@ -79,6 +80,7 @@ def check_values(plan: LaunchPlan) -> None:
     for key in secrets.lacking_in(dataclasses.asdict(config)):
         raise InvalidValue(key, f"found {secrets.MASK}, which stands for a value that is not shown; give the value")
     check_outputs(config)
+    check_mirrors(config.mirror)
     for path in config.inputs:
         try:
             problem = "" if Path(path).expanduser().exists() else "no such file or directory"

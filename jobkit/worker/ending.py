@@ -95,6 +95,7 @@ class Ending:
         self._reporter.heartbeat.stopping = True  # nothing is left that a time limit could interrupt
         self._reporter.record(Event.FINISHED, step=self._loop.step, result=result)
         self._retry(self._reporter.write_journal)
+        self._reporter.finish_mirrors()
         kill_children()
         self.close()
 

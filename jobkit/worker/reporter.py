@@ -21,6 +21,7 @@ from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.worker.heartbeat import Heartbeat
 from jobkit.worker.lease import LostLease, check_lease, holds_lease
+from jobkit.worker.mirror import MirrorProcess
 from jobkit.worker.results import number, whole
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class RunReporter:
         self._display = display
         self._progress: dict[str, Any] = {}
         self._metrics: MetricLog | None = None
+        self._mirrors: MirrorProcess | None = None
         self._values: dict[str, Any] = {}
         """Scalars of the step that is under way."""
         self._placed: list[tuple[int, dict[str, Any]]] = []
@@ -134,6 +136,17 @@ class RunReporter:
             self._metrics = MetricLog(self._run.tensorboard, first_step, self._tick, may_write)
             if not goes_on:  # else an earlier attempt has written it
                 self._metrics.summary(0, session_start(parameters or {}))
+
+    def start_mirrors(self) -> None:
+        """Copy what is logged to the services of the config, beside this process."""
+        if self._is_main:
+            self._mirrors = MirrorProcess(self._run.path)
+
+    def finish_mirrors(self) -> None:
+        """The run is recorded as finished: give the copies a while to become whole."""
+        if self._mirrors is not None:
+            self.mark_metrics()()
+            self._mirrors.finish()
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Scalars of the step that is under way, or of `step`; a tensor is copied and not synchronised, None left out.
@@ -234,6 +247,8 @@ class RunReporter:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        if self._mirrors is not None:
+            self._mirrors.close()
 
 
 def _copied(value: Any) -> Any:

@@ -38,13 +38,17 @@ BELOW = {
     "huggingface": {"run", "checkpoint", "train", "worker"},
     "lightning": {"run", "train", "worker"},
     "report": {"run"},
+    "mirror": {"run", "report", "checkpoint.store"},
     "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main", "checkpoint.store"},
     "sweep": {"run", "submission", "worker.startup.jobkit_snapshot"},
     "submit": {"run", "slurm", "submission", "supervisor", "sweep", "worker.startup.jobkit_snapshot"},
-    "cli": {"run", "slurm", "report", "submission", "submit", "supervisor"},
+    "cli": {"run", "slurm", "report", "mirror", "submission", "submit", "supervisor"},
     "__main__": {"cli"},
 }
-OUTSIDE = ("cli", "report", "submission", "supervisor", "run", "slurm", "submit", "sweep", "errors", "log", "addresses")
+OUTSIDE = (
+    *("cli", "report", "mirror", "submission", "supervisor", "run", "slurm", "submit", "sweep", "errors", "log"),
+    "addresses",
+)
 """The parts that work on a login node."""
 
 

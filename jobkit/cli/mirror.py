@@ -1,0 +1,42 @@
+"""jobkit mirror RUN ...: copy to other services what they lack of what was logged."""
+
+from __future__ import annotations
+
+import argparse
+
+from jobkit.cli.arguments import add_selection, chosen_runs
+from jobkit.cli.several import each
+from jobkit.errors import EXIT_FINISHED, InputError, JobkitError
+from jobkit.run.rundir import RunDir
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_selection(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Copy once; a run that trains does it by itself."""
+    return each(chosen_runs(arguments), _mirror)
+
+
+def _mirror(run: RunDir) -> int:
+    from filelock import Timeout
+
+    from jobkit.mirror.mirroring import SERVICES, mirrors_of
+
+    mirrors = mirrors_of(run)
+    if not mirrors:
+        raise InputError(f"{run.name}: its config has no `mirror:`, as in mirror: {{mlflow: {{}}}}")
+    try:
+        with run.mirror_lock().acquire(timeout=0):
+            for mirror in mirrors:
+                try:
+                    mirror.update()
+                    mirror.close()
+                except Exception as error:  # of whatever package
+                    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+                    raise JobkitError(f"{run.name}: {SERVICES[mirror.service]}: {line}") from None
+                print(f"{run.name}: {mirror.copied} points copied to {SERVICES[mirror.service]}")
+    except Timeout:
+        print(f"{run.name}: a process beside its ranks copies them as they become sure")
+    return EXIT_FINISHED
