@@ -61,6 +61,8 @@ def suspect_of(attempts: Sequence[Attempt], submission: int) -> Suspect | None:
     furthest = 0
     for attempt in reversed([one for one in attempts if one.submission == submission]):
         failure = attempt.failure
+        if failure is not None and failure.faulty_node is not None:
+            return None  # it had another result there
         if failure is not None and failure.not_finite and failure.step is not None:
             return Suspect(failure.step, failure.node) if furthest <= failure.step else None
         furthest = max(furthest, attempt.last_step or 0)

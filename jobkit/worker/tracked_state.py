@@ -219,7 +219,16 @@ class TrackedState:
             mark.check()
 
     def forget_checkpoint(self) -> list[str]:
-        """Nothing is restored from here on; returns the names in the checkpoint that nothing was tracked for."""
+        """Nothing is restored from here on; returns the names in the checkpoint that nothing was tracked for.
+
+        Raises UsageError where only weights were to be taken, and there was no module for them.
+        """
+        if self._only_weights is not None and not any(isinstance(one, nn.Module) for one in self.objects.values()):
+            raise UsageError(
+                "--weights-only: no module is tracked, so none has taken the weights of the run started from: "
+                "ctx.track(model=...) comes before the loop"
+            )
+        self._only_weights = None
         if self._loaded is None:
             return []
         saved = {name.split(PART)[0] for name in self._loaded.contents} | _own_states(self._loaded).keys()

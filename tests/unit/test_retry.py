@@ -501,4 +501,6 @@ def test_which_step_is_repeated_of_the_attempts_before() -> None:
     assert suspect_of([bad], 1) == suspect_of([bad, other], 1) == Suspect(6, "b")
     assert suspect_of([bad], 2) is None, "a person has looked at it since"
     assert suspect_of([bad, ended("preempted", 4, 9)], 1) is None, "it was repeated"
+    fault = ended("crashed", 4, 6, step=6, faulty_node="b")
+    assert suspect_of([bad, fault, other], 1) is None, "it had another result"
     assert suspect_of([other, ended("crashed", 4, 6, step=6)], 1) is None
