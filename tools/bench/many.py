@@ -1,8 +1,9 @@
-"""What jobkit takes for many runs: to list thousands, and to cancel a hundred in the queue.
+"""What jobkit takes for many runs: to list thousands, to cancel a hundred in the queue, to submit a thousand at once.
 
-Each part by itself, or both; the second starts a private Slurm:
+Each part by itself, or all; the last two start a private Slurm:
     python tools/bench/many.py list --runs 10000
     python tools/bench/many.py cancel --runs 100
+    python tools/bench/many.py sweep --runs 1000 --bare 1000
 """
 
 from __future__ import annotations
@@ -154,10 +155,51 @@ def _queued(environment: Mapping[str, str], project: Path) -> str:
     return done.stdout.strip()
 
 
+# A sweep
+
+BARE = """\
+import sys
+import submitit
+from mytask import train
+
+executor = submitit.SlurmExecutor(folder="logs")
+executor.update_parameters(
+    partition="low", time=5, nodes=1, ntasks_per_node=1, cpus_per_task=1, additional_parameters={"hold": True}
+)
+for _ in range(int(sys.argv[1])):
+    executor.submit(train, None)
+"""
+
+
+def bench_sweep(count: int, bare: int) -> None:
+    """So many runs put into the queue as a sweep, beside `bare` submissions of Submitit's and as many by sbatch."""
+    with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder, _cluster(Path(folder)) as started:
+        project, environment = started
+        (project / "bare.py").write_text(BARE)
+        sweep = [sys.executable, "-m", "jobkit.submit", "bench.yaml", "--cluster", "slurm", "--sweep"]
+        first = seconds([*sweep, f"params.number=range({count})"], environment, project)
+        told(f"{count} runs as a sweep", [first])
+        told(
+            f"{count} runs, the sweep once more",
+            [seconds([*sweep, f"params.number=range({count})"], environment, project)],
+        )
+        subprocess.run(["scancel", "--me"], env=environment, check=True)
+        submitit = seconds([sys.executable, "bare.py", str(bare)], environment, project)
+        told(f"{bare} submissions of Submitit", [submitit])
+        subprocess.run(["scancel", "--me"], env=environment, check=True)
+        options = "--parsable --hold --partition=low --output=/dev/null"
+        loop = f"for i in $(seq {bare}); do sbatch {options} bare.sh; done"
+        told(f"{bare} times sbatch", [seconds(["bash", "-ec", loop], environment, project)])
+        subprocess.run(["scancel", "--me"], env=environment, check=True)
+        ratio = (submitit / bare) / (first / count)
+        print(json.dumps({"Submitit over jobkit, a run": round(ratio, 1)}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["list", "cancel"], help="default: both")
-    parser.add_argument("--runs", type=int, help="default: 10000 that are listed, 100 that are cancelled")
+    parser.add_argument("part", nargs="?", choices=["list", "cancel", "sweep"], help="default: all")
+    parser.add_argument("--runs", type=int, help="default: 10000 listed, 100 cancelled, 1000 of a sweep")
+    parser.add_argument("--bare", type=int, default=1000, help="submissions of Submitit, and of sbatch (default: 1000)")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     print(f"load of this machine, {os.cpu_count()} cores: {os.getloadavg()[0]:.1f}", flush=True)
@@ -165,6 +207,8 @@ def main() -> None:
         bench_list(arguments.runs or 10_000, arguments.repeats)
     if arguments.part in (None, "cancel"):
         bench_cancel(arguments.runs or 100, arguments.repeats)
+    if arguments.part in (None, "sweep"):
+        bench_sweep(arguments.runs or 1000, arguments.bare)
 
 
 if __name__ == "__main__":
