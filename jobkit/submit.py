@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detach", action="store_true", help="local: in the background, print where it runs and return"
     )
+    parser.add_argument(
+        "--after",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="start when another run is finished, through its requeues and resumptions; may be repeated",
+    )
     parser.add_argument("--queue", action="store_true", help="local: wait for CPU slots, too, as for devices")
     parser.add_argument(
         "--priority",
@@ -120,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (points := sweep.points_of(arguments, experiment)) is not None:
         _start_all(arguments, experiment, runs_dir)
         return sweep.run(arguments, experiment, points, cluster, runs_dir, partial(_continuing, arguments))
-    loaded, parent = _with_start(experiment.config(arguments.overrides), arguments, runs_dir)
+    loaded, parent = _with_start(_loaded(experiment, arguments, runs_dir), arguments, runs_dir)
     if arguments.dry_run:
         return _dry_run(loaded, cluster, runs_dir, arguments.fresh, arguments.check_model)
     if arguments.check_model:
@@ -180,6 +187,13 @@ def start(
     return _report(outcome, command, follow=follow and not asked)
 
 
+def _loaded(experiment: Experiment, arguments: argparse.Namespace, runs_dir: Path) -> LoadedConfig:
+    """The config, with whole names of the runs that it comes after or takes something from."""
+    from jobkit.submission.chains import with_whole_names
+
+    return with_whole_names(experiment.config(arguments.overrides), arguments.after, runs_dir)
+
+
 def _with_start(
     loaded: LoadedConfig, arguments: argparse.Namespace, runs_dir: Path
 ) -> tuple[LoadedConfig, RunDir | None]:
@@ -199,7 +213,7 @@ def _start_all(arguments: argparse.Namespace, experiment: Experiment, runs_dir: 
     """Let all runs of a sweep start from the one checkpoint that `--from` says."""
     if arguments.start_from is None and not arguments.weights_only:
         return
-    loaded, parent = _with_start(experiment.config(arguments.overrides), arguments, runs_dir)
+    loaded, parent = _with_start(_loaded(experiment, arguments, runs_dir), arguments, runs_dir)
     start = loaded.config.start_from
     if parent is not None and parent.path.parent != runs_dir:
         raise InputError(f"--from {arguments.start_from}: for a sweep, a run in {runs_dir}")
@@ -220,6 +234,7 @@ def _continuing(arguments: argparse.Namespace, more: Sequence[str] = (), *, star
     words = [this_python(), "-m", "jobkit.submit", str(arguments.experiment), *shown]
     words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []
     words += [] if arguments.demo is None else ["--demo" if arguments.demo else "--no-demo"]
+    words += [word for name in arguments.after for word in ("--after", name)]
     words += ["--queue"] if arguments.queue else []
     words += ["--priority", str(arguments.priority)] if arguments.priority else []
     words += ["--runs-dir", str(arguments.runs_dir)] if arguments.runs_dir else []

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,15 +81,21 @@ def run(
 
     `continuing` makes the command that continues what some words, after the YAML's path, stand for.
     """
+    from jobkit.run.choose import find_run
     from jobkit.submission import sweep as submission
+    from jobkit.submission.chains import with_whole_names
     from jobkit.submission.plan import Turn
     from jobkit.submission.signals import signals_of_a_submission
     from jobkit.worker.startup.jobkit_snapshot import leave
 
     leave(os.environ)  # of the run in which this may be typed: what is started here has a snapshot of its own
+    find = cache(find_run)  # the points may name one run
     own = ["--no-sweep"] if experiment.sweep is not None else []
     wanted = [
-        submission.Point(experiment.config([*arguments.overrides, *point]), continuing([*point, *own]))
+        submission.Point(
+            with_whole_names(experiment.config([*arguments.overrides, *point]), arguments.after, runs_dir, find),
+            continuing([*point, *own]),
+        )
         for point in points
     ]
     turn = Turn(queues=True, priority=arguments.priority)

@@ -13,6 +13,7 @@ from jobkit.cli.arguments import add_selection, chosen_runs
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.accounting import Account, Restart
 from jobkit.run.config import StartFrom
+from jobkit.run.dependencies import verdict
 from jobkit.run.duration import format_seconds
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
@@ -82,7 +83,11 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         lines[0] += f" ({'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} on {status.cluster})"
     if status.state == State.QUEUED and status.next_began != "submitted":
         lines.append("  in the queue again: it continues by itself")
-    if status.state == State.HELD:
+    before = verdict(run, status.after).text if status.state in (State.QUEUED, State.HELD) else ""
+    if before and status.scheduler == "slurm":
+        held = "held until that is continued, and " if status.state == State.HELD and status.held_for_others else ""
+        lines.append(f"  waiting for: {before}; {held}it starts by itself when that is finished")
+    elif status.state == State.HELD:
         lines.append(f"  held: {explained(str(status.waits_for))}; to release it: scontrol release {status.job_id}")
     elif status.waits_for is not None and status.scheduler != "slurm":
         lines.append(f"  waiting for: {status.waits_for}")

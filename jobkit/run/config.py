@@ -370,6 +370,9 @@ class Config:
     """What happens at a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
     `rerun` repeats the steps up to it first, and goes on without the node where that has another result; `skip` leaves
     the batch out; `off` goes on. See [many-runs.md](many-runs.md#a-loss-that-is-not-a-number)."""
+    after: list[str] = field(default_factory=list)
+    """Runs that must be finished before this one starts, by their names; `--after` adds more. It is the runs that
+    count: through requeues, restarts and when somebody continues them. See [chains](many-runs.md#chains)."""
 
     def to_yaml(self) -> str:
         """The config as YAML that `load` reads back to an equal one."""
@@ -555,7 +558,9 @@ def _create(values: dict[str, Any]) -> Any:
 
 
 def _resolve_but_run_dir(merged: Any) -> dict[str, Any]:
-    """The values, resolved; `${run_dir}` stays in `command` and `params`: run/own_outputs.py puts the path there."""
+    """The values, resolved; `${run_dir}` stays in `command` and `params`: run/own_outputs.py puts the path there. So do
+    references to other runs, `${run:...}` (run/references.py)."""
+    merged = _with_escaped_references(merged)
     if "run_dir" in merged:
         return _resolve(merged)  # no key of a config: refused as such
     merged["run_dir"] = r"\${run_dir}"
@@ -563,7 +568,23 @@ def _resolve_but_run_dir(merged: Any) -> dict[str, Any]:
     for key, value in resolved.items():
         if key not in ("command", "params") and "${run_dir}" in str(value):
             raise InvalidValue(key, "found ${run_dir}, which is known in `command` and `params` only")
+        if key not in ("command", "params", "inputs") and "${run:" in str(value):
+            raise InvalidValue(key, "found ${run:...}, which is known in `command`, `params` and `inputs` only")
     return resolved
+
+
+def _with_escaped_references(merged: Any) -> Any:
+    """The values, in which OmegaConf takes `${run:...}` for a text."""
+    values = OmegaConf.to_container(merged)
+
+    def escaped(value: Any) -> Any:
+        if isinstance(value, str):
+            return re.sub(r"(?<!\\)\$\{run:", r"\${run:", value)
+        if isinstance(value, dict):
+            return {key: escaped(one) for key, one in value.items()}
+        return [escaped(one) for one in value] if isinstance(value, list) else value
+
+    return OmegaConf.create(escaped(values)) if "${run:" in str(values) else merged
 
 
 def _resolve(merged: Any) -> dict[str, Any]:
@@ -594,6 +615,8 @@ def _in_full(values: dict[str, Any]) -> dict[str, Any]:
     word, command = values.get("parallel"), values.get("command")
     if isinstance(command, str):
         raise InvalidValue("command", f"found {command!r}, expected a list: [{', '.join(command.split())}]")
+    if isinstance(values.get("after"), str):
+        values = values | {"after": [values["after"]]}
     if isinstance(command, list):  # an interpolation of a number is one
         numbers = [isinstance(one, (int, float)) and not isinstance(one, bool) for one in command]
         texts = [str(one) if number else one for one, number in zip(command, numbers, strict=True)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from jobkit.errors import InvalidValue, nearest
 from jobkit.run.config import Config
+from jobkit.run.references import with_values
 from jobkit.run.rundir import NOT_FOR_SCRIPTS, RunDir
 
 RUN_DIR = "${run_dir}"
@@ -24,7 +25,9 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_]+)\}")
 
 
 def place_outputs(config: Config, run: RunDir) -> Config:
-    """The config as a rank has it: with the path of the run directory. Makes the folder for a script's own outputs."""
+    """The config as a rank has it: with the path of the run directory, and what it takes from other runs. Makes the
+    folder for a script's own outputs."""
+    config = with_values(config, run)
     if not any(RUN_DIR in text for _, text in _texts(_given(config))):
         return config
     with contextlib.suppress(OSError):  # whoever writes into it says why it is not there

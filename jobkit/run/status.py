@@ -205,6 +205,10 @@ class Status:
     """Of a local run, among those of its user that wait: `--priority`."""
     queues: bool = False
     """Whether a local run waits for CPU slots, too: `--queue`."""
+    after: list[str] = field(default_factory=list)
+    """The runs that it comes after."""
+    held_for_others: bool = False
+    """Whether its job on Slurm was held because one of those has no job: who continues that one releases it."""
     skip_samples: list[int] = field(default_factory=list)
     """Ids of samples that the loader leaves out since a person has gone back."""
     skipped_batches: dict[str, list[int]] = field(default_factory=dict)
@@ -356,7 +360,7 @@ def apply(status: Status, event: Entry) -> None:
             status.submitting = False
             status.state, status.error = status.before_submission
         case Event.WAITING:
-            status.waiting = str(event.get("for"))
+            status.waiting, status.held_for_others = str(event.get("for")), bool(event.get("held"))
         case Event.STARTED:
             _started(status, event)
         case Event.RESUMED:
@@ -408,6 +412,7 @@ def apply(status: Status, event: Entry) -> None:
             if status.state == State.RUNNING and attempt and attempt.ended is None:
                 attempt.ended, attempt.cause = float(event["time"]), "cancelled"
             status.state, status.stragglers, status.waiting = State.CANCELLED, [], None
+            status.error = event.get("error", status.error)
         case Event.FINISHED:
             _end(status, event, State.FINISHED, "finished")
             status.result = event.get("result")
@@ -436,6 +441,7 @@ def _submitting(status: Status, event: Entry) -> None:
     status.start_from = event.get("start_from")
     status.name, status.seed = event.get("name"), event.get("seed")
     status.params = dict(event.get("params") or {})
+    status.after, status.held_for_others = list(event.get("after") or []), bool(event.get("held_for_others"))
     status.waiting, status.priority, status.queues = None, int(event.get("priority", 0)), bool(event.get("queues"))
 
 

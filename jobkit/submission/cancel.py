@@ -15,6 +15,7 @@ from jobkit.run.disk_errors import as_told
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
+from jobkit.submission import chains
 from jobkit.submission.job import (
     CANCEL_SECONDS,
     CLEAN_UP_SECONDS,
@@ -39,14 +40,14 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
     That has no `cancel_requested` where somebody else has continued the run since.
 
     Its ranks get CANCEL_SECONDS to save, or without `grace` nothing; then its job is ended, whatever it does. `on_wait`
-    is called where they are waited for.
+    is called where they are waited for. Runs that come after it and wait on Slurm are cancelled, too.
     """
     asked = _ask(run, grace, ask)
     if asked is None:
         return None
     if asked.is_waited_for:
         _wait(asked, on_wait)
-    return _end(asked, ask)
+    return _ended(asked, ask)
 
 
 def cancel_all(
@@ -76,7 +77,7 @@ def cancel_all(
         try:
             if one.is_waited_for:
                 _wait(one, lambda run=one.run: on_wait(run))  # type: ignore[misc]
-            yield one.run, _end(one, ask if one.is_waited_for else find_job)
+            yield one.run, _ended(one, ask if one.is_waited_for else find_job)
         except (JobkitError, OSError) as error:
             yield one.run, as_told(error)
 
@@ -153,6 +154,14 @@ def _wait(asked: _Asked, on_wait: Callable[[], None]) -> None:
     _wait_for_end(asked.run, asked.seconds + CLEAN_UP_SECONDS)
     if asked.elsewhere and _runs_on(asked.run, asked.run.status()):
         raise JobkitError(f"{asked.run.name} runs on {asked.elsewhere}; cancel it there")
+
+
+def _ended(asked: _Asked, find_job: FindJob) -> Status:
+    """As `_end`; what waits for a run that was cancelled is told."""
+    status = _end(asked, find_job)
+    if status.state == State.CANCELLED:
+        chains.cancel_dependents(asked.run, cancel)
+    return status
 
 
 def _end(asked: _Asked, find_job: FindJob) -> Status:

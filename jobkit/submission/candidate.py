@@ -21,7 +21,7 @@ from jobkit.run.events import Event
 from jobkit.run.identity import Owner, identity
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
-from jobkit.submission import job, start_from
+from jobkit.submission import chains, job, start_from
 from jobkit.submission.plan import LaunchPlan
 
 
@@ -85,6 +85,7 @@ class Candidate:
         self.begins = start_from.bring(plan.config, run, self.parent)
         run.write_config(plan.config)
         run.keep_number()
+        self.plan, held = chains.prepared(plan)
         run.record(
             Event.SUBMITTING,
             cluster=plan.cluster,
@@ -98,6 +99,8 @@ class Candidate:
             **start_from.entry(plan.config),
             **plan.config.told(),
             **_turn(plan),
+            **({"after": plan.config.after} if plan.config.after else {}),
+            **({"held_for_others": True} if held else {}),
             **_how_to_resume(run, self.command),
         )
         self._is_recorded = True

@@ -10,6 +10,7 @@ import time
 from jobkit.display import Display
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.command_line import to_type
+from jobkit.run.dependencies import verdict
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import how_it_continues, is_silent, stopping
 from jobkit.run.status import State, Status
@@ -81,6 +82,8 @@ class Wait:
         self.run = run
         self._told: tuple[int, int] | None = None
         """The number of attempts before, and the place."""
+        self._before = ""
+        """The runs that it comes after, as they were told of last."""
         self._look_at = 0.0
 
     def news(self, status: Status) -> str:
@@ -89,6 +92,9 @@ class Wait:
             return ""
         self._look_at = time.monotonic() + LOOK_SECONDS
         found = Line().find(self.run.path, os.getuid())
+        if before := verdict(self.run, status.after).text:
+            is_new, self._before = before != self._before, before
+            return f"queued: waiting for {before}" if is_new else ""
         if found is None or (len(status.attempts), found.place) == self._told:
             return ""
         hint = "" if self._told else f"; {to_type('logs', '-f', self.run.name)}"

@@ -25,6 +25,7 @@ from jobkit.supervisor.lock_files import FOLDER
 from jobkit.supervisor.needs import Need, need_of
 from jobkit.supervisor.nodes import FOREGROUND_PIPE
 from jobkit.supervisor.queue import take_at_once
+from jobkit.supervisor.waiting import is_after_others
 from jobkit.worker.main import Worker
 
 
@@ -64,7 +65,14 @@ def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
 
     It waits in line for what it needs, unless that is free now, or somebody has waited on its behalf.
     """
-    leases = plan.turn.leases or _take(need_of(plan.config, os.environ, queues=plan.turn.queues))
+    run = RunDir(plan.run)
+    leases = plan.turn.leases
+    if is_after_others(run):
+        if leases is not None:
+            leases.close()  # it would not use them for as long as it waits
+        leases = None
+    elif leases is None:
+        leases = _take(need_of(plan.config, os.environ, queues=plan.turn.queues))
     read_end, _write_end = os.pipe() if foreground else (None, None)  # the write end stays open as long as we live
     try:
         job = LocalExecutor(plan, read_end, leases).submit(Worker(str(plan.run)))
@@ -79,7 +87,6 @@ def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
             leases.close()
     if read_end is not None:
         os.close(read_end)
-    run = RunDir(plan.run)
     while process.poll() is None and not run.has_local_supervisor():
         time.sleep(0.01)  # until it holds its lock, others would take it for dead
     return process

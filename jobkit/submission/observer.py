@@ -14,6 +14,7 @@ from typing import Any
 
 from jobkit import slurm
 from jobkit.run import sweeps
+from jobkit.run.dependencies import verdict
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status, apply
@@ -87,7 +88,8 @@ def _with_turn(run: RunDir, status: Status, line: Line | None) -> Status:
     """The status of a local run, with its place in the line where it waits for its turn."""
     if status.state == State.QUEUED and status.waiting:
         found = (line or Line()).find(run.path, _owner_of_run(run))
-        status.waits_for = status.waiting if found is None else f"{found.text}, {found.ordinal} in line"
+        before = verdict(run, status.after).text
+        status.waits_for = before or (status.waiting if found is None else f"{found.text}, {found.ordinal} in line")
     return status
 
 

@@ -14,20 +14,21 @@ from pathlib import Path
 from jobkit import slurm
 from jobkit.errors import InputError, InvalidValue, JobkitError
 from jobkit.log import log
-from jobkit.run import code_files, secrets, snapshot
+from jobkit.run import code_files, references, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.identity import name_in
 from jobkit.run.own_outputs import check_outputs
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import next_version, versions
 from jobkit.run.status import Status
-from jobkit.submission import job, start_from
+from jobkit.submission import chains, job, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.mirror_check import check_mirrors
 from jobkit.submission.partition_check import refuse_impossible
 from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
 from jobkit.submission.unapplied import unapplied
+from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.tickets import PRIORITIES
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
@@ -81,7 +82,9 @@ def check_values(plan: LaunchPlan) -> None:
         raise InvalidValue(key, f"found {secrets.MASK}, which stands for a value that is not shown; give the value")
     check_outputs(config)
     check_mirrors(config.mirror)
-    for path in config.inputs:
+    chains.check(plan)
+    refers = {text for _, text in references.texts_with_references(config)}  # looked for when the run starts
+    for path in (one for one in config.inputs if one not in refers):
         try:
             problem = "" if Path(path).expanduser().exists() else "no such file or directory"
         except (OSError, ValueError, RuntimeError) as error:  # too long, not to be looked at, or `~` of nobody
@@ -160,6 +163,7 @@ def submit(
                 candidate.prepare(lambda run: snapshot.take(source, code, run.code), slurm_cluster)
                 started = job.submit(candidate.plan, lock, foreground=foreground)
                 candidate.record_job(started.job_id)
+                tell_dependents(run)
             else:
                 released = _release(candidate.before, plan)
                 not_applied = unapplied(run, candidate.before, plan)

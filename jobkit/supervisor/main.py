@@ -18,8 +18,10 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import configure, log
 from jobkit.run.locks import NoLocks
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import State
 from jobkit.supervisor import queue
 from jobkit.supervisor.attempt import NotRunnable
+from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.device_leases import Leases
 from jobkit.supervisor.local_job import LocalJob
 from jobkit.supervisor.needs import need_of
@@ -28,7 +30,7 @@ from jobkit.supervisor.queue import Place
 from jobkit.supervisor.ranks import ForkedRanks
 from jobkit.supervisor.slurm_job import EXIT_DECIDED, SlurmJob
 from jobkit.supervisor.supervisor import Supervisor
-from jobkit.supervisor.waiting import wait_in_line
+from jobkit.supervisor.waiting import is_after_others, may_start_in_job, wait_for_runs, wait_in_line
 
 
 def supervise_local(run: RunDir) -> int:
@@ -39,7 +41,7 @@ def supervise_local(run: RunDir) -> int:
     job.listen()
     leases = Leases.inherited(os.environ)
     # Before the lock: who has started this process goes on when the lock is held, and may start the next run.
-    place = Place(need, run.path, status.priority) if leases is None else None
+    place = Place(need, run.path, status.priority) if leases is None and not is_after_others(run) else None
     lock = run.alive_lock()
     try:
         lock.acquire(timeout=10)  # not at once: whoever asks whether we live takes the lock for an instant
@@ -47,11 +49,13 @@ def supervise_local(run: RunDir) -> int:
         log.warning("%s is already being run by another supervisor", run.name)
         return EXIT_FAILED
     try:
+        if not wait_for_runs(run, job):
+            return _code_of(run)
         while True:
             if leases is None:
                 leases = wait_in_line(run, job, place or Place(need, run.path, status.priority))
                 if leases is None:
-                    return EXIT_RESUMABLE
+                    return _code_of(run)
                 leases.sign(run.path, os.getpid())
             code = Supervisor(run, ForkedRanks(run, LocalNodes(run, job.id, leases)), job).supervise()
             if not job.makes_room:
@@ -65,6 +69,12 @@ def supervise_local(run: RunDir) -> int:
         if place is not None:
             place.leave()
         lock.release()
+        tell_dependents(run)
+
+
+def _code_of(run: RunDir) -> int:
+    """The exit code of a run that was not started after all."""
+    return EXIT_FAILED if run.status().state == State.FAILED else EXIT_RESUMABLE
 
 
 def supervise_in_job(run: RunDir, verb: str, arguments: Sequence[str]) -> int:
@@ -72,13 +82,19 @@ def supervise_in_job(run: RunDir, verb: str, arguments: Sequence[str]) -> int:
     job = SlurmJob(run, slurm.current_job() or "")
     if verb == "end":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, at the time limit or after a requeue
-        return job.finish(int(arguments[0]) if arguments else None)
+        code = job.finish(int(arguments[0]) if arguments else None)
+        tell_dependents(run)
+        return code
     job.listen()
     try:
+        if not may_start_in_job(run, job):
+            return EXIT_FINISHED
         return Supervisor(run, ForkedRanks(run, SlurmNodes(run, job.id, arguments)), job).supervise()
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return EXIT_FINISHED
+    finally:
+        tell_dependents(run)
 
 
 def main(arguments: Sequence[str]) -> int:

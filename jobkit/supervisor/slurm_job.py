@@ -27,6 +27,7 @@ from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.supervisor.attempt import ask, end, notice_margin, request_stop
+from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.diagnosis import FirstFailure, first_failure_of_job, srun_said_about
 from jobkit.supervisor.nodes import end_steps, nodes_to_use
 from jobkit.supervisor.retry import Decision
@@ -378,15 +379,22 @@ class SlurmJob:
         task = self.run.array_task
         successor = next((one for one in slurm.jobs_with(self.run.batch_script, task) if one != self.id), None)
         if successor is None:
-            options = [f"--dependency=afterany:{self.id}", *self._only_own_task()]
+            options = [f"--dependency=afterany:{self.id}"]
             if exclude := self._excluded_with(job, self.run.status().excluded_nodes):
                 options += [f"--exclude={','.join(exclude)}"]
             if nodes is not None:
                 options += [f"--nodes={nodes}"]
-            successor = slurm.submit(str(self.run.batch_script), *options, environment=_own_variables())
-            successor = successor if task is None else slurm.task_id(successor, task)
+            successor = self.submit_again(*options)
         self._try_record(Event.REQUEUED, job_id=successor, cause="resubmitted", predecessor=self.id)
+        tell_dependents(self.run)  # else they would start when this job has ended, and go back
         log.info("%s: job %s continues it", self.run.name, successor)
+
+    def submit_again(self, *options: str) -> str:
+        """Submit the run's batch script as another job, with some options of sbatch's; returns its id."""
+        successor = slurm.submit(
+            str(self.run.batch_script), *options, *self._only_own_task(), environment=_own_variables()
+        )
+        return successor if self.run.array_task is None else slurm.task_id(successor, self.run.array_task)
 
 
 def _own_variables() -> dict[str, str]:

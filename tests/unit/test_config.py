@@ -485,6 +485,7 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         start_from=StartFrom(run="toy-12345678", step=7, weights_only=True),
         on_nan="off",
         mirror=MirrorConfig(wandb=WandbMirror(project="p", mode="offline"), mlflow=MlflowMirror(uri="file:///m")),
+        after=["toy-12345678"],
     )
     defaults = Config(name="", task="")
     changed = {f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != getattr(defaults, f.name)}

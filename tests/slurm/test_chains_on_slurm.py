@@ -1,0 +1,91 @@
+"""Runs that come after others on Slurm: their jobs follow the runs, from job to job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.in_process import jobkit
+from harness.project import Project, describe, names, status, wait_for
+from slurm_cluster import Cluster
+
+GATE = "while test ! -e $0; do sleep 0.2; done; exit $(cat $0)"
+
+
+@pytest.fixture
+def project(tmp_path: Path, slurm: Cluster) -> Project:
+    """Commands that end when a file of their name is there, with its text as exit code."""
+    made = Project(tmp_path, slurm.env)
+    (made.path / "gate.yaml").write_text(
+        f"name: gate\ncommand: [sh, -c, '{GATE}', '${{name}}']\nretry: {{crash: 1, in_place: false}}\n"
+        "clusters: {slurm: {partition: low}}\n"
+    )
+    return made
+
+
+def submit(project: Project, name: str, *words: str) -> Path:
+    done = jobkit(project, "submit", "gate.yaml", "--cluster", "slurm", f"name={name}", *words)
+    return Path(done.stdout.split("run directory ")[1].strip())
+
+
+def end(project: Project, run: Path, name: str, code: int = 0) -> None:
+    (project.path / f"{name}.new").write_text(str(code))
+    (project.path / f"{name}.new").rename(project.path / name)
+    state = "failed" if code else "finished"
+    wait_for(f"that it has {state}", lambda: status(run)["state"] == state, run)
+
+
+def job(slurm: Cluster, run: Path) -> str:
+    return str(slurm.command("squeue", "--noheader", f"--name={run.name}", "--format=%T %r %E")).strip()
+
+
+def test_a_job_waits_for_the_run_whatever_becomes_of_the_jobs_of_that_run(project: Project, slurm: Cluster) -> None:
+    first = submit(project, "a")
+    second = submit(project, "b", "--after", "a")
+    said = jobkit(project, "status", "b").stdout
+    assert f"waiting for: {first.name} (" in said and "starts by itself when that is finished" in said
+    wait_for("its start", lambda: status(first)["state"] == "running", first)
+    slurm.command("scontrol", "requeue", status(first)["job_id"])
+    wait_for("its second start", lambda: len(status(first)["attempts"]) == 2, first)
+    assert "Dependency" in job(slurm, second), "a requeue of the other run's job does not start this one's"
+    slurm.command("scontrol", "update", f"JobId={status(second)['job_id']}", "Dependency=")
+    follows = f"PENDING Dependency afterany:{status(first)['job_id']}"
+    wait_for("that it has gone back", lambda: job(slurm, second).startswith(follows), second)
+    end(project, first, "a", code=3)
+    wait_for("that it is held", lambda: "job requeued in held state" in job(slurm, second), second)
+    said = f"{first.name} (failed); held until that is continued"
+    wait_for("that it is told", lambda: said in jobkit(project, "status", "b").stdout, second)
+    (project.path / "a").unlink()
+    jobkit(project, "resume", "a")
+    follows = f"PENDING Dependency afterany:{status(first)['job_id']}"
+    wait_for("that it follows the new job", lambda: job(slurm, second).startswith(follows), second)
+    (project.path / "b").write_text("0")
+    end(project, first, "a")
+    wait_for("its end", lambda: status(second)["state"] == "finished", second)
+    assert len(status(second)["attempts"]) == 1, describe(second)
+
+
+def test_what_waits_for_a_cancelled_run_is_told(project: Project, slurm: Cluster) -> None:
+    first, other = submit(project, "a"), submit(project, "x")
+    runs = [submit(project, "b", "--after", "a"), submit(project, "c", "--after", "b")]
+    told = submit(project, "d", "--after", "x")
+    wait_for("their start", lambda: {status(run)["state"] for run in (first, other)} == {"running"}, first)
+    jobkit(project, "cancel", "a")
+    assert [status(run)["state"] for run in runs] == ["cancelled", "cancelled"]
+    slurm.command("scancel", status(other)["job_id"])
+    wait_for("that it learns of it", lambda: status(told)["state"] == "cancelled", told)
+    for run, before in ((runs[0], first), (runs[1], runs[0]), (told, other)):
+        assert f"it comes after {before.name}, which was cancelled" in jobkit(project, "status", run.name).stdout
+        assert "started" not in names(run)
+
+
+def test_a_run_whose_other_one_has_failed_is_held_from_the_beginning(project: Project, slurm: Cluster) -> None:
+    first = submit(project, "a")
+    end(project, first, "a", code=1)
+    second = submit(project, "b", "--after", "a")
+    assert "JobHeldUser" in job(slurm, second)
+    (project.path / "a").write_text("0")
+    (project.path / "b").write_text("0")
+    jobkit(project, "resume", "a")
+    wait_for("its end", lambda: status(second)["state"] == "finished", second)
+    assert status(first)["state"] == "finished"
