@@ -20,6 +20,7 @@ VERBS = {
     "cancel": "stop a run for good, with a checkpoint",
     "preempt": "rehearse a preemption: a run stops, and continues by itself",
     "resume": "continue a run as it was last submitted",
+    "rm": "remove runs, or their checkpoints",
     "top": "the runs under way, as they go on",
     "board": "TensorBoard for some runs, until Ctrl-C",
     "mirror": "copy to other services what they lack of what was logged",

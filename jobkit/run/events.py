@@ -33,6 +33,8 @@ class Event(str, Enum):
     """A checkpoint that does not verify."""
     REWOUND = "rewound"
     """A person has gone back to a checkpoint: what came after it is in `branch`, and `skip_samples` are left out."""
+    CHECKPOINTS_REMOVED = "checkpoints_removed"
+    """A person has removed all of them."""
     EVALUATION_INTERRUPTED = "evaluation_interrupted"
     EVALUATION_RESUMED = "evaluation_resumed"
     STRAGGLER = "straggler"

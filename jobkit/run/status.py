@@ -378,6 +378,8 @@ def apply(status: Status, event: Entry) -> None:
             _forget_skipped(status, status.step)
         case Event.BATCH_SKIPPED:
             status.skipped_batches[str(event["step"])] = list(event["samples"])
+        case Event.CHECKPOINTS_REMOVED:
+            _checkpoints_removed(status)
         case Event.STRAGGLER:
             status.stragglers.append(records.of(Straggler, event))
         case Event.STRAGGLER_OVER:
@@ -486,6 +488,14 @@ def _resumed(status: Status, event: Entry) -> None:
         attempt.resumed = float(event["time"])
         attempt.joined = event.get("joined")
         attempt.versions = dict(event.get("versions", {}))
+
+
+def _checkpoints_removed(status: Status) -> None:
+    status.checkpoint = None
+    if status.state != State.FINISHED:
+        status.step = 0  # all that was done is to be done again
+    for attempt in status.attempts:
+        attempt.durable_step = 0
 
 
 def _end(status: Status, event: Entry, state: State, cause: str) -> None:

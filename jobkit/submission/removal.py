@@ -1,0 +1,168 @@
+"""Removing runs, or their checkpoints: never of one to which more may happen, and never so that a half is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from jobkit import slurm
+from jobkit.errors import InputError
+from jobkit.run import shared_code
+from jobkit.run.command_line import to_type
+from jobkit.run.events import Event
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+from jobkit.submission.job import settle
+from jobkit.submission.observer import FindJob, can_be_asked, has_supervisor, is_active, jobs_now, observe
+
+ASIDE = ".removed"
+"""A folder in the runs directory: what is being removed is moved there first, so that nobody takes a half for a run."""
+
+LEFT_SECONDS = 86400.0
+"""After so long nobody is taken to be deleting still what another host has moved aside."""
+
+BLOCK = 512
+"""Bytes that `st_blocks` counts in."""
+
+
+def refuse_live(runs: Sequence[RunDir]) -> None:
+    """Raise InputError where a job or a process of one of some runs lives, or may begin; SchedulerError where Slurm has
+    to be asked and does not answer."""
+    find_job = _jobs_of(runs)
+    live = [(run, why) for run in runs if (why := _why_live(run, observe(run, find_job), find_job)) is not None]
+    if live:
+        shown = ", ".join(f"{run.name} ({why})" for run, why in live[:5]) + (" ..." if len(live) > 5 else "")
+        names = [run.name for run, _ in live[:5]]
+        raise InputError(f"nothing was removed: {shown}; `{to_type('cancel', *names)}` first, or leave them out")
+
+
+def _jobs_of(runs: Sequence[RunDir]) -> FindJob:
+    on_slurm = [run for run in runs if run.status().scheduler == "slurm"] if slurm.available() else []
+    return jobs_now(on_slurm, ("PENDING", "RUNNING", *slurm.ENDED))
+
+
+def _why_live(run: RunDir, status: Status, find_job: FindJob) -> str | None:
+    """What keeps a run from being removed; None where nothing does."""
+    if status.never_submitted:
+        return None
+    if status.state.is_under_way:
+        return str(status.state)
+    if status.scheduler != "slurm":
+        return "its process has not ended" if has_supervisor(run, status) else None
+    job = find_job(status.job_id) if status.job_id is not None and can_be_asked(status) else None
+    if job is not None and not job.ended and job.runs(run.batch_script):
+        return f"its job {status.job_id} has not ended"
+    return None
+
+
+def size(folder: Path) -> int:
+    """Bytes on the disk that go with a folder: not those of files that have another name elsewhere, too."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for file in _files(folder):
+        one = found.setdefault((file.st_dev, file.st_ino), [file.st_nlink, 0, file.st_blocks * BLOCK])
+        one[1] += 1
+    return sum(occupied for names, seen, occupied in found.values() if seen >= names)
+
+
+def _files(folder: Path) -> Iterator[os.stat_result]:
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:  # another user's, or gone since
+        return
+    for entry in entries:
+        with suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(Path(entry.path))
+            else:
+                yield entry.stat(follow_symlinks=False)
+
+
+def part_of(run: RunDir, *, checkpoints_only: bool) -> list[Path]:
+    """What is removed of a run."""
+    return [run.checkpoints, run.evaluation_file] if checkpoints_only else [run.path]
+
+
+def remove(run: RunDir) -> list[str]:
+    """Remove a run that does not live; the number in its name is not given again. Raises InputError and OSError.
+
+    Returns the shared snapshots of code that it had, for `shared_code.remove_unused`.
+    """
+    if run.path.is_symlink():
+        raise InputError(f"{run.name} is a link to {run.path.resolve()}: remove the run by that path, and the link")
+    if not run.journal.path.exists():
+        raise InputError(f"{run.path} has no journal: jobkit may not have made it; remove it yourself")
+    with run.submission_lock():
+        _check_again(run)
+        versions = shared_code.used_by(run)
+        aside = _move_aside(run.path, run.path.parent)
+    _delete(aside)  # without the lock, which holds up a new submission of it: that makes a directory of its own
+    return versions
+
+
+def remove_checkpoints(run: RunDir) -> None:
+    """Remove the checkpoints of a run that does not live: it can only be started from its beginning then."""
+    with run.submission_lock():
+        _check_again(run)
+        settle(run)
+        is_told = True
+        try:
+            run.record(Event.CHECKPOINTS_REMOVED)  # first: what is said to be there is there at any instant
+        except OSError:  # the disk may be full, which is why they go
+            is_told = False
+        aside = [
+            _move_aside(path, run.path.parent)
+            for path in part_of(run, checkpoints_only=True)
+            if path.exists() and not path.is_symlink()
+        ]
+        run.checkpoints.mkdir(exist_ok=True)
+        for path in aside:
+            _delete(path)
+        if not is_told:
+            run.record(Event.CHECKPOINTS_REMOVED)
+
+
+def _check_again(run: RunDir) -> None:
+    """Raise InputError where somebody has continued the run since it was looked at; the caller holds the lock."""
+    status = observe(run)
+    if is_active(run, status):
+        raise InputError(f"{run.name} is {status.state} by now: not removed")
+
+
+def _move_aside(path: Path, runs_dir: Path) -> Path:
+    """Give a folder, or file, at once a name under which nobody looks for it, on the same disk."""
+    folder = runs_dir / ASIDE
+    folder.mkdir(exist_ok=True)
+    aside = folder / "@".join([str(time.time_ns()), str(os.getpid()), os.uname().nodename, path.name])
+    path.rename(aside)
+    return aside
+
+
+def _delete(path: Path) -> None:
+    """Delete what was moved aside; OSError says where the rest of it is."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    with suppress(OSError):  # somebody else is removing something
+        path.parent.rmdir()
+
+
+def clear_aside(runs_dir: Path) -> None:
+    """Delete what an earlier removal that was killed has left, as far as this user may."""
+    with suppress(OSError):
+        for path in list((runs_dir / ASIDE).iterdir()):
+            if not _is_being_deleted(path):
+                with suppress(OSError):
+                    _delete(path)
+
+
+def _is_being_deleted(path: Path) -> bool:
+    """Whether another process may be deleting it."""
+    moved, pid, host, _ = path.name.split("@", 3) if path.name.count("@") >= 3 else ("0", "", "", "")
+    if host != os.uname().nodename:  # nothing is known of processes there
+        return time.time() - int(moved) / 1e9 < LEFT_SECONDS
+    return Path(f"/proc/{pid}").exists()
