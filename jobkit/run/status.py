@@ -494,6 +494,7 @@ def _checkpoints_removed(status: Status) -> None:
     status.checkpoint = None
     if status.state != State.FINISHED:
         status.step = 0  # all that was done is to be done again
+        _forget_skipped(status, 0)
     for attempt in status.attempts:
         attempt.durable_step = 0
 
