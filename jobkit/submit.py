@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="local: before your own runs of a lower one (default: 0), which make room with a checkpoint",
     )
     parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
+    parser.add_argument(
+        "--notify", metavar="COMMAND", help="run this when the run has finished or failed; JOBKIT_TEXT says what it did"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: one object {run, path, state, ...}; local: as --detach"
+    )
     parser.add_argument("--fresh", action="store_true", help="a new run, even though one with this config exists")
     parser.add_argument(
         "--from",
@@ -119,6 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.submission.plan import Turn
 
     configure()
+    if arguments.json and (arguments.follow or arguments.dry_run):
+        raise InputError(
+            f"--json: one object is printed, and nothing of --{'follow' if arguments.follow else 'dry-run'}"
+        )
     experiment = read_experiment(arguments.experiment, arguments.demo)
     for note in experiment.notes:
         print(note, file=sys.stderr)
@@ -139,9 +149,11 @@ def run(arguments: argparse.Namespace) -> int:
         command=_continuing(arguments, start=_words_of_start(loaded.config.start_from, parent, runs_dir)),
         fresh=arguments.fresh,
         parent=parent,
-        detach=arguments.detach,
+        detach=arguments.detach or arguments.json,
         follow=arguments.follow,
         turn=Turn(queues=arguments.queue, priority=arguments.priority),
+        notify=arguments.notify,
+        as_json=arguments.json,
     )
 
 
@@ -156,10 +168,12 @@ def start(
     fresh: bool = False,
     parent: RunDir | None = None,
     turn: Turn | None = None,
+    notify: str | None = None,
+    as_json: bool = False,
 ) -> int:
     """Submit a config from the current folder, and stay with its run where that is wanted; returns the exit code.
 
-    `command` is what to type here to continue the run; `parent` as in `jobkit.submission.submit.submit`.
+    `command` is what to type here to continue the run; `parent` and `notify` as in `jobkit.submission.submit.submit`.
     """
     from jobkit.submission.signals import signals_of_a_submission
     from jobkit.submission.submit import submit
@@ -178,12 +192,15 @@ def start(
                 foreground=not detach,
                 parent=parent,
                 turn=turn,
+                notify=notify,
             )
         if outcome.started is not None and outcome.started.supervisor is not None and not detach:
             from jobkit.submission.follow import follow_local
 
             _announce(outcome)
             return follow_local(outcome.run, outcome.started.supervisor, asked)
+    if as_json:
+        return _print_json(outcome)
     return _report(outcome, command, follow=follow and not asked)
 
 
@@ -192,6 +209,25 @@ def _loaded(experiment: Experiment, arguments: argparse.Namespace, runs_dir: Pat
     from jobkit.submission.chains import with_whole_names
 
     return with_whole_names(experiment.config(arguments.overrides), arguments.after, runs_dir)
+
+
+def _print_json(outcome: Outcome) -> int:
+    """What the submission did, for programs."""
+    import json
+
+    _announce(outcome)
+    status = outcome.run.status()
+    found = {
+        "run": outcome.run.name,
+        "path": str(outcome.run.path),
+        "state": status.state,
+        "job_id": status.job_id,
+        "cluster": status.cluster,
+        "started": outcome.started is not None,
+        "unapplied": list(outcome.unapplied),
+    }
+    print(json.dumps(found))
+    return EXIT_FINISHED
 
 
 def _with_start(

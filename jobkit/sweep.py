@@ -57,7 +57,7 @@ def points_of(arguments: argparse.Namespace, experiment: Experiment) -> list[gri
         return None
     if arguments.max_running is not None and arguments.max_running < 1:
         raise InputError(f"--max-running: found {arguments.max_running}, expected 1 or more")
-    for option in ("fresh", "follow", "check_model"):
+    for option in ("fresh", "follow", "check_model", "json", "notify"):
         if getattr(arguments, option):
             raise InputError(f"--{option.replace('_', '-')} is for one run, and this is a sweep (--no-sweep: one run)")
     return [tuple(itertools.chain(*combination)) for combination in itertools.product(*parts)]

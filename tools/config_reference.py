@@ -17,6 +17,7 @@ import typing
 from typing import Any
 
 from jobkit.run import config, strict
+from jobkit.run.notify import Notify
 from jobkit.submission import options
 
 HEAD = """\
@@ -51,6 +52,14 @@ jobkit sets these options of sbatch itself, and refuses them in an entry:
 
 | option | instead |
 |---|---|
+"""
+
+NOTIFY = """
+## `notify`
+
+In your own file alone (`~/.config/jobkit/config.yaml`, or `$JOBKIT_CONFIG`): a command, or a mapping with these keys.
+[Waiting and notifications](many-runs.md#waiting-and-notifications) has an example.
+
 """
 
 TAIL = """
@@ -162,7 +171,8 @@ def reference() -> str:
     """The whole of docs/config.md."""
     owned = "\n".join(f"| `{name}` | {instead} |" for name, instead in options.OWNED.items())
     top = table(config.Config)
-    return f"{HEAD}\n{top}\n\n{sections()}\n\n## `clusters`\n{CLUSTERS}{owned}\n{TAIL}"
+    notify = f"{NOTIFY}{table(Notify, 'notify.')}\n"
+    return f"{HEAD}\n{top}\n\n{sections()}\n\n## `clusters`\n{CLUSTERS}{owned}\n{notify}{TAIL}"
 
 
 if __name__ == "__main__":

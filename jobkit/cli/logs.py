@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from jobkit.cli.arguments import add_selection, chosen_runs
-from jobkit.cli.several import each
+from jobkit.cli.several import each, worst
 from jobkit.errors import EXIT_FINISHED, InputError, SchedulerError
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.run.tail import Tail
 from jobkit.submission import job
-from jobkit.submission.ending import exit_code, read_to_the_end, worst
+from jobkit.submission.ending import exit_code, read_to_the_end
 from jobkit.submission.observer import Observer
 
 

@@ -19,6 +19,7 @@ VERBS = {
     "logs": "what the ranks of a run printed",
     "cancel": "stop a run for good, with a checkpoint",
     "preempt": "rehearse a preemption: a run stops, and continues by itself",
+    "wait": "return when runs are over, with the exit code of the worst",
     "resume": "continue a run as it was last submitted",
     "rm": "remove runs, or their checkpoints",
     "top": "the runs under way, as they go on",

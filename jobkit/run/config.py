@@ -19,6 +19,8 @@ from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run import device_kinds, secrets
 from jobkit.run.duration import FORMS, parse_seconds
 from jobkit.run.files import write_atomic
+from jobkit.run.notify import Notify
+from jobkit.run.notify import of_value as notify_of
 from jobkit.run.overrides import check as check_override
 from jobkit.run.overrides import parse as parse_override
 from jobkit.run.overrides import refuse_sections_in_params
@@ -442,7 +444,8 @@ class LoadedConfig:
 
 
 def user_config_path() -> Path:
-    """The user's own file of clusters: $JOBKIT_CONFIG, else jobkit/config.yaml under $XDG_CONFIG_HOME or ~/.config."""
+    """The user's own file, of clusters and `notify`: $JOBKIT_CONFIG, else jobkit/config.yaml under $XDG_CONFIG_HOME or
+    ~/.config."""
     if path := os.environ.get("JOBKIT_CONFIG"):
         return Path(path)
     base = os.environ.get("XDG_CONFIG_HOME")
@@ -494,7 +497,8 @@ def read_experiment(path: Path, demo: bool | None = None) -> Experiment:
     values, lines = read_yaml(path)
     if path.name == "config.yaml":  # it may be a run's own
         values = secrets.with_hidden(secrets.file_beside(path), values)
-    own_clusters, own_lines = _user_clusters()
+    own, own_lines = read_user_config()
+    own_clusters = own.clusters
     with Places(path=path, lines=lines).locating_errors():
         values, note = _apply_demo(path, values, demo)
     places = Places(path=path, lines=lines, own_lines=own_lines, demo=bool(note))
@@ -641,15 +645,25 @@ def _first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _UserConfig:
+class UserConfig:
+    """The user's own file, for all projects."""
+
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notify: str | dict[str, Any] = ""
+
+    @property
+    def notification(self) -> Notify:
+        """`notify` as a value."""
+        return notify_of(self.notify)
 
 
-def _user_clusters() -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    """The clusters of the user's own file, and the line of each dotted key in it."""
+def read_user_config() -> tuple[UserConfig, dict[str, int]]:
+    """The user's own file, and the line of each dotted key in it. Raises InputError."""
     path = user_config_path()
     if not path.exists():
-        return {}, {}
+        return UserConfig(), {}
     values, lines = read_yaml(path)
     with Places(path=path, lines=lines).locating_errors():
-        return build(_UserConfig, values).clusters, lines
+        config = build(UserConfig, values)
+        _ = config.notification  # a mistake in it is told now, not when a run has ended
+        return config, lines

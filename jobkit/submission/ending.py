@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.run.rundir import RunDir
@@ -20,11 +20,6 @@ PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)
 def exit_code(state: State) -> int:
     """Of whoever waited for a run: 0 finished, 1 failed, 75 stopped otherwise, so that it can be continued."""
     return {State.FINISHED: EXIT_FINISHED, State.FAILED: EXIT_FAILED}.get(state, EXIT_RESUMABLE)
-
-
-def worst(codes: Iterable[int]) -> int:
-    """Of several: one that failed is worse than one that stopped, and that is worse than one that finished."""
-    return max(codes, key=[EXIT_FINISHED, EXIT_RESUMABLE, EXIT_FAILED].index, default=EXIT_FINISHED)
 
 
 def read_to_the_end(

@@ -28,6 +28,7 @@ from jobkit.submission.partition_check import refuse_impossible
 from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
 from jobkit.submission.unapplied import unapplied
+from jobkit.supervisor import notifier
 from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.tickets import PRIORITIES
 
@@ -135,11 +136,12 @@ def submit(
     foreground: bool = False,
     parent: RunDir | None = None,
     turn: Turn | None = None,
+    notify: str | None = None,
 ) -> Outcome:
     """Start the run of `config`, or continue it, unless it is finished or under way already.
 
     `source` is where the command was typed, `command` what to type there to continue the run. `parent` is the run that
-    it starts from, where that is not to be found by its name.
+    it starts from, where that is not to be found by its name; `notify` a command to be run when it has ended.
     Two submissions of one config at the same time start one job: the second waits for the first to have decided.
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
@@ -161,6 +163,9 @@ def submit(
             if candidate.starts:
                 slurm_cluster = slurm_of(plan)
                 candidate.prepare(lambda run: snapshot.take(source, code, run.code), slurm_cluster)
+            if notify is not None:  # before its supervisor begins; one that trains looks for it when it has ended
+                notifier.keep(run, notify)
+            if candidate.starts:
                 started = job.submit(candidate.plan, lock, foreground=foreground)
                 candidate.record_job(started.job_id)
                 tell_dependents(run)

@@ -24,6 +24,7 @@ from jobkit.supervisor.attempt import Begun
 from jobkit.supervisor.cache_keeper import CacheKeeper
 from jobkit.supervisor.diagnosis import FirstFailure, has_reported
 from jobkit.supervisor.nodes import LaunchError
+from jobkit.supervisor.notifier import Notifier
 from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.ranks import KILLED_SECONDS, Ranks
 from jobkit.supervisor.retry import Decision
@@ -97,13 +98,18 @@ class Supervisor:
         self.run = run
         self.ranks = ranks
         self.job = job
+        self.notifier = Notifier(run)
+        self._is_leaving = False
+        """Whether the scheduler is ending the job for good."""
 
     def supervise(self) -> int:
         """All attempts; returns the exit code. Raises NotRunnable where there was nothing to run."""
         try:
             while (request := self.job.stop_request()) is None:
                 code = self._run_attempt()
+                self.notifier.attempt_ended()
                 if code is not None:
+                    self.notifier.close(at_once=self._is_leaving)
                     return code
             self.run.record(Event.INTERRUPTED, cause=request.cause)  # it came before there was a rank to tell
             return EXIT_RESUMABLE
@@ -118,10 +124,11 @@ class Supervisor:
         with contextlib.closing(self.ranks), CacheKeeper(self.run, begun.number) as keeper:
             begun = replace(begun, environment=begun.environment | keeper.environment(begun.code))
             # Before the ranks start: the imports of the process that forks them are part of the attempt's time.
-            watch = AttemptWatch(self.run, begun.number, self.ranks, job)
+            watch = AttemptWatch(self.run, begun.number, self.ranks, job, self.notifier)
             failed_launch = self._start(begun, watch)
             watch.until_end()
             keeper.end(wait=not watch.was_told and watch.noticed is None and not watch.no_time_is_left)
+            self._is_leaving = watch.no_time_is_left
             if watch.no_time_is_left:
                 code = job.leave(self._decide(watch, failed_launch), now=True)
                 while self.ranks.are_running():  # they may save, in the KillWait that Slurm leaves them
@@ -194,11 +201,12 @@ class Supervisor:
 class AttemptWatch:
     """Watches the ranks of one attempt: signals them when they have to stop, and kills them when they cannot."""
 
-    def __init__(self, run: RunDir, attempt: int, ranks: Ranks, job: Job) -> None:
+    def __init__(self, run: RunDir, attempt: int, ranks: Ranks, job: Job, notifier: Notifier) -> None:
         self.run = run
         self.attempt = attempt
         self.ranks = ranks
         self.job = job
+        self.notifier = notifier
         self.limit = job.time_limit()
         self._is_command = bool(run.config().command)
         self.watchdog: Watch | None = None
@@ -252,6 +260,7 @@ class AttemptWatch:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
+        self.notifier.look()
         # Requests before the watchdog: ranks that save for one give no heartbeat.
         if request := self.run.stop_request(self.attempt):
             self._stop_ranks(request)  # `jobkit preempt`, `jobkit cancel`

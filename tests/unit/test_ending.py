@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from harness.project import Project, status, wait_for
 
+from jobkit.cli.several import worst
 from jobkit.errors import SchedulerTimeout
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
-from jobkit.submission.ending import exit_code, read_to_the_end, worst
+from jobkit.submission.ending import exit_code, read_to_the_end
 
 
 def test_what_is_printed_until_the_job_has_gone_is_read(tmp_path: Path) -> None:
