@@ -316,7 +316,7 @@ def test_help_is_given(project: Project, arguments: list[str]) -> None:
     "verb", [verb for verb in VERBS if verb not in ("submit", "list", "board", "doctor", "queue", "completion")]
 )
 def test_a_verb_refuses_an_unknown_run_in_one_line(project: Project, verb: str) -> None:
-    done = jobkit(project, verb, "nosuch", expect=2)
+    done = jobkit(project, verb, "nosuch", *{"diff": ["nosuch"], "rewind": ["--step", "1"]}.get(verb, []), expect=2)
     assert_said(done, ["nosuch", "jobkit list"])
     assert len(done.stderr.splitlines()) == 1
     assert not (project.path / "runs").exists()

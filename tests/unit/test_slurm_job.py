@@ -175,7 +175,7 @@ def test_excluding_more_nodes_keeps_those_that_the_user_excludes(
     away(0.0)
     monkeypatch.setattr(slurm, "show_job", lambda *_: info(excluded="bad[1-2]", partition="low"))
     monkeypatch.setattr(slurm, "expand", lambda nodes: nodes.split(","))
-    monkeypatch.setattr(slurm, "jobs_with", lambda script: ["7"])
+    monkeypatch.setattr(slurm, "jobs_with", lambda script, task: ["7"])
     monkeypatch.setattr(slurm, "nodes_left", lambda partition, without: 9)
     asked: list[tuple[str, ...]] = []
 
