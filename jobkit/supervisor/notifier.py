@@ -50,17 +50,24 @@ class Notifier:
             log.warning("nobody is notified: %s", error)
         return found
 
-    def attempt_ended(self) -> None:
-        """Tell of an end, or of too many preemptions, once."""
+    def attempt_begins(self) -> None:
+        """Tell of too many preemptions, once: not when they come, for a job that is preempted has no time to lose."""
+        with _harmless():
+            status = self.run.status() if any(one.preempted != notify.NEVER for one in self._notify) else Status()
+            count = _preemptions(status)
+            for number, one in enumerate(self._notify):
+                if isinstance(one.preempted, int) and count > one.preempted:
+                    self._tell(number, one, "preempted", status, f"preempted {count} time(s), goes on")
+
+    def attempt_ended(self, *, goes_on: bool = False) -> None:
+        """Tell of the run's end, once; `goes_on` where the ranks start again in place."""
         with _harmless():
             self._notify = self._read()  # again: a submission of the run while it trains may have changed it
-            status = self.run.status() if self._notify else Status()
-            end, count = notify.end_of(status), _preemptions(status)
+            status = self.run.status() if self._notify and not goes_on else Status()
+            end = notify.end_of(status)
             for number, one in enumerate(self._notify):
                 if end in one.when:
                     self._tell(number, one, str(end), status)
-                elif end is None and isinstance(one.preempted, int) and count > one.preempted:
-                    self._tell(number, one, "preempted", status, f"preempted {count} times")
 
     def look(self) -> None:
         """Tell once when no step was done for as long as somebody wants to know; called again and again."""

@@ -107,7 +107,7 @@ class Supervisor:
         try:
             while (request := self.job.stop_request()) is None:
                 code = self._run_attempt()
-                self.notifier.attempt_ended()
+                self.notifier.attempt_ended(goes_on=code is None)
                 if code is not None:
                     self.notifier.close(at_once=self._is_leaving)
                     return code
@@ -121,6 +121,7 @@ class Supervisor:
     def _run_attempt(self) -> int | None:
         job = self.job
         begun = job.until_mounted(lambda: attempts.begin(self.run, job_id=job.id, scheduler=job.scheduler))
+        self.notifier.attempt_begins()
         with contextlib.closing(self.ranks), CacheKeeper(self.run, begun.number) as keeper:
             begun = replace(begun, environment=begun.environment | keeper.environment(begun.code))
             # Before the ranks start: the imports of the process that forks them are part of the attempt's time.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness.in_process import jobkit
-from harness.project import Project, events, status
+from harness.project import Project, events, status, wait_for
 
 from jobkit.run import user_command
 from jobkit.run.config import Config
@@ -92,14 +92,16 @@ def test_too_many_preemptions_are_told_once(tmp_path: Path, told: Path, monkeypa
     own_config(monkeypatch, tmp_path, {"command": WRITES.format(told=told), "preempted": 1})
     run = running(tmp_path)
     one = Notifier(run)
-    for attempt in (1, 2, 3):
+    for attempt in (1, 2, 3, 4):
         if attempt > 1:
             run.record(Event.STARTED, attempt=attempt, job_id="1")
+        one.attempt_begins()
+        assert len(one._threads) == (0 if attempt < 3 else 1)
         run.record(Event.INTERRUPTED, attempt=attempt, cause="preempted", step=attempt)
         run.record(Event.REQUEUED, attempt=attempt, job_id="1")
         one.attempt_ended()
     one.close()
-    assert said(told) == ["preempted|x-1: preempted 2 times at step 2"]
+    assert said(told) == ["preempted|x-1: preempted 2 time(s), goes on at step 2"]
 
 
 def test_a_standstill_is_told_once_until_there_is_a_step(
@@ -126,15 +128,21 @@ def test_a_standstill_is_told_once_until_there_is_a_step(
 def test_a_command_that_hangs_is_killed_with_all_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_command, "COMMAND_SECONDS", 0.5)
+    monkeypatch.setattr(user_command, "COMMAND_SECONDS", 2.0)
     beside = tmp_path / "beside"
     thread = user_command.start(f"sleep 600 & echo $! > {beside}; wait", {}, tmp_path / "log")
     thread.join(30)
     assert not thread.is_alive()
     number = int(beside.read_text())
-    stat = Path(f"/proc/{number}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    wait_for("the end of what it has started", lambda: is_gone(number))
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except OSError:
+        return True
 
 
 @pytest.mark.parametrize(
