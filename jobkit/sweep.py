@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sweep-file", type=Path, metavar="FILE", help="a CSV: a line of keys, then a line a run")
     group.add_argument("--no-sweep", action="store_true", help="one run, though the YAML has `sweep:`")
     group.add_argument("--max-running", type=int, metavar="N", help="how many of the runs may train at once")
+    group.add_argument("--first", action="store_true", help="the first run has to be finished before the others start")
     group.add_argument("--prune", action="store_true", help="cancel the runs that the sweep no longer wants")
 
 
@@ -64,7 +65,8 @@ def points_of(arguments: argparse.Namespace, experiment: Experiment) -> list[gri
 
 
 def _refuse_options_of_sweeps(arguments: argparse.Namespace) -> None:
-    for option, value in (("--max-running", arguments.max_running), ("--prune", arguments.prune)):
+    options = {"--max-running": arguments.max_running, "--first": arguments.first, "--prune": arguments.prune}
+    for option, value in options.items():
         if value:
             raise InputError(f"{option} is for a sweep: --sweep, --sweep-file, or `sweep:` in the YAML")
 
@@ -105,6 +107,8 @@ def run(
     name = next(iter(planned.values()))[0].loaded.config.name
     if arguments.dry_run:
         return _dry_run(planned, points)
+    if arguments.first:
+        planned = submission.first_before_the_rest(planned)
     with signals_of_a_submission() as asked:
         with _progress() as on_prepared:
             outcome = submission.submit_sweep(

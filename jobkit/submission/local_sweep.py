@@ -29,6 +29,7 @@ from jobkit.submission import local
 from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.supervisor.needs import need_of
 from jobkit.supervisor.queue import LOOK_SECONDS, Place
+from jobkit.supervisor.waiting import is_after_others
 
 
 @dataclass
@@ -37,6 +38,8 @@ class _Waiting:
 
     run: RunDir
     journal_bytes: int
+    is_after_others: bool
+    """Whether there may be runs that it has to wait for."""
 
 
 class Runner:
@@ -92,7 +95,7 @@ class Runner:
         for name in self.sweep.wanted():
             run = RunDir(self.sweep.runs_dir / name)
             if name not in self._waiting and run.exists() and self._is_waiting(run.status()):
-                self._waiting[name] = _Waiting(run, -1)
+                self._waiting[name] = _Waiting(run, -1, bool(run.config().after))
 
     def _is_waiting(self, status: Status) -> bool:
         is_begun = any(attempt.submission == status.submissions for attempt in status.attempts)
@@ -116,9 +119,14 @@ class Runner:
                     del self._waiting[name]
 
     def _start_first(self) -> None:
-        """Start the first that waits, if it is its turn."""
-        name, waiting = next(iter(self._waiting.items()))
-        run = waiting.run
+        """Start the first that waits for no other run, if it is its turn."""
+        for name, waiting in self._waiting.items():
+            waiting.is_after_others = waiting.is_after_others and is_after_others(waiting.run)
+            if not waiting.is_after_others:
+                self._start_if_possible(name, waiting.run)
+                return
+
+    def _start_if_possible(self, name: str, run: RunDir) -> None:
         try:
             plan = make_plan(run.path, run.config(), "local")
             status = run.status()

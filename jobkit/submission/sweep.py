@@ -93,6 +93,16 @@ def plan_sweep(
     return planned
 
 
+def first_before_the_rest(planned: Mapping[str, tuple[Point, LaunchPlan]]) -> dict[str, tuple[Point, LaunchPlan]]:
+    """The same plans, all but the first of which come after that one's run."""
+    first, *rest = planned
+    changed = dict(planned)
+    for name in rest:
+        point, plan = planned[name]
+        changed[name] = point, replace(plan, config=replace(plan.config, after=[*plan.config.after, first]))
+    return changed
+
+
 def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -> list[Path]:
     """As `check` of each plan; what they have in common is looked at once."""
     needed: dict[Path, None] = {}
@@ -110,9 +120,10 @@ def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -
 
 
 def _kind(plan: LaunchPlan) -> str:
-    """What decides which code a plan runs, and with which batch script."""
+    """What decides which code a plan runs, and in which job array."""
     parameters = {key: value for key, value in plan.parameters.items() if key != "job_name"}
-    return json.dumps([plan.config.task, plan.config.command, parameters], sort_keys=True, default=str)
+    config = plan.config
+    return json.dumps([config.task, config.command, config.after, parameters], sort_keys=True, default=str)
 
 
 def submit_sweep(

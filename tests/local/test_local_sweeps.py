@@ -74,6 +74,15 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_goes_on(project: Pro
     assert status(runs[0])["attempts"][1]["first_step"] >= 2, describe(runs[0])
 
 
+def test_the_first_run_is_finished_before_the_others_start(project: Project) -> None:
+    project.slow_down(1)
+    sweeping = project.start("submit", "toy.yaml", "--local", "params.steps=3", "--sweep", "seed=0,1,2", "--first")
+    assert sweeping.wait(timeout=600) == 0
+    runs = by_seed(project)
+    ended = status(runs[0])["attempts"][0]["ended"]
+    assert all(ended < status(runs[seed])["attempts"][0]["started"] for seed in (1, 2))
+
+
 def test_where_the_process_that_waits_is_killed_the_others_go_on_and_the_rest_is_started_again(
     project: Project,
 ) -> None:

@@ -106,7 +106,7 @@ def test_a_sweep_cut_off_after_sbatch_is_found_again(project: Project, slurm: Cl
         assert json.loads(lines[-1])["event"] == "submitted"
         journal.write_text("".join(lines[:-1]))  # as if the process had died between sbatch and the journal
     again = sweep(project, *HELD, "--sweep", "seed=0,1,2")
-    assert "3 runs (3 queued)" in again.stdout
+    assert "3 runs (3 held)" in again.stdout
     assert {seed: status(run)["job_id"] for seed, run in by_seed(project).items()} == ids
     assert tasks(slurm, str(project.path)) == sorted(ids.values())
     for run in project.runs:
@@ -155,6 +155,18 @@ def test_the_file_is_what_is_wanted(project: Project, slurm: Cluster) -> None:
     assert len(tasks(slurm, str(project.path))) == 2
     for one in tasks(slurm, str(project.path)):
         slurm.command("scancel", one)
+
+
+def test_the_first_run_is_finished_before_the_others_start(project: Project, slurm: Cluster) -> None:
+    project.slow_down(1)
+    sweep(project, "--cluster", "slurm", "params.steps=3", "--sweep", "seed=0,1,2", "--first")
+    runs = by_seed(project)
+    first = status(runs[0])["job_id"]
+    assert {status(runs[seed])["job_id"].partition("_")[0] for seed in (1, 2)} != {first.partition("_")[0]}
+    for run in runs.values():
+        wait_for("the end", lambda run=run: status(run)["state"] == "finished", run)
+    ended = status(runs[0])["attempts"][0]["ended"]
+    assert all(ended < attempt["started"] for seed in (1, 2) for attempt in status(runs[seed])["attempts"])
 
 
 def test_one_is_split_where_slurm_takes_no_larger_array(tmp_path: Path, short_dir: Path) -> None:

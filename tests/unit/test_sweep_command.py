@@ -27,6 +27,7 @@ def project(tmp_path: Path) -> Project:
         (["--sweep-file", "none.csv"], "none.csv: no such file"),
         (["--max-running", "3"], "--max-running is for a sweep"),
         (["--prune"], "--prune is for a sweep"),
+        (["--first"], "--first is for a sweep"),
         (["--sweep", "task=mytask:other"], "defines no 'other'"),
         (["--sweep", "params.sleep=0,${nothing}"], "there is no such key"),
     ],
