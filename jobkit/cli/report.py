@@ -42,8 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"-o {file}: that is a folder; give a file, as in -o {file / FILE}")
     from jobkit.report.page import collect, page  # here: jinja2 and protobuf take longer than other verbs do in all
 
-    html = page([collect(run, status) for run, status in zip(found, _statuses(found), strict=True)])
+    html = page([collect(run, status) for run, status in _now(found)])
     try:
+        if file.exists() and not file.is_file():  # /dev/stdout: to be written to, not replaced
+            file.write_text(html)
+            return EXIT_FINISHED
         write_atomic(file, html, durable=False)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; give another file with -o") from None
@@ -53,14 +56,21 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _statuses(runs: Sequence[RunDir]) -> list[Status]:
-    """As they are now, by one question to Slurm; as their files say where it does not answer."""
-    recorded = [(run, run.status()) for run in runs]
+def _now(runs: Sequence[RunDir]) -> list[tuple[RunDir, Status]]:
+    """Runs as they are now, by one question to Slurm; as their files say where it does not answer."""
+    recorded = []
+    for run in runs:
+        try:
+            recorded.append((run, run.status()))
+        except OSError as error:
+            if len(runs) == 1:
+                raise
+            print(f"{run.name} is left out: {error.filename}: {error.strerror}", file=sys.stderr)
     try:
-        return observe_all(recorded)
+        return list(zip([run for run, _ in recorded], observe_all(recorded), strict=True))
     except SchedulerError as error:
         print(f"{error}; the page shows what the run directories say", file=sys.stderr)
-        return [status for _, status in recorded]
+        return recorded
 
 
 def _show(file: Path) -> None:

@@ -1,6 +1,7 @@
 // Shows the values below the pointer. What a run has named reaches the page as text only (textContent).
 "use strict";
 const { charts, names, size } = JSON.parse(document.getElementById("data").textContent);
+const rows = 16; // of the curves nearest to the pointer: a list of sixty covers the chart
 const tip = document.createElement("div");
 tip.className = "tip";
 tip.hidden = true;
@@ -46,9 +47,12 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
       made("line", { class: "pointer", x1: lineAt, x2: lineAt, y1: size.top, y2: size.height - size.bottom }),
       ...found.map(({ run, point }) =>
         made("circle", { class: `s${run % 10}`, cx: x(point[0]), cy: y(point[1]), r: 3.5 })));
+    const high = ((event.clientY - box.top) / box.height) * size.height;
+    const nearestFirst = [...found].sort((a, b) => Math.abs(y(a.point[1]) - high) - Math.abs(y(b.point[1]) - high));
+    const told = found.length > rows ? nearestFirst.slice(0, rows) : found;
     const head = document.createElement("b");
     head.textContent = `step ${closest.point[0]}`;
-    tip.replaceChildren(head, ...found.map(({ run, point }) => {
+    tip.replaceChildren(head, ...told.map(({ run, point }) => {
       const row = document.createElement("div");
       const key = document.createElement("i");
       key.className = `key s${run % 10}`;
@@ -56,6 +60,7 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
       row.append(key, `${point[1].toPrecision(6).replace(/\.?0+$/, "")}${other}${names.length > 1 ? `  ${names[run]}` : ""}`);
       return row;
     }));
+    if (told.length < found.length) tip.append(`and ${found.length - told.length} more`);
     tip.hidden = false;
     const left = Math.min(event.clientX + 14, document.documentElement.clientWidth - tip.offsetWidth - 8);
     tip.style.left = `${Math.max(4, left)}px`;

@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import jobkit
+from jobkit.errors import InputError
 from jobkit.report import charts, timeline
 from jobkit.report.logged import Image, Logged, finite, read
 from jobkit.report.timeline import duration
@@ -52,6 +54,9 @@ LOG_BYTES = 64 << 10
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 """What a terminal takes for colours and movements, and other characters that are not to be seen."""
+
+CARDS = 6
+"""Of more runs a page has a table, and what it says of each by itself is folded up."""
 
 MAIN_KEYS = ("task", "params", "seed")
 """Beginnings of the keys of a config that are shown whatever their values; others where they are not the defaults."""
@@ -95,7 +100,10 @@ class Shown:
 
 def collect(run: RunDir, status: Status) -> Shown:
     """All that the page shows of a run; `status` is as its scheduler was asked about it."""
-    config = _flat(read_yaml(run.config_file)[0]) if is_there(run.config_file) else {}
+    config: dict[str, Any] = {}
+    if is_there(run.config_file):
+        with suppress(InputError):  # a damaged one: the rest of the run can be shown
+            config = _flat(read_yaml(run.config_file)[0])
     return Shown(run, status, run.journal.read(), config, read(run.tensorboard))
 
 
@@ -116,6 +124,7 @@ def page(shown: Sequence[Shown]) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=shown[0].run.name if len(shown) == 1 else f"{len(shown)} runs",
         runs=runs,
+        many=len(runs) > CARDS,
         config=(config := _table([one.config for one in shown])),
         main_config=_not_default(config),
         results=_table([_result(one.status) for one in shown]),
@@ -158,6 +167,7 @@ def _run(number: int, one: Shown, all_shown: Sequence[Shown]) -> dict[str, Any]:
         "slow": _stragglers(one.events),
         "nodes": sorted({node for attempt in status.attempts for node in attempt.nodes}),
         "failures": _failures(one.run, status),
+        "start": _start(status),
         "error": _clean(status.error) if status.error else None,
         "log": _log_end(one.run, status) if status.state == State.FAILED else "",
         "result": _result_line(status),
@@ -256,6 +266,13 @@ def _stragglers(events: Sequence[Entry]) -> list[dict[str, Any]]:
             one["times"] += 1
             one["factor"] = max(one["factor"], float(event.get("factor") or 0.0))
     return list(found.values())
+
+
+def _start(status: Status) -> str:
+    """Of a run that starts from another: from which step of which."""
+    start = status.start_from or {}
+    what = "weights" if start.get("weights_only") else "state"
+    return f"{what} of step {start.get('step')} of {start['run']}" if start.get("run") else ""
 
 
 def _failures(run: RunDir, status: Status) -> list[dict[str, Any]]:
