@@ -27,16 +27,18 @@ def _mirror(run: RunDir) -> int:
     mirrors = mirrors_of(run)
     if not mirrors:
         raise InputError(f"{run.name}: its config has no `mirror:`, as in mirror: {{mlflow: {{}}}}")
-    try:
-        with run.mirror_lock().acquire(timeout=0):
-            for mirror in mirrors:
-                try:
-                    mirror.update()
-                    mirror.close()
-                except Exception as error:  # of whatever package
-                    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-                    raise JobkitError(f"{run.name}: {SERVICES[mirror.service]}: {line}") from None
-                print(f"{run.name}: {mirror.copied} points copied to {SERVICES[mirror.service]}")
-    except Timeout:
-        print(f"{run.name}: a process beside its ranks copies them as they become sure")
+    failed = []
+    for mirror in mirrors:
+        service = SERVICES[mirror.service]
+        try:
+            with mirror.lock().acquire(timeout=0):
+                mirror.update()
+                mirror.close()
+            print(f"{run.name}: {mirror.copied} points copied to {service}")
+        except Timeout:
+            print(f"{run.name}: another process is copying to {service}")
+        except Exception as error:  # of whatever package
+            failed.append(f"{service}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+    if failed:
+        raise JobkitError(f"{run.name}: {'; '.join(failed)}")
     return EXIT_FINISHED

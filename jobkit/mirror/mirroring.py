@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import IO, Any
 
-from filelock import Timeout
+from filelock import FileLock, Timeout
 
 from jobkit.log import log
 from jobkit.mirror.points import SurePoints
@@ -64,6 +64,10 @@ class Mirror:
             self._is_finished = True
         self._keep(self._target.sent)
 
+    def lock(self) -> FileLock:
+        """Held by the one process that copies."""
+        return self._run.mirror_lock(self.service)
+
     def close(self) -> None:
         """Wait until what was sent is there."""
         target, self._target = self._target, None
@@ -72,8 +76,7 @@ class Mirror:
 
     def _connect(self) -> Target:
         name = page_name(self._run)
-        kept = _kept(self._run).get(self.service, {}).get(name, {})
-        sent, params = records.of(Sent, kept), _params(self._run)
+        sent, params = records.of(Sent, self._kept().get(name, {})), _params(self._run)
         if self.service == "wandb" and self._config.mirror.wandb is not None:
             from jobkit.mirror.to_wandb import WandbRun
 
@@ -83,10 +86,14 @@ class Mirror:
 
         return MlflowRun(self._config.mirror.mlflow, self._config.name, name, params, sent)
 
+    def _kept(self) -> dict[str, Any]:
+        """By the name of a page what was sent there."""
+        kept = read_json(self._run.mirror_file(self.service))
+        return kept if isinstance(kept, dict) else {}
+
     def _keep(self, sent: Sent) -> None:
-        kept = _kept(self._run)
-        kept.setdefault(self.service, {})[page_name(self._run)] = asdict(sent)
-        write_json(self._run.mirror_file, kept)
+        kept = self._kept() | {page_name(self._run): asdict(sent)}
+        write_json(self._run.mirror_file(self.service), kept)
 
 
 def page_name(run: RunDir) -> str:
@@ -101,39 +108,37 @@ def mirrors_of(run: RunDir) -> list[Mirror]:
     return [Mirror(run, config, service) for service in config.mirror.chosen]
 
 
-def follow(run: RunDir, ended: IO[bytes]) -> None:
-    """Keep the copies up to date until `ended` is at its end, and once more then; what fails is tried again later."""
+def follow(mirror: Mirror, ended: IO[bytes]) -> None:
+    """Keep a copy up to date until `ended` says something or ends, and once more then; what fails is tried again later.
+
+    It is the one process that does: that of an attempt before is waited for.
+    """
+    is_over = False
     with contextlib.ExitStack() as closing:
-        if not _locked(run, ended, closing):
-            return
-        mirrors = mirrors_of(run)
-        for mirror in mirrors:
-            closing.push(lambda *_, mirror=mirror: _suppressed(mirror.close))
-        due, failures = dict.fromkeys(mirrors, 0.0), dict.fromkeys(mirrors, 0)
-        is_over = False
         while not is_over:
-            is_over = bool(select.select([ended], [], [], LOOK_SECONDS)[0])
-            for mirror in mirrors:
-                if not is_over and time.monotonic() < due[mirror]:
-                    continue
-                try:
-                    mirror.update()
-                    failures[mirror] = 0
-                except Exception as error:  # whatever it is, the training goes on
-                    if not failures[mirror]:
-                        log.warning("%s: %s", SERVICES[mirror.service], _told(error))
-                    due[mirror] = time.monotonic() + PAUSES[min(failures[mirror], len(PAUSES) - 1)]
-                    failures[mirror] += 1
+            with contextlib.suppress(Timeout):
+                closing.enter_context(mirror.lock().acquire(timeout=LOOK_SECONDS))
+                break
+            is_over = _has_ended(ended, 0.0)
+        closing.callback(_suppressed, mirror.close)
+        due, failures = 0.0, 0
+        while not is_over:
+            is_over = _has_ended(ended, LOOK_SECONDS)
+            if time.monotonic() < due and not is_over:
+                continue
+            try:
+                mirror.update()
+                failures = 0
+            except Exception as error:  # whatever it is, the training goes on
+                if not failures:
+                    log.warning("%s: %s", SERVICES[mirror.service], _told(error))
+                due = time.monotonic() + PAUSES[min(failures, len(PAUSES) - 1)]
+                failures += 1
 
 
-def _locked(run: RunDir, ended: IO[bytes], closing: contextlib.ExitStack) -> bool:
-    """Whether this is the one process that copies; it waits for that of an attempt before, until `ended`."""
-    while True:
-        with contextlib.suppress(Timeout):
-            closing.enter_context(run.mirror_lock().acquire(timeout=LOOK_SECONDS))
-            return True
-        if select.select([ended], [], [], 0)[0]:
-            return False
+def _has_ended(stream: IO[bytes], seconds: float) -> bool:
+    """Whether a stream ends, or says something, within so many seconds."""
+    return bool(select.select([stream], [], [], seconds)[0])
 
 
 def _told(error: Exception) -> str:
@@ -141,16 +146,9 @@ def _told(error: Exception) -> str:
     return f"{line}; it is tried again, and the training goes on"
 
 
-def _suppressed(action: Any) -> bool:
+def _suppressed(action: Callable[[], None]) -> None:
     with contextlib.suppress(Exception):
         action()
-    return False
-
-
-def _kept(run: RunDir) -> dict[str, dict[str, dict[str, Any]]]:
-    """Service -> name there -> what was sent."""
-    kept = read_json(run.mirror_file)
-    return kept if isinstance(kept, dict) else {}
 
 
 def _params(run: RunDir) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ class Point:
 
 @dataclass
 class Sent:
-    """What a service has been sent of a run: kept in its run directory (`mirror.json`)."""
+    """What a service has been sent of a run: kept in its run directory."""
 
     id: str = ""
     """The service's own id of the run, where that is not the one it was given."""

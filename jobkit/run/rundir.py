@@ -63,8 +63,6 @@ class RunDir:
         self.start_from = self.path / "start_from"
         """The checkpoint of another run that it starts from: it depends on nothing that becomes of that one."""
         self.tensorboard = self.path / "tensorboard"
-        self.mirror_file = self.path / "mirror.json"
-        """What was copied to other services of what was logged."""
         self.final = self.path / "final"
         self.notify_file = self.path / "notify.json"
         """The command of `--notify`, for its owner alone."""
@@ -168,9 +166,13 @@ class RunDir:
         """Held while one job decides whether it may begin the next attempt."""
         return self._lock("begin")
 
-    def mirror_lock(self) -> FileLock:
-        """Held by the one process that copies what was logged to other services."""
-        return self._lock("mirror")
+    def mirror_file(self, service: str) -> Path:
+        """What was copied to another service of what was logged."""
+        return self.path / f"mirror-{service}.json"
+
+    def mirror_lock(self, service: str) -> FileLock:
+        """Held by the one process that copies what was logged to a service."""
+        return self._lock(f"mirror-{service}")
 
     def _lock(self, purpose: str, name: str | None = None) -> FileLock:
         return lock_at(self._lock_file(purpose, name), elsewhere="set --runs-dir or JOBKIT_RUNS")

@@ -180,8 +180,7 @@ class Context:
         own_seed = {} if config.seed is None else {"seed": config.seed}
         parameters = {**own_seed, **flat(secrets.masked(config.params))}
         reporter.start_metrics(extra.get("tensorboard", {}), self.step, parameters)
-        if config.mirror.chosen:
-            reporter.start_mirrors()
+        reporter.start_mirrors(config.mirror.chosen)
         Context._current = self
 
     # Where and who

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.worker.heartbeat import Heartbeat
 from jobkit.worker.lease import LostLease, check_lease, holds_lease
-from jobkit.worker.mirror import MirrorProcess
+from jobkit.worker.mirror import MirrorProcesses
 from jobkit.worker.results import number, whole
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RunReporter:
         self._display = display
         self._progress: dict[str, Any] = {}
         self._metrics: MetricLog | None = None
-        self._mirrors: MirrorProcess | None = None
+        self._mirrors: MirrorProcesses | None = None
         self._values: dict[str, Any] = {}
         """Scalars of the step that is under way."""
         self._placed: list[tuple[int, dict[str, Any]]] = []
@@ -137,10 +137,10 @@ class RunReporter:
             if not goes_on:  # else an earlier attempt has written it
                 self._metrics.summary(0, session_start(parameters or {}))
 
-    def start_mirrors(self) -> None:
-        """Copy what is logged to the services of the config, beside this process."""
-        if self._is_main:
-            self._mirrors = MirrorProcess(self._run.path)
+    def start_mirrors(self, services: Sequence[str]) -> None:
+        """Copy what is logged to some services, beside this process."""
+        if self._is_main and services:
+            self._mirrors = MirrorProcesses(self._run.path, services)
 
     def finish_mirrors(self) -> None:
         """The run is recorded as finished: give the copies a while to become whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import in_process
 from harness.made_run import made_run
-from harness.project import Project, causes, describe
+from harness.project import Project, causes, describe, names, wait_for
 from harness.wandb_files import rows
 from mlflow.tracking import MlflowClient
 
@@ -83,7 +84,8 @@ def at_step(ctx, step):
         os.kill(os.getpid(), signal.SIGKILL)
 """
     )
-    project.submit("--local", *ONE_RANK)
+    # Workers of a loader that are forked later have all that rank 0 holds open.
+    project.submit("--local", *ONE_RANK, "+params.workers=2")
     (path,) = project.runs
     run = RunDir(path)
     assert causes(path) == ["killed", "finished"], describe(path)
@@ -91,6 +93,25 @@ def at_step(ctx, step):
     assert [step for step, _ in expected["train/loss"]] == list(range(60))
     assert at_mlflow(store, "numbers") == {run.name: expected}
     assert {tag: sorted(points) for tag, points in at_wandb(run).items()} == expected
+
+
+def test_a_service_that_never_answers_keeps_the_others_from_nothing(tmp_path: Path) -> None:
+    project = Project(tmp_path, {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"})
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(100)
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with_mirrors(project, f"{{wandb: {{mode: offline}}, mlflow: {{uri: '{address}'}}}}")
+        command = project.start("submit", "toy.yaml", "--local", *ONE_RANK)
+        wait_for("all at W&B", lambda: project.runs and step_at_wandb(project.runs[0]) == 59)
+        (run,) = project.runs
+        wait_for("the end", lambda: "finished" in names(run), run)
+    assert command.wait(120) == 0  # once the service hangs up, at the latest when nobody waits any longer
+
+
+def step_at_wandb(run: Path) -> int:
+    sent = json.loads((run / "mirror-wandb.json").read_text()) if (run / "mirror-wandb.json").exists() else {}
+    return max((page["steps"].get("train/loss", -1) for page in sent.values()), default=-1)
 
 
 def test_a_service_that_is_away_costs_a_run_a_line_and_nothing_else(tmp_path: Path) -> None:
@@ -148,7 +169,7 @@ def test_only_what_a_checkpoint_holds_is_copied(tmp_path: Path) -> None:
     (mirror,) = mirrors_of(run)
     mirror.update()
     assert mirror.copied == 0
-    assert not run.mirror_file.exists()
+    assert not run.mirror_file("mlflow").exists()
     save(run, 40, 0.4)
     first = copied(run)
     assert_is_beginning(first, logged(run))
@@ -163,10 +184,10 @@ def test_nothing_is_there_twice_where_nobody_could_write_down_what_was_sent(tmp_
     run = make(tmp_path)
     save(run, 40, 0.4)
     first = copied(run)
-    run.mirror_file.unlink()
+    run.mirror_file("mlflow").unlink()
     assert copied(run) == first
     run.record(Event.FINISHED, attempt=2, step=100, result={"score": 0.5})
-    run.mirror_file.unlink()
+    run.mirror_file("mlflow").unlink()
     whole = copied(run)
     assert [step for step, _ in whole["train/loss"]] == [*range(100), 100]  # the last one is not a number
 
