@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from jobkit.cli.arguments import add_selection, chosen_runs, confirm
-from jobkit.cli.several import worst
+from jobkit.cli.several import add_json, print_json, worst
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
 from jobkit.run.command_line import to_type
 from jobkit.run.duration import format_seconds
@@ -20,6 +20,7 @@ from jobkit.submission.job import CANCEL_SECONDS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser, asks=True)
     parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(found) == 1:
         (one,) = found
         code, lines = told(one, cancel(one, grace=grace, on_wait=lambda: _tell_wait(one, grace)))
-        print("\n".join(lines))
+        _print(one, lines, arguments.json)
         return code
     codes = []
     for one, outcome in cancel_all(found, grace=grace, on_wait=lambda one: _tell_wait(one, grace)):
@@ -38,9 +39,16 @@ def run(arguments: argparse.Namespace) -> int:
             codes.append(outcome.exit_code)
         else:
             code, lines = told(one, outcome)
-            print(lines[0], flush=True)
+            _print(one, lines[:1], arguments.json)
             codes.append(code)
     return worst(codes)
+
+
+def _print(run: RunDir, lines: list[str], as_json: bool) -> None:
+    if as_json:
+        print_json(run, told=lines[0])
+    else:
+        print("\n".join(lines), flush=True)
 
 
 def _tell_wait(run: RunDir, grace: bool) -> None:

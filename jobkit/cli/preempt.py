@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from jobkit.cli.arguments import add_selection, chosen_runs, confirm
-from jobkit.cli.several import each
+from jobkit.cli.several import add_json, each, print_json
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.command_line import to_type
 from jobkit.run.rundir import RunDir
@@ -16,17 +16,21 @@ from jobkit.submission import job
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser, asks=True)
     parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Preempt the attempt that runs, and say from where the next one will go on."""
     found = chosen_runs(arguments)
     confirm(found, arguments)
-    return each(found, lambda run: _preempt(run, grace=not arguments.no_grace))
+    return each(found, lambda run: _preempt(run, grace=not arguments.no_grace, as_json=arguments.json))
 
 
-def _preempt(found: RunDir, *, grace: bool) -> int:
+def _preempt(found: RunDir, *, grace: bool, as_json: bool) -> int:
     ended = job.preempt(found, grace=grace)
+    if as_json:
+        print_json(found, attempt=ended.id, cause=ended.cause)
+        return EXIT_FAILED if ended.ended is None else EXIT_FINISHED
     if ended.ended is None:
         print(f"{found.name} was asked to stop and has not yet; {to_type('status', found.name)}")
         return EXIT_FAILED

@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser, asks=True)
     parser.add_argument("--detach", action="store_true", help="local: in the background")
     parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: an object {run, path, state, ...} a line; local: as --detach"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,9 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     found = chosen_runs(arguments)
     if len(found) > 1 and arguments.follow:
         raise InputError(f"--follow shows one run, not {len(found)}; {to_type('logs', '-f')} shows several")
+    if arguments.json and arguments.follow:
+        raise InputError("--json prints an object a run and returns, so --follow does not go with it")
     confirm(found, arguments)
     # Of several the next is not to wait for the end of the one before.
-    arguments.detach |= len(found) > 1
+    arguments.detach |= len(found) > 1 or arguments.json
     try:
         return each(found, lambda run: resume(run, arguments))
     except KeyboardInterrupt:
@@ -42,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def resume(found: RunDir, arguments: argparse.Namespace) -> int:
-    """Submit one again; of `arguments` only `detach` and `follow` are read."""
+    """Submit one again; of `arguments` only `detach`, `follow` and `json` are read."""
     status, config = found.status(), found.config()
     if lacking := secrets.lacking_in(dataclasses.asdict(config)):
         raise InputError(
@@ -76,4 +81,5 @@ def _submit(arguments: argparse.Namespace, found: RunDir, config: Config, status
         detach=arguments.detach,
         follow=arguments.follow,
         turn=Turn(queues=status.queues, priority=status.priority),
+        as_json=getattr(arguments, "json", False),
     )

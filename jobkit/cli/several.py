@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,6 +17,20 @@ _SEVERITY = (EXIT_FINISHED, EXIT_RESUMABLE, EXIT_FAILED, EXIT_BAD_INPUT)
 def worst(codes: Iterable[int]) -> int:
     """The exit code of several: bad input before a failure before what can be continued before success."""
     return max(codes, key=lambda code: _SEVERITY.index(code) if code in _SEVERITY else 0, default=EXIT_FINISHED)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json` of a verb that acts."""
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: an object a line for each run, as it is then"
+    )
+
+
+def print_json(run: RunDir, **more: object) -> None:
+    """How a run is after a verb has acted on it, in one line."""
+    status = run.status()
+    known = {"state": status.state, "step": status.step, "checkpoint": status.checkpoint}
+    print(json.dumps({"run": run.name, "path": str(run.path), **known, **more}), flush=True)
 
 
 def each(runs: Sequence[RunDir], act: Callable[[RunDir], int]) -> int:

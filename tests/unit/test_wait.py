@@ -124,3 +124,17 @@ def test_programs_get_an_object_a_line_and_a_command_its_variables(project: Proj
     assert found["run"] == "a-1" and found["path"] == str(run.path) and found["exit_code"] == 0
     assert found["result"] == {"loss": 0.5}
     assert told.read_text() == 'a-1|finished|{"loss": 0.5}|a-1: finished at step 3\n'
+
+
+def test_verbs_that_act_say_how_a_run_is_then_to_programs(project: Project) -> None:
+    for name in ("a-1", "b-2"):
+        make(project, name, FINISHED)
+    done = jobkit(project, "cancel", "?-*", "-y", "--json")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted((one["run"], one["state"], one["step"]) for one in found) == [
+        ("a-1", "finished", 3),
+        ("b-2", "finished", 3),
+    ]
+    assert jobkit(project, "preempt", "a-1", "--json", expect=1).stdout == ""
+    refused = jobkit(project, "resume", "a-1", "--json", "--follow", expect=2)
+    assert "--json prints an object a run" in refused.stderr
