@@ -569,6 +569,11 @@ def is_away(error: SchedulerError) -> bool:
     return isinstance(error, SchedulerTimeout) or _AWAY in str(error)
 
 
+def comment(job_id: str, text: str) -> None:
+    """Say something about a job where `scontrol show job` prints it."""
+    command("scontrol", "update", f"JobId={job_id}", f"Comment={text}")
+
+
 def exclude(job_id: str, nodes: str) -> None:
     """Replace the list of nodes that a job in the queue may not get."""
     command("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}")

@@ -8,7 +8,7 @@ import subprocess
 import time
 
 from jobkit.display import Display
-from jobkit.errors import EXIT_FINISHED, SchedulerError
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, SchedulerError
 from jobkit.run.command_line import to_type
 from jobkit.run.dependencies import verdict
 from jobkit.run.rundir import RunDir
@@ -54,6 +54,9 @@ class Follower:
         """Say how the run stands now, and what to type next; returns the exit code: 75 for what can be continued."""
         self.display.close()
         say, attempt = self.display.say, status.attempt
+        if not self.run.exists():
+            say(f"{self.run.path} was removed, or moved: the run has ended")
+            return EXIT_FAILED
         safe = f"{how_it_continues(self.run, status)}:\n  {status.how_to_continue}"
         if status.state == State.FINISHED:
             say(f"finished{status.at_steps}: {status.result if status.result is not None else ''}".rstrip(": "))

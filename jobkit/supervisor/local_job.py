@@ -16,6 +16,7 @@ from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.supervisor.nodes import FOREGROUND_PIPE
+from jobkit.supervisor.presence import RunRemoved, clear_up
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import LocalTimeLimit, TimeLimit
 
@@ -86,6 +87,10 @@ class LocalJob:
         return action()  # a disk of this machine is not waited for: the user is there to mend it
 
     def give_up(self, error: OSError) -> int:
+        if isinstance(error, RunRemoved):
+            log.warning("%s: it has ended", error.strerror)
+            clear_up(self.run)
+            return EXIT_FAILED
         log.warning("%s cannot go on: %s; the same command continues it", self.run.name, error)
         return EXIT_RESUMABLE
 

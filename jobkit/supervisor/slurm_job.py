@@ -30,6 +30,7 @@ from jobkit.supervisor.attempt import ask, end, notice_margin, request_stop
 from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.diagnosis import FirstFailure, first_failure_of_job, srun_said_about
 from jobkit.supervisor.nodes import end_steps, nodes_to_use
+from jobkit.supervisor.presence import Presence, RunRemoved, clear_up
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit
 
@@ -174,8 +175,15 @@ class SlurmJob:
     def give_up(self, error: OSError) -> int:
         """Put the job into the queue again, a limited number of times: its next start looks for the directory.
 
-        It may be this node's mount alone, and with nothing on the disk to read nothing can be decided here.
+        It may be this node's mount alone, and with nothing on the disk to read nothing can be decided here. A directory
+        that was removed does not come back: its job ends.
         """
+        if isinstance(error, RunRemoved):
+            log.warning("%s: its job ends", error.strerror)
+            with contextlib.suppress(SchedulerError):  # where to look for the reason: the logs are gone, too
+                slurm.comment(self.id, f"jobkit: {error.strerror}")
+            clear_up(self.run)
+            return EXIT_RESUMABLE
         if error.errno in REFUSES:
             return self._stop_for_disk(error)
         log.warning("%s: the run directory is away (%s); starting again to look for it", self.run.name, error)
@@ -417,18 +425,22 @@ def in_thread(action: Callable[[], T]) -> Future[T]:
 
 
 def retry_until_mounted(run: RunDir, action: Callable[[], T]) -> T:
-    """What `action` returns, tried until the run directory is there; raises the last OSError after MOUNT_SECONDS, or
-    the third by which the disk refuses to be written to."""
+    """What `action` returns, tried until the run directory is there; raises the last OSError after MOUNT_SECONDS, the
+    third by which the disk refuses to be written to, or RunRemoved."""
     problem = OSError(f"{run.path} does not answer")
 
     def try_it() -> T:
         nonlocal problem
-        pauses = iter(REFUSAL_PAUSES)
+        pauses, presence = iter(REFUSAL_PAUSES), Presence(run)
         while True:
             try:
+                with contextlib.closing(presence):
+                    presence.check()
                 if not run.exists():
                     raise FileNotFoundError(f"{run.config_file}: not there")
                 return action()
+            except RunRemoved:
+                raise
             except OSError as error:
                 problem = error
                 if error.errno not in REFUSES:

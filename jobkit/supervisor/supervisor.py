@@ -26,6 +26,7 @@ from jobkit.supervisor.diagnosis import FirstFailure, has_reported
 from jobkit.supervisor.nodes import LaunchError
 from jobkit.supervisor.notifier import Notifier
 from jobkit.supervisor.parents import ParentError
+from jobkit.supervisor.presence import Presence, RunRemoved
 from jobkit.supervisor.ranks import KILLED_SECONDS, Ranks
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import TimeLimit
@@ -101,6 +102,7 @@ class Supervisor:
         self.notifier = Notifier(run)
         self._is_leaving = False
         """Whether the scheduler is ending the job for good."""
+        self._presence = Presence(run)
 
     def supervise(self) -> int:
         """All attempts; returns the exit code. Raises NotRunnable where there was nothing to run."""
@@ -116,6 +118,7 @@ class Supervisor:
         except OSError as error:
             return self.job.give_up(error)
         finally:
+            self._presence.close()
             self.ranks.shut_down()
 
     def _run_attempt(self) -> int | None:
@@ -125,7 +128,7 @@ class Supervisor:
         with contextlib.closing(self.ranks), CacheKeeper(self.run, begun.number) as keeper:
             begun = replace(begun, environment=begun.environment | keeper.environment(begun.code))
             # Before the ranks start: the imports of the process that forks them are part of the attempt's time.
-            watch = AttemptWatch(self.run, begun.number, self.ranks, job, self.notifier)
+            watch = AttemptWatch(self.run, begun.number, self.ranks, job, self.notifier, self._presence)
             failed_launch = self._start(begun, watch)
             watch.until_end()
             keeper.end(wait=not watch.was_told and watch.noticed is None and not watch.no_time_is_left)
@@ -202,12 +205,15 @@ class Supervisor:
 class AttemptWatch:
     """Watches the ranks of one attempt: signals them when they have to stop, and kills them when they cannot."""
 
-    def __init__(self, run: RunDir, attempt: int, ranks: Ranks, job: Job, notifier: Notifier) -> None:
+    def __init__(
+        self, run: RunDir, attempt: int, ranks: Ranks, job: Job, notifier: Notifier, presence: Presence
+    ) -> None:
         self.run = run
         self.attempt = attempt
         self.ranks = ranks
         self.job = job
         self.notifier = notifier
+        self._presence = presence
         self.limit = job.time_limit()
         self._is_command = bool(run.config().command)
         self.watchdog: Watch | None = None
@@ -248,6 +254,9 @@ class AttemptWatch:
             self.no_time_is_left = self.no_time_is_left or self.job.leaves_no_time()
             if self._killed_at is None and not self.no_time_is_left:  # else nothing is left to do
                 self.job.look(self._look)
+        except RunRemoved:
+            self._kill()  # what they would save has no place
+            raise
         except (JobkitError, OSError) as problem:  # Slurm, or the run directory, may be back in the next round
             log.warning("%s", problem)
             time.sleep(PAUSE_SECONDS)
@@ -261,6 +270,7 @@ class AttemptWatch:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
+        self._presence.check()
         self.notifier.look()
         # Requests before the watchdog: ranks that save for one give no heartbeat.
         if request := self.run.stop_request(self.attempt):

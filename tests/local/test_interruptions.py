@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -224,3 +225,21 @@ def test_a_cancel_while_the_attempt_is_about_to_begin_is_carried_out(tmp_path: P
     printed, errors = cancel.communicate(timeout=600)
     assert cancel.returncode == 0 and "cancelled at step" in printed, errors
     assert causes(run) == ["cancelled"]
+
+
+def test_a_run_whose_directory_is_removed_ends(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    process = project.start("submit", "toy.yaml", "--local", "params.steps=100000", "params.sleep=0.01")
+    wait_for("a run directory", lambda: project.runs)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 5, run)
+    supervisor = int(status(run)["job_id"])
+    aside = run.rename(tmp_path / "aside")  # at once: rm -r would race with what is written there
+    shutil.rmtree(aside)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 1, errors
+    assert f"{run} was removed, or moved: the run has ended" in output + errors
+    assert not Path(f"/proc/{supervisor}").exists()
+    assert not run.exists()
+    done = project.jobkit("list")
+    assert "no runs in" in done.stdout

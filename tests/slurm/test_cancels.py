@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -238,3 +239,20 @@ def test_many_are_cancelled_with_few_questions(tmp_path: Path, slurm: Cluster, m
     again = in_process.jobkit(project, "resume", queued[0], queued[1], "-y")
     assert again.stdout.count("run directory") == 2
     assert {status(project.path / "runs" / name)["state"] for name in queued[:2]} <= {"queued", "held"}
+
+
+def test_the_job_of_a_run_whose_directory_is_removed_ends(tmp_path: Path, slurm: Cluster) -> None:
+    project = Project(tmp_path, slurm.env)
+    project.submit("--cluster", "slurm", *LONG)
+    (run,) = project.runs
+    wait_for("some steps", lambda: step(run) >= 20, run)
+    job_id = status(run)["job_id"]
+    shutil.rmtree(run.rename(tmp_path / "aside"))
+    wait_until(lambda: not slurm.command("squeue", "--noheader"), "an empty queue")
+    record = slurm.command("scontrol", "--oneliner", "show", "job", job_id)
+    assert "JobState=FAILED" in record, record
+    assert "Restarts=0" in record, record
+    assert f"Comment=jobkit: {run} was removed" in record
+    assert not run.exists()
+    project.submit("--cluster", "slurm", *LONG, "clusters.slurm.hold=true")
+    assert [path.name for path in project.runs] == [run.name], "the same config begins anew"

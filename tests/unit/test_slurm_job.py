@@ -27,6 +27,7 @@ from jobkit.supervisor.diagnosis import FirstFailure
 from jobkit.supervisor.nodes import LaunchError
 from jobkit.supervisor.notifier import Notifier
 from jobkit.supervisor.parents import ParentError
+from jobkit.supervisor.presence import Presence
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.slurm_job import EXIT_START_AGAIN, SlurmJob
 from jobkit.supervisor.supervisor import Supervisor
@@ -144,7 +145,7 @@ def test_a_rank_that_dies_while_slurm_does_not_answer_is_noticed(
     away(math.inf)
     ranks = Ranks(clock)
     ranks.running, ranks.first = True, FirstFailure(rank=1, signal=9)
-    supervising.AttemptWatch(run, begun.number, ranks, SlurmJob(run, "7"), Notifier(run)).until_end()
+    supervising.AttemptWatch(run, begun.number, ranks, SlurmJob(run, "7"), Notifier(run), Presence(run)).until_end()
     assert [name for name, _ in ranks.sent] == ["KILL"]
 
 

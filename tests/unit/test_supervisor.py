@@ -28,6 +28,7 @@ from jobkit.supervisor.attempt import begin
 from jobkit.supervisor.diagnosis import FirstFailure
 from jobkit.supervisor.notifier import Notifier
 from jobkit.supervisor.parents import ParentError
+from jobkit.supervisor.presence import Presence
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.slurm_job import SlurmJob
 from jobkit.supervisor.supervisor import KILL_AFTER_FAILURE_SECONDS, KILLED_SECONDS, Supervisor
@@ -333,4 +334,4 @@ def test_a_file_server_that_does_not_answer_keeps_the_supervisor_from_nothing_bu
     act = ranks.end if ends == "the ranks have ended" else lambda: job._on_signal(15, None)
     timer = threading.Timer(3, act)
     timer.start()
-    assert within(15, supervising.AttemptWatch(run, begun.number, ranks, job, Notifier(run)).until_end)
+    assert within(15, supervising.AttemptWatch(run, begun.number, ranks, job, Notifier(run), Presence(run)).until_end)
