@@ -52,9 +52,10 @@ class NotFinite(UsageError):
 class HardwareFault(JobkitError):
     """A step had another result when it was repeated: what it was first computed on cannot be trusted."""
 
-    def __init__(self, step: int, node: str) -> None:
-        super().__init__(f"step {step} had another result when it was repeated: {node} computes wrongly")
+    def __init__(self, step: int, where: str, node: str | None) -> None:
+        super().__init__(f"step {step} had another result when it was repeated: {where} computes wrongly")
         self.node = node
+        """Slurm's name of the node; None where there is none to exclude."""
 
 
 class SchedulerError(JobkitError):

@@ -376,6 +376,10 @@ class Config:
     """Runs that must be finished before this one starts, by their names; `--after` adds more. It is the runs that
     count: through requeues, restarts and when somebody continues them. See [chains](many-runs.md#chains)."""
 
+    verify_every: int = _field(_at_least(0), 0)
+    """Every so many steps each rank computes its gradients twice more and compares the bits; 0 is never. For loops with
+    `ctx.backward`, `parallel: ddp` or `zero1`, and on a GPU with `deterministic: true`."""
+
     def to_yaml(self) -> str:
         """The config as YAML that `load` reads back to an equal one."""
         return dump(dataclasses.asdict(self))

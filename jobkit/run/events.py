@@ -46,7 +46,7 @@ class Event(str, Enum):
     REQUEUED = "requeued"
     REQUEUE_FAILED = "requeue_failed"
     HARDWARE_FAULT = "hardware_fault"
-    """A step whose loss was no number had another result when it was repeated."""
+    """A step had another result when it was repeated, `on_nan: rerun`, or computed again, `verify_every`."""
     BATCH_SKIPPED = "batch_skipped"
     """A batch whose loss was no number was left out, on all ranks: `on_nan: skip`."""
     EXCLUDED = "excluded"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jobkit.run.config import ALL, CommConfig, ParallelConfig, Resources
+from jobkit.run.config import ALL, CommConfig, Config, ParallelConfig, Resources
 
 SHARDED = ("zero2", "zero3", "hsdp")
 """Kinds of data parallelism whose parameters are sharded (torch's fully_shard)."""
@@ -82,6 +82,17 @@ def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources, prec
         )
     _check_comm(parallel, comm, layout, resources, precision)
     return layout
+
+
+def check_verification(config: Config) -> None:
+    """ValueError, with why, where `verify_every` cannot compare what a rank computes by itself."""
+    parallel = config.parallel
+    if not config.verify_every:
+        return
+    if parallel.data not in ("ddp", "zero1") or (parallel.tensor, parallel.pipeline) != (1, 1):
+        raise ValueError("found a number of steps, but ranks that share a model out compute nothing alone")
+    if config.resources.devices_per_rank and config.deterministic is not True:
+        raise ValueError("found a number of steps, but a GPU computes other bits each time without deterministic: true")
 
 
 def _check_comm(

@@ -87,6 +87,10 @@ def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
         layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
         raise InvalidValue("comm" if str(error).startswith("comm.") else "parallel", str(error)) from None
+    try:
+        layout.check_verification(config)
+    except ValueError as error:
+        raise InvalidValue("verify_every", str(error)) from None
     if scheduler == "local":
         parameters = {}  # they are sbatch's
     else:

@@ -15,7 +15,7 @@ from jobkit.errors import UsageError
 from jobkit.log import log
 from jobkit.run.config import Config
 from jobkit.run.layout import factor
-from jobkit.train.accumulation import SUM, BatchSize, Loss
+from jobkit.train.accumulation import SUM, BatchSize, Loss, backward
 from jobkit.train.data import Loader
 from jobkit.train.devices import AUTOCAST
 from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
@@ -27,6 +27,7 @@ from jobkit.train.optimizer_state import Sharded, is_torchs_sharded, parameters_
 from jobkit.train.order import share_of
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.sharding import reshard
+from jobkit.train.verification import computes_alike
 
 
 class Engine:
@@ -220,6 +221,21 @@ class Engine:
         if self._skips is not None:
             self._skips.see(found)
         return found
+
+    def computes_alike(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        loss: Loss,
+        target: Any,
+        *,
+        micro_batch_size: int | None,
+        devices: Sequence[torch.device],
+    ) -> bool:
+        """Whether this rank's part of `backward` has the same bits twice; nothing is changed."""
+        scale = self.scaler.used if self.scaler is not None else 1.0
+        options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "autocast": self.autocast, "scale": scale}
+        return computes_alike(model, lambda: backward(model, inputs, loss, target, **options), devices)
 
     def _loaders_batch_size(self, given: int) -> int:
         """The loader's global batch, of which `given` samples must be this rank's share.

@@ -288,6 +288,12 @@ class Context:
         and wait for each other and the device to do so. Raises UsageError where the sizes do not fit.
         """
         self._loop.stragglers.timer.forward_begins()
+        if self._loop.is_verified_now:
+            self._loop.verify(
+                self._engine.computes_alike(
+                    model, inputs, loss, target, micro_batch_size=micro_batch_size, devices=self._rank.devices
+                )
+            )
         return self._engine.backward(
             model,
             inputs,

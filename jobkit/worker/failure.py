@@ -77,7 +77,7 @@ def write_report(
         time=time.time(),
         rank=topology.rank,
         node_index=topology.node,
-        node=error.node if isinstance(error, HardwareFault) else os.environ.get("SLURMD_NODENAME"),
+        node=(error.node if isinstance(error, HardwareFault) else None) or os.environ.get("SLURMD_NODENAME"),
         error=f"{type(error).__name__}: {error}{_advice(error)}".strip(),
         traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
         step=step,

@@ -55,7 +55,12 @@ def with_ranks(config: Config, topology: Topology, gpus: int | None) -> Config:
         layout.check(config.parallel, config.comm, resources, config.precision)
     except ValueError as error:
         raise InputError(f"parallel: {error} (started were {topology.world_size} rank(s))") from None
-    return dataclasses.replace(config, resources=resources)
+    config = dataclasses.replace(config, resources=resources)
+    try:
+        layout.check_verification(config)
+    except ValueError as error:
+        raise InputError(f"verify_every: {error}") from None
+    return config
 
 
 def _gpus_of_rank(config: Config) -> int:

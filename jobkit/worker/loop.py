@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -92,6 +93,7 @@ class TrainingLoop:
         """The state that the step under way began with; None where it is not known."""
         self._modes: dict[str, Now] | None = None
         """Those that it began with: an evaluation changes them, and maybe back. None between two steps."""
+        self._has_verified = False
         fp16 = rank.config.precision == "fp16"
         allowed = IN_A_ROW if fp16 else 0
         self._losses = LossWatch(rank.device, str(rank.config.on_nan), suspect=suspect, allowed_in_a_row=allowed)
@@ -136,6 +138,7 @@ class TrainingLoop:
         after a signal to stop.
         """
         self.stragglers.timer.end()
+        self._check_verified()
         self._losses.end_step(self.step, self._samples())
         if self._losses.suspect is not None and self.step >= self._losses.suspect.step:
             self._judge(self._losses.suspect)
@@ -457,7 +460,29 @@ class TrainingLoop:
         if self._rank.is_main:
             log.info("the loss of step %d was no number, and is one when the step is repeated", suspect.step)
         if suspect.node is not None:
-            raise HardwareFault(suspect.step, suspect.node)
+            raise HardwareFault(suspect.step, suspect.node, suspect.node)
+
+    @property
+    def is_verified_now(self) -> bool:
+        """Whether the step under way is one whose gradients are computed again: `verify_every`."""
+        every = self._rank.config.verify_every
+        return self.is_in_step and every > 0 and (self.step + 1) % every == 0
+
+    def verify(self, is_alike: bool) -> None:
+        """On all ranks: raise HardwareFault where a rank has not computed the same bits again."""
+        self._has_verified = True
+        here = os.environ.get("SLURMD_NODENAME"), socket.gethostname()
+        found = self._rank.group.gather((is_alike, *here))
+        for rank, (same, node, host) in enumerate(found):
+            if not same:
+                self._reporter.record(Event.HARDWARE_FAULT, step=self.step, node=node, rank=rank)
+                raise HardwareFault(self.step, f"rank {rank} on {node or host}", node)
+
+    def _check_verified(self) -> None:
+        """Raise UsageError where a step that was to be verified has called nothing that could be."""
+        if self.is_verified_now and not self._has_verified:
+            raise UsageError("verify_every compares what ctx.backward(model, ...) computes: use it, or leave that out")
+        self._has_verified = False
 
     def _record_skipped(self) -> None:
         """Journal the batch of this step, which all ranks have left out."""

@@ -112,3 +112,58 @@ def test_what_is_no_number_twice_is_the_datas_or_the_models(project: Project) ->
     assert (found["state"], len(found["attempts"]), found["attempts"][1]["failure"]["step"]) == ("failed", 2, step)
     assert "is nan, and was when it was first computed: it is the data's or the model's" in found["error"]
     assert "hardware_fault" not in [event["event"] for event in events(run)]
+
+
+WRONG = """
+import torch
+from torch import nn
+
+
+class Wrong(nn.Module):
+    # As a device that computes wrongly now and then: the second time that it is asked.
+    def __init__(self, ctx):
+        super().__init__()
+        self.net, self.times = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)), 0
+        self.here = ctx.params.wrong and ctx.attempt == 1 and ctx.rank == 1
+        self.ctx = ctx
+
+    def forward(self, x):
+        self.times += self.here and self.ctx.step == 5
+        return self.net(x) * (1 + 1e-6 * (self.times == 2))
+
+
+def train(ctx):
+    model = ctx.parallelize(Wrong(ctx))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = ctx.loader(torch.utils.data.TensorDataset(torch.randn(32, 4)), global_batch_size=8)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    for step in ctx.steps(8):
+        (x,) = next(loader)
+        ctx.backward(model, x, lambda y, x: (y - x).square().mean(), x, micro_batch_size=3)
+        ctx.update(optimizer)
+    state = getattr(model, "module", model).state_dict()
+    return {name: one.double().sum().item() for name, one in state.items()}
+"""
+
+
+def test_every_so_many_steps_are_computed_again_and_change_nothing(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.path / "mytask.py").write_text(WRONG)
+    (project.path / "toy.yaml").write_text(YAML.replace("{bad: 5, by_hand: false, broken: -1}", "{wrong: false}"))
+    checkpoints = ("checkpoint.every=2", "checkpoint.memory=off")
+    project.submit("--local", *checkpoints)
+    plain = status(project.run_of())
+    project.submit("--local", *checkpoints, "verify_every=3", "--fresh")
+    assert status(project.runs[-1])["result"] == plain["result"], "bit for bit"
+    project.submit("--local", *checkpoints, "verify_every=3", "params.wrong=true")
+    run = project.run_of("params.wrong=true")
+    first, last = status(run)["attempts"]
+    assert "HardwareFault: step 5 had another result when it was repeated: rank 1 on " in first["failure"]["error"]
+    assert [(e["step"], e["rank"]) for e in events(run) if e["event"] == "hardware_fault"] == [(5, 1)]
+    assert (last["cause"], last["first_step"], status(run)["result"]) == ("finished", 4, plain["result"])
+    for override, said in (
+        ("parallel=zero3", "verify_every: found a number of steps, but ranks that share a model out"),
+        ("verify_every=-1", "verify_every: found -1"),
+    ):
+        refused = jobkit(project, "submit", "toy.yaml", "--local", "verify_every=3", override, expect=2)
+        assert said in refused.stderr

@@ -484,6 +484,7 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         clusters={"h100": {"partition": "h100", "setup": ["module load cuda"]}},
         start_from=StartFrom(run="toy-12345678", step=7, weights_only=True),
         on_nan="off",
+        verify_every=100,
         mirror=MirrorConfig(wandb=WandbMirror(project="p", mode="offline"), mlflow=MlflowMirror(uri="file:///m")),
         after=["toy-12345678"],
     )
