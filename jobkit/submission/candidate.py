@@ -23,6 +23,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission import chains, job, start_from
 from jobkit.submission.plan import LaunchPlan
+from jobkit.supervisor.dependents import tell_dependents
 
 
 @dataclass
@@ -111,6 +112,7 @@ class Candidate:
             self.run.record(Event.SUBMITTED, job_id=job_id)
         except OSError as error:  # the job is there: the next submission finds it as one that was cut off
             log.warning("job %s was started, which cannot be journalled: %s", job_id, error)
+        tell_dependents(self.run)
 
     def undo(self, error: BaseException) -> None:
         """Leave the run as it was, after an error before there was a job; after a SchedulerTimeout there may be one,

@@ -65,14 +65,14 @@ def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
 
     It waits in line for what it needs, unless that is free now, or somebody has waited on its behalf.
     """
-    run = RunDir(plan.run)
+    run, need = RunDir(plan.run), need_of(plan.config, os.environ, queues=plan.turn.queues)
     leases = plan.turn.leases
     if is_after_others(run):
         if leases is not None:
             leases.close()  # it would not use them for as long as it waits
         leases = None
     elif leases is None:
-        leases = _take(need_of(plan.config, os.environ, queues=plan.turn.queues))
+        leases = _take(need)
     read_end, _write_end = os.pipe() if foreground else (None, None)  # the write end stays open as long as we live
     try:
         job = LocalExecutor(plan, read_end, leases).submit(Worker(str(plan.run)))

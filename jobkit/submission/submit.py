@@ -29,7 +29,6 @@ from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
 from jobkit.submission.unapplied import unapplied
 from jobkit.supervisor import notifier
-from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.tickets import PRIORITIES
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
@@ -168,7 +167,6 @@ def submit(
             if candidate.starts:
                 started = job.submit(candidate.plan, lock, foreground=foreground)
                 candidate.record_job(started.job_id)
-                tell_dependents(run)
             else:
                 released = _release(candidate.before, plan)
                 not_applied = unapplied(run, candidate.before, plan)

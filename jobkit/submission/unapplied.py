@@ -22,7 +22,9 @@ def unapplied(run: RunDir, status: Status, plan: LaunchPlan) -> tuple[str, ...]:
         return ()
     if status.cluster != plan.cluster:
         return (f"cluster {status.cluster} (not {plan.cluster})",)
-    found = _differences(_of_the_job(before, plan.cluster), _of_the_job(plan.config, plan.cluster))
+    found = list(_differences(_of_the_job(before, plan.cluster), _of_the_job(plan.config, plan.cluster)))
+    if plan.turn.priority != status.priority:
+        found.append(("--priority", status.priority, plan.turn.priority))
     return tuple(f"{key} {_shown(old)} (not {_shown(new)})" for key, old, new in found)
 
 

@@ -45,7 +45,8 @@ def _tell(run: RunDir) -> None:
     if not slurm.available() or status.slurm_cluster != slurm.cluster():
         return
     found = verdict(run, run.config().after)
-    if found.unfinished and not found.ends and not found.are_under_way:
+    has_jobs = found.are_under_way and all(other.scheduler == "slurm" for _, other in found.unfinished)
+    if found.unfinished and not found.ends and not has_jobs:
         return  # it is held until somebody continues those
     job = slurm.show_job(status.job_id)
     if job is None or job.state != "PENDING" or not job.runs(run.batch_script):

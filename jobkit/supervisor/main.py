@@ -16,6 +16,7 @@ from filelock import Timeout
 from jobkit import slurm
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import configure, log
+from jobkit.run.events import Event
 from jobkit.run.locks import NoLocks
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
@@ -41,7 +42,11 @@ def supervise_local(run: RunDir) -> int:
     job.listen()
     leases = Leases.inherited(os.environ)
     # Before the lock: who has started this process goes on when the lock is held, and may start the next run.
-    place = Place(need, run.path, status.priority) if leases is None and not is_after_others(run) else None
+    try:
+        place = Place(need, run.path, status.priority) if leases is None and not is_after_others(run) else None
+    except OSError as error:
+        run.record(Event.REQUEUE_FAILED, error=f"{need.folder}: {error.strerror or error}: it cannot wait for its turn")
+        return EXIT_RESUMABLE
     lock = run.alive_lock()
     try:
         lock.acquire(timeout=10)  # not at once: whoever asks whether we live takes the lock for an instant

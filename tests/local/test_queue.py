@@ -306,8 +306,8 @@ def test_three_runs_on_one_device_run_one_after_the_other_in_their_order(project
     shown = jobkit(project, "queue").stdout.splitlines()
     assert [line.split()[1] for line in shown] == [f"{second.name},", f"{third.name},"]
     assert f"1 GPU (4 is used by {first.name})" in shown[0]
-    again = project.jobkit("submit", "gate.yaml", "--local", "--detach", "name=b").stdout
-    assert again.startswith("already queued")
+    again = project.jobkit("submit", "gate.yaml", "--local", "--detach", "name=b", "--priority", "4")
+    assert again.stdout.startswith("already queued") and "keeps --priority 0 (not 4)" in again.stderr
     for run, name in ((first, "a"), (second, "b"), (third, "c")):
         wait_for("its start", lambda run=run: status(run)["state"] == "running", run)
         (project.path / name).touch()
