@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit import sweep
+from jobkit import pipeline, sweep
 from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
 from jobkit.run.usage import Parser, program
 
@@ -86,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
     )
     sweep.add_arguments(parser)
+    pipeline.add_arguments(parser)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -134,6 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(note, file=sys.stderr)
     cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")
     runs_dir = (arguments.runs_dir or default_runs_dir()).absolute()
+    if (stages := pipeline.stages_wanted(arguments, experiment)) is not None:
+        return pipeline.run(arguments, experiment, stages, cluster, runs_dir, partial(_continuing, arguments), start)
     if (points := sweep.points_of(arguments, experiment)) is not None:
         _start_all(arguments, experiment, runs_dir)
         return sweep.run(arguments, experiment, points, cluster, runs_dir, partial(_continuing, arguments))

@@ -413,6 +413,8 @@ class Places:
     """The same in the user's own file of clusters."""
     demo: bool = False
     """Whether the file's `demo:` was merged over the rest of it."""
+    stage: str = ""
+    """The stage of the file's `pipeline:` that was merged over the rest of it."""
     overridden: set[str] = field(default_factory=set)
     """Dotted keys that the command line has set."""
 
@@ -422,7 +424,8 @@ class Places:
             return f"command line: {key}"
         if key in self.own_lines:
             return f"{user_config_path()}:{self.own_lines[key]}: {key}"
-        for candidate in (f"demo.{key}", key) if self.demo else (key,):
+        in_stage = (f"pipeline.{self.stage}.{key}",) if self.stage else ()
+        for candidate in (*in_stage, *((f"demo.{key}",) if self.demo else ()), key):
             if candidate in self.lines:
                 return f"{self.path}:{self.lines[candidate]}: {candidate}"
         if key and any(one.startswith(f"{key}.") for one in self.overridden):
@@ -469,11 +472,15 @@ class Experiment:
     places: Places
     own_clusters: dict[str, dict[str, Any]]
     """Those of the user's own file."""
+    pipeline: Any = None
+    """What stands under `pipeline:`; None where nothing does."""
 
     def config(self, overrides: Sequence[str] = ()) -> LoadedConfig:
         """The config with some overrides, interpolated and checked. Raises InputError as `load` does."""
         places = dataclasses.replace(self.places, overridden=set())
         with places.locating_errors():
+            if self.pipeline is not None:
+                raise InvalidValue("pipeline", "its stages are several runs: `jobkit submit` starts them")
             merged = _create(self.values)
             for text in overrides:
                 override = parse_override(text)
@@ -506,8 +513,44 @@ def read_experiment(path: Path, demo: bool | None = None) -> Experiment:
     with Places(path=path, lines=lines).locating_errors():
         values, note = _apply_demo(path, values, demo)
     places = Places(path=path, lines=lines, own_lines=own_lines, demo=bool(note))
-    sweep = values.pop("sweep", None)
-    return Experiment(values, sweep, [note] if note else [], places, own_clusters)
+    sweep, pipeline = values.pop("sweep", None), values.pop("pipeline", None)
+    return Experiment(values, sweep, [note] if note else [], places, own_clusters, pipeline)
+
+
+def stages_of(experiment: Experiment) -> dict[str, Experiment]:
+    """The stages under `pipeline:` by their names, in the file's order, each merged over the rest of the file.
+
+    Raises InputError.
+    """
+    found = experiment.pipeline
+    with experiment.places.locating_errors():
+        if not isinstance(found, dict) or not found:
+            raise InvalidValue("pipeline", f"found {found!r}, expected stages: {{train: {{...}}, sample: {{...}}}}")
+        return {str(name): _stage(experiment, str(name), values) for name, values in found.items()}
+
+
+def _stage(experiment: Experiment, name: str, values: Any) -> Experiment:
+    key = f"pipeline.{name}"
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name) or name in SECTIONS:
+        raise InvalidValue(key, "a stage's name has letters, digits, '_' and '-', and is no key of a config")
+    if not isinstance(values, dict):
+        raise InvalidValue(key, f"found {values!r}, expected a mapping")
+    if "name" in values:
+        raise InvalidValue(f"{key}.name", f"a stage is named after the file: {experiment.values.get('name')}-{name}")
+    rest = {key: value for key, value in experiment.values.items() if key not in _REPLACES.get(_program_of(values), ())}
+    merged = OmegaConf.to_container(OmegaConf.merge(_create(rest), _create(values)))
+    assert isinstance(merged, dict)
+    named = {**{str(key): value for key, value in merged.items()}, "name": f"{experiment.values.get('name')}-{name}"}
+    places = dataclasses.replace(experiment.places, stage=name)
+    return dataclasses.replace(experiment, values=named, places=places, pipeline=None)
+
+
+_REPLACES = {"task": ("command",), "command": ("task",)}
+"""What a stage's program stands for of the rest of the file."""
+
+
+def _program_of(values: Mapping[str, Any]) -> str:
+    return next((key for key in _REPLACES if key in values), "")
 
 
 def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) -> LoadedConfig:

@@ -51,8 +51,8 @@ def check(plan: LaunchPlan) -> None:
     own = RunDir(plan.run)
     has_begun = own.exists() and bool(own.status().attempts)
     for run in runs_before(own, plan.config.after):
-        if has_begun and not run.exists():
-            continue  # it has what it needs of that
+        if not run.exists() and (has_begun or run.name in plan.expected):
+            continue  # it has what it needs of that, or that comes first
         if not run.exists():
             raise InvalidValue("after", f"found {run.name}: there is no such run in {run.path.parent}")
         if _comes_after(run, own, set()):

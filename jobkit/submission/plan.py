@@ -48,6 +48,8 @@ class LaunchPlan:
     notes: Sequence[str] = ()
     """What a person should be told of it."""
     turn: Turn = field(default_factory=Turn)
+    expected: Sequence[str] = ()
+    """Names of runs that the same command is to make before this one."""
 
     def at(self, run: Path) -> LaunchPlan:
         """The same plan for another run directory: which one it is, is decided last, under the submission's lock."""

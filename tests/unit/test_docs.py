@@ -10,7 +10,7 @@ import pytest
 from harness.documents import PAGES, ROOT, commands, without_code
 
 from jobkit.cli import main as cli
-from jobkit.run.config import load
+from jobkit.run.config import read_experiment, stages_of
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -216,7 +216,10 @@ def test_every_whole_experiment_is_accepted(page: Path, tmp_path: Path) -> None:
         if re.search(r"^name:", block, re.MULTILINE):
             file = tmp_path / "experiment.yaml"
             file.write_text(block)
-            load(file)
+            experiment = read_experiment(file)
+            stages = [experiment] if experiment.pipeline is None else stages_of(experiment).values()
+            for stage in stages:
+                stage.config()
 
 
 MOST_FILES = 8

@@ -40,14 +40,15 @@ BELOW = {
     "report": {"run"},
     "mirror": {"run", "report", "checkpoint.store"},
     "submission": {"run", "slurm", "start", "display", "supervisor", "worker.main", "checkpoint.store"},
+    "pipeline": {"run", "submission"},
     "sweep": {"run", "submission", "worker.startup.jobkit_snapshot"},
-    "submit": {"run", "slurm", "submission", "supervisor", "sweep", "worker.startup.jobkit_snapshot"},
+    "submit": {"run", "pipeline", "slurm", "submission", "supervisor", "sweep", "worker.startup.jobkit_snapshot"},
     "cli": {"run", "slurm", "report", "mirror", "submission", "submit", "supervisor"},
     "__main__": {"cli"},
 }
 OUTSIDE = (
-    *("cli", "report", "mirror", "submission", "supervisor", "run", "slurm", "submit", "sweep", "errors", "log"),
-    "addresses",
+    *("cli", "report", "mirror", "submission", "supervisor", "run", "slurm", "submit", "sweep", "pipeline", "errors"),
+    *("log", "addresses"),
 )
 """The parts that work on a login node."""
 
