@@ -17,6 +17,7 @@ from jobkit.run import notify, user_command
 from jobkit.run.config import read_user_config
 from jobkit.run.files import FOR_OWNER, read_json, write_atomic, write_json
 from jobkit.run.notify import Notify
+from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
 
@@ -29,7 +30,9 @@ class Notifier:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._notify = self._read()
+        self._notify: list[Notify] = []
+        with _harmless():
+            self._notify = self._read()
         self._threads: list[threading.Thread] = []
         self._step: tuple[int, int | None] | None = None
         """(attempt, step) of the newest progress that was seen."""
@@ -73,16 +76,18 @@ class Notifier:
         """Tell once when no step was done for as long as somebody wants to know; called again and again."""
         if all(one.patience is None for one in self._notify):
             return
-        now, progress = time.monotonic(), self.run.progress()
+        with _harmless():
+            self._look(time.monotonic(), self.run.progress())
+
+    def _look(self, now: float, progress: Progress | None) -> None:
         step = None if progress is None else (progress.attempt, progress.step)
         if step != self._step:
             self._step, self._since, self._has_told = step, now, False
         for number, one in enumerate(self._notify if not self._has_told else ()):
             if one.patience is not None and now - self._since > one.patience:
                 self._has_told = True
-                with _harmless():
-                    what = f"no progress for {one.no_progress}"
-                    self._tell(number, one, "no_progress", self.run.status(), what, again=True)
+                what = f"no progress for {one.no_progress}"
+                self._tell(number, one, "no_progress", self.run.status(), what, again=True)
 
     def _tell(self, number: int, one: Notify, event: str, status: Status, words: str = "", again: bool = False) -> None:
         key = f"{number} {event} {status.submissions}"

@@ -125,6 +125,35 @@ def test_a_standstill_is_told_once_until_there_is_a_step(
     assert said(told) == ["no_progress|x-1: no progress for 10min"] * 2
 
 
+@pytest.mark.parametrize("text", ["notify: [", "notify: {command: x, when: 3}", "\udcff", "{" * 5000])
+def test_a_users_file_that_has_become_wrong_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "own.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    monkeypatch.setenv("JOBKIT_CONFIG", str(tmp_path / "own.yaml"))
+    run = running(tmp_path)
+    run.notify_file.write_text("[1]")
+    one = Notifier(run)
+    one.attempt_begins()
+    one.look()
+    run.record(Event.FINISHED, attempt=1, step=3, result=None)
+    one.attempt_ended()
+    one.close()
+
+
+def test_a_run_directory_that_takes_nothing_does_no_harm(
+    tmp_path: Path, told: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_config(monkeypatch, tmp_path, WRITES.format(told=told))
+    run = running(tmp_path)
+    run.record(Event.FINISHED, attempt=1, step=3, result=None)
+    run.notified_file.mkdir()  # as on a full disk: it cannot be replaced
+    one = Notifier(run)
+    one.attempt_ended()
+    one.close()
+    assert said(told) == []
+
+
 def test_a_command_that_hangs_is_killed_with_all_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
