@@ -37,9 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(outcome, JobkitError):
             print(f"error: {outcome}", file=sys.stderr)
             codes.append(outcome.exit_code)
+        elif outcome is not None and outcome.state == State.CANCELLED and not outcome.attempts:
+            print(f"{one.name} cancelled before it had begun", flush=True)  # its config, of a hundred, need not be read
+            codes.append(EXIT_FINISHED)
         else:
             code, lines = told(one, outcome)
-            _print(one, lines[:1], arguments.json)
+            print(lines[0], flush=True)
             codes.append(code)
     return worst(codes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import sys
 import time
@@ -197,9 +196,9 @@ def sort(summaries: Sequence[Summary], key: str, *, largest_first: bool) -> list
     return [*(one for _, one in valued), *(one for order, one in orders if order is None)]
 
 
-def _order(value: Any) -> tuple[int, float, str] | None:
+def _order(value: Any) -> tuple[int, int | float, str] | None:
     if isinstance(value, (int, float)):
-        return None if math.isnan(value) else (0, float(value), "")
+        return None if value != value else (0, value, "")
     if value is None:
         return None
     return 1, 0.0, value if isinstance(value, str) else json.dumps(value)

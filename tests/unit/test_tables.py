@@ -111,10 +111,10 @@ def test_mean_and_sample_standard_deviation(numbers: list[float], expected: Spre
 
 
 def test_runs_without_the_value_come_last_in_both_directions() -> None:
-    values = {"a": 2, "b": None, "c": "text", "d": float("nan"), "e": 10.0}
+    values = {"a": 2, "b": None, "c": "text", "d": float("nan"), "e": 10.0, "f": 10**400}
     runs = [Summary(name, name, {"result": {"x": value}}) for name, value in values.items()]
-    assert [one.run for one in sort(runs, "x", largest_first=False)] == ["a", "e", "c", "b", "d"]
-    assert [one.run for one in sort(runs, "x", largest_first=True)] == ["c", "e", "a", "b", "d"]
+    assert [one.run for one in sort(runs, "x", largest_first=False)] == ["a", "e", "f", "c", "b", "d"]
+    assert [one.run for one in sort(runs, "x", largest_first=True)] == ["c", "f", "e", "a", "b", "d"]
 
 
 def test_for_programs(listed: Any) -> None:
