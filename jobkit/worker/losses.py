@@ -127,13 +127,17 @@ class LossWatch:
         else:
             self._send(self._sum, step, samples)
             self._sum = None
-        while self._unread and self._has_streams and (len(self._unread) > UNREAD or self._unread[0].arrived.query()):
+        while self._unread and (len(self._unread) > UNREAD or self._has_come()):
             self._read()
 
     def settle(self) -> None:
         """Wait for what is not known yet of steps that have ended; raises as `see`."""
         while self._unread:
             self._read()
+
+    def _has_come(self) -> bool:
+        """Whether the oldest is on the host; where nothing is copied beside the program, only whoever waits knows."""
+        return self._has_streams and bool(self._unread[0].arrived.query())
 
     def _send(self, total: Tensor, step: int, samples: Samples) -> None:
         host, arrived = total, self._new_event()

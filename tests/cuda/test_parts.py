@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from jobkit.checkpoint.slot import Slot
 from jobkit.checkpoint.staging import HostBuffers
 from jobkit.checkpoint.state import rng_state, seed_device, set_rng_state
+from jobkit.errors import NotFinite
 from jobkit.run.config import Config
 from jobkit.run.device_kinds import has_streams
 from jobkit.run.slots import make_slots
@@ -28,6 +29,7 @@ from jobkit.train.gradients import clip_gradients, gradient_norm
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optim import fused_ema_adam
 from jobkit.train.seeds import seed_generators
+from jobkit.worker.losses import LossWatch
 from jobkit.worker.timing import ComputeTimer, events_of
 
 
@@ -243,3 +245,18 @@ def test_two_ranks_on_one_device_over_gloo(device: torch.device) -> None:
     first, second = on_ranks(2, two_on_one_device, str(device))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert first[0].item() == 2.0  # both have two samples
+
+
+def test_a_loss_that_is_no_number_is_told_of_its_own_step(device: torch.device) -> None:
+    watch = LossWatch(device)
+
+    def train() -> None:
+        for step in range(4):
+            loss = torch.full((), torch.inf if step == 2 else 1.0, device=device)
+            watch.see(loss, step, lambda step=step: [step])  # type: ignore[misc]
+            watch.end_step(step, lambda step=step: [step])  # type: ignore[misc]
+        watch.settle()
+
+    with pytest.raises(NotFinite, match="the loss of step 2 is ") as found:
+        train()
+    assert (found.value.step, found.value.samples) == (2, [2])
