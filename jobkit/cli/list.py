@@ -12,6 +12,7 @@ from typing import Any
 
 from jobkit.cli import columns, groups
 from jobkit.cli.arguments import add_selection, found_runs, is_filtered, meeting_filters, runs_dir
+from jobkit.cli.json_text import json_text
 from jobkit.cli.table import Table, as_csv, as_latex, as_lines
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.command_line import to_type
@@ -170,7 +171,7 @@ def _plus_minus() -> str:
 def _rendered(table: Table, arguments: argparse.Namespace, is_plain: bool) -> str:
     if arguments.json:
         rows = [[cell.value for cell in row] for row in table.rows]
-        return json.dumps([dict(zip(table.keys, row, strict=True)) for row in rows], indent=1)
+        return json_text([dict(zip(table.keys, row, strict=True)) for row in rows])
     if arguments.csv:
         return as_csv(table)
     if arguments.latex:
@@ -185,7 +186,7 @@ def _rendered(table: Table, arguments: argparse.Namespace, is_plain: bool) -> st
 def _statuses(runs: Sequence[FoundRun]) -> str:
     """The whole statuses of some runs, for programs."""
     found = [{"run": run.name, "path": run.directory, **status} for run, status in statuses(runs)]
-    return json.dumps(found, indent=1)
+    return json_text(found)
 
 
 def sort(summaries: Sequence[Summary], key: str, *, largest_first: bool) -> list[Summary]:

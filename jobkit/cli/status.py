@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from jobkit.cli.arguments import add_selection, chosen_runs
+from jobkit.cli.json_text import json_text
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.accounting import Account, Restart
 from jobkit.run.config import StartFrom
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     statuses = [(run, *_look(run)) for run in found]
     if arguments.json:
         plain = [{"run": run.name, "path": str(run.path), **status.as_dict()} for run, status, _ in statuses]
-        print(json.dumps(plain[0] if len(found) == 1 else plain, indent=1))
+        print(json_text(plain[0] if len(found) == 1 else plain))
     else:
         texts = ["\n".join(describe(run, status, is_ending=is_ending)) for run, status, is_ending in statuses]
         print("\n\n".join(texts), end="\n" if texts else "")

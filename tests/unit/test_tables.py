@@ -133,6 +133,14 @@ def test_for_programs(listed: Any) -> None:
     assert "\ndigits-00000000 & finished & a\\_b \\& c \\\\\n" in latex
 
 
+def test_what_was_logged_as_nan_is_null_for_programs(runs: Path, listed: Any) -> None:
+    run = RunDir(runs / "digits-00000003")
+    records.write(run.progress_file, Progress(attempt=1, time=0, step=200, values={"train/loss": float("nan")}))
+    run.write_status()
+    assert '"train/loss": null' in listed("--where", "train/loss=nan", "--json")
+    assert '"train/loss": null' in listed("--where", "train/loss=nan", "--columns", "train/loss", "--json")
+
+
 def test_latex_prints_every_sign_as_it_is() -> None:
     assert as_latex(Table(["a_b"], [[Cell("x", "50% $x^2$ \\ {~}")]])).splitlines()[4] == (
         r"50\% \$x\textasciicircum{}2\$ \textbackslash{} \{\textasciitilde{}\} \\"
