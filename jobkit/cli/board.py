@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import signal
 import socket
 import subprocess
@@ -117,7 +118,9 @@ def _tensorboard(folder: Path, port: int, output: Path) -> Iterator[subprocess.P
     ]
     with output.open("wb") as file:
         # In a session of its own: Ctrl-C is for this process, which ends it.
-        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, start_new_session=True, preexec_fn=_end_with_parent
+        )
     try:
         yield process
     finally:
@@ -127,6 +130,12 @@ def _tensorboard(folder: Path, port: int, output: Path) -> Iterator[subprocess.P
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _end_with_parent() -> None:
+    """In TensorBoard's process: end when this one is killed, which then cannot end it."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, output: Path) -> None:
@@ -154,7 +163,9 @@ def _ended_by_signals() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = [signal.SIGINT, signal.SIGTERM]  # a shell lets what it starts in the background ignore SIGINT
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []  # else of nohup
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:

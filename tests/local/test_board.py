@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,19 +26,41 @@ def project(tmp_path: Path) -> Project:
     return project
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGHUP])
-def test_the_chosen_runs_are_served_until_ctrl_c(project: Project, end: signal.Signals) -> None:
+@pytest.fixture
+def board(project: Project) -> Iterator[subprocess.Popen[str]]:
     board = project.start("board", "made*")
+    yield board
+    board.kill()
+    board.communicate()
+
+
+def address_of(board: subprocess.Popen[str]) -> str:
+    """What it prints when TensorBoard answers."""
     assert board.stdout is not None
     said = board.stdout.readline()
-    address = said.split()[-1]
     assert said.startswith("TensorBoard of 2 runs: http://localhost:")
+    return said.split()[-1]
+
+
+def is_served(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=60):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_the_chosen_runs_are_served_until_ctrl_c(
+    project: Project, board: subprocess.Popen[str], end: signal.Signals
+) -> None:
+    address = address_of(board)
 
     def served() -> list[str]:
         with urllib.request.urlopen(f"{address}data/runs", timeout=60) as answer:
             return sorted(json.load(answer))
 
-    wait_for("both runs", lambda: served() == ["made-00000000", "made-00000001"], seconds=120)
+    wait_for("both runs", lambda: served() == ["made-00000000", "made-00000001"])
     (folder,) = (project.path.parent / "folders").glob("jobkit-board-*")
     board.send_signal(end)
     assert board.wait(60) == 0
@@ -44,8 +68,13 @@ def test_the_chosen_runs_are_served_until_ctrl_c(project: Project, end: signal.S
     assert board.stderr is not None
     port = address.split(":")[-1].strip("/")
     assert f"ssh -L {port}:localhost:{port} {socket.gethostname()}" in board.stderr.read()
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(address, timeout=60)
+    assert not is_served(address)
+
+
+def test_tensorboard_ends_where_its_parent_is_killed(board: subprocess.Popen[str]) -> None:
+    address = address_of(board)
+    board.kill()
+    wait_for("its end", lambda: not is_served(address))
 
 
 @pytest.mark.parametrize(

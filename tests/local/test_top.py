@@ -47,6 +47,7 @@ class Terminal:
             stdout=child,
             stderr=child,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
         )
 
     def wait_for(self, pattern: str, seconds: float = 120) -> str:
