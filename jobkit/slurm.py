@@ -524,9 +524,15 @@ def cancel(job_id: str) -> None:
 
 
 def cancel_queued(job_ids: Sequence[str]) -> None:
-    """End those of some jobs that have not started, by few commands; one that has started meanwhile runs on."""
-    for first in range(0, len(job_ids), IDS_OF_A_COMMAND):
-        _scancel("--state=PENDING", *job_ids[first : first + IDS_OF_A_COMMAND])
+    """End those of some jobs that have not started, by few commands; one that has started meanwhile runs on.
+
+    A task of an array that starts in this moment ends, too: with `--state=PENDING` scancel ends all that wait.
+    """
+    tasks = [job_id for job_id in job_ids if "_" in job_id]
+    jobs = [job_id for job_id in job_ids if "_" not in job_id]
+    for ids, options in ((jobs, ["--state=PENDING"]), (tasks, [])):
+        for first in range(0, len(ids), IDS_OF_A_COMMAND):
+            _scancel(*options, *ids[first : first + IDS_OF_A_COMMAND])
 
 
 def _scancel(*arguments: str) -> None:

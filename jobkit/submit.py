@@ -342,9 +342,8 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
         print(f"{where}\nrun directory {run.path}", flush=True)
         from jobkit.run.command_line import to_type
 
-        if outcome.started.supervisor is not None and (standing := _standing(run)):
+        if standing := _standing(run, is_local=outcome.started.supervisor is not None):
             print(f"queued: {standing}", file=sys.stderr)
-
         print(f"{to_type('logs', '-f', run.name)}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
         print(f"already finished{status.at_steps}: {run.path}")
@@ -366,12 +365,16 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
     return follow_slurm(run)
 
 
-def _standing(run: RunDir) -> str:
-    """The run's place in the line of this machine; nothing where it does not wait there."""
+def _standing(run: RunDir, *, is_local: bool) -> str:
+    """What the run waits for that jobkit itself knows: other runs, or its place in the line of this machine."""
+    from jobkit.run.dependencies import verdict
     from jobkit.supervisor.line import Line
 
-    found = Line().find(run.path, os.getuid())
-    return "" if found is None else str(found)
+    before = verdict(run, run.config().after)
+    if before.unfinished:
+        return f"after {before.text}"
+    found = Line().find(run.path, os.getuid()) if is_local else None
+    return str(found) if found is not None and found.text else ""
 
 
 def _note(outcome: Outcome) -> str:

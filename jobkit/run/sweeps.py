@@ -36,6 +36,8 @@ class SweepRecord:
     runs: list[str]
     former: list[str] = field(default_factory=list)
     """Those that it wanted once and does no more, unless --prune has cancelled them."""
+    max_running: int | None = None
+    """How many of them may train at once on this machine; None for as many as fit."""
     command: str = ""
     """What submits it again."""
     cwd: str = ""
@@ -75,10 +77,9 @@ class Sweep:
         found = (self.path / _RECORD).stat()
         return found.st_mtime_ns, found.st_ino
 
-    def wanted(self) -> list[str]:
-        """The names of its runs by now."""
-        record = records.read(SweepRecord, self.path / _RECORD)
-        return [] if record is None else record.runs
+    def record(self) -> SweepRecord | None:
+        """What it wants by now; None where that cannot be read."""
+        return records.read(SweepRecord, self.path / _RECORD)
 
     @property
     def arrays(self) -> Path:

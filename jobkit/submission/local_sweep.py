@@ -1,6 +1,6 @@
 """The process that waits on behalf of a sweep's runs on this machine, and starts each when it is its turn.
 
-`jobkit/start.py jobkit.submission.local_sweep SWEEP_DIRECTORY [MAX_RUNNING]`. One process waits for all of them: a
+`jobkit/start.py jobkit.submission.local_sweep SWEEP_DIRECTORY`. One process waits for all of them: a
 supervisor for each of a thousand runs would take the machine's memory. Whoever submits the sweep again only writes down
 what is wanted. It ends when all runs are over that it has started; when it is killed these go on, and those that wait
 are started by the next submission of the sweep.
@@ -45,8 +45,9 @@ class _Waiting:
 class Runner:
     """Starts the runs of a sweep that wait, in its order."""
 
-    def __init__(self, sweep: Sweep, max_running: int | None) -> None:
-        self.sweep, self.max_running = sweep, max_running
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.max_running: int | None = None
         self.signals = 0
         """How often it was told to stop; each is passed on to the runs that train."""
         self._passed_on = 0
@@ -91,8 +92,10 @@ class Runner:
         """Add those that a submission of the sweep has prepared since the last look."""
         if (version := self.sweep.version()) == self._record_version:
             return
-        self._record_version = version
-        for name in self.sweep.wanted():
+        if (record := self.sweep.record()) is None:
+            return
+        self._record_version, self.max_running = version, record.max_running
+        for name in record.runs:
             run = RunDir(self.sweep.runs_dir / name)
             if name not in self._waiting and run.exists() and self._is_waiting(run.status()):
                 self._waiting[name] = _Waiting(run, -1, bool(run.config().after))
@@ -170,14 +173,13 @@ class Runner:
             self._place = None
 
 
-def start(sweep: Sweep, max_running: int | None) -> subprocess.Popen[bytes]:
+def start(sweep: Sweep) -> subprocess.Popen[bytes]:
     """Start the process for a sweep that has none; returns when others can see that it lives, or it has ended."""
     from jobkit.start import words
 
-    limit = [] if max_running is None else [str(max_running)]
     with (sweep.path / "runner.log").open("ab") as output:
         process = subprocess.Popen(
-            words("jobkit.submission.local_sweep", str(sweep.path), *limit),
+            words("jobkit.submission.local_sweep", str(sweep.path)),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -192,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     """Start the runs of a sweep; returns the exit code."""
     configure("stderr")
     sweep = sweeps.at(Path(arguments[0]))
-    runner = Runner(sweep, int(arguments[1]) if len(arguments) > 1 else None)
+    runner = Runner(sweep)
     runner.listen()
     try:
         sweep.alive_lock.acquire(timeout=10)  # not at once: whoever asks whether we live takes the lock for an instant

@@ -156,7 +156,9 @@ def submit_sweep(
         sweep = sweeps.open_sweep(runs_dir, name, key)
         names = [run.name for run in runs]
         former = sweep.former(names)
-        sweep.write(SweepRecord(key=key, runs=names, former=former, command=command, cwd=str(source)))
+        sweep.write(
+            SweepRecord(key=key, runs=names, former=former, max_running=max_running, command=command, cwd=str(source))
+        )
         outcome = SweepOutcome(sweep.name, runs, _states([*runs, *(RunDir(runs_dir / one) for one in former)]))
         outcome.former = [RunDir(runs_dir / one) for one in former if outcome.states.get(one) in _UNDER_WAY]
         starting = [one for one in planned.values() if outcome.states.get(one[1].run.name) not in _STAYS]
@@ -248,7 +250,7 @@ class _Submission:
         hand_over()
         self.sweep.announce()
         if not self.sweep.has_runner():
-            self.outcome.runner = local_sweep.start(self.sweep, self.max_running)
+            self.outcome.runner = local_sweep.start(self.sweep)
             return [str(self.outcome.runner.pid)] * count
         return [self.sweep.process_file.read_text()] * count
 

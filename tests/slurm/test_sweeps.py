@@ -144,6 +144,7 @@ def test_the_file_is_what_is_wanted(project: Project, slurm: Cluster) -> None:
     yaml.write_text(text + "sweep: {seed: [0, 1, 2]}\n")
     assert "3 runs (3 new)" in sweep(project, *HELD).stdout
     runs = by_seed(project)
+    job = status(runs[2])["job_id"]
     yaml.write_text(text + "sweep: {seed: [2, 3]}\n")
     changed = sweep(project, *HELD)
     assert "sweep toy/s1: 2 runs (1 new, 1 held)" in changed.stdout
@@ -153,6 +154,7 @@ def test_the_file_is_what_is_wanted(project: Project, slurm: Cluster) -> None:
     assert [status(runs[seed])["state"] for seed in range(3)] == ["cancelled", "cancelled", "queued"]
     assert "no longer wanted" not in sweep(project, *HELD).stderr
     assert len(tasks(slurm, str(project.path))) == 2
+    assert status(runs[2])["job_id"] == job, "tasks of its array were cancelled, and it was not"
     for one in tasks(slurm, str(project.path)):
         slurm.command("scancel", one)
 
