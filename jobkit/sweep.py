@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ def points_of(arguments: argparse.Namespace, experiment: Experiment) -> list[gri
         return None
     if arguments.max_running is not None and arguments.max_running < 1:
         raise InputError(f"--max-running: found {arguments.max_running}, expected 1 or more")
-    for option in ("fresh", "follow", "check_model", "json", "notify"):
+    for option in ("fresh", "follow", "check_model", "notify"):
         if getattr(arguments, option):
             raise InputError(f"--{option.replace('_', '-')} is for one run, and this is a sweep (--no-sweep: one run)")
     return [tuple(itertools.chain(*combination)) for combination in itertools.product(*parts)]
@@ -123,7 +124,7 @@ def run(
                 on_prepared=on_prepared,
             )
         _report(outcome, arguments)
-        if outcome.runner is None or arguments.detach:
+        if outcome.runner is None or arguments.detach or arguments.json:
             return EXIT_FINISHED
         from jobkit.submission.follow_sweep import follow_sweep
 
@@ -146,19 +147,28 @@ def _words(arguments: argparse.Namespace) -> list[str]:
 
 
 def _report(outcome: SweepOutcome, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps(outcome.as_dict()), flush=True)
+    else:
+        print("\n".join(_lines(outcome, arguments.max_running)), flush=True)
+    if outcome.former:
+        _tell_former(outcome.former, outcome, prune=arguments.prune)
+    if not arguments.json:
+        print(f"{to_type('list', outcome.sweep)}   shows them", file=sys.stderr)
+
+
+def _lines(outcome: SweepOutcome, max_running: int | None) -> Iterator[str]:
+    """What became of the runs, and where those are that were started."""
     counts = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
     shared = ", one code snapshot" if outcome.jobs else ""
-    print(f"sweep {outcome.sweep}: {len(outcome.runs)} runs ({counts}){shared}")
+    yield f"sweep {outcome.sweep}: {len(outcome.runs)} runs ({counts}){shared}"
     if outcome.jobs:
         started = sum(outcome.counts.get(word, 0) for word in ("new", "continued"))
-        limit = f", at most {arguments.max_running} at once" if arguments.max_running else ""
+        limit = f", at most {max_running} at once" if max_running else ""
         what = f"job {', '.join(outcome.jobs)}: {started} task(s)"
         if not outcome.is_on_slurm:
             what = f"process {outcome.jobs[0]} starts {started} run(s) in turn"
-        print(f"{what}{limit}", flush=True)
-    if outcome.former:
-        _tell_former(outcome.former, outcome, prune=arguments.prune)
-    print(f"{to_type('list', outcome.sweep)}   shows them", file=sys.stderr)
+        yield f"{what}{limit}"
 
 
 def _tell_former(former: Sequence[RunDir], outcome: SweepOutcome, *, prune: bool) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -64,6 +65,11 @@ class SweepOutcome:
     """The process that waits for the runs on this machine, where this submission has started it."""
     former: list[RunDir] = field(default_factory=list)
     """Those that it wanted once and that are neither finished nor at an end."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        runs = [{"run": run.name, "path": str(run.path), "state": self.states[run.name]} for run in self.runs]
+        return {"sweep": self.sweep, "runs": runs, "jobs": self.jobs, "former": [run.name for run in self.former]}
 
     @property
     def counts(self) -> dict[str, int]:

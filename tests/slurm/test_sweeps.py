@@ -149,6 +149,8 @@ def test_the_file_is_what_is_wanted(project: Project, slurm: Cluster) -> None:
     changed = sweep(project, *HELD)
     assert "sweep toy/s1: 2 runs (1 new, 1 held)" in changed.stdout
     assert f"no longer wanted: {runs[0].name} (held), {runs[1].name} (held); " in changed.stderr
+    told = json.loads(sweep(project, *HELD, "--json").stdout)
+    assert [one["state"] for one in told["runs"]] == ["held", "held"] and len(told["former"]) == 2
     pruned = sweep(project, *HELD, "--prune")
     assert "no longer wanted, and cancelled: " in pruned.stderr
     assert [status(runs[seed])["state"] for seed in range(3)] == ["cancelled", "cancelled", "queued"]

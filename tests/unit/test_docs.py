@@ -103,6 +103,7 @@ RUN_BY = {
     ".venv/bin/python tools/bench/overlap.py": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/journal.py --checkpoints 86400 864000": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/list.py --runs 10000": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/many.py": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/restart.py --cred-expire 120": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/start.py": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/start.py --slurm": "test_chaos_and_benches",
