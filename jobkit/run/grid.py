@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, InvalidValue
+from jobkit.run.yamlfile import read_text
 
 Point = tuple[str, ...]
 """The overrides of one run, each `key=value` as it stands on a command line."""
@@ -73,13 +74,7 @@ def points_of_table(path: Path) -> list[Point]:
 
     Raises InputError with file and line.
     """
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
+    rows = list(csv.reader(read_text(path).splitlines(), skipinitialspace=True))
     keys = [key.strip() for key in rows[0]] if rows else []
     wrong = next((key for key in keys if not _KEY.fullmatch(key)), None)
     if not keys or wrong is not None or len(set(keys)) < len(keys):

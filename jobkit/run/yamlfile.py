@@ -95,14 +95,19 @@ def parse_value(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in a file, and the line (from 1) of each dotted key. Raises InputError with file and line."""
+def read_text(path: Path) -> str:
+    """What is in a file that a person has written. Raises InputError, which names it."""
     try:
-        text = path.read_text()
+        return path.read_text()
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in a file, and the line (from 1) of each dotted key. Raises InputError with file and line."""
+    text = read_text(path)
     try:
         node = yaml.compose(text, _Loader)
         value = yaml.load(text, _Loader)
