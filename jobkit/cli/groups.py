@@ -40,9 +40,18 @@ def spread(numbers: Sequence[float]) -> Spread | None:
     if not numbers:
         return None
     count = len(numbers)
-    mean = math.fsum(numbers) / count if all(map(math.isfinite, numbers)) else sum(numbers) / count
-    squares = sum((number - mean) ** 2 for number in numbers)
-    return Spread(count, mean, math.sqrt(squares / (count - 1)) if count > 1 else None)
+    mean = _mean(numbers)
+    distance = math.hypot(*(number - mean for number in numbers))  # the squares of large ones would be too large
+    return Spread(count, mean, distance / math.sqrt(count - 1) if count > 1 else None)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers) / len(numbers)
+    try:
+        return math.fsum(numbers) / len(numbers)
+    except OverflowError:
+        return math.fsum(number / len(numbers) for number in numbers)
 
 
 def group(summaries: Sequence[Summary], keys: Sequence[str], metrics: Sequence[str]) -> list[Group]:
@@ -61,7 +70,7 @@ def group(summaries: Sequence[Summary], keys: Sequence[str], metrics: Sequence[s
 
 
 def _plain(value: Any) -> Any:
-    return float(value) if _is_number(value) else value  # 1 and 1.0 are one value
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1 and 1.0 are one value
 
 
 def _is_number(value: Any) -> bool:

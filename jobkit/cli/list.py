@@ -8,10 +8,11 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jobkit.cli import columns, groups
 from jobkit.cli.arguments import add_selection, found_runs, is_filtered, meeting_filters, runs_dir
+from jobkit.cli.groups import Group
 from jobkit.cli.json_text import json_text
 from jobkit.cli.table import Table, as_csv, as_latex, as_lines
 from jobkit.errors import EXIT_FINISHED, InputError
@@ -19,6 +20,8 @@ from jobkit.run.command_line import to_type
 from jobkit.run.runs import FoundRun
 from jobkit.run.summary import Summary, check_keys
 from jobkit.submission.overview import look_at, statuses
+
+_T = TypeVar("_T")
 
 WATCH_SECONDS = 2.0
 """How often --watch looks where no number is given."""
@@ -154,10 +157,21 @@ def _table(shown: Sequence[Summary], arguments: argparse.Namespace, is_plain: bo
         chosen = columns.PLAIN if is_plain else columns.choose_columns(shown, arguments.columns, by)
         return columns.table_of(shown, chosen)
     metrics = [key for key in dict.fromkeys([*(arguments.columns or columns.metrics(shown)), *by]) if key not in keys]
-    grouped = groups.group(shown, keys, metrics)[: arguments.limit]
+    grouped = _sorted_groups(groups.group(shown, keys, metrics), arguments)[: arguments.limit]
     if arguments.json or arguments.csv:
         return groups.for_programs(grouped, keys, metrics)
     return groups.for_people(grouped, keys, metrics, _plus_minus())
+
+
+def _sorted_groups(found: Sequence[Group], arguments: argparse.Namespace) -> list[Group]:
+    """By the values that the runs of each have in common, or by the mean of what the list is sorted by."""
+    by = _sorted_by(arguments)
+    if not by:
+        return sorted(found, key=lambda one: [_order(value) or _LAST for value in one.values])
+    if by[0] in arguments.group_by:
+        return list(found)  # their runs have been sorted
+    means = [(None if (spread := one.spreads[by[0]]) is None else spread.mean, one) for one in found]
+    return _by_value(means, largest_first=arguments.sort.startswith("-"))
 
 
 def _plus_minus() -> str:
@@ -191,10 +205,19 @@ def _statuses(runs: Sequence[FoundRun]) -> str:
 
 def sort(summaries: Sequence[Summary], key: str, *, largest_first: bool) -> list[Summary]:
     """By a value: numbers before texts; what has none, or nan, at the end in both directions."""
-    orders = [(_order(one.value(key)), one) for one in summaries]
-    valued = [(order, one) for order, one in orders if order is not None]
-    valued.sort(key=lambda pair: pair[0], reverse=largest_first)
-    return [*(one for _, one in valued), *(one for order, one in orders if order is None)]
+    return _by_value([(one.value(key), one) for one in summaries], largest_first=largest_first)
+
+
+def _by_value(valued: Sequence[tuple[Any, _T]], *, largest_first: bool) -> list[_T]:
+    """What has a value of None, or nan, at the end in both directions."""
+    orders = [(_order(value), one) for value, one in valued]
+    known = [(order, one) for order, one in orders if order is not None]
+    known.sort(key=lambda pair: pair[0], reverse=largest_first)
+    return [*(one for _, one in known), *(one for order, one in orders if order is None)]
+
+
+_LAST = (2, 0, "")
+"""Behind all that `_order` gives."""
 
 
 def _order(value: Any) -> tuple[int, int | float, str] | None:

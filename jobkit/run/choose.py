@@ -71,7 +71,7 @@ def _meant(word: str, runs_dir: Path, runs: Sequence[FoundRun]) -> list[FoundRun
     if (names := runs_of(runs_dir, word)) is not None:
         by_name = {run.name: run for run in runs}
         return [by_name[name] for name in names if name in by_name]  # some may have been removed
-    begun = [run for run in runs if run.name.startswith(word)]
+    begun = [run for run in runs if run.name.startswith(word) and not _is_version_of(run.name, word)]
     if re.fullmatch(_JOB_ID, word) and (of_job := _of_job(word, runs)):
         if others := [run for run in begun if run not in of_job]:
             has = f"the job of {some_names(of_job)} and the beginning of {some_names(others)}"
@@ -106,10 +106,18 @@ def _beginning_with(word: str, runs_dir: Path, begun: Sequence[FoundRun]) -> lis
     return list(begun)
 
 
+def _is_version_of(name: str, word: str) -> bool:
+    """Whether a run is one that --fresh made of the whole name that a word is: who says that name means no other run,
+    as one who removes it twice."""
+    whole = re.fullmatch(rf"(.+-[0-9a-f]{{8}}){VERSION}", name)
+    return whole is not None and whole[1] == word
+
+
 def _none(word: str, runs_dir: Path, runs: Sequence[FoundRun]) -> list[FoundRun]:
     """Raise the InputError for a word that means no run."""
     names = [run.name for run in runs]
-    hint = nearest(word.rstrip("*"), [*names, *(name.rpartition("-")[0] for name in names)])
+    known = [*names, *(name.rpartition("-")[0] for name in names)]
+    hint = nearest(word.rstrip("*"), [name for name in known if name != word])
     if Path(word).suffix in (".yaml", ".yml"):  # what a shell makes of digits* beside digits.yaml
         hint = "; a pattern is to be quoted, as in 'digits*': the shell takes it for names of files"
     raise InputError(f"no run {word!r} in {runs_dir}{hint}; `{to_type('list')}` shows them")

@@ -42,8 +42,15 @@ def differences(before: Config, after: Config, keys: tuple[str, ...] | None = No
     return [
         Difference(key, shown[0].get(key, ABSENT), shown[1].get(key, ABSENT))
         for key in dict.fromkeys([*one, *other])
-        if (keys is None or key.partition(".")[0] in keys) and one.get(key, ABSENT) != other.get(key, ABSENT)
+        if (keys is None or key.partition(".")[0] in keys) and _is_other(one.get(key, ABSENT), other.get(key, ABSENT))
     ]
+
+
+def _is_other(before: Any, after: Any) -> bool:
+    """Whether two values make other runs: 1 and 1.0 do not, 1 and true do."""
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) != len(after) or any(map(_is_other, before, after))
+    return before != after or isinstance(before, bool) != isinstance(after, bool)
 
 
 def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,6 +18,8 @@ FORM = "KEY OP VALUE, OP one of == = != <= >= < > ~ (a regular expression), as i
 
 _CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
 
+_NULL = ("null", "none")
+
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -38,8 +40,11 @@ class Condition:
 
     def is_met_by(self, value: Any) -> bool:
         """Whether a value meets it; one that is not there, or cannot be compared with the text, does not."""
+        is_null = self.text.lower() in _NULL
         if value is None:
-            return self.operator == "=" and self.text.lower() in ("null", "none")
+            return self.operator == "=" and is_null
+        if self.operator == "!=" and is_null:
+            return True
         if self.operator == "~":
             return re.search(self.text, as_text(value)) is not None
         wanted = _like(value, self.text)
@@ -107,7 +112,7 @@ def _like(value: Any, text: str) -> Any:
         if isinstance(value, bool):
             return {"true": True, "false": False}.get(text.lower())
         if isinstance(value, (int, float)):
-            return float(text)
+            return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else float(text)  # large ints are no floats
         return json.loads(text)
     except ValueError:
         return None

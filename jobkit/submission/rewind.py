@@ -38,6 +38,7 @@ def rewind(run: RunDir, step: int, skip_samples: Sequence[int] | None = None) ->
         if status.state.is_under_way:
             raise InputError(f"{run.name} is {status.state}: cancel it first, then go back")
         store = Store(run.checkpoints, missing_seconds=0)
+        store.clean()  # else the next attempt would bring back a later one that a killed save has left replaced
         later = [one for one in store.steps() if one > step]
         _check(run, store, step)
         if not later and skip_samples is None:

@@ -11,6 +11,8 @@ from harness.in_process import jobkit
 from harness.project import Project
 
 from jobkit.run.code_diff import code_diff
+from jobkit.run.config import Config
+from jobkit.run.differences import differences
 from jobkit.run.snapshot import take
 
 PLAIN = """\
@@ -51,6 +53,15 @@ def test_two_runs_are_compared_key_by_key_and_line_by_line(project: Project) -> 
     assert [(line["file"], line["line"], line["sign"]) for line in found["code"]] == [("mytask.py", 2, "+")]
     assert found["outcome"]["result.accuracy"] == [0.75, 0.625]
     assert "abc" not in said and "xyz" not in json.dumps(found)
+
+
+def test_values_that_make_other_runs_are_told() -> None:
+    def found(one: object, other: object) -> list[str]:
+        configs = [Config(name="d", task="a:b", params={"x": value}) for value in (one, other)]
+        return [each.key for each in differences(*configs)]
+
+    assert found(1, True) == found([0], [False]) == ["params.x"]
+    assert found(1, 1.0) == found([0], [0.0]) == []
 
 
 def test_a_run_and_itself_have_no_difference_and_a_slip_is_told(project: Project) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,17 @@ def test_a_finished_run_goes_back_and_trains_on_without_some_samples(project: Pr
     assert ids_of(run, 4) == {step: first[step] for step in (2, 3, 4, 5)}
     assert _logged_steps(run) == [0, 1, 2, 3, 4, 5], "each step once"
     assert _logged_steps(branch) == [0, 1, 2, 3, 4, 5], "and in the branch as it was"
+
+
+def test_what_a_killed_save_has_left_does_not_come_back(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.submit(*STEPS, "checkpoint.keep=9")
+    (run,) = project.runs
+    checkpoints = run / "checkpoints"
+    shutil.copytree(checkpoints / "step_00000006", checkpoints / ".replaced_step_00000006")
+    jobkit(project, "rewind", "toy", "--step", "2")
+    project.jobkit("resume", "toy")
+    assert [e["step"] for e in events(run) if e["event"] == "resumed"] == [0, 2]
 
 
 def _logged_steps(folder: Path) -> list[int]:

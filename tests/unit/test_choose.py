@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,14 @@ def test_what_words_mean(words: list[str], ends: str, runs: Path) -> None:
 def test_a_run_behind_a_link_is_meant_once(runs: Path) -> None:
     (runs / "link-0000000e").symlink_to(runs / "gpu-0000000d")
     assert [run.name for run in choose(["gpu", "link"], runs)] == ["gpu-0000000d"]
+
+
+def test_a_whole_name_does_not_mean_what_fresh_made_of_it(runs: Path) -> None:
+    second = make(runs, "gpu-0000000d-2", "14")
+    shutil.rmtree(find_run("gpu-0000000d", runs).path)
+    with pytest.raises(InputError, match=r"no run 'gpu-0000000d' .*did you mean 'gpu-0000000d-2'"):
+        choose(["gpu-0000000d"], runs)  # as rm that is typed twice
+    assert find_run("gpu", runs).name == find_run("gpu-0000000d-", runs).name == second.name
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ def summary(run: str, /, **status: Any) -> Summary:
 RUNS = [
     summary("a-1", name="a", seed=0, params={"lr": 0.003, "opt": {"name": "adam"}}, result={"accuracy": 0.91}),
     summary("a-2", name="a", seed=1, params={"lr": 0.03, "opt": {"name": "sgd"}}, result={"accuracy": float("nan")}),
-    summary("b-1", name="b", state="running", step=7, params={"wide": True, "sizes": [1, 2]}, values={"train/loss": 2}),
+    summary(
+        "b-1",
+        name="b",
+        state="running",
+        step=7,
+        params={"wide": True, "sizes": [1, 2], "large": 2**53 + 1},
+        values={"train/loss": 2},
+    ),
     summary("b-2", name="b", state="failed", step=0, params={"lr": "cosine", "a.b": 1}, result=3),
 ]
 
@@ -41,6 +48,10 @@ RUNS = [
         ("params.sizes=[1,2]", ["b-1"]),
         ("params.a.b=1", ["b-2"]),
         ("params.lr=null", ["b-1"]),
+        ("params.lr!=null", ["a-1", "a-2", "b-2"]),
+        ("params.wide!=none", ["b-1"]),
+        ("params.large=9007199254740993", ["b-1"]),
+        ("params.large=9007199254740992", []),
         ("seed=1", ["a-2"]),
         ("name=b", ["b-1", "b-2"]),
         ("run~-1", ["a-1", "b-1"]),

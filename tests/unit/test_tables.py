@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import pty
 import signal
@@ -104,10 +105,28 @@ def test_groups_have_mean_and_spread(listed: Any) -> None:
         ([3], Spread(1, 3.0, None)),
         ([1, 2, 3, 4], Spread(4, 2.5, 1.2909944487358056)),
         ([1e16, 1.0, -1e16], Spread(3, 1 / 3, 1e16)),
+        ([1e308, 1e308], Spread(2, 1e308, 0.0)),
+        ([1e200, 3e200], Spread(2, 2e200, math.sqrt(2) * 1e200)),
     ],
 )
 def test_mean_and_sample_standard_deviation(numbers: list[float], expected: Spread | None) -> None:
-    assert spread(numbers) == expected
+    found = spread(numbers)
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert (found.count, found.mean) == (expected.count, expected.mean)
+        assert found.deviation == (None if expected.deviation is None else pytest.approx(expected.deviation, rel=1e-14))
+
+
+def test_groups_go_by_their_values_or_by_the_mean_that_is_asked_for(listed: Any, runs: Path) -> None:
+    os.utime(runs / "digits-00000003" / "events.jsonl")  # the latest first would begin with it
+
+    def order(*arguments: str) -> list[str]:
+        return [line.split()[0] for line in listed("--group-by", "params.lr", *arguments).splitlines()[1:]]
+
+    assert order() == ["0.003", "0.03"]
+    assert order("--sort", "-params.lr") == order("--sort", "-accuracy") == ["0.03", "0.003"]
+    assert order("--sort", "accuracy", "--limit", "1") == ["0.003"]
+    assert order("--sort", "-train/loss") == ["0.003", "0.03"], "by the mean, not by the largest run"
 
 
 def test_runs_without_the_value_come_last_in_both_directions() -> None:
