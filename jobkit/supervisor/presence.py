@@ -31,21 +31,32 @@ class Presence:
 
     def check(self) -> None:
         """Raise RunRemoved where it was removed; OSError where it may be away."""
-        if self._folder is not None and os.fstat(self._folder).st_nlink == 0:  # certain; NFS does not tell
+        if self._is_certainly_gone():
             raise RunRemoved(self.run)
         if self.run.journal.path.exists():
             self._missing_since = None
             if self._folder is None:
                 self._folder = os.open(self.run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                if self._is_certainly_gone():  # some file systems count no links
+                    self.close()
             return
         self._missing_since = self._missing_since or time.monotonic()
         if time.monotonic() - self._missing_since >= GONE_SECONDS and is_missing(self.run):
             raise RunRemoved(self.run)
 
+    def _is_certainly_gone(self) -> bool:
+        """Whether the directory that is open has no name any more; NFS does not tell."""
+        try:
+            return self._folder is not None and os.fstat(self._folder).st_nlink == 0
+        except OSError:  # ESTALE for ever, of a disk that was mounted anew: what is under the name now says more
+            self.close()
+            return False
+
     def close(self) -> None:
         """Let go of the directory."""
         if self._folder is not None:
-            os.close(self._folder)
+            with suppress(OSError):
+                os.close(self._folder)
             self._folder = None
 
 

@@ -27,6 +27,7 @@ from jobkit.train.optimizer_state import Sharded, is_torchs_sharded, parameters_
 from jobkit.train.order import share_of
 from jobkit.train.parallel import Parallel, unwrapped
 from jobkit.train.sharding import reshard
+from jobkit.train.tracked_generator import TrackedGenerator
 from jobkit.train.verification import computes_alike
 
 
@@ -231,11 +232,12 @@ class Engine:
         *,
         micro_batch_size: int | None,
         devices: Sequence[torch.device],
+        generators: Sequence[TrackedGenerator],
     ) -> bool:
-        """Whether this rank's part of `backward` has the same bits twice; nothing is changed."""
+        """Whether this rank's part of `backward` has the same bits twice; nothing is changed. Raises UsageError."""
         scale = self.scaler.used if self.scaler is not None else 1.0
         options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "autocast": self.autocast, "scale": scale}
-        return computes_alike(model, lambda: backward(model, inputs, loss, target, **options), devices)
+        return computes_alike(model, lambda: backward(model, inputs, loss, target, **options), devices, generators)
 
     def _loaders_batch_size(self, given: int) -> int:
         """The loader's global batch, of which `given` samples must be this rank's share.

@@ -289,11 +289,9 @@ class Context:
         """
         self._loop.stragglers.timer.forward_begins()
         if self._loop.is_verified_now:
-            self._loop.verify(
-                self._engine.computes_alike(
-                    model, inputs, loss, target, micro_batch_size=micro_batch_size, devices=self._rank.devices
-                )
-            )
+            own = [one for one in self._tracked.all_objects() if isinstance(one, TrackedGenerator)]
+            more: dict[str, Any] = {"micro_batch_size": micro_batch_size, "devices": self._rank.devices}
+            self._loop.verify(self._engine.computes_alike(model, inputs, loss, target, generators=own, **more))
         return self._engine.backward(
             model,
             inputs,

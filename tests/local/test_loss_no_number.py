@@ -136,10 +136,15 @@ def train(ctx):
     model = ctx.parallelize(Wrong(ctx))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = ctx.loader(torch.utils.data.TensorDataset(torch.randn(32, 4)), global_batch_size=8)
-    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    noise = torch.Generator().manual_seed(ctx.rank)
+    ctx.track(model=model, optimizer=optimizer, loader=loader, noise=noise)
+
+    def loss(y, x):
+        return (y - x + 0.1 * torch.randn(x.shape, generator=noise)).square().mean()
+
     for step in ctx.steps(8):
         (x,) = next(loader)
-        ctx.backward(model, x, lambda y, x: (y - x).square().mean(), x, micro_batch_size=3)
+        ctx.backward(model, x, loss, x, micro_batch_size=3)
         ctx.update(optimizer)
     state = getattr(model, "module", model).state_dict()
     return {name: one.double().sum().item() for name, one in state.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,19 @@ def test_a_run_whose_disk_is_away_is_waited_for(act: Callable[[RunDir], None], r
     seen.check()
     seen.check()
     Presence(run).check()
+    seen.close()
+
+
+def test_a_directory_that_was_mounted_anew_is_looked_at_again(run: RunDir) -> None:
+    seen = Presence(run)
+    seen.check()
+    assert seen._folder is not None
+    os.close(seen._folder)  # an error for ever, as NFS's ESTALE
+    seen.check()
+    seen.check()
+    remove(run)
+    with pytest.raises(RunRemoved):
+        seen.check()
     seen.close()
 
 
