@@ -136,7 +136,7 @@ def at_step(ctx, step):
 YAML = f"""\
 name: toy
 task: mytask:train
-params: {{steps: {STEPS}, sleep: 0.01, dropout: 0.1}}
+params: {{steps: {STEPS}, sleep: 0.01, dropout: 0.1, workers: 0}}
 resources: {{tasks_per_node: 2}}
 checkpoint: {{every: {EVERY}}}
 """
@@ -245,7 +245,7 @@ DEATHS: list[tuple[tuple[list[int], int, str], str, str]] = [
 
 def test_a_run_survives_any_number_of_deaths_of_its_ranks(project: Mortal, undisturbed: bytes) -> None:
     project.plan(*(death for death, _, _ in DEATHS))
-    project.submit("--local", "resources.nodes=2", "resources.tasks_per_node=1", "+params.workers=1")
+    project.submit("--local", "resources.nodes=2", "resources.tasks_per_node=1", "params.workers=1")
     (run,) = project.runs
     assert causes(run) == [*(cause for _, cause, _ in DEATHS), "finished"], describe(run)
     for (death, cause, words), failure in zip(DEATHS, failures(run), strict=False):
