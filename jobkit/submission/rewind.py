@@ -41,10 +41,10 @@ def rewind(run: RunDir, step: int, skip_samples: Sequence[int] | None = None) ->
         store.clean()  # else the next attempt would bring back a later one that a killed save has left replaced
         later = [one for one in store.steps() if one > step]
         _check(run, store, step)
-        if not later and skip_samples is None:
-            raise InputError(f"{run.name}: step {step} is its newest checkpoint: there is nothing to go back from")
         number = 1 + sum(one["event"] == Event.REWOUND for one in run.journal.read())
         branch = run.checkpoints / "branches" / str(number)
+        if not later and skip_samples is None and not branch.exists():  # else one that was killed is completed
+            raise InputError(f"{run.name}: step {step} is its newest checkpoint: there is nothing to go back from")
         branch.mkdir(parents=True, exist_ok=True)
         if run.tensorboard.exists():  # the next attempt cuts the curves back to the step
             shutil.copytree(run.tensorboard, branch / run.tensorboard.name, dirs_exist_ok=True)
@@ -55,8 +55,9 @@ def rewind(run: RunDir, step: int, skip_samples: Sequence[int] | None = None) ->
             store.move_away(one, branch)
         fsync_dir(branch)
         skipped = {} if skip_samples is None else {"skip_samples": list(skip_samples)}
-        run.record(Event.REWOUND, step=step, branch=str(branch.relative_to(run.path)), moved=later, **skipped)
-        return Rewound(branch, later, run.status())
+        moved = Store(branch).steps()
+        run.record(Event.REWOUND, step=step, branch=str(branch.relative_to(run.path)), moved=moved, **skipped)
+        return Rewound(branch, moved, run.status())
 
 
 def _check(run: RunDir, store: Store, step: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jobkit.checkpoint.store import Store
 from jobkit.errors import CheckpointError, InputError, InvalidValue
+from jobkit.log import log
 from jobkit.run.choose import find_run
 from jobkit.run.config import Config, StartFrom
 from jobkit.run.differences import DECIDES, differences
@@ -46,12 +47,19 @@ def with_start(
 def check(config: Config, run: RunDir, parent: RunDir | None) -> None:
     """Raise InvalidValue where a run could not begin with what its config starts from; nothing is written.
 
+    Says so where it has begun with another checkpoint than the one that is there now: its name is the same.
+
     `parent` is the run that the checkpoint is of, where it was named by the command line.
     """
     start = config.start_from
-    if not start.run or _copies(run).has(start.step):
+    if not start.run:
         return
     parent = parent or RunDir(run.path.parent / start.run)
+    if (copies := _copies(run)).has(start.step):
+        if _are_others(copies, _store(parent), start.step):
+            text = "%s has begun with another checkpoint of step %d than %s has now: --fresh begins with that one"
+            log.warning(text, run.name, start.step, parent.path)
+        return
     if not parent.exists():
         raise InvalidValue("start_from.run", f"no run {start.run!r} in {run.path.parent}")
     if start.step not in (steps := _store(parent).steps()):
@@ -114,6 +122,13 @@ def _steps_so_far(parent: RunDir) -> list[int]:
         journalled = {int(one["step"]) for one in parent.journal.read() if one["event"] == Event.CHECKPOINT}
         return sorted(journalled.union(_store(parent).steps()), reverse=True)
     return _store(parent).steps()
+
+
+def _are_others(copies: Store, now: Store, step: int) -> bool:
+    """Whether two checkpoints of a step are there, and are not the same: the run was trained anew, or is another's."""
+    with contextlib.suppress(CheckpointError, OSError):
+        return copies.manifest(step).files != now.manifest(step).files
+    return False
 
 
 def _newest(parent: RunDir) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness.in_process import jobkit
 from harness.project import Project, events, status
 
+from jobkit.checkpoint.store import Manifest
 from jobkit.run.config import read_resolved
 
 TASK = """
@@ -136,6 +138,22 @@ def test_what_cannot_be_started_from_is_told_in_a_line(project: Project, words: 
     done = jobkit(project, "submit", "toy.yaml", "--local", "params.steps=99", *words, expect=2)
     assert said in done.stderr and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
     assert project.runs == runs
+
+
+def test_another_checkpoint_of_the_same_name_is_told(project: Project) -> None:
+    parent = project.run_of()
+    words = ("submit", "toy.yaml", "--local", "--from", f"{parent.name}@6", "params.steps=8", "--weights-only")
+    assert "has begun with another" not in project.jobkit(*words).stderr
+    assert "has begun with another" not in jobkit(project, *words).stderr
+    file = parent / "checkpoints" / "step_00000006" / "manifest.json"
+    before = file.read_text()
+    manifest = Manifest.from_json(json.loads(before))
+    name, digest = next(iter(manifest.files.items()))
+    changed = replace(manifest, files={**manifest.files, name: replace(digest, crc32=digest.crc32 ^ 1)})
+    file.write_text(json.dumps(changed.to_json()))  # as of a run that was removed, and trained anew with other code
+    said = jobkit(project, *words).stderr
+    file.write_text(before)
+    assert f"has begun with another checkpoint of step 6 than {parent} has now: --fresh begins with that one" in said
 
 
 def test_a_damaged_checkpoint_is_not_started_from(project: Project) -> None:

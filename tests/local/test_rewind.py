@@ -71,6 +71,14 @@ def test_what_a_killed_save_has_left_does_not_come_back(tmp_path: Path) -> None:
     project.jobkit("resume", "toy")
     assert [e["step"] for e in events(run) if e["event"] == "resumed"] == [0, 2]
 
+    branch = checkpoints / "branches" / "2"  # of a rewind that was killed before it could say so
+    branch.mkdir()
+    for moved in (run / "final", *(checkpoints / f"step_{step:08d}" for step in (6, 5, 4))):
+        moved.rename(branch / moved.name)
+    jobkit(project, "rewind", "toy", "--step", "2")
+    assert [e["moved"] for e in events(run) if e["event"] == "rewound"] == [[6, 5, 4], [6, 5, 4]]
+    assert status(run)["state"] == "interrupted"
+
 
 def _logged_steps(folder: Path) -> list[int]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
