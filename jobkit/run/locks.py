@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from jobkit.errors import InputError
+from jobkit.errors import InputError, JobkitError
 from jobkit.log import log
 from jobkit.run.files import FOR_ALL, is_there, write_atomic
 
@@ -49,14 +49,20 @@ def lock_at(file: Path, elsewhere: str) -> FileLock:
 
 
 @contextlib.contextmanager
-def held(lock: FileLock, what: str) -> Iterator[FileLock]:
-    """Hold a lock; who waits for it is told by whom it is held, who may stand still. `what` is what that one does."""
+def held(lock: FileLock, what: str, seconds: float | None = None) -> Iterator[FileLock]:
+    """Hold a lock; who waits for it is told by whom it is held, who may stand still. `what` is what that one does.
+
+    Raises JobkitError after a wait of `seconds`, where they are given.
+    """
     file = Path(lock.lock_file)
     try:
         lock.acquire(timeout=TOLD_AFTER_SECONDS)
     except Timeout:
         log.warning("%s is %s, and is waited for; Ctrl-C ends that", _who_holds(file), what)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=-1 if seconds is None else seconds)
+        except Timeout:
+            raise JobkitError(f"{_who_holds(file)} is still {what} after {seconds:g} s; try again later") from None
     try:
         with contextlib.suppress(OSError):  # beside the lock, which whoever tries to get it empties
             write_atomic(_name_file(file), f"process {os.getpid()} on {socket.gethostname()}", durable=False)

@@ -24,6 +24,9 @@ from jobkit.run.rundir import BESIDE
 FOLDER = ".sweeps"
 """A folder in the runs directory: `.sweeps/<name>/s<N>/sweep.json` for each sweep."""
 
+WAIT_SECONDS = 60.0
+"""How long a command for one run waits for a sweep that is being submitted: six times what one of 1,000 runs takes."""
+
 _LOCK, _ALIVE, _RECORD = "sweeps.submit", "alive", "sweep.json"
 
 
@@ -128,6 +131,13 @@ def open_sweep(runs_dir: Path, name: str, key: str) -> Sweep:
     return at(folder / f"s{number}")
 
 
+def wanted_by_others(sweep: Sweep) -> set[str]:
+    """The names of the runs that the other sweeps of that runs directory want."""
+    records_of_all = (sweep.runs_dir / FOLDER).glob(f"*/*/{_RECORD}")
+    others = (records.read(SweepRecord, file) for file in records_of_all if file.parent != sweep.path)
+    return {name for record in others if record is not None for name in record.runs}
+
+
 def runs_of(runs_dir: Path, sweep: str) -> list[str] | None:
     """The names of the runs of a sweep, as `digits/s1`, in its own order; None where there is no such sweep."""
     record = records.read(SweepRecord, runs_dir / FOLDER / sweep / _RECORD)
@@ -139,15 +149,22 @@ def key_of(*words: str) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
-def submission_lock(runs_dir: Path) -> AbstractContextManager[FileLock]:
-    """Held while a sweep is submitted: one lock for all of a runs directory, since two sweeps may share a run."""
+def submission_lock(runs_dir: Path, seconds: float | None = None) -> AbstractContextManager[FileLock]:
+    """Held while a sweep is submitted: one lock for all of a runs directory, since two sweeps may share a run.
+
+    Raises JobkitError after a wait of `seconds`, where they are given.
+    """
     lock = lock_at(runs_dir / BESIDE / _LOCK, elsewhere="set --runs-dir or JOBKIT_RUNS")
-    return held(lock, f"submitting a sweep in {runs_dir}")
+    return held(lock, f"submitting a sweep in {runs_dir}", seconds)
 
 
 def wait_until_submitted(runs_dir: Path) -> None:
-    """Return when nobody submits a sweep; whoever does needs no lock of a run that it has written down."""
-    with submission_lock(runs_dir):
+    """Return when nobody submits a sweep; whoever does needs no lock of a run that it has written down.
+
+    Raises JobkitError after WAIT_SECONDS: where an earlier submission had written the run down, and was cut off, the
+    one that goes on now may wait for the caller's lock.
+    """
+    with submission_lock(runs_dir, WAIT_SECONDS):
         pass
 
 

@@ -86,7 +86,7 @@ class Candidate:
         self.begins = start_from.bring(plan.config, run, self.parent)
         run.write_config(plan.config)
         run.keep_number()
-        self.plan, held = chains.prepared(plan)
+        self.plan = chains.prepared(plan)
         run.record(
             Event.SUBMITTING,
             cluster=plan.cluster,
@@ -101,7 +101,7 @@ class Candidate:
             **plan.config.told(),
             **_turn(plan),
             **({"after": plan.config.after} if plan.config.after else {}),
-            **({"held_for_others": True} if held else {}),
+            **({"held_for_others": True} if self.plan.is_held else {}),
             **_how_to_resume(run, self.command),
         )
         self._is_recorded = True

@@ -75,21 +75,22 @@ def _comes_after(run: RunDir, other: RunDir, seen: set[Path]) -> bool:
     return False
 
 
-def prepared(plan: LaunchPlan) -> tuple[LaunchPlan, bool]:
-    """The plan with what Slurm is to wait for, and whether its job is to be held; the other runs get to know who waits
-    for them."""
+def prepared(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with what Slurm is to wait for, or as one whose job is held; the other runs get to know who waits for
+    them."""
     run = RunDir(plan.run)
     found = verdict(run, plan.config.after)
     for other, _ in found.unfinished:
         with contextlib.suppress(OSError):  # another user's: the job itself looks, when it starts
             note_dependent(other, run)
     if plan.scheduler != "slurm" or not found.unfinished:
-        return plan, False
+        return plan
     own = plan.parameters.get("additional_parameters", {})
     follows = found.are_under_way and dependency_of(found)
-    more = {"dependency": ",".join(filter(None, (own.get("dependency"), follows)))} if follows else {"hold": True}
-    parameters = {**plan.parameters, "additional_parameters": {**own, **more}}
-    return dataclasses.replace(plan, parameters=parameters), not follows and "hold" not in own
+    if not follows:
+        return dataclasses.replace(plan, is_held="hold" not in own)
+    more = {"dependency": ",".join(filter(None, (own.get("dependency"), follows)))}
+    return dataclasses.replace(plan, parameters={**plan.parameters, "additional_parameters": {**own, **more}})
 
 
 def cancel_dependents(run: RunDir, cancel: Callable[[RunDir], Status | None]) -> None:

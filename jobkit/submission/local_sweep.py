@@ -8,6 +8,7 @@ are started by the next submission of the sweep.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -148,13 +149,15 @@ class Runner:
             run.record(Event.REQUEUE_FAILED, error=f"it could not be started: {error}")
 
     def _start(self, run: RunDir, plan: LaunchPlan) -> None:
-        with run.submission_lock():  # unless it was cancelled, or submitted by itself, in this moment
+        with contextlib.ExitStack() as unused, run.submission_lock():
+            if plan.turn.leases is not None:
+                unused.callback(plan.turn.leases.close)
             status = run.status()
+            # Unless it was cancelled, or submitted by itself, in this moment.
             if self._is_waiting(status) and not status.cancel_requested:
                 os.chdir(status.cwd or ".")
+                unused.pop_all()  # what starts it closes them
                 self._running.append(local.start(plan, foreground=False))
-            elif plan.turn.leases is not None:
-                plan.turn.leases.close()
 
     def _stop(self) -> None:
         """Let the runs that train stop with a checkpoint, and the others wait no more."""

@@ -50,6 +50,8 @@ class LaunchPlan:
     turn: Turn = field(default_factory=Turn)
     expected: Sequence[str] = ()
     """Names of runs that the same command is to make before this one."""
+    is_held: bool = False
+    """Whether its job is submitted as held: somebody has to continue a run that it comes after."""
 
     def at(self, run: Path) -> LaunchPlan:
         """The same plan for another run directory: which one it is, is decided last, under the submission's lock."""

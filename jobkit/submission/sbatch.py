@@ -64,6 +64,11 @@ class Batch:
         return self.runs[0].submitit if self.array is None else self.array
 
     @property
+    def options(self) -> list[str]:
+        """Of sbatch, beside those in the script: what another job of the same script is not to have."""
+        return ["--hold"] if self.plans[0].is_held else []
+
+    @property
     def script_file(self) -> Path:
         return self.folder / self.runs[0].batch_script.name
 
@@ -140,8 +145,9 @@ def _refer(run: RunDir, batch: Batch, task: int) -> None:
     if batch.array is None:
         run.task_file.unlink(missing_ok=True)
         return
-    write_atomic(run.task_file, str(task), durable=False)
+    # The script first, of which there is no job yet: in the array before, this task may be another run.
     replace_link(run.batch_script, batch.script_file)
+    write_atomic(run.task_file, str(task), durable=False)
 
 
 def _sbatch(batch: Batch, pass_fds: Sequence[int]) -> str:
@@ -150,7 +156,7 @@ def _sbatch(batch: Batch, pass_fds: Sequence[int]) -> str:
     def submit() -> str:
         hand_over()
         try:
-            return slurm.submit(str(batch.script_file), pass_fds=pass_fds)
+            return slurm.submit(str(batch.script_file), *batch.options, pass_fds=pass_fds)
         except SchedulerTimeout as error:
             return _adopt(batch, error)
         except SchedulerError:

@@ -64,7 +64,7 @@ class SweepOutcome:
     runner: subprocess.Popen[bytes] | None = None
     """The process that waits for the runs on this machine, where this submission has started it."""
     former: list[RunDir] = field(default_factory=list)
-    """Those that it wanted once and that are neither finished nor at an end."""
+    """Those that it wanted once and nobody wants now, and that are neither finished nor at an end."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -166,7 +166,11 @@ def submit_sweep(
             SweepRecord(key=key, runs=names, former=former, max_running=max_running, command=command, cwd=str(source))
         )
         outcome = SweepOutcome(sweep.name, runs, _states([*runs, *(RunDir(runs_dir / one) for one in former)]))
-        outcome.former = [RunDir(runs_dir / one) for one in former if outcome.states.get(one) in _UNDER_WAY]
+        others = sweeps.wanted_by_others(sweep)
+        for run in (RunDir(runs_dir / one) for one in former if outcome.states.get(one) in _UNDER_WAY):
+            # Whoever has submitted it since, by itself or with another sweep, wants it.
+            if run.name not in others and run.status().sweep == sweep.name:
+                outcome.former.append(run)
         starting = [one for one in planned.values() if outcome.states.get(one[1].run.name) not in _STAYS]
         if starting:
             _Submission(sweep, outcome, source, lock, max_running, len(starting), on_prepared).start(starting, needed)

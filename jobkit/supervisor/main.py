@@ -29,7 +29,7 @@ from jobkit.supervisor.needs import need_of
 from jobkit.supervisor.nodes import LocalNodes, SlurmNodes
 from jobkit.supervisor.queue import Place
 from jobkit.supervisor.ranks import ForkedRanks
-from jobkit.supervisor.slurm_job import EXIT_DECIDED, SlurmJob
+from jobkit.supervisor.slurm_job import EXIT_DECIDED, EXIT_START_AGAIN, SlurmJob
 from jobkit.supervisor.supervisor import Supervisor
 from jobkit.supervisor.waiting import is_after_others, may_start_in_job, wait_for_runs, wait_in_line
 
@@ -91,15 +91,19 @@ def supervise_in_job(run: RunDir, verb: str, arguments: Sequence[str]) -> int:
         tell_dependents(run)
         return code
     job.listen()
+    starts_again = False
     try:
         if not may_start_in_job(run, job):
             return EXIT_FINISHED
-        return Supervisor(run, ForkedRanks(run, SlurmNodes(run, job.id, arguments)), job).supervise()
+        code = Supervisor(run, ForkedRanks(run, SlurmNodes(run, job.id, arguments)), job).supervise()
+        starts_again = code == EXIT_START_AGAIN
+        return code
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return EXIT_FINISHED
     finally:
-        tell_dependents(run)
+        if not starts_again:  # that comes first: to tell a thousand takes longer than Slurm may leave a job
+            tell_dependents(run)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -97,3 +97,18 @@ def test_where_the_process_that_waits_is_killed_the_others_go_on_and_the_rest_is
     assert "2 runs (1 continued, 1 finished)" in project.submit(*sweep).stdout
     wait_for("the end", lambda: status(runs[1])["state"] == "finished", runs[1])
     assert len(status(runs[0])["attempts"]) == 1
+
+
+def test_a_run_that_cannot_be_started_keeps_no_device(project: Project) -> None:
+    """The folder in which the sweep was typed is gone."""
+    project.slow_down(1)
+    project.env["JOBKIT_RUNS"] = str(project.path.parent / "runs")
+    sweep = ("--local", "params.steps=4", "--detach", "--max-running", "1", "--sweep", "seed=0,1,2")
+    project.submit(*sweep)
+    path = project.path.parent / "runs" / ".sweeps" / "toy" / "s1"
+    runs = [path.parents[2] / name for name in at(path).record().runs]
+    wait_for("a step", lambda: step(runs[0]) >= 1, runs[0])
+    project.path.rename(project.path.with_name("renamed"))
+    wait_for("the end of the process that waited", lambda: not at(path).has_runner(), runs[2])
+    assert [status(run)["state"] for run in runs] == ["finished", "interrupted", "interrupted"]
+    assert "No such file or directory" in status(runs[2])["error"]

@@ -89,3 +89,22 @@ def test_a_run_whose_other_one_has_failed_is_held_from_the_beginning(project: Pr
     jobkit(project, "resume", "a")
     wait_for("its end", lambda: status(second)["state"] == "finished", second)
     assert status(first)["state"] == "finished"
+
+
+def test_a_job_that_was_submitted_as_held_goes_on_in_another_job(project: Project, slurm: Cluster) -> None:
+    first = submit(project, "a")
+    end(project, first, "a", code=3)
+    second = submit(project, "b", "--after", "a", "retry.crash=9")
+    assert "JobHeldUser" in job(slurm, second), "nobody continues what it comes after"
+    (project.path / "a").unlink()
+    jobkit(project, "resume", "a")
+    end(project, first, "a")
+    job_id = status(second)["job_id"]
+    listed = ("squeue", "--steps", "--noheader", f"--jobs={job_id}", "--format=%i")
+    wait_for("its start", lambda: f"{job_id}.0" in str(slurm.command(*listed)), second)
+    slurm.command("scontrol", "update", f"JobId={job_id}", "Requeue=0")
+    slurm.command("scancel", "--signal=KILL", f"{job_id}.0")
+    wait_for("another job", lambda: status(second)["job_id"] != job_id, second)
+    assert "Held" not in job(slurm, second)
+    (project.path / "b").write_text("0")
+    wait_for("its end", lambda: status(second)["state"] == "finished", second)

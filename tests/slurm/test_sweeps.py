@@ -161,6 +161,21 @@ def test_the_file_is_what_is_wanted(project: Project, slurm: Cluster) -> None:
         slurm.command("scancel", one)
 
 
+def test_what_somebody_else_wants_is_not_pruned(project: Project, slurm: Cluster) -> None:
+    sweep(project, *HELD, "--sweep", "seed=0,1,2")
+    runs = by_seed(project)
+    sweep(project, *HELD, "--sweep", "seed=1", "params.sleep=0,1")
+    jobkit = in_process.jobkit
+    jobkit(project, "cancel", runs[2].name)
+    jobkit(project, "submit", "toy.yaml", *HELD, "seed=2")
+    pruned = sweep(project, *HELD, "--sweep", "seed=0", "--prune")
+    assert "no longer wanted" not in pruned.stderr
+    assert "cancel_requested" not in names(runs[1]), "another sweep wants it"
+    assert names(runs[2])[-1] == "submitted", "it was submitted by itself"
+    for one in tasks(slurm, str(project.path)):
+        slurm.command("scancel", one)
+
+
 def test_the_first_run_is_finished_before_the_others_start(project: Project, slurm: Cluster) -> None:
     project.slow_down(1)
     sweep(project, "--cluster", "slurm", "params.steps=3", "--sweep", "seed=0,1,2", "--first")

@@ -16,6 +16,8 @@ import pytest
 from harness.in_process import jobkit
 from harness.project import Project
 
+from jobkit.errors import JobkitError
+from jobkit.run import locks, sweeps
 from jobkit.run.events import Event
 from jobkit.run.locks import NoLocks, is_free, lock_at
 from jobkit.run.rundir import RunDir
@@ -92,3 +94,15 @@ def test_who_waits_for_a_command_that_stands_still_is_told_which_and_goes_on_aft
     with run.submission_lock():
         assert (tmp_path / "runs/.locks" / f"{run.name}.submit.holder").exists()
     assert not list((tmp_path / "runs/.locks").glob("*.holder"))
+
+
+def test_a_command_for_a_run_does_not_wait_for_a_sweep_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the run's lock, for which that sweep may wait."""
+    monkeypatch.setattr(locks, "TOLD_AFTER_SECONDS", 0.01)
+    monkeypatch.setattr(sweeps, "WAIT_SECONDS", 0.01)
+    said = r"is still submitting a sweep in .*; try again later"
+    with sweeps.submission_lock(tmp_path), pytest.raises(JobkitError, match=said):
+        sweeps.wait_until_submitted(tmp_path)
+    sweeps.wait_until_submitted(tmp_path)
