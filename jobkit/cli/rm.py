@@ -59,9 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(arguments: argparse.Namespace) -> list[RunDir]:
-    """The runs that are meant; `--older` alone means all that are."""
+    """The runs that are meant: `--older` alone means all that are; where none is named, only this user's own."""
     is_all = arguments.older is not None and not (arguments.run_names or is_filtered(arguments))
     found = [one.open() for one in found_runs(arguments)] if is_all else chosen_runs(arguments)
+    if not arguments.run_names:  # in a folder that several users have
+        own = [one for one in found if removal.other_owner(one) is None]
+        if others := len(found) - len(own):
+            print(f"{others} run(s) of other users are left", file=sys.stderr)
+        found = own
     return found if arguments.older is None else _older(found, arguments.older)
 
 

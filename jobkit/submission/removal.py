@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,20 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
                 yield entry.stat(follow_symlinks=False)
 
 
+def other_owner(run: RunDir) -> str | None:
+    """Whose a run is, where it is another user's: who may write there need not mean to remove it. Root may."""
+    try:
+        owner = run.path.stat().st_uid
+    except OSError:  # gone since
+        return None
+    if os.geteuid() in (0, owner):
+        return None
+    try:
+        return pwd.getpwuid(owner).pw_name
+    except KeyError:
+        return f"user {owner}"
+
+
 def part_of(run: RunDir, *, checkpoints_only: bool) -> list[Path]:
     """What is removed of a run."""
     return [run.checkpoints, run.evaluation_file] if checkpoints_only else [run.path]
@@ -93,6 +108,7 @@ def remove(run: RunDir) -> list[str]:
     """
     if run.path.is_symlink():
         raise InputError(f"{run.name} is a link to {run.path.resolve()}: remove the run by that path, and the link")
+    _refuse_others(run)
     if not run.journal.path.exists():
         raise InputError(f"{run.path} has no journal: jobkit may not have made it; remove it yourself")
     with run.submission_lock():
@@ -104,7 +120,11 @@ def remove(run: RunDir) -> list[str]:
 
 
 def remove_checkpoints(run: RunDir) -> None:
-    """Remove the checkpoints of a run that does not live: it can only be started from its beginning then."""
+    """Remove the checkpoints of a run that does not live: it can only be started from its beginning then. Raises as
+    `remove`."""
+    _refuse_others(run)
+    if run.checkpoints.is_symlink():
+        raise InputError(f"{run.checkpoints} is a link to {run.checkpoints.resolve()}: remove what is there yourself")
     with run.submission_lock():
         _check_again(run)
         settle(run)
@@ -123,6 +143,11 @@ def remove_checkpoints(run: RunDir) -> None:
             _delete(path)
         if not is_told:
             run.record(Event.CHECKPOINTS_REMOVED)
+
+
+def _refuse_others(run: RunDir) -> None:
+    if (owner := other_owner(run)) is not None:
+        raise InputError(f"{run.name} is {owner}'s: not removed; who is sure of it may use rm -r {run.path}")
 
 
 def _check_again(run: RunDir) -> None:

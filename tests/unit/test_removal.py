@@ -234,6 +234,29 @@ def test_another_users_runs_stay(runs: Path) -> None:
     assert (run.checkpoints / "step_00000040/weights").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_users_runs_stay_where_everybody_may_write(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(runs, 1)
+    for folder, _, files in os.walk(runs.parent):
+        for path in (Path(folder), *(Path(folder) / file for file in files)):
+            path.chmod(0o777)
+    assert as_nobody(lambda: main(["rm", run.name])) == 2
+    assert as_nobody(lambda: main(["rm", run.name, "--checkpoints-only"])) == 2
+    assert as_nobody(lambda: main(["rm", "--state", "finished", "-y"])) == 0, "none of them is meant"
+    assert (run.checkpoints / "step_00000040/weights").exists()
+
+
+def test_checkpoints_behind_a_link_are_not_said_to_be_removed(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(runs, 1)
+    run.checkpoints.rename(tmp_path / "scratch")
+    run.checkpoints.symlink_to(tmp_path / "scratch")
+    assert main(["rm", run.name, "--checkpoints-only"]) == 2
+    assert f"is a link to {tmp_path / 'scratch'}: remove what is there yourself" in capsys.readouterr().err
+    assert run.status().checkpoint == 40
+
+
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (30_100_000, "30.1 MB"), (5e15, "5000.0 TB")]
 )
