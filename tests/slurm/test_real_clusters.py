@@ -390,7 +390,7 @@ def test_a_submission_that_was_killed_with_its_sbatch_is_told_as_lost_until_it_i
     wait_until(lambda: is_free(lock_of(cut_off)), "the end of sbatch and of what it has started")
     assert "probably lost" in listed(cut_off, run)
     assert "its submission was cut off; the same command completes it" in cut_off.jobkit("status", run.name).stdout
-    cut_off.jobkit("logs", "-f", run.name)  # ends
+    cut_off.jobkit("logs", "-f", run.name, expect=75)  # it ends
     assert names(run) == ["submitting"]
     (cut_off.path / "go").touch()
     cut_off.submit("--cluster", "slurm", *HELD)
