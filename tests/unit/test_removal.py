@@ -6,10 +6,12 @@ import io
 import os
 import shutil
 import time
+from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 
 import pytest
-from harness.other_user import as_nobody
+from harness.other_user import as_nobody, only_root, open_folder
 
 from jobkit.cli.main import main
 from jobkit.cli.rm import bytes_text
@@ -222,28 +224,26 @@ def test_a_folder_that_jobkit_did_not_make_and_a_link_are_left(runs: Path, capsy
     assert real.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_another_users_runs_stay(runs: Path) -> None:
-    run = make(runs, 1)
-    runs.parent.chmod(0o755)
-    (runs / ".locks").chmod(0o777)
-    for path in (runs / ".locks").iterdir():
-        path.chmod(0o666)
-    assert as_nobody(lambda: main(["rm", run.name])) == 2
-    assert run.status().checkpoint == 40
-    assert (run.checkpoints / "step_00000040/weights").exists()
+@only_root
+@pytest.mark.parametrize("may_write", ["the locks", "all"])
+def test_another_users_runs_stay(may_write: str) -> None:
+    with open_folder() as folder:
+        run = make(folder / "runs", 1)
+        for parent, _, files in os.walk(folder if may_write == "all" else folder / "runs/.locks"):
+            for path in (Path(parent), *(Path(parent) / file for file in files)):
+                path.chmod(0o777)
 
+        def remove(*arguments: str) -> tuple[int, str]:
+            with redirect_stderr(io.StringIO()) as said:
+                return main(["rm", "--runs-dir", str(folder / "runs"), *arguments]), said.getvalue()
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_another_users_runs_stay_where_everybody_may_write(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make(runs, 1)
-    for folder, _, files in os.walk(runs.parent):
-        for path in (Path(folder), *(Path(folder) / file for file in files)):
-            path.chmod(0o777)
-    assert as_nobody(lambda: main(["rm", run.name])) == 2
-    assert as_nobody(lambda: main(["rm", run.name, "--checkpoints-only"])) == 2
-    assert as_nobody(lambda: main(["rm", "--state", "finished", "-y"])) == 0, "none of them is meant"
-    assert (run.checkpoints / "step_00000040/weights").exists()
+        for arguments in ((run.name,), (run.name, "--checkpoints-only")):
+            code, said = as_nobody(partial(remove, *arguments))
+            assert (code, f"error: {run.name} is root's: not removed" in said) == (2, True)
+        left = "1 run(s) of other users are left\n"
+        assert as_nobody(partial(remove, "--state", "finished", "-y")) == (0, left)
+        assert run.status().checkpoint == 40
+        assert (run.checkpoints / "step_00000040/weights").exists()
 
 
 def test_checkpoints_behind_a_link_are_not_said_to_be_removed(
