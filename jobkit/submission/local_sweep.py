@@ -22,6 +22,7 @@ from filelock import Timeout
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
 from jobkit.log import configure, log
 from jobkit.run import sweeps
+from jobkit.run.disk_errors import DISK_ERRORS
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
@@ -68,17 +69,30 @@ class Runner:
 
     def work(self) -> None:
         """Return when all runs that were started are over, and none waits, though the sweep was submitted again."""
+        problem = ""
         while True:
-            self._look_for_runs()
-            self._drop_what_waits_no_more()
-            if self.signals:
-                self._stop()
-            elif self._waiting and (self.max_running is None or len(self._running) < self.max_running):
-                self._start_first()
-            self._running = [one for one in self._running if one.poll() is None]
-            if not self._running and not self._waiting and self._is_done():
-                return
+            try:
+                if self._go_on():
+                    return
+                problem = ""
+            except OSError as error:
+                if error.errno not in DISK_ERRORS:
+                    raise
+                if str(error) != problem:
+                    problem = str(error)
+                    log.warning("%s; what waits goes on when that is over", problem)
             time.sleep(LOOK_SECONDS)
+
+    def _go_on(self) -> bool:
+        """Do what is to be done now; whether that was all. Raises OSError for a disk that is full or away."""
+        self._look_for_runs()
+        self._drop_what_waits_no_more()
+        if self.signals:
+            self._stop()
+        elif self._waiting and (self.max_running is None or len(self._running) < self.max_running):
+            self._start_first()
+        self._running = [one for one in self._running if one.poll() is None]
+        return not self._running and not self._waiting and self._is_done()
 
     def _is_done(self) -> bool:
         """Whether nobody has just submitted the sweep again; whoever does is then told that this process is gone."""
@@ -141,12 +155,15 @@ class Runner:
             if (leases := self._place.take()) is None:
                 return
             self._place = None
-            del self._waiting[name]
             self._start(run, replace(plan, turn=replace(turn, leases=leases)))
+            del self._waiting[name]
         except (JobkitError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise
             log.warning("%s cannot be started: %s", name, error)
+            with contextlib.suppress(FileNotFoundError):  # removed
+                run.record(Event.REQUEUE_FAILED, error=f"it could not be started: {error}")
             self._waiting.pop(name, None)
-            run.record(Event.REQUEUE_FAILED, error=f"it could not be started: {error}")
 
     def _start(self, run: RunDir, plan: LaunchPlan) -> None:
         with contextlib.ExitStack() as unused, run.submission_lock():
@@ -162,13 +179,13 @@ class Runner:
     def _stop(self) -> None:
         """Let the runs that train stop with a checkpoint, and the others wait no more."""
         self._leave_line()
-        for waiting in self._waiting.values():
-            waiting.run.record(Event.INTERRUPTED, cause="user")
-        self._waiting.clear()
-        for _ in range(self.signals - self._passed_on):
+        while self._passed_on < self.signals:
+            self._passed_on += 1
             for process in self._running:
                 process.send_signal(signal.SIGTERM)
-        self._passed_on = self.signals
+        for name, waiting in list(self._waiting.items()):
+            waiting.run.record(Event.INTERRUPTED, cause="user")
+            del self._waiting[name]
 
     def _leave_line(self) -> None:
         if self._place is not None:
