@@ -66,7 +66,8 @@ class Batch:
     @property
     def options(self) -> list[str]:
         """Of sbatch, beside those in the script: what another job of the same script is not to have."""
-        return ["--hold"] if self.plans[0].is_held else []
+        # Of all or of none: nobody would release the others. One that starts too early goes back, and is held then.
+        return ["--hold"] if all(plan.is_held for plan in self.plans) else []
 
     @property
     def script_file(self) -> Path:
