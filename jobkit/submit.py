@@ -102,6 +102,9 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     except JobkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # `submit --dry-run | head`
+        sys.stderr.close()
+        return 0
     except OSError as error:
         from jobkit.run.disk_errors import in_a_line
 

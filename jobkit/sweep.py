@@ -62,7 +62,25 @@ def points_of(arguments: argparse.Namespace, experiment: Experiment) -> list[gri
     for option in ("fresh", "follow", "check_model", "notify"):
         if getattr(arguments, option):
             raise InputError(f"--{option.replace('_', '-')} is for one run, and this is a sweep (--no-sweep: one run)")
+    _refuse_values_given_twice(arguments.overrides, parts)
     return [tuple(itertools.chain(*combination)) for combination in itertools.product(*parts)]
+
+
+def _refuse_values_given_twice(overrides: Sequence[str], parts: Sequence[Sequence[grid.Point]]) -> None:
+    """Refuse a key that has values in two places: one of them would have no effect."""
+    seen = {_key_of(text): text for text in overrides}
+    for points in parts:
+        keys = {_key_of(text) for point in points for text in point}
+        if twice := sorted(keys & set(seen)):
+            found = seen[twice[0]]
+            raise InputError(
+                f"{found}: the sweep has values of its own for {twice[0]}; leave one out (--no-sweep: one run)"
+            )
+        seen |= {key: key for key in keys}
+
+
+def _key_of(text: str) -> str:
+    return text.partition("=")[0].lstrip("+")
 
 
 def _refuse_options_of_sweeps(arguments: argparse.Namespace) -> None:

@@ -116,5 +116,11 @@ def confirm(runs: Sequence[RunDir], arguments: argparse.Namespace) -> None:
     if not sys.stdin.isatty():
         raise InputError(f"{which}; without a terminal to ask on, -y says to go on; nothing was done")
     print(f"{which} go on? [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+    try:
+        answer = sys.stdin.readline()
+    except KeyboardInterrupt:
+        answer = ""
+    if not answer.endswith("\n"):  # Ctrl-C or Ctrl-D: the cursor is still behind the question
+        print(file=sys.stderr)
+    if answer.strip().lower() not in ("y", "yes"):
         raise InputError("nothing was done")

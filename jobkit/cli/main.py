@@ -33,6 +33,14 @@ VERBS = {
     "doctor": "check this machine, the cluster and the network between its nodes",
 }
 
+ELSEWHERE = {
+    "ls": "list", "ps": "list", "squeue": "list", "run": "submit", "train": "submit", "sbatch": "submit",
+    "sweep": "submit EXP.yaml --sweep key=v1,v2", "fork": "submit EXP.yaml --from RUN", "stop": "cancel",
+    "kill": "cancel", "scancel": "cancel", "delete": "rm", "remove": "rm", "show": "status", "info": "status",
+    "tail": "logs -f", "compare": "diff", "tensorboard": "board",
+}  # fmt: skip
+"""What other programs call it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a JobkitError becomes its message and exit code."""
@@ -54,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         found = arguments[0]
         typed = f"; did you mean `{to_type('submit', found)}`?"
-        hint = typed if found.endswith((".yaml", ".yml")) else nearest(found, VERBS)
+        hint = typed if found.endswith((".yaml", ".yml")) else _meant(found)
         print(f"error: no command {found!r}{hint} (there are: {', '.join(VERBS)})", file=sys.stderr)
         return EXIT_BAD_INPUT
     told_by = parser
@@ -89,6 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return 130
+
+
+def _meant(found: str) -> str:
+    return f"; did you mean {ELSEWHERE[found]!r}?" if found in ELSEWHERE else nearest(found, VERBS)
 
 
 def _complete(parser: Parser, subparsers: Any) -> int:

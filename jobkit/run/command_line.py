@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+OF_RUNS = ("list", "status", "logs", "cancel", "preempt", "wait", "resume", "rm", "board", "rewind", "report", "queue")
+"""The verbs that take `--runs-dir`; the words of a `submit` are taken from a whole command line."""
+
 
 def this_python() -> str:
     """How the interpreter of this process is typed: by its name only where that means this one, as in an activated
@@ -23,10 +26,23 @@ def this_python() -> str:
 
 def to_type(verb: str, *words: str) -> str:
     """A command of jobkit's, as it can be typed here: tools/run activates no environment."""
+    if verb in OF_RUNS and "--runs-dir" not in words:
+        words = (*words, *runs_dir_typed())
     if shutil.which("jobkit") == sys.argv[0]:  # it is what was typed
         return shlex.join(["jobkit", verb, *words])
     module = ["jobkit.submit"] if verb == "submit" else ["jobkit", verb]
     return shlex.join([this_python(), "-m", *module, *words])
+
+
+def runs_dir_typed() -> list[str]:
+    """`--runs-dir DIR` as it stands on this command line: what is to be typed next needs it, too."""
+    started = Path(sys.argv[0])
+    if "jobkit" not in (started.name, started.parent.name):  # a program of the user's, with options of its own
+        return []
+    for index, word in enumerate(sys.argv):
+        if word.partition("=")[0] == "--runs-dir":
+            return sys.argv[index : index + (1 if "=" in word else 2)]
+    return []
 
 
 def own_words() -> list[str]:

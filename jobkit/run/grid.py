@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobkit.errors import InputError, InvalidValue
+from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run.yamlfile import read_text
 
 Point = tuple[str, ...]
@@ -27,6 +27,7 @@ FORMS = "v1,v2 or range(4), range(2,10,2), log(1e-4,1e-1,7)"
 
 _KEY = re.compile(r"\+?[A-Za-z_][\w.\-]*")
 _CALL = re.compile(r"(range|log)\((.*)\)")
+_ANY_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)")
 
 
 def grid_of_words(words: Sequence[str]) -> list[Point]:
@@ -111,7 +112,9 @@ def _listed(key: str, value: Any) -> list[str]:
             return _values(value)
     except ValueError as error:
         raise InvalidValue(key, f"found {value!r}: {error}") from None
-    raise InvalidValue(key, f"found {value!r}, expected a list of values, or a text like range(4)")
+    written = next(iter(value), "lr") if isinstance(value, Mapping) else ""
+    hint = f"; keys are written with dots: params.{written}: [...]" if isinstance(value, Mapping) else ""
+    raise InvalidValue(key, f"found {value!r}, expected a list of values, or a text like range(4){hint}")
 
 
 def _text(value: Any) -> str:
@@ -125,7 +128,10 @@ def _values(text: str) -> list[str]:
         return _called(call[1], [one.strip() for one in call[2].split(",")])
     values = [one.strip() for one in _split(text)]
     if not all(values):
-        raise ValueError(f"a value is empty; expected {FORMS}")
+        raise ValueError(f"a value is empty (blanks separate axes: no blank behind a comma); expected {FORMS}")
+    if unknown := next(filter(_ANY_CALL.fullmatch, values), None):  # Hydra's choice(...), a misspelt range(...)
+        hint = nearest(unknown.partition("(")[0], ("range", "log"))
+        raise ValueError(f"found {unknown}{hint}; expected {FORMS}; a text in quotes: '\"{unknown}\"'")
     return values
 
 

@@ -11,6 +11,8 @@ from jobkit.errors import InputError, InvalidValue, closest
 from jobkit.run import secrets
 from jobkit.run.yamlfile import parse_value
 
+_NUMBERS = re.compile(r"[\d.+-][\w.+-]*(\s*,\s*[\d.+-][\w.+-]*)+,?")
+
 NAMES_SHOWN = 12
 """How many params a refusal lists."""
 
@@ -56,6 +58,8 @@ def check(override: Override, values: Mapping[str, Any], sections: Mapping[str, 
     if top not in sections:
         allowed = ", ".join(sections)
         raise InvalidValue(override.key, f"unknown key{_meant(override.key, values, sections)} (allowed: {allowed})")
+    if top == "params":
+        _refuse_list_for_a_number(override, values)
     if top == "params" and not override.adds:
         params = values.get("params")
         for key, siblings in _new_params(params if isinstance(params, Mapping) else {}, below, override.value):
@@ -67,6 +71,18 @@ def check(override: Override, values: Mapping[str, Any], sections: Mapping[str, 
             found = closest(key[-1], shown)
             hint = f"; did you mean '{parent}.{found}'?" if found is not None else ""
             raise InvalidValue(dotted, f"there is no such key{hint} ({has}; to add one: +{dotted}=...)")
+
+
+def _refuse_list_for_a_number(override: Override, values: Mapping[str, Any]) -> None:
+    """Refuse `params.lr=1,2` where the file has a number: it is a sweep, and would be a text."""
+    present: Any = values
+    for name in override.key.split("."):
+        present = present.get(name) if isinstance(present, Mapping) else None
+    is_list = isinstance(override.value, str) and _NUMBERS.fullmatch(override.value)
+    typed = override.text.partition("=")[2].strip()
+    if is_list and isinstance(present, int | float) and typed == override.value:  # not in quotes
+        hint = f"a run for each: --sweep {override.key}={override.value}; a list: {override.key}=[{override.value}]"
+        raise InvalidValue(override.key, f"found the text '{override.value}' for a number, {present!r}; {hint}")
 
 
 def _new_params(values: Any, key: Sequence[str], value: Any) -> Iterator[tuple[list[str], Iterable[str]]]:

@@ -41,5 +41,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_BAD_INPUT, f"error: {message}{self._meant(message)}\n{self.prog} --help shows what it takes\n")
 
     def _meant(self, message: str) -> str:
+        if message.endswith("required: EXP.yaml"):
+            return ", before --sweep: that takes all the words behind it" if "--sweep" in sys.argv else ""
         unknown = re.match(r"unrecognized arguments: .*?(--?[\w-]+)", message)
+        if unknown and unknown[1] in ("-m", "--multirun") and "--sweep" in self._option_string_actions:  # Hydra's
+            return "; did you mean '--sweep'?"
         return nearest(unknown[1], self._option_string_actions) if unknown else ""

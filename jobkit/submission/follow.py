@@ -95,9 +95,12 @@ class Wait:
             return ""
         self._look_at = time.monotonic() + LOOK_SECONDS
         found = Line().find(self.run.path, os.getuid())
-        if before := verdict(self.run, status.after).text:
+        others = verdict(self.run, status.after)
+        if before := others.text:
             is_new, self._before = before != self._before, before
-            return f"queued: waiting for {before}" if is_new else ""
+            stopped = [run.name for run, status in others.unfinished if not status.state.is_under_way]
+            hint = f"; to continue: {to_type('resume', *stopped)}" if stopped else ""
+            return f"queued: waiting for {before}{hint}" if is_new else ""
         if found is None or (len(status.attempts), found.place) == self._told:
             return ""
         hint = "" if self._told else f"; {to_type('logs', '-f', self.run.name)}"

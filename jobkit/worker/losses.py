@@ -107,7 +107,7 @@ class LossWatch:
             nothing = own - own
             self._sum = nothing if self._sum is None else self._sum + nothing
             return
-        value = float(loss)
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)  # torch warns of one with a gradient
         if not math.isfinite(value):
             self._found = value
             if self._in_a_row >= self._allowed:

@@ -127,6 +127,9 @@ def test_nothing_is_done_to_several_without_a_yes(
     told = capsys.readouterr()
     assert "4 runs: digits-0000000a, digits-0000000b, digits-0000000c, gpu-0000000d go on? [y/N]" in told.err
     assert told.out == ""
+    monkeypatch.setattr("sys.stdin", Terminal(""))  # Ctrl-D
+    assert main(["cancel", "digits*"]) == 2
+    assert capsys.readouterr().err.endswith("go on? [y/N] \nerror: nothing was done\n")
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
     assert main(["cancel", "digits*"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3

@@ -28,6 +28,7 @@ def values(word: str) -> list[str]:
         ("params.text='a,b',c", ["'a,b'", "c"]),
         ("params.text=don't, do", ["don't", "do"]),
         ("+params.new=1,2", ["1", "2"]),
+        ("params.text='f(1,2)',g", ["'f(1,2)'", "g"]),
     ],
 )
 def test_an_axis_has_these_values(word: str, expected: list[str]) -> None:
@@ -52,6 +53,9 @@ def test_a_grid_is_the_product_and_its_last_axis_changes_fastest() -> None:
         (["a=log(1,2)"], "log(FIRST,LAST,COUNT)"),
         (["a=log(1,inf,3)"], "log(FIRST,LAST,COUNT)"),
         (["a=range(1000)", "b=range(1000)"], "1000000 points"),
+        (["a=choice(1,2)"], "found choice(1,2); expected v1,v2 or range(4)"),
+        (["a=rang(4)"], "did you mean 'range'?"),
+        (["a=range(2),5"], "found range(2)"),
     ],
 )
 def test_what_is_no_axis_is_refused(words: list[str], said: str) -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import math
 import random
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from PIL import Image, ImageSequence
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
+from jobkit.worker.losses import LossWatch
 from jobkit.worker.metrics import MetricLog, rewind
 
 
@@ -217,3 +219,13 @@ def test_a_progress_report_that_cannot_be_written_does_not_stop_the_log(tmp_path
     metrics.mark().result(timeout=2)
     metrics.close()
     assert curves(tmp_path) == {"loss": [(0, 1.0)]}
+
+
+def test_a_loss_with_a_gradient_is_looked_at_without_a_warning() -> None:
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            LossWatch(torch.device("cpu")).see(torch.ones((), requires_grad=True), 0, list)
+    finally:
+        torch.set_warn_always(False)

@@ -371,6 +371,7 @@ def test_the_version_is_told(project: Project) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["ls"], "no command 'ls'; did you mean 'list'? (there are: "),
         (["statsu"], "no command 'statsu'; did you mean 'status'? (there are: submit, list, "),
         (["toy.yaml", "--local"], "no command 'toy.yaml'; did you mean `python -m jobkit.submit toy.yaml`?"),
     ],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from harness import in_process
 from harness.project import Project
+
+from jobkit.run.command_line import to_type
 
 
 @pytest.fixture
@@ -27,6 +31,12 @@ def project(tmp_path: Path) -> Project:
         (["--sweep-file", "none.csv"], "none.csv: no such file"),
         (["--max-running", "3"], "--max-running is for a sweep"),
         (["--prune"], "--prune is for a sweep"),
+        (
+            ["params.sleep=3", "--sweep", "params.sleep=1,2"],
+            "params.sleep=3: the sweep has values of its own for params.s",
+        ),
+        (["params.sleep=1,2"], "a run for each: --sweep params.sleep=1,2"),
+        (["-m", "params.sleep=1,2"], "did you mean '--sweep'?"),
         (["--first"], "--first is for a sweep"),
         (["--sweep", "task=mytask:other"], "defines no 'other'"),
         (["--sweep", "params.sleep=0,${nothing}"], "there is no such key"),
@@ -53,3 +63,17 @@ def test_a_dry_run_shows_each_run_and_what_is_one(project: Project) -> None:
     assert total == "4 run(s); 2 of 6 points are one run with another"
     assert all(line.startswith("toy-") and "seed=" in line for line in lines)
     assert not (project.path / "runs").exists()
+
+
+def test_what_to_type_next_has_the_runs_directory_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/env/jobkit/__main__.py", "submit", "toy.yaml", "--runs-dir", "other"])
+    assert to_type("list", "toy/s1").endswith("jobkit list toy/s1 --runs-dir other")
+    assert to_type("submit", "toy.yaml").endswith("jobkit.submit toy.yaml")
+    monkeypatch.setattr("sys.argv", ["train.py", "--runs-dir", "of the program's own"])
+    assert to_type("list").endswith("jobkit list")
+
+
+def test_a_dry_run_whose_reader_has_gone_ends_without_a_traceback(project: Project) -> None:
+    command = f"{sys.executable} -m jobkit submit toy.yaml --local --dry-run | true"
+    done = subprocess.run(command, shell=True, cwd=project.path, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == ""
