@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -36,6 +37,8 @@ WARM = pytest.StashKey[Parent]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """One process imports torch for all local runs of a session, whichever of its workers starts them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before anything imports torch. Its threads, one a core in each of the tests' processes, spin while they wait for
     # each other: a test of 3 s took 250 s beside others.
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -37,13 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(outcome, JobkitError):
             print(f"error: {outcome}", file=sys.stderr)
             codes.append(outcome.exit_code)
-        elif outcome is not None and outcome.state == State.CANCELLED and not outcome.attempts:
-            print(f"{one.name} cancelled before it had begun", flush=True)  # its config, of a hundred, need not be read
-            codes.append(EXIT_FINISHED)
+            continue
+        if outcome is not None and outcome.state == State.CANCELLED and not outcome.attempts:
+            code, lines = EXIT_FINISHED, [f"{one.name} cancelled before it had begun"]  # without a look at its config
         else:
             code, lines = told(one, outcome)
-            print(lines[0], flush=True)
-            codes.append(code)
+        _print(one, lines[:1], arguments.json)
+        codes.append(code)
     return worst(codes)
 
 
