@@ -24,6 +24,7 @@ from jobkit.log import configure, log
 from jobkit.run import sweeps
 from jobkit.run.disk_errors import DISK_ERRORS
 from jobkit.run.events import Event
+from jobkit.run.files import write_atomic
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.run.sweeps import Sweep
@@ -216,11 +217,11 @@ def main(arguments: Sequence[str]) -> int:
     sweep = sweeps.at(Path(arguments[0]))
     runner = Runner(sweep)
     runner.listen()
+    write_atomic(sweep.process_file, str(os.getpid()), durable=False)  # before the lock tells others that it is there
     try:
         sweep.alive_lock.acquire(timeout=10)  # not at once: whoever asks whether we live takes the lock for an instant
     except Timeout:
         log.warning("%s has a process already", sweep.name)
         return EXIT_FAILED
-    sweep.process_file.write_text(str(os.getpid()))
     runner.work()
     return EXIT_FINISHED
