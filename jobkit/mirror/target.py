@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,10 +44,3 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Wait until what was sent is there; the run may go on in another attempt."""
-
-
-class Connect(Protocol):
-    """How a service's page of a run is made, or found again."""
-
-    def __call__(self, name: str, params: Mapping[str, Any], sent: Sent) -> Target:
-        """The page that is named `name`, with params by dotted name, of which `sent` is known."""
