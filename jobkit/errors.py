@@ -24,7 +24,7 @@ class InputError(JobkitError):
 
 
 class InvalidValue(InputError):
-    """One value of a config is wrong: raised with its dotted key alone; run.config.Places adds file and line."""
+    """One value of a config is wrong: raised with its dotted key alone; run.places.Places adds file and line."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}" if key else problem)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jobkit.errors import EXIT_FINISHED, InputError, nearest
 
 if TYPE_CHECKING:
-    from jobkit.run.config import Experiment, LoadedConfig
+    from jobkit.run.experiment import Experiment, LoadedConfig
     from jobkit.run.rundir import RunDir
 
 
@@ -28,7 +28,7 @@ def stages_wanted(arguments: argparse.Namespace, experiment: Experiment) -> list
         if stage is not None:
             raise InputError(f"--stage {stage}: {experiment.places.path} has no `pipeline:`")
         return None
-    from jobkit.run.config import stages_of
+    from jobkit.run.experiment import stages_of
 
     names = list(stages_of(experiment))
     if stage is not None and stage not in names:
@@ -86,7 +86,7 @@ def run(
 def _loaded(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Path) -> dict[str, LoadedConfig]:
     """The configs of all stages, with whole names of the runs that they come after: stages before them, or others."""
     from jobkit.run.choose import find_run
-    from jobkit.run.config import stages_of
+    from jobkit.run.experiment import stages_of
     from jobkit.submission.chains import with_whole_names
     from jobkit.submission.submit import choose_run
 

@@ -17,7 +17,8 @@ from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputEr
 from jobkit.run.usage import Parser, program
 
 if TYPE_CHECKING:
-    from jobkit.run.config import Experiment, LoadedConfig, StartFrom
+    from jobkit.run.config import StartFrom
+    from jobkit.run.experiment import Experiment, LoadedConfig
     from jobkit.run.rundir import RunDir
     from jobkit.submission.plan import Turn
     from jobkit.submission.submit import Outcome
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     """One submission, as the command line says; returns the exit code."""
     from jobkit import slurm
     from jobkit.log import configure
-    from jobkit.run.config import read_experiment
+    from jobkit.run.experiment import read_experiment
     from jobkit.run.runs import default_runs_dir
     from jobkit.submission.plan import Turn
 

@@ -18,7 +18,7 @@ from jobkit.run import grid, sweeps
 from jobkit.run.command_line import to_type
 
 if TYPE_CHECKING:
-    from jobkit.run.config import Experiment
+    from jobkit.run.experiment import Experiment
     from jobkit.run.rundir import RunDir
     from jobkit.submission.sweep import Point, SweepOutcome
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from jobkit import slurm
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.run.config import LoadedConfig, load
+from jobkit.run.experiment import LoadedConfig, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.run.yamlfile import dump

@@ -12,8 +12,10 @@ from jobkit.cli.several import each
 from jobkit.errors import InputError
 from jobkit.run import secrets
 from jobkit.run.command_line import to_type
-from jobkit.run.config import Config, LoadedConfig, Places
+from jobkit.run.config import Config
+from jobkit.run.experiment import LoadedConfig
 from jobkit.run.identity import name_in
+from jobkit.run.places import Places
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
 from jobkit.run.status import Status

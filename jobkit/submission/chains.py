@@ -12,9 +12,9 @@ from jobkit.log import log
 from jobkit.run import references
 from jobkit.run.choose import find_run
 from jobkit.run.command_line import to_type
-from jobkit.run.config import LoadedConfig
 from jobkit.run.dependencies import dependents, note_dependent, runs_before, verdict
 from jobkit.run.events import Event
+from jobkit.run.experiment import LoadedConfig
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission.plan import LaunchPlan

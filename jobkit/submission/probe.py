@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobkit.errors import InputError, SchedulerError
-from jobkit.run.config import LoadedConfig
+from jobkit.run.experiment import LoadedConfig
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission import job

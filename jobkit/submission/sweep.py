@@ -20,7 +20,7 @@ from jobkit import slurm
 from jobkit.errors import InputError, JobkitError
 from jobkit.log import log
 from jobkit.run import shared_code, snapshot, sweeps
-from jobkit.run.config import LoadedConfig
+from jobkit.run.experiment import LoadedConfig
 from jobkit.run.identity import name_in
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import newest_versions, run_at

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from jobkit.errors import JobkitError
 from jobkit.log import log
 from jobkit.run import notify, user_command
-from jobkit.run.config import read_user_config
 from jobkit.run.files import FOR_OWNER, read_json, write_atomic, write_json
 from jobkit.run.notify import Notify
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
+from jobkit.run.user_config import read_user_config
 
 LEAVING_SECONDS = 5.0
 """How long commands are waited for where the scheduler is ending the job."""

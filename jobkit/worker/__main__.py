@@ -20,7 +20,8 @@ from jobkit.log import configure, log
 if TYPE_CHECKING:
     from filelock import FileLock
 
-    from jobkit.run.config import Config, LoadedConfig
+    from jobkit.run.config import Config
+    from jobkit.run.experiment import LoadedConfig
     from jobkit.run.rundir import RunDir
     from jobkit.worker.disks import Disks
     from jobkit.worker.launcher import Launch
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _load(arguments: argparse.Namespace, launch: Launch) -> LoadedConfig:
     """The config, checked as for a submission; warnings and notes are rank 0's to print."""
-    from jobkit.run.config import load
+    from jobkit.run.experiment import load
     from jobkit.submission.plan import LaunchPlan
     from jobkit.submission.submit import check
 

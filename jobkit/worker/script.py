@@ -22,8 +22,9 @@ from jobkit.display import Display
 from jobkit.errors import InputError
 from jobkit.log import configure, log
 from jobkit.run import records
-from jobkit.run.config import Config, load
+from jobkit.run.config import Config
 from jobkit.run.events import Event
+from jobkit.run.experiment import load
 from jobkit.run.identity import name_in
 from jobkit.run.own_outputs import check_outputs, refuse_misspelt
 from jobkit.run.records import Failure

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jobkit.run.config import load
+from jobkit.run.experiment import load
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,7 +26,8 @@ from experiments.cogvideo.diffusion import STEPS, NoiseSchedule, denoise, fixed_
 from experiments.cogvideo.digits import moving, to_latent, to_pixels, write_moving_digits
 from experiments.cogvideo.show import side_by_side, strips, to_frames, write_shown
 from experiments.cogvideo.transformer import VideoTransformer, patchify, positions, unpatchify
-from jobkit.run.config import CommConfig, Config, ParallelConfig, load
+from jobkit.run.config import CommConfig, Config, ParallelConfig
+from jobkit.run.experiment import load
 from jobkit.run.layout import factor
 from jobkit.train.parallel import Parallel
 

@@ -27,7 +27,8 @@ from experiments.imagenet64.discrete import DiscreteFlowMatching
 from experiments.imagenet64.flow import FlowMatching, fixed_noise, guided, integrate, random_times, to_uint8, to_unit
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
 from experiments.imagenet64.unet import UNet
-from jobkit.run.config import Config, load
+from jobkit.run.config import Config
+from jobkit.run.experiment import load
 from jobkit.train.evaluate import evaluate
 
 ROOT = Path(__file__).parents[2]

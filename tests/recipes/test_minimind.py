@@ -26,7 +26,8 @@ from experiments.minimind.model import Block, MiniMind, rotate
 from experiments.minimind.sampling import complete, draw
 from experiments.minimind.tokens import ByteTokenizer, open_tokenizer
 from experiments.minimind.topics import write_topics
-from jobkit.run.config import Config, load
+from jobkit.run.config import Config
+from jobkit.run.experiment import load
 from jobkit.train.exported import load_weights
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

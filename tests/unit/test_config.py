@@ -15,7 +15,6 @@ from jobkit.run.config import (
     CheckpointConfig,
     CommConfig,
     Config,
-    LoadedConfig,
     MirrorConfig,
     MlflowMirror,
     ParallelConfig,
@@ -23,10 +22,10 @@ from jobkit.run.config import (
     RetryConfig,
     StartFrom,
     WandbMirror,
-    load,
     read_resolved,
 )
 from jobkit.run.duration import format_seconds, parse_seconds
+from jobkit.run.experiment import LoadedConfig, load
 from jobkit.run.identity import name_in, run_name
 from jobkit.run.yamlfile import parse_value
 

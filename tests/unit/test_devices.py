@@ -17,8 +17,9 @@ from torch.distributed import HashStore
 import jobkit
 from jobkit.errors import DistributedError, InputError
 from jobkit.run import device_kinds
-from jobkit.run.config import Config, Resources, load
+from jobkit.run.config import Config, Resources
 from jobkit.run.device_kinds import KINDS, DeviceKind
+from jobkit.run.experiment import load
 from jobkit.submission.plan import make_plan
 from jobkit.train.devices import check_precision, choose_device, group_backend, report
 from jobkit.train.devices import describe as description

@@ -10,7 +10,7 @@ import pytest
 from harness.documents import PAGES, ROOT, commands, without_code
 
 from jobkit.cli import main as cli
-from jobkit.run.config import read_experiment, stages_of
+from jobkit.run.experiment import read_experiment, stages_of
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)

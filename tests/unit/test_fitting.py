@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jobkit.errors import InputError
-from jobkit.run.config import Config, ParallelConfig, Resources, load
+from jobkit.run.config import Config, ParallelConfig, Resources
+from jobkit.run.experiment import load
 from jobkit.run.identity import run_name
 from jobkit.submission.devices import asked_for
 from jobkit.submission.plan import LaunchPlan, make_plan

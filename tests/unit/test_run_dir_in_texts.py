@@ -9,7 +9,8 @@ import pytest
 
 from jobkit.errors import InputError
 from jobkit.run import snapshot
-from jobkit.run.config import Config, load, read_resolved, write_resolved
+from jobkit.run.config import Config, read_resolved, write_resolved
+from jobkit.run.experiment import load
 from jobkit.run.identity import run_name
 from jobkit.run.own_outputs import check_outputs, place_outputs, refuse_misspelt
 from jobkit.run.rundir import RunDir

@@ -16,7 +16,8 @@ from harness.other_user import as_nobody, only_root, open_folder
 from harness.project import Project
 
 from jobkit.run import overrides, secrets
-from jobkit.run.config import Config, load
+from jobkit.run.config import Config
+from jobkit.run.experiment import load
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir
 from jobkit.run.secrets import MASK, is_secret, masked

@@ -1,0 +1,50 @@
+"""Where a person wrote each value of a config: the beginning of every message about one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobkit.errors import InputError, InvalidValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where a person wrote each value of a config, for the errors about it."""
+
+    path: Path
+    lines: Mapping[str, int]
+    """The line of each dotted key in the file."""
+    own_lines: Mapping[str, int] = field(default_factory=dict)
+    """The same in the user's own file of clusters, `own_file`."""
+    own_file: Path | None = None
+    demo: bool = False
+    """Whether the file's `demo:` was merged over the rest of it."""
+    stage: str = ""
+    """The stage of the file's `pipeline:` that was merged over the rest of it."""
+    overridden: set[str] = field(default_factory=set)
+    """Dotted keys that the command line has set."""
+
+    def of(self, key: str) -> str:
+        """A dotted key's place, `file:line: key`: the beginning of an error message about it."""
+        if any(key == one or key.startswith(f"{one}.") for one in self.overridden):
+            return f"command line: {key}"
+        if key in self.own_lines:
+            return f"{self.own_file}:{self.own_lines[key]}: {key}"
+        in_stage = (f"pipeline.{self.stage}.{key}",) if self.stage else ()
+        for candidate in (*in_stage, *((f"demo.{key}",) if self.demo else ()), key):
+            if candidate in self.lines:
+                return f"{self.path}:{self.lines[candidate]}: {candidate}"
+        if key and any(one.startswith(f"{key}.") for one in self.overridden):
+            return f"command line: {key}"
+        return f"{self.path}: {key}" if key else f"{self.path}"
+
+    @contextlib.contextmanager
+    def locating_errors(self) -> Iterator[None]:
+        """Put the place before what is said of a value within this context."""
+        try:
+            yield
+        except InvalidValue as error:
+            raise InputError(f"{self.of(error.key)}: {error.problem}") from None
