@@ -12,7 +12,18 @@ import pytest
 
 from jobkit import slurm
 from jobkit.errors import SchedulerTimeout
-from jobkit.slurm import JobInfo, early_timeout_signal, explain, job_id_of, parse_job, stop_cause, stop_margin
+from jobkit.slurm import (
+    JobInfo,
+    early_timeout_signal,
+    explain,
+    job_control,
+    job_id_of,
+    job_records,
+    node_info,
+    parse_job,
+    stop_cause,
+    stop_margin,
+)
 
 # What Slurm says: `scontrol --oneliner show job` of Slurm 22.05, less the fields between that nobody reads.
 
@@ -179,11 +190,11 @@ def test_within_a_job_its_time_is_counted_by_the_controllers_clock(
         return f"***\nsdiag output at Sun Nov 22 17:15:19 2026 ({told})\n" if arguments[0] == "sdiag" else text
 
     text = after("00:01:40")  # by the node's clock, which may be another one
-    monkeypatch.setattr(slurm, "command", answer)
+    monkeypatch.setattr(job_records, "command", answer)
     monkeypatch.setenv("SLURM_JOB_ID", "9")
-    slurm._clock_offset.cache_clear()
+    job_records._clock_offset.cache_clear()
     job = slurm.show_job("9")
-    slurm._clock_offset.cache_clear()
+    job_records._clock_offset.cache_clear()
     assert job is not None and stop_cause(job, margin=90.0) == cause
     assert abs(job.elapsed - 100 - (ahead if abs(ahead) > 1 else 0)) <= 1
 
@@ -329,7 +340,7 @@ def test_the_jobs_id_is_found_in_what_a_sites_sbatch_prints(answer: str, job_id:
 
 
 def test_an_answer_without_an_id_leaves_open_whether_the_job_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "command", lambda *_, **__: "Have a nice day\nyour quota: 3 of 4\n")
+    monkeypatch.setattr(job_control, "command", lambda *_, **__: "Have a nice day\nyour quota: 3 of 4\n")
     with pytest.raises(SchedulerTimeout, match="Have a nice day; your quota: 3 of 4"):
         slurm.submit("script")
 
@@ -350,8 +361,8 @@ ROWS = "low*|node1|16|1000|gpu:8\nlow*|node2|8|1000|(null)\nhigh|node1|16|1000|g
 def test_nodes_are_those_of_the_partitions_that_a_job_may_get(
     monkeypatch: pytest.MonkeyPatch, partition: str | None, plugin: str, names: dict[str, list[str]]
 ) -> None:
-    monkeypatch.setattr(slurm, "command", lambda *_, **__: ROWS)
-    monkeypatch.setattr(slurm, "config", lambda *_: {"JobSubmitPlugins": plugin})
+    monkeypatch.setattr(node_info, "command", lambda *_, **__: ROWS)
+    monkeypatch.setattr(node_info, "config", lambda *_: {"JobSubmitPlugins": plugin})
     found = slurm.nodes(partition)
     assert {one: [node.name for node in nodes] for one, nodes in found.items()} == names
 
@@ -365,6 +376,6 @@ def test_nodes_are_those_of_the_partitions_that_a_job_may_get(
     ],
 )
 def test_a_nodes_gpus_are_counted_by_type(monkeypatch: pytest.MonkeyPatch, gres: str, gpus: dict[str, int]) -> None:
-    monkeypatch.setattr(slurm, "command", lambda *_, **__: f"low*|node1|16|1000|{gres}\n")
+    monkeypatch.setattr(node_info, "command", lambda *_, **__: f"low*|node1|16|1000|{gres}\n")
     (node,) = slurm.nodes("low")["low"]
     assert node.gpus == gpus and node.gpus_of("") == sum(gpus.values()) and node.gpus_of("other") == 0
