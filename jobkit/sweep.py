@@ -183,10 +183,13 @@ def _lines(outcome: SweepOutcome, max_running: int | None) -> Iterator[str]:
     if outcome.jobs:
         started = sum(outcome.counts.get(word, 0) for word in ("new", "continued"))
         limit = f", at most {max_running} at once" if max_running else ""
+        after = f", after job {', '.join(outcome.jobs_before)}" if outcome.jobs_before else ""
         what = f"job {', '.join(outcome.jobs)}: {started} task(s)"
         if not outcome.is_on_slurm:
             what = f"process {outcome.jobs[0]} starts {started} run(s) in turn"
-        yield f"{what}{limit}"
+        yield f"{what}{limit}{after}"
+    if outcome.limited:
+        yield f"job {', '.join(outcome.limited)}: at most {outcome.limit} at once from now on; what trains goes on"
 
 
 def _tell_former(former: Sequence[RunDir], outcome: SweepOutcome, *, prune: bool) -> None:

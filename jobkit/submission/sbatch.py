@@ -50,8 +50,8 @@ class Batch:
     """Of an array: the job's; that of a run's own job is the run's."""
     max_running: int | None = None
     """How many tasks of the array may run at once; None for all."""
-    after: str | None = None
-    """The job that has to have ended before this one starts, whatever came of it."""
+    after: Sequence[str] = ()
+    """The jobs that have to have ended before this one starts, whatever came of them."""
 
     @cached_property
     def runs(self) -> list[RunDir]:
@@ -83,9 +83,9 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         parameters = dict(batch.plans[0].parameters)
         if batch.array is not None:
             parameters |= {"array_parallelism": batch.max_running or len(batch.plans), "job_name": batch.name}
-        if batch.after is not None:
+        if batch.after:
             own = parameters["additional_parameters"]
-            after = ",".join(filter(None, (own.get("dependency"), f"afterany:{batch.after}")))
+            after = ",".join(filter(None, (own.get("dependency"), f"afterany:{':'.join(batch.after)}")))
             parameters |= {"additional_parameters": {**own, "dependency": after}}
         self.update_parameters(**parameters)
 

@@ -26,7 +26,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import newest_versions, run_at
 from jobkit.run.status import State
 from jobkit.run.sweeps import Sweep, SweepRecord
-from jobkit.submission import job, local_sweep, start_from
+from jobkit.submission import job, local_sweep, running_limit, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.overview import look_at
 from jobkit.submission.partition_check import refuse_impossible
@@ -65,6 +65,12 @@ class SweepOutcome:
     """The process that waits for the runs on this machine, where this submission has started it."""
     former: list[RunDir] = field(default_factory=list)
     """Those that it wanted once and nobody wants now, and that are neither finished nor at an end."""
+    jobs_before: list[str] = field(default_factory=list)
+    """Ids of the jobs that were there and have to end before the first of `jobs` starts."""
+    limited: list[str] = field(default_factory=list)
+    """Ids of the job arrays that were there and have got another limit of runs at once."""
+    limit: int | None = None
+    """How many runs of the sweep may train at once on Slurm: more than was asked for where it has more arrays."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -172,9 +178,22 @@ def submit_sweep(
             if run.name not in others and run.status().sweep == sweep.name:
                 outcome.former.append(run)
         starting = [one for one in planned.values() if outcome.states.get(one[1].run.name) not in _STAYS]
+        if max_running is not None:
+            _limit(sweep, outcome, len(starting), max_running)
         if starting:
             _Submission(sweep, outcome, source, lock, max_running, len(starting), on_prepared).start(starting, needed)
         return outcome
+
+
+def _limit(sweep: Sweep, outcome: SweepOutcome, starting: int, most: int) -> None:
+    """Let at most `most` runs train at once beside those that are to be started. Raises SchedulerError."""
+    under_way = [run for run in outcome.runs if outcome.states.get(run.name) in _UNDER_WAY]
+    jobs = running_limit.jobs_here(under_way, sweep.name)
+    outcome.limit = running_limit.limit(jobs.arrays, most)
+    if sweep.before is None or sweep.before.max_running != most:
+        outcome.limited = jobs.arrays
+    if len(under_way) + starting > most:
+        outcome.jobs_before = jobs.ids
 
 
 _UNDER_WAY = {State.QUEUED.value, State.HELD.value, State.RUNNING.value}
@@ -251,7 +270,7 @@ class _Submission:
             name=self.sweep.name.replace("/", "-"),
             max_running=self.max_running,
             # The limit holds for one array: they run one after the other.
-            after=self.outcome.jobs[-1] if self.max_running and self.outcome.jobs else None,
+            after=(self.outcome.jobs[-1:] or self.outcome.jobs_before) if self.max_running else (),
         )
         return job.submit_batch(batch, [self.lock])
 

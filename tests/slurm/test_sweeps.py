@@ -199,3 +199,43 @@ def test_one_is_split_where_slurm_takes_no_larger_array(tmp_path: Path, short_di
             assert f"Dependency=afterany:{before}_*" in str(cluster.command("scontrol", "show", "job", f"{after}_0"))
         for run in project.runs:
             assert events(run)[-1]["event"] == "submitted"
+
+
+def throttle(slurm: Cluster, array: str) -> str:
+    return slurm.job(f"{array}_0")["ArrayTaskThrottle"]
+
+
+def test_the_limit_of_a_sweep_holds_over_its_arrays(project: Project, slurm: Cluster) -> None:
+    sweep(project, *HELD, "--sweep", "seed=0,1,2,3", "--max-running", "2")
+    runs = by_seed(project)
+    first = status(runs[0])["job_id"].partition("_")[0]
+    in_process.jobkit(project, "cancel", runs[3].name)
+    again = sweep(project, *HELD, "--sweep", "seed=0,1,2,3", "--max-running", "2")
+    second = status(runs[3])["job_id"].partition("_")[0]
+    assert f"job {second}: 1 task(s), at most 2 at once, after job {first}" in again.stdout
+    assert f"afterany:{first}_*" in slurm.job(f"{second}_0")["Dependency"]
+
+    changed = sweep(project, *HELD, "--sweep", "seed=0,1,2,3", "--max-running", "3")
+    assert f"job {first}, {second}: at most 3 at once from now on" in changed.stdout
+    assert {throttle(slurm, first), throttle(slurm, second)} == {"3"}, "one waits for the other"
+
+    in_process.jobkit(project, "cancel", runs[0].name)
+    room = sweep(project, *HELD, "--sweep", "seed=0,1,2,3", "--max-running", "4")
+    third = status(runs[0])["job_id"].partition("_")[0]
+    assert f"job {third}: 1 task(s), at most 4 at once\n" in room.stdout
+    assert slurm.job(f"{third}_0")["Dependency"] == "(null)", "there is room for all"
+
+    shared = sweep(project, *HELD, "--sweep", "seed=0,1,2,3", "--max-running", "2")
+    assert f"job {third}, {first}, {second}: at most 2 at once from now on" in shared.stdout
+    assert [slurm.job(f"{one}_{task}")["ArrayTaskThrottle"] for one, task in ((third, 0), (first, 1))] == ["1", "1"]
+    for array in (first, second, third):
+        slurm.command("scancel", array)
+
+
+def test_a_limit_that_no_arrays_can_share_is_told(project: Project, slurm: Cluster) -> None:
+    for seeds in ("0", "0,1"):
+        sweep(project, *HELD, "--sweep", f"seed={seeds}")
+    told = sweep(project, *HELD, "--sweep", "seed=0,1", "--max-running", "1")
+    assert ": at most 2 at once from now on" in told.stdout
+    for run in project.runs:
+        slurm.command("scancel", status(run)["job_id"])
