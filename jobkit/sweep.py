@@ -53,7 +53,7 @@ def points_of(arguments: argparse.Namespace, experiment: Experiment) -> list[gri
         raise InputError("--no-sweep: --sweep or --sweep-file is there, too; give one of them")
     if not parts and experiment.sweep is not None and not arguments.no_sweep:
         with experiment.places.locating_errors():
-            parts.append(grid.grid_of_yaml(experiment.sweep))
+            parts.append(grid.grid_of_yaml(experiment.sweep, experiment.places.of))
     if not parts:
         _refuse_options_of_sweeps(arguments)
         return None
@@ -70,7 +70,7 @@ def _refuse_values_given_twice(overrides: Sequence[str], parts: Sequence[Sequenc
     """Refuse a key that has values in two places: one of them would have no effect."""
     seen = {_key_of(text): text for text in overrides}
     for points in parts:
-        keys = {_key_of(text) for point in points for text in point}
+        keys = {_key_of(given.text) for point in points for given in point}
         if twice := sorted(keys & set(seen)):
             found = seen[twice[0]]
             raise InputError(
@@ -114,8 +114,8 @@ def run(
     own = ["--no-sweep"] if experiment.sweep is not None else []
     wanted = [
         submission.Point(
-            with_whole_names(experiment.config([*arguments.overrides, *point]), arguments.after, runs_dir, find),
-            continuing([*point, *own]),
+            with_whole_names(experiment.config(arguments.overrides, point), arguments.after, runs_dir, find),
+            continuing([*(given.text for given in point), *own]),
         )
         for point in points
     ]

@@ -91,7 +91,8 @@ must give.
 
 `key=value` on the command line sets a value after `demo` and before interpolation: `params.lr=3e-4`,
 `resources.nodes=8`, `parallel=zero3`, `params.sizes=[1,2,3]`. One of `params` that is not in the file is refused, with
-the nearest name; `+params.width=64` adds it (or sets it, where it is there).
+the nearest name; `+params.width=64` adds it (or sets it, where it is there). So is a text, or `yes`, where the file has
+a number, and the like: `params.lr=1e-3x`; `+params.lr=auto` takes any value. For nothing: `params.clip=null`.
 
 ## What makes another run
 

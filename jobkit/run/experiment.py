@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from jobkit.errors import InputError, InvalidValue
 from jobkit.run import secrets
 from jobkit.run.config import SECTIONS, Config
+from jobkit.run.overrides import Given, refuse_sections_in_params
 from jobkit.run.overrides import check as check_override
 from jobkit.run.overrides import parse as parse_override
-from jobkit.run.overrides import refuse_sections_in_params
 from jobkit.run.places import Places
 from jobkit.run.resolve import as_omegaconf, first_line, in_full, resolve
 from jobkit.run.strict import build
@@ -51,21 +51,22 @@ class Experiment:
     pipeline: Any = None
     """What stands under `pipeline:`; None where nothing does."""
 
-    def config(self, overrides: Sequence[str] = ()) -> LoadedConfig:
-        """The config with some overrides, interpolated and checked. Raises InputError as `load` does."""
-        places = dataclasses.replace(self.places, overridden=set())
+    def config(self, overrides: Sequence[str] = (), point: Sequence[Given] = ()) -> LoadedConfig:
+        """The config with what was typed, then a point of a sweep, interpolated and checked. Raises InputError as
+        `load` does."""
+        places = dataclasses.replace(self.places, overridden={})
         with places.locating_errors():
             if self.pipeline is not None:
                 raise InvalidValue("pipeline", "its stages are several runs: `jobkit submit` starts them")
             merged = as_omegaconf(self.values)
-            for text in overrides:
-                override = parse_override(text)
-                places.overridden.add(override.key)
+            for given in (*map(Given, overrides), *point):
+                override = parse_override(given.text, given.place)
+                places.overridden[override.key] = given.place
                 check_override(override, OmegaConf.to_container(merged), SECTIONS)  # type: ignore[arg-type]
                 try:
                     OmegaConf.update(merged, override.key, override.value, force_add=True)
                 except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
-                    raise InputError(f"command line: {text}: {first_line(error)}") from None
+                    raise InputError(f"{given.place}: {given.text}: {first_line(error)}") from None
             resolved = resolve(merged)
             if isinstance(resolved.get("params"), dict):
                 refuse_sections_in_params(resolved["params"], SECTIONS)

@@ -7,15 +7,17 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, InvalidValue, nearest
+from jobkit.run.overrides import Given
 from jobkit.run.yamlfile import read_text
 
-Point = tuple[str, ...]
-"""The overrides of one run, each `key=value` as it stands on a command line."""
+Point = tuple[Given, ...]
+"""The overrides of one run."""
 
 SIGNIFICANT_DIGITS = 4
 """Of the values of `log(...)`: a person can type them, and each has one text."""
@@ -52,20 +54,27 @@ def grid_of_words(words: Sequence[str]) -> list[Point]:
         raise InputError(f"--sweep: {error}") from None
 
 
-def grid_of_yaml(sweep: Any) -> list[Point]:
+def grid_of_yaml(sweep: Any, place_of: Callable[[str], str] = str) -> list[Point]:
     """The points under `sweep:`: a mapping of keys to their values makes a grid, a list of mappings has each of
     them.
 
-    Raises InvalidValue.
+    `place_of` gives the place of a dotted key, as `toy.yaml:6: sweep.seed`. Raises InvalidValue.
     """
+
+    def given(below: str, key: str, text: str) -> Given:
+        return Given(f"{key}={text}", place_of(f"{below}.{key}").removesuffix(f".{key}"))
+
     if isinstance(sweep, Mapping):
         axes = {str(key): _listed(f"sweep.{key}", value) for key, value in sweep.items()}
         try:
-            return _product(axes)
+            return _product(axes, partial(given, "sweep"))
         except ValueError as error:
             raise InvalidValue("sweep", str(error)) from None
     if isinstance(sweep, list) and sweep and all(isinstance(one, Mapping) and one for one in sweep):
-        return [tuple(f"{key}={_text(value)}" for key, value in one.items()) for one in sweep]
+        return [
+            tuple(given(f"sweep.{number}", key, _text(value)) for key, value in one.items())
+            for number, one in enumerate(sweep)
+        ]
     expected = f"a mapping, as params.lr: [.003, .01] or params.lr: {FORMS.partition(' or ')[2]}, or a list of mappings"
     raise InvalidValue("sweep", f"found {sweep!r}, expected {expected}")
 
@@ -75,31 +84,35 @@ def points_of_table(path: Path) -> list[Point]:
 
     Raises InputError with file and line.
     """
-    rows = list(csv.reader(read_text(path).splitlines(), skipinitialspace=True))
-    keys = [key.strip() for key in rows[0]] if rows else []
+    reader = csv.reader(read_text(path).removeprefix("\ufeff").splitlines(), skipinitialspace=True)
+    rows = [(reader.line_num, row) for row in reader]
+    keys = [key.strip() for key in rows[0][1]] if rows else []
     wrong = next((key for key in keys if not _KEY.fullmatch(key)), None)
     if not keys or wrong is not None or len(set(keys)) < len(keys):
         found = "nothing" if not keys else f"a key twice in {keys}" if wrong is None else f"{wrong!r}"
         raise InputError(f"{path}:1: found {found}, expected the keys, as in params.lr,seed")
     points = []
-    for line, row in enumerate(rows[1:], start=2):
+    for line, row in rows[1:]:
         if not any(field.strip() for field in row):
             continue
         if len(row) != len(keys):
             raise InputError(f"{path}:{line}: {len(row)} value(s) for {len(keys)} key(s); quote a value with a comma")
-        points.append(tuple(f"{key}={value.strip()}" for key, value in zip(keys, row, strict=True) if value.strip()))
+        fields = enumerate(zip(keys, map(str.strip, row), strict=True), start=1)
+        given = (Given(f"{key}={value}", f"{path}:{line}: column {number}") for number, (key, value) in fields if value)
+        points.append(tuple(given))
     if not points:
         raise InputError(f"{path}: has no points: a line of keys, then a line a point")
     return points
 
 
-def _product(axes: Mapping[str, Sequence[str]]) -> list[Point]:
+def _product(axes: Mapping[str, Sequence[str]], given: Callable[[str, str], Given] | None = None) -> list[Point]:
     if not axes:
         raise ValueError(f"no axis; expected key: {FORMS}")
     count = math.prod(len(values) for values in axes.values())
     if count > MOST_POINTS:
         raise ValueError(f"{count} points; at most {MOST_POINTS} are taken for what was meant")
-    each = [[f"{key}={value}" for value in values] for key, values in axes.items()]
+    make = given or (lambda key, value: Given(f"{key}={value}"))
+    each = [[make(key, value) for value in values] for key, values in axes.items()]
     return list(itertools.product(*each))
 
 
@@ -119,6 +132,8 @@ def _listed(key: str, value: Any) -> list[str]:
 
 def _text(value: Any) -> str:
     """A value of a YAML as it stands behind `key=`: JSON, which YAML reads."""
+    if isinstance(value, float) and not math.isfinite(value):  # YAML knows them by other names than JSON
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
     return json.dumps(value)
 
 

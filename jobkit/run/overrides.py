@@ -13,13 +13,24 @@ from jobkit.run.yamlfile import parse_value
 
 _NUMBERS = re.compile(r"[\d.+-][\w.+-]*(\s*,\s*[\d.+-][\w.+-]*)+,?")
 
+COMMAND_LINE = "command line"
+
 NAMES_SHOWN = 12
 """How many params a refusal lists."""
 
 
 @dataclass(frozen=True)
+class Given:
+    """`key=value`, and where a person has written it."""
+
+    text: str
+    place: str = COMMAND_LINE
+    """The beginning of an error message about it, as `points.csv:3: column 2`."""
+
+
+@dataclass(frozen=True)
 class Override:
-    """One value that the command line sets."""
+    """One value that the command line, or a point of a sweep, sets."""
 
     text: str
     """As it was typed."""
@@ -30,16 +41,18 @@ class Override:
     """Whether the key may be a new one: it was typed with `+` before it."""
 
 
-def parse(text: str) -> Override:
-    """What a person typed. Raises InputError."""
+def parse(text: str, place: str = COMMAND_LINE) -> Override:
+    """What a person typed, or has written at some place. Raises InputError."""
     typed, equals, value = text.partition("=")
     adds, key = typed.startswith("+"), typed.removeprefix("+")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.\-]*(\[\d+\])?", key):
-        raise InputError(f"command line: {text!r}: expected key=value, as in params.lr=1e-3")
+        raise InputError(f"{place}: {text!r}: expected key=value, as in params.lr=1e-3")
+    if not value.strip():
+        raise InputError(f"{place}: {text!r}: no value; none: {typed}=null; an empty text: {typed}='\"\"'")
     try:
         return Override(text, key, parse_value(value), adds)
     except Exception:  # a YAML error of whatever kind: the value was one person's typing
-        raise InputError(f"command line: {text!r}: the value is not valid YAML; quote it") from None
+        raise InputError(f"{place}: {text!r}: the value is not valid YAML; quote it") from None
 
 
 def masked(text: str) -> str:
@@ -58,10 +71,9 @@ def check(override: Override, values: Mapping[str, Any], sections: Mapping[str, 
     if top not in sections:
         allowed = ", ".join(sections)
         raise InvalidValue(override.key, f"unknown key{_meant(override.key, values, sections)} (allowed: {allowed})")
-    if top == "params":
-        _refuse_list_for_a_number(override, values)
     if top == "params" and not override.adds:
         params = values.get("params")
+        _refuse_another_kind(override.key, _present(values, override.key), override.value)
         for key, siblings in _new_params(params if isinstance(params, Mapping) else {}, below, override.value):
             dotted = ".".join(("params", *key))
             parent = ".".join(("params", *key[:-1]))
@@ -73,16 +85,52 @@ def check(override: Override, values: Mapping[str, Any], sections: Mapping[str, 
             raise InvalidValue(dotted, f"there is no such key{hint} ({has}; to add one: +{dotted}=...)")
 
 
-def _refuse_list_for_a_number(override: Override, values: Mapping[str, Any]) -> None:
-    """Refuse `params.lr=1,2` where the file has a number: it is a sweep, and would be a text."""
-    present: Any = values
-    for name in override.key.split("."):
-        present = present.get(name) if isinstance(present, Mapping) else None
-    is_list = isinstance(override.value, str) and _NUMBERS.fullmatch(override.value)
-    typed = override.text.partition("=")[2].strip()
-    if is_list and isinstance(present, int | float) and typed == override.value:  # not in quotes
-        hint = f"a run for each: --sweep {override.key}={override.value}; a list: {override.key}=[{override.value}]"
-        raise InvalidValue(override.key, f"found the text '{override.value}' for a number, {present!r}; {hint}")
+_MISSING = object()
+
+
+def _present(values: Mapping[str, Any], key: str) -> Any:
+    """What the config so far has for a dotted key, as `params.widths[0]`; _MISSING for what it has not."""
+    found: Any = values
+    for name in re.split(r"[.\[]", key.removesuffix("]")):
+        if isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name, _MISSING) if isinstance(found, Mapping) else _MISSING
+    return found
+
+
+def _refuse_another_kind(key: str, present: Any, found: Any) -> None:
+    """Refuse what a slip makes of a value, as a text of the number `1e-3x`: it would be trained with."""
+    if isinstance(present, Mapping) and isinstance(found, Mapping):
+        for name in found:
+            _refuse_another_kind(f"{key}.{name}", present.get(name, _MISSING), found[name])
+        return
+    if isinstance(present, list) and isinstance(found, list):
+        if all(isinstance(one, int | float) for one in present):
+            for one in found if present else ():
+                _refuse_another_kind(key, present[0], one)
+        return
+    if expected := _expected(present, found):
+        hint = ""
+        if isinstance(found, str) and _NUMBERS.fullmatch(found):
+            several = f"a run for each: --sweep {key}={found}; a list: " if isinstance(present, int | float) else ""
+            hint = f"; {several}{key}=[{found}]"
+        what = f"the text {found!r}" if isinstance(found, str) else repr(found)
+        raise InvalidValue(key, f"found {what}, expected {expected}{hint} (+{key} takes any value)")
+
+
+def _expected(present: Any, found: Any) -> str:
+    """What is allowed in the place of a value; nothing where `found` is. A number for a text, and null, always are."""
+    is_text = isinstance(found, str) and "${" not in found
+    if isinstance(present, bool):
+        return "true or false" if is_text or isinstance(found, Mapping) else ""
+    if isinstance(present, int | float):
+        return f"a number, as {present!r}" if is_text or isinstance(found, bool | Mapping) else ""
+    if isinstance(present, list | Mapping):
+        return f"a {'list' if isinstance(present, list) else 'mapping'}, as {present!r}" if is_text else ""
+    if isinstance(present, str) and present != "???" and "${" not in present:
+        return "a text; one with a colon in it: in quotes" if isinstance(found, Mapping) else ""
+    return "null, or a value" if present is None and found == "None" else ""
 
 
 def _new_params(values: Any, key: Sequence[str], value: Any) -> Iterator[tuple[list[str], Iterable[str]]]:

@@ -24,21 +24,23 @@ class Places:
     """Whether the file's `demo:` was merged over the rest of it."""
     stage: str = ""
     """The stage of the file's `pipeline:` that was merged over the rest of it."""
-    overridden: set[str] = field(default_factory=set)
-    """Dotted keys that the command line has set."""
+    overridden: dict[str, str] = field(default_factory=dict)
+    """Dotted keys that the command line or a sweep has set, each with the place where it stands."""
 
     def of(self, key: str) -> str:
         """A dotted key's place, `file:line: key`: the beginning of an error message about it."""
-        if any(key == one or key.startswith(f"{one}.") for one in self.overridden):
-            return f"command line: {key}"
+        for one in reversed(self.overridden):
+            if key == one or key.startswith(f"{one}."):
+                return f"{self.overridden[one]}: {key}"
         if key in self.own_lines:
             return f"{self.own_file}:{self.own_lines[key]}: {key}"
         in_stage = (f"pipeline.{self.stage}.{key}",) if self.stage else ()
         for candidate in (*in_stage, *((f"demo.{key}",) if self.demo else ()), key):
             if candidate in self.lines:
                 return f"{self.path}:{self.lines[candidate]}: {candidate}"
-        if key and any(one.startswith(f"{key}.") for one in self.overridden):
-            return f"command line: {key}"
+        for one in self.overridden if key else ():
+            if one.startswith(f"{key}."):
+                return f"{self.overridden[one]}: {key}"
         return f"{self.path}: {key}" if key else f"{self.path}"
 
     @contextlib.contextmanager

@@ -91,7 +91,13 @@ def dump(value: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """The value of one YAML scalar or flow collection, as it stands behind `key=` on a command line."""
+    """The value of one YAML scalar or flow collection, as it stands behind `key=` on a command line.
+
+    Raises YAMLError, also for a comment: what was meant to be a value, as `#3`, would be lost.
+    """
+    node = yaml.compose(text, _Loader)
+    if text[node.end_mark.index if node else 0 :].strip():
+        raise yaml.YAMLError("a comment")
     return yaml.load(text, _Loader)
 
 
@@ -106,7 +112,8 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in a file, and the line (from 1) of each dotted key. Raises InputError with file and line."""
+    """The mapping in a file, and the line (from 1) of each dotted key, `sweep.0.seed` in a list. Raises InputError
+    with file and line."""
     text = read_text(path)
     try:
         node = yaml.compose(text, _Loader)
@@ -126,9 +133,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _collect_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key_node, value_node in node.value:
-        key = f"{prefix}{key_node.value}"
-        lines[key] = key_node.start_mark.line + 1
-        _collect_lines(value_node, f"{key}.", lines)
+    if isinstance(node, yaml.SequenceNode):
+        found = [(str(number), one, one) for number, one in enumerate(node.value)]
+    else:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        found = [(str(key_node.value), key_node, value_node) for key_node, value_node in pairs]
+    for name, start, value in found:
+        lines[f"{prefix}{name}"] = start.start_mark.line + 1
+        _collect_lines(value, f"{prefix}{name}.", lines)

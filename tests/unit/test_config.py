@@ -125,7 +125,7 @@ VALUES = [
     ("'1e-3'", "1e-3"),
     ("yes", True),
     ("-.inf", -math.inf),
-    ("", None),
+    ("null", None),
     ("[1, a]", [1, "a"]),
     ("{a: {b: 1e1}}", {"a": {"b": 10.0}}),
 ]
@@ -177,6 +177,7 @@ def test_an_override_may_go_into_what_is_a_list_to_be_given_or_taken_from_elsewh
     assert params(tmp_path, "params: {sizes: [1, 2]}", "params.sizes[1]=5") == {"sizes": [1, 5]}
     assert params(tmp_path, "params: {run: '???'}", "params.run=x") == {"run": "x"}
     assert params(tmp_path, "params: {net: null}", "params.net={width: 8}") == {"net": {"width": 8}}
+    assert params(tmp_path, "params: {net: '???'}", "params.net={width: 8}") == {"net": {"width": 8}}
 
 
 NEW = [
@@ -199,6 +200,67 @@ def test_an_override_of_what_is_not_in_the_file_is_refused_with_the_nearest_name
     tmp_path: Path, override: str, said: str
 ) -> None:
     assert said in refusal(tmp_path, BASE + "params: {lr: 1e-3, net: {width: 8}}\n", override)
+
+
+KINDS = """\
+params:
+  lr: 1e-3
+  steps: 300
+  compile: false
+  widths: [8, 8]
+  text: sgd
+  clip: null
+  net: {width: 8}
+"""
+
+OTHER_KINDS = [
+    ("params.lr=1e-3x", "params.lr: found the text '1e-3x', expected a number, as 0.001 (+params.lr takes any value)"),
+    ("params.lr=None", "params.lr: found the text 'None'"),
+    ("params.lr='3'", "params.lr: found the text '3'"),
+    ("params.lr=1,2", "a run for each: --sweep params.lr=1,2; a list: params.lr=[1,2]"),
+    ("params.steps=yes", "params.steps: found True, expected a number, as 300"),
+    ("params.steps={a: 1}", "params.steps: found {'a': 1}, expected a number"),
+    ("params.compile=flase", "params.compile: found the text 'flase', expected true or false"),
+    ("params.widths=8,8", "expected a list, as [8, 8]; params.widths=[8,8]"),
+    ("params.widths=[8,8x]", "params.widths: found the text '8x', expected a number, as 8"),
+    ("params.widths[1]=8x", "params.widths[1]: found the text '8x'"),
+    ("params.widths.1=8x", "params.widths.1: found the text '8x'"),
+    ("params.net={width: 8x}", "params.net.width: found the text '8x'"),
+    ("params.net=wide", "params.net: found the text 'wide', expected a mapping"),
+    ("params.text=Q: why", "params.text: found {'Q': 'why'}, expected a text"),
+    ("params.clip=None", "params.clip: found the text 'None', expected null, or a value"),
+    ("params.lr=", "command line: 'params.lr=': no value; none: params.lr=null"),
+    ("params.text=a #3", "command line: 'params.text=a #3': the value is not valid YAML; quote it"),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), OTHER_KINDS)
+def test_a_value_of_another_kind_than_the_file_s_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    assert said in refusal(tmp_path, BASE + KINDS, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("params.lr=1", 1),
+        ("params.lr=null", None),
+        ("params.lr=[1,2]", [1, 2]),
+        ("+params.lr=1e-3x", "1e-3x"),
+        ("params.lr=${params.steps}", 300),
+        ("params.steps=1e4", 10000.0),
+        ("params.compile=1", 1),
+        ("params.compile=yes", True),
+        ("params.widths=[]", []),
+        ("params.widths=[1.5]", [1.5]),
+        ("params.text=3", 3),
+        ("params.text='a: b'", "a: b"),
+        ("params.clip=auto", "auto"),
+        ("params.clip=0.5", 0.5),
+    ],
+)
+def test_a_value_that_may_be_meant_is_taken(tmp_path: Path, override: str, expected: Any) -> None:
+    config = loaded(tmp_path, BASE + KINDS, override).config
+    assert config.params[override.partition("=")[0].rpartition(".")[2]] == expected
 
 
 def test_a_section_that_was_indented_under_params_is_refused(tmp_path: Path) -> None:

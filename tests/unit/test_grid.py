@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from jobkit.errors import InputError, InvalidValue
-from jobkit.run.grid import grid_of_words, grid_of_yaml, points_of_table
+from jobkit.run.grid import Point, grid_of_words, grid_of_yaml, points_of_table
 
 
 def values(word: str) -> list[str]:
-    return [point[0].partition("=")[2] for point in grid_of_words([word])]
+    return [point[0].text.partition("=")[2] for point in grid_of_words([word])]
+
+
+def texts(points: list[Point]) -> list[tuple[str, ...]]:
+    return [tuple(given.text for given in point) for point in points]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,7 @@ def test_an_axis_has_these_values(word: str, expected: list[str]) -> None:
 
 
 def test_a_grid_is_the_product_and_its_last_axis_changes_fastest() -> None:
-    assert grid_of_words(["a=1,2", "b=x,y"]) == [("a=1", "b=x"), ("a=1", "b=y"), ("a=2", "b=x"), ("a=2", "b=y")]
+    assert texts(grid_of_words(["a=1,2", "b=x,y"])) == [("a=1", "b=x"), ("a=1", "b=y"), ("a=2", "b=x"), ("a=2", "b=y")]
 
 
 @pytest.mark.parametrize(
@@ -65,15 +70,15 @@ def test_what_is_no_axis_is_refused(words: list[str], said: str) -> None:
 
 
 def test_a_yaml_has_a_grid_or_points_one_by_one() -> None:
-    assert grid_of_yaml({"params.lr": [0.003, 1e-5], "seed": "range(2)"}) == [
+    assert texts(grid_of_yaml({"params.lr": [0.003, 1e-5], "seed": "range(2)"})) == [
         ("params.lr=0.003", "seed=0"),
         ("params.lr=0.003", "seed=1"),
         ("params.lr=1e-05", "seed=0"),
         ("params.lr=1e-05", "seed=1"),
     ]
-    assert grid_of_yaml([{"seed": 1}, {"params.text": "a b", "params.on": True}]) == [
+    assert texts(grid_of_yaml([{"seed": 1}, {"params.text": "a b", "params.on": True, "params.clip": -math.inf}])) == [
         ("seed=1",),
-        ('params.text="a b"', "params.on=true"),
+        ('params.text="a b"', "params.on=true", "params.clip=-.inf"),
     ]
 
 
@@ -86,8 +91,10 @@ def test_a_yaml_without_points_is_refused(sweep: object) -> None:
 
 def test_a_table_has_a_point_a_line(tmp_path: Path) -> None:
     table = tmp_path / "points.csv"
-    table.write_text('params.lr, seed\n0.1, 1\n\n"[1,2]",\n')
-    assert points_of_table(table) == [("params.lr=0.1", "seed=1"), ("params.lr=[1,2]",)]
+    table.write_text('\ufeffparams.lr, seed\n0.1, 1\n\n"[1,2]",\n,"3"\n')
+    points = points_of_table(table)
+    assert texts(points) == [("params.lr=0.1", "seed=1"), ("params.lr=[1,2]",), ("seed=3",)]
+    assert [given.place for given in points[-1]] == [f"{table}:5: column 2"]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,37 @@ def test_a_yaml_s_slip_names_its_line(project: Project) -> None:
     assert "toy.yaml:6: sweep.seed: found 3, expected a list of values" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        ("{params.lr: [1, 2]}", "toy.yaml:6: sweep: params.lr: there is no such key"),
+        ("{params.sleep: [1, 2x]}", "toy.yaml:6: sweep: params.sleep: found the text '2x'"),
+        ("\n- {seed: 1}\n- {resources.nodes: 1,\n   seed: two}", "toy.yaml:9: sweep.1: seed: found 'two'"),
+        ("\n- {params sleep: 1}", "toy.yaml:7: sweep.0: 'params sleep=1': expected key=value"),
+        ("{resources.nodes: [1, 0]}", "toy.yaml:6: sweep: resources.nodes: found 0"),
+    ],
+)
+def test_a_slip_in_a_yaml_s_sweep_is_told_where_it_is(project: Project, sweep: str, said: str) -> None:
+    yaml = project.path / "toy.yaml"
+    yaml.write_text(yaml.read_text() + f"sweep: {sweep}\n")
+    done = in_process.jobkit(project, "submit", "toy.yaml", "--local", expect=2)
+    assert f"error: {said}" in done.stderr and done.stderr.count("\n") <= 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("seed,params.sleep\n1,1\n\n2,1s\n", "points.csv:4: column 2: params.sleep: found the text '1s'"),
+        ("seed,params.slep\n1,\n2,1\n", "points.csv:3: column 2: params.slep: there is no such key; did you mean"),
+        ("seed\n1\n[2\n", "points.csv:3: column 1: 'seed=[2': the value is not valid YAML"),
+    ],
+)
+def test_a_slip_in_a_table_is_told_where_it_is(project: Project, table: str, said: str) -> None:
+    (project.path / "points.csv").write_text(table)
+    done = in_process.jobkit(project, "submit", "toy.yaml", "--local", "--sweep-file", "points.csv", expect=2)
+    assert f"error: {said}" in done.stderr and done.stderr.count("\n") <= 2, done.stderr
+
+
 def test_a_dry_run_shows_each_run_and_what_is_one(project: Project) -> None:
     done = in_process.jobkit(
         project, "submit", "toy.yaml", "--local", "--dry-run", "--sweep", "params.sleep=0,0.0,1", "seed=0,1"
