@@ -45,9 +45,10 @@ from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.results import flat, literal
 from jobkit.worker.start_from import load_start
+from jobkit.worker.state_names import VALUES
 from jobkit.worker.stop import CauseFinder
 from jobkit.worker.trackable import check_trackable
-from jobkit.worker.tracked_state import VALUES, TrackedState
+from jobkit.worker.tracked_state import TrackedState
 from jobkit.worker.values import Values
 
 Scores = TypeVar("Scores", torch.Tensor, Mapping[str, torch.Tensor])
@@ -335,11 +336,11 @@ class Context:
         for name, value in [*objects.items(), *own.items()]:
             if not is_generator(value):
                 check_trackable(name, value)
-        self._tracked.name_parameters({**objects, **own})
+        self._tracked.states.name_parameters({**objects, **own})
         for name, value in [*objects.items(), *own.items()]:
             self._tracked.check_name(name, value)
             self._tracked.add(name, TrackedGenerator(value) if is_generator(value) else value, per_rank=name in own)
-            if isinstance(value, nn.Module) and value not in self._tracked.modules:
+            if isinstance(value, nn.Module) and value not in self._tracked.states.modules:
                 if uncompiled(value) is not value:
                     self._watch(value)  # compiled after ctx.parallelize
                 else:
@@ -509,7 +510,7 @@ class Context:
                 stop_if_told=self._loop.stop_if_told,
                 **options,
             )
-        for module in self._tracked.modules:
+        for module in self._tracked.states.modules:
             reshard(module)  # else a parameter that is frozen or changed now is the gathered one
         self._loop.evaluated()
         return found

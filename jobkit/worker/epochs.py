@@ -22,7 +22,8 @@ from jobkit.worker.caller import CallerLoop, frame_of_script
 from jobkit.worker.forgotten import ForgottenValues, frames_around, is_used_after
 from jobkit.worker.loop import TrainingLoop
 from jobkit.worker.rank import Rank
-from jobkit.worker.tracked_state import EPOCHS, TrackedState
+from jobkit.worker.state_names import EPOCHS
+from jobkit.worker.tracked_state import TrackedState
 
 _LOOK_AFTER = (1, 5)
 """Batches of a pass after which the script's variables are compared: some change in each, some seldom."""

@@ -28,8 +28,8 @@ def export(rank: Rank, engine: Engine, tracked: TrackedState) -> None:
         tracked.buffers.share(tracked.replicas())
         problem: Exception | None = None
         for name, module in modules.items():
-            whole = gather_whole(rank.group, tracked.module_state(module))
-            left_out = {key for keys in rank.group.gather(tracked.left_out(module)) for key in keys}
+            whole = gather_whole(rank.group, tracked.states.module_state(module))
+            left_out = {key for keys in rank.group.gather(tracked.states.left_out(module)) for key in keys}
             if rank.is_main and problem is None:
                 try:
                     check_lease(rank.run, rank.attempt)  # putting them together took its time

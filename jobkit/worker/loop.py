@@ -30,10 +30,11 @@ from jobkit.worker.heartbeat import peak_bytes
 from jobkit.worker.losses import IN_A_ROW, MAX_SAMPLES, SKIPS_IN_A_ROW, LossWatch, Suspect
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
+from jobkit.worker.state_names import LOSS_SCALE
 from jobkit.worker.stop import CauseFinder, Stopped
 from jobkit.worker.stragglers import StragglerMonitor
 from jobkit.worker.timing import StepTimer
-from jobkit.worker.tracked_state import LOSS_SCALE, TrackedState
+from jobkit.worker.tracked_state import TrackedState
 from jobkit.worker.untracked import SteppingOptimizers
 from jobkit.worker.versions import versions
 

@@ -1,9 +1,8 @@
-"""What the function tracks: from live objects to a checkpoint's trees and back, however they are spread over ranks."""
+"""What the function tracks, and what a checkpoint has of all of it together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,14 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from jobkit.checkpoint.reader import Contents, RestoredCheckpoint
-from jobkit.checkpoint.state import escape, is_raw, unescape
+from jobkit.checkpoint.reader import RestoredCheckpoint
 from jobkit.checkpoint.writer import Checkpointer
-from jobkit.errors import CheckpointError, UsageError
+from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
 from jobkit.train.built import Built, Changes, built, settle, take_changes
-from jobkit.train.frozen import FrozenParameters, frozen_parameters
+from jobkit.train.frozen import FrozenParameters
 from jobkit.train.gradient_order import GradientOrder, known_orders, orders_of, settle_all
 from jobkit.train.gradients import LossScaler
 from jobkit.train.hooks import uncompiled
@@ -26,48 +24,15 @@ from jobkit.train.kept_attributes import Saved
 from jobkit.train.kept_workers import KeptWorkers
 from jobkit.train.local_sgd import averaged_copy
 from jobkit.train.modes import Modes, Now
-from jobkit.train.names import load_module_state, module_state, named_parameters, plain_name
-from jobkit.train.optimizer_state import (
-    Names,
-    Sharded,
-    has_torchs_state,
-    lay_out_state,
-    load_optimizer_state,
-    optimizer_state,
-    parameter_names,
-    parameters_of,
-    placed_like,
-    tracked_names,
-)
+from jobkit.train.names import named_parameters, plain_name
 from jobkit.train.parallel import Parallel, unwrapped
-from jobkit.train.pipeline import Pipeline
-from jobkit.train.sharding import reshard
-from jobkit.worker.beside import Beside, OnDevices, joined, on_device, on_its_device, with_training
+from jobkit.worker.beside import Beside, OnDevices, on_device, with_training
 from jobkit.worker.marks import Mark
+from jobkit.worker.object_states import ObjectStates
 from jobkit.worker.pending_gradients import PendingGradients, checksums, set_gradients
+from jobkit.worker.restoring import Restoring
 from jobkit.worker.shared_buffers import SharedBuffers
-
-PART = "#"
-"""Between a tracked object's name and the number of a part: of a pipeline's stage, or of zero1's rank."""
-
-VALUES = "#values"
-"""The name of ctx.values."""
-
-EPOCHS = "epochs"
-"""Of the position of a loop over epochs in a checkpoint: each rank's own, and in the manifest that of rank 0."""
-
-LOSS_SCALE = "loss_scale"
-"""The name of fp16's, which jobkit tracks itself."""
-
-GRADIENTS = "#gradients"
-"""After the name of a module: the gradients that the next step adds to."""
-
-BESIDE = "#beside"
-"""After the name of an object: what is no part of its state, and is needed to restore it."""
-
-ATTRIBUTES = "#attributes"
-"""After the name of a module: what its first rank's have as attributes, for another number of ranks."""
-
+from jobkit.worker.state_names import ATTRIBUTES, BESIDE, EPOCHS, GRADIENTS, LOSS_SCALE, PART, VALUES
 
 REPLICATED = (nn.Module, torch.optim.Optimizer, LossScaler)
 """What local SGD lets drift apart from rank to rank."""
@@ -100,8 +65,6 @@ class TrackedState:
         """What all ranks have in common: equal on each, or a part of a whole."""
         self.own_objects: dict[str, Any] = {}
         """Those of which each rank has one with a state of its own."""
-        self.modules: list[nn.Module] = []
-        """What ctx.parallelize made, in that order: where the names of an optimizer's parameters come from."""
         self.buffers = SharedBuffers(parallel)
         self.position: Position | None = None
         """Where a loop over epochs stands."""
@@ -112,16 +75,15 @@ class TrackedState:
         self._checkpointer = checkpointer
         self._group = group
         self._pending = PendingGradients()
-        self._loaded = loaded
-        self._only_weights = only_weights
-        """Another run's checkpoint of which modules take their weights, and nothing else is taken."""
+        frozen = FrozenParameters() if weights == "trainable" else None
+        self.states = ObjectStates(parallel, group, frozen)
+        self._restoring = self._restorer(loaded)
+        self._only_weights = self._restorer(only_weights)
+        """Of another run's checkpoint, of which modules take their weights, and nothing else is taken."""
         self._built: dict[str, Built] = {}
         """What the function has given optimizers and schedules."""
         self._changed: dict[str, Changes] = {}
         """What it gives them otherwise than that of the run started from."""
-        self._names: Names = {}
-        self._named: set[torch.optim.Optimizer] = set()
-        """Those whose state is saved by the names of their parameters."""
         self._modes: dict[str, Modes] = {}
         self._beside: dict[str, Beside] = {}
         """What the checkpoint has beside the states of objects."""
@@ -131,21 +93,9 @@ class TrackedState:
         """The modes that the next save takes, where they are not those of the moment it is made."""
         self._marks: dict[str, Mark] = {}
         self._orders: dict[str, list[GradientOrder]] = {}
-        self._frozen = FrozenParameters() if weights == "trainable" else None
 
     def add_module(self, module: nn.Module) -> None:
-        self.modules.append(module)
-
-    def name_parameters(self, objects: Mapping[str, Any]) -> None:
-        """Know the parameters of ctx.parallelize's modules, and of these, as they are now: before optimizers are added.
-
-        A head may have been replaced since ctx.parallelize.
-        """
-        for module in self.modules:
-            reshard(module)  # a forward may have put whole parameters in the place of shards
-        modules = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, nn.Module)}
-        names = parameter_names(unwrapped(one) for one in self.modules)
-        self._names = {**tracked_names(modules), **self._names, **names}
+        self.states.modules.append(module)
 
     def check_name(self, name: str, value: Any) -> None:
         """Raise UsageError for a name that an object cannot be tracked by."""
@@ -161,32 +111,26 @@ class TrackedState:
         per_rank = per_rank or getattr(value, "state_is_per_rank", False)
         self._orders[name] = orders_of(value)
         if isinstance(value, torch.optim.Optimizer):
-            if self._can_be_named(value):
-                self._named.add(value)
-            elif has_torchs_state(value) and any(isinstance(one.data, DTensor) for one in parameters_of(value)):
-                raise UsageError(
-                    f"ctx.track({name}=...): the {type(value).__name__} has parameters that ranks share out and others "
-                    "that are in no tracked module yet: track the modules of all before it, or together with it"
-                )
+            self.states.add_optimizer(name, value)
         self._note_built(name, value)
         if self._only_weights is not None and isinstance(value, nn.Module) and not per_rank:
-            self._restore_weights(self._only_weights, name, value)
-        if self._loaded is not None and not (name == LOSS_SCALE and self._has_no_scale(self._loaded)):
-            (self._restore_own if per_rank else self._restore)(self._loaded, name, value)
-            self._take_changes(self._loaded, name, value)
-            known = (self._loaded.local or {}).get("gradient_order", {}).get(name, [])
-            settle_all(self._orders[name], known)
+            self._only_weights.restore_weights(name, value)
+        if (restoring := self._restoring) is not None and not (name == LOSS_SCALE and restoring.lacks_loss_scale()):
+            self._restore(restoring, name, value, per_rank=per_rank)
+            self._take_changes(restoring.loaded, name, value)
+            settle_all(self._orders[name], restoring.gradient_orders(name))
         value = uncompiled(value) if isinstance(value, nn.Module) else value
-        if isinstance(value, nn.Module) and not per_rank and self._frozen is not None:
-            self._frozen.watch(unwrapped(value), self._saved_tensors(name))
+        if isinstance(value, nn.Module) and not per_rank and self.states.frozen is not None:
+            source = self._restoring or self._only_weights
+            self.states.frozen.watch(unwrapped(value), source.tensors_of(name) if source is not None else set())
         (self.own_objects if per_rank else self.objects)[name] = value
-        is_restored = self._loaded is not None or self._only_weights is not None
+        is_restored = self._restoring is not None or self._only_weights is not None
         self._marks[name] = Mark(name, unwrapped(value), is_restored=is_restored)
         if isinstance(value, torch.optim.Optimizer):
             self._pending.watch(value)
 
     def _note_built(self, name: str, value: Any) -> None:
-        if (found := built(value, self._names)) is not None:
+        if (found := built(value, self.states.names)) is not None:
             self._built[name] = found
 
     def _take_changes(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
@@ -198,14 +142,10 @@ class TrackedState:
             if self._parallel.rank == 0:
                 log.info("%s: an older jobkit wrote %s, so all its options are as they are in there", name, loaded.name)
             return
-        changed = self._changed[name] = take_changes(value, self._names, before, self._built[name])
+        changed = self._changed[name] = take_changes(value, self.states.names, before, self._built[name])
         if self._parallel.rank == 0:
             for key, (old, new) in changed.items():
                 log.info("%s: %s %s -> %s", name, key, old, new)
-
-    def _has_no_scale(self, loaded: RestoredCheckpoint) -> bool:
-        """Whether another run has computed in another precision."""
-        return loaded.of_other_run and not any(_is_state(key, LOSS_SCALE) for key in loaded.contents)
 
     def settle_schedules(self) -> None:
         """Where the run starts from another's checkpoint: the rates of this step. All is tracked."""
@@ -229,11 +169,10 @@ class TrackedState:
                 "ctx.track(model=...) comes before the loop"
             )
         self._only_weights = None
-        if self._loaded is None:
+        if (restoring := self._restoring) is None:
             return []
-        saved = {name.split(PART)[0] for name in self._loaded.contents} | _own_states(self._loaded).keys()
-        saved -= {LOSS_SCALE} if self._loaded.of_other_run else set()  # it may compute in another precision
-        self._loaded = None
+        saved = restoring.names() - ({LOSS_SCALE} if restoring.loaded.of_other_run else set())  # in another precision
+        self._restoring = None
         return sorted(saved - self.objects.keys() - self.own_objects.keys())
 
     def begin_modes(self) -> None:
@@ -242,7 +181,7 @@ class TrackedState:
             if isinstance(value, nn.Module):
                 self._modes[name] = Modes(unwrapped(value), wrapper=value, saved=self.all_objects())
                 self._modes[name].set(self._beside.get(name, {}))
-        if not self._has_own_state():
+        if self._restoring is None or not self._restoring.has_own_state():
             self.restore_attributes()
 
     def restore_attributes(self) -> None:
@@ -250,12 +189,6 @@ class TrackedState:
         for name, saved in self._attributes.items():
             if name in self._modes:
                 self._modes[name].set_attributes(saved)
-
-    def _has_own_state(self) -> bool:
-        """Whether the checkpoint has what this rank wrote, on as many ranks."""
-        loaded = self._loaded
-        same = loaded is not None and loaded.manifest.world_size == self._parallel.layout.world_size
-        return same and loaded is not None and loaded.local is not None
 
     def modes(self) -> dict[str, Now]:
         """Those of this moment, for `modes_of_save`."""
@@ -271,28 +204,10 @@ class TrackedState:
     def replicas(self) -> list[nn.Module]:
         """The modules that all ranks have: what ctx.parallelize made, and what a user made and maybe put into DDP."""
         return list(
-            dict.fromkeys([*self.modules, *(one for one in self.objects.values() if isinstance(one, nn.Module))])
+            dict.fromkeys([*self.states.modules, *(one for one in self.objects.values() if isinstance(one, nn.Module))])
         )
 
     # Saving
-
-    def module_state(self, value: nn.Module) -> dict[str, Any]:
-        """What is saved of a module, and exported: by the names of the user's own, whatever wraps it."""
-        state = module_state(unwrapped(value))
-        for key in self.left_out(value):
-            state.pop(key, None)
-        return state
-
-    def left_out(self, value: nn.Module) -> list[str]:
-        """The names of the module's parameters that are not saved, `checkpoint.weights: trainable`. Collective."""
-        if self._frozen is None:
-            return []
-        module = unwrapped(value)
-        untouched = self._frozen.untouched(module)
-        touched = frozen_parameters(module).keys() - set(untouched)
-        # Of a shared one the part of one rank may have changed, and another's be empty.
-        anywhere = {name for of_one in self._group.gather(sorted(touched)) for name in of_one}
-        return [name for name in untouched if name not in anywhere]
 
     def trees(self) -> tuple[dict[str, Any], dict[str, Sequence[int]], dict[str, Any]]:
         """This rank's part of the shared state by name, for what only some ranks have, which, and its own state."""
@@ -301,7 +216,7 @@ class TrackedState:
         buffers: dict[str, dict[str, Tensor]] = {}
         beside: dict[str, Beside] = {}
         for name, value in self.objects.items():
-            tree = self._state(value)
+            tree = self.states.state(value)
             if isinstance(value, nn.Module):
                 tree, buffers[name] = self.buffers.in_state(value, tree)
             averaged = self._parallel.drifts and isinstance(value, REPLICATED)
@@ -311,7 +226,7 @@ class TrackedState:
         own["on_device"] = {name: found for name, state in own["objects"].items() if (found := on_device(state))}
         own["buffers"] = {name: found for name, found in buffers.items() if found}
         if self._parallel.drifts:
-            own["replica"] = {n: self._state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
+            own["replica"] = {n: self.states.state(v) for n, v in self.objects.items() if isinstance(v, REPLICATED)}
         if memory := [compression.state_dict() for compression in self._parallel.compressions]:
             own["compressions"] = memory
         if orders := {name: known_orders(found) for name, found in self._orders.items() if found}:
@@ -378,12 +293,12 @@ class TrackedState:
         modes = self._changed_modes(name) if name in self._modes else {}
         modes.pop("training", None)  # in which a rank may differ, as after a validation that it alone has made
         left_out = (
-            [] if self._frozen is None else [one for one in named_parameters(unwrapped(value)) if one not in tree]
+            [] if self.states.frozen is None else [one for one in named_parameters(unwrapped(value)) if one not in tree]
         )
         return {**modes, "left_out": left_out} if left_out else {**modes}
 
     def _put(self, shared: dict[str, Any], held_by: dict[str, Sequence[int]], name: str, value: Any, tree: Any) -> None:
-        part, holders = self._part(value)
+        part, holders = self.states.part(value)
         key = name if part is None else f"{name}{PART}{part:05d}"
         shared[key] = tree
         if part is not None:
@@ -425,7 +340,7 @@ class TrackedState:
         for compression, saved in zip(self._parallel.compressions, state.get("compressions", []), strict=False):
             compression.load_state_dict(saved)
         for name, saved in state.get("replica", {}).items():
-            self._load(self.objects[name], saved)
+            self.states.load(self.objects[name], saved)
         for name, saved in state.get("buffers", {}).items():
             live = dict(unwrapped(self.objects[name]).named_buffers(remove_duplicate=False))
             for key, buffer in live.items():
@@ -441,212 +356,32 @@ class TrackedState:
             set_gradients(unwrapped(self._all()[name]), saved)
         self.kept_workers.continue_from(state.get("kept_workers", ()))
 
-    def _can_be_named(self, optimizer: torch.optim.Optimizer) -> bool:
-        return has_torchs_state(optimizer) and all(one in self._names for one in parameters_of(optimizer))
-
-    def _is_named(self, value: Any) -> bool:
-        return isinstance(value, torch.optim.Optimizer) and value in self._named
-
-    def _state(self, value: Any) -> Any:
-        if self._is_named(value):
-            unnamed = next((one for one in parameters_of(value) if one not in self._names), None)
-            if unnamed is not None:
-                raise UsageError(
-                    f"the {type(value).__name__} was given a parameter of shape {list(unnamed.shape)} after ctx.track, "
-                    "which no attempt that continues the run would have: make its groups before ctx.track"
-                )
-            return optimizer_state(value, self._names)
-        return self.module_state(value) if isinstance(value, nn.Module) else value.state_dict()
-
-    def _part(self, value: Any) -> tuple[int | None, Sequence[int]]:
-        """Which part of an object this rank has, and the ranks that have it too; None for the whole."""
-        layout, rank = self._parallel.layout, self._parallel.rank
-        if isinstance(value, Sharded):
-            return rank, [rank]
-        if isinstance(value, Pipeline) or (layout.pipeline > 1 and self._is_named(value)):
-            stage = layout.stage(rank)
-            return stage, [one for one in range(layout.world_size) if layout.stage(one) == stage]
-        return None, ()
-
     # Restoring
 
-    def _saved_tensors(self, name: str) -> set[str]:
-        """The names of the tensors that the checkpoint has of an object."""
-        loaded = self._loaded or self._only_weights
-        contents = {} if loaded is None else loaded.contents
-        return {unescape(path) for key, of in contents.items() if _is_state(key, name) for path in of}
+    def _restorer(self, loaded: RestoredCheckpoint | None) -> Restoring | None:
+        return None if loaded is None else Restoring(loaded, self.states, self._checkpointer, self._parallel)
 
-    def _restore_own(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
-        before, now = loaded.manifest.world_size, self._parallel.layout.world_size
-        if before != now and name == VALUES:  # rank 0's, for all
-            value.load_state_dict(loaded.manifest.extra["values"])
+    def _restore(self, restoring: Restoring, name: str, value: Any, *, per_rank: bool) -> None:
+        if per_rank:
+            restoring.restore_own(name, value)
             return
-        if before != now:
-            raise CheckpointError(
-                f"{loaded.name} was written by {before} rank(s), and {now} are here: {name} has a state of its own on "
-                f"each rank, which no other rank can take; continue with {before}, or {loaded.way_out}"
-            )
-        states = _own_states(loaded)
-        if name not in states:
-            raise CheckpointError(
-                f"{loaded.name} has no {name!r} of each rank (it has: {', '.join(states) or 'none'}); "
-                f"the code tracks something the checkpoint was written without: undo that, or {loaded.way_out}"
-            )
-        assert loaded.local is not None
-        with _as_misfit(loaded, name):
-            moved = loaded.local["on_device"].get(name, ())
-            value.load_state_dict(on_its_device(states[name], moved, self._parallel.device))
+        self._beside[name] = restoring.restore(name, value)
+        if attributes := restoring.attributes(name):
+            self._attributes[name] = attributes
 
     def restore_again(self, loaded: RestoredCheckpoint) -> None:
         """Set every object to its state in the checkpoint that the attempt began with."""
-        self._loaded = loaded
+        self._restoring = restoring = self._restorer(loaded)
+        assert restoring is not None
         for name, value in self.objects.items():
-            self._restore(loaded, name, value)
+            self._restore(restoring, name, value, per_rank=False)
         for name, value in self.own_objects.items():
-            self._restore_own(loaded, name, value)
+            self._restore(restoring, name, value, per_rank=True)
         self.restore_gradients()
-        self._loaded = None
+        self._restoring = None
 
     def restore_gradients(self) -> None:
         """Give parameters the gradients that the checkpoint has of them. Before the checkpoint is forgotten."""
-        for name, value in self.objects.items() if self._loaded is not None else ():
-            assert self._loaded is not None
-            if saved := [key for key in self._loaded.contents if key.startswith(name + GRADIENTS)]:
-                with _as_misfit(self._loaded, name):
-                    set_gradients(unwrapped(value), self._read_gradients(self._loaded, saved, unwrapped(value)))
-
-    def _read_gradients(self, loaded: RestoredCheckpoint, saved: list[str], module: nn.Module) -> dict[str, Tensor]:
-        parameters = named_parameters(module)
-        templates = {key: _gradients_like(parameters, loaded.contents[key]) for key in saved}
-        read = self._checkpointer.read(loaded, templates, lambda key, path: unescape(path) in parameters)
-        return {name: one for tree in read.values() for name, one in tree.items() if name in parameters}
-
-    def _restore(self, loaded: RestoredCheckpoint, name: str, value: Any) -> None:
-        state = self._read_state(loaded, name, value)
-        self._beside[name] = beside = joined(self._read_all(loaded, name + BESIDE))
-        for of_stage in self._read_all(loaded, name + ATTRIBUTES):
-            self._attributes.setdefault(name, {}).update(of_stage.on(self._parallel.device))
-        with _as_misfit(loaded, name):
-            self._load(value, state, beside)
-
-    def _restore_weights(self, loaded: RestoredCheckpoint, name: str, value: nn.Module) -> None:
-        state = self._read_state(loaded, name, value)
-        beside = joined(self._read_all(loaded, name + BESIDE))
-        with _as_misfit(loaded, name):
-            self._load(value, state, {"left_out": beside.get("left_out", ())})
-
-    def _read_state(self, loaded: RestoredCheckpoint, name: str, value: Any) -> Any:
-        """What a checkpoint has of an object, as far as this rank needs it."""
-        saved = [key for key in loaded.contents if _is_state(key, name)]
-        if not saved:
-            there = ", ".join(dict.fromkeys(key.split(PART)[0] for key in loaded.contents))
-            raise CheckpointError(
-                f"{loaded.name} has no {name!r} (it has: {there}); "
-                f"the code tracks something the checkpoint was written without: undo that, or {loaded.way_out}"
-            )
-        if isinstance(value, nn.Module) and self._frozen is None:
-            _check_frozen(loaded, name, unwrapped(value), self._saved_tensors(name))
-        whole = saved == [name]
-        templates = {key: self._template(value, loaded.contents[key]) for key in saved}
-        wanted = self._paths(value)
-        read = self._checkpointer.read(
-            loaded, templates, lambda key, path: whole or wanted is None or path.startswith(wanted)
-        )
-        with _as_misfit(loaded, name):
-            return read[name] if whole else self._joined(value, list(read.values()))
-
-    def _read_all(self, loaded: RestoredCheckpoint, name: str) -> list[Any]:
-        """What a checkpoint has of a name: several, where each stage of a pipeline has its own."""
-        keys = [key for key in loaded.contents if key.startswith(name)]
-        return list(
-            self._checkpointer.read(loaded, {key: {} for key in keys}, lambda *_: True).values() if keys else ()
-        )
-
-    def _load(self, value: Any, state: Any, beside: Beside | None = None) -> None:
-        beside = beside or {}
-        if self._is_named(value):
-            load_optimizer_state(value, self._names, state)
-        elif isinstance(value, nn.Module):
-            module = unwrapped(value)
-            if self._frozen is not None:
-                self._frozen.complete(module, state, beside.get("left_out", ()))
-            load_module_state(module, state)
-        elif isinstance(value, torch.optim.Optimizer):
-            value.load_state_dict(state)
-        else:
-            value.load_state_dict(on_its_device(state, beside.get("on_device", ()), self._parallel.device))
-        if isinstance(value, torch.optim.Optimizer):
-            lay_out_state(value)
-
-    def _template(self, value: Any, contents: Contents) -> Any:
-        """Live tensors, or tensors spread as live ones are, for what a checkpoint has of an object."""
-        if not self._is_named(value):
-            return module_state(unwrapped(value)) if isinstance(value, nn.Module) else {}
-        parameters = {self._names[parameter]: parameter for parameter in parameters_of(value)}
-        state: dict[str, dict[str, Any]] = {}
-        for path, (shape, dtype) in contents.items():
-            parts = [unescape(part) for part in path.split("/")]
-            if len(parts) == 3 and parts[0] == "state" and parts[1] in parameters:
-                placed = placed_like(parameters[parts[1]], shape, dtype)
-                if placed is not None:
-                    state.setdefault(parts[1], {})[parts[2]] = placed
-        return {"state": state}
-
-    def _paths(self, value: Any) -> tuple[str, ...] | None:
-        """What the paths of an object's tensors begin with, of those this rank needs; None for all."""
-        if self._is_named(value):
-            return tuple(f"state/{escape(self._names[parameter])}/" for parameter in parameters_of(value))
-        if isinstance(value, nn.Module):
-            return tuple(escape(key) for key in module_state(unwrapped(value)))
-        return None
-
-    def _joined(self, value: Any, parts: list[Any]) -> Any:
-        if self._is_named(value):
-            return {
-                **parts[0],
-                "state": {name: state for part in parts for name, state in part["state"].items()},
-                "param_groups": [group for part in parts for group in part["param_groups"]],
-            }
-        own = module_state(unwrapped(value))
-        return {key: tensor for part in parts for key, tensor in part.items() if key in own}
-
-
-def _is_state(key: str, name: str) -> bool:
-    """Whether a checkpoint has the state of an object, or a part of it, by a key."""
-    beside = (GRADIENTS, BESIDE, ATTRIBUTES)
-    return key.split(PART)[0] == name and not any(one in key for one in beside)
-
-
-def _own_states(loaded: RestoredCheckpoint) -> dict[str, Any]:
-    """The states that this rank alone has, by the object's name; none where fewer ranks wrote the checkpoint."""
-    states: dict[str, Any] = (loaded.local or {}).get("objects", {})
-    return states
-
-
-def _check_frozen(loaded: RestoredCheckpoint, name: str, module: nn.Module, saved: Collection[str]) -> None:
-    kept = module_state(module)  # a module may leave something out by itself
-    frozen = frozen_parameters(module).items()
-    missing = [key for key, one in frozen if key in kept and key not in saved and is_raw(one)]
-    if missing:
-        raise CheckpointError(
-            f"{loaded.name} has no {missing[0]!r} of {name}, which requires no gradient: it was written with "
-            f"checkpoint.weights: trainable, or by other code; set that again, or {loaded.way_out}"
-        )
-
-
-@contextmanager
-def _as_misfit(loaded: RestoredCheckpoint, name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(
-            f"{name} does not take its state from {loaded.name}: {error}; "
-            f"the code or the params that build it changed: undo that, or {loaded.way_out}"
-        ) from error
-
-
-def _gradients_like(parameters: Mapping[str, nn.Parameter], contents: Contents) -> dict[str, Any]:
-    """Empty tensors, spread as the parameters are, for those of the gradients that are to be spread."""
-    names = {unescape(path): entry for path, entry in contents.items() if unescape(path) in parameters}
-    placed = {name: placed_like(parameters[name], shape, dtype) for name, (shape, dtype) in names.items()}
-    return {name: one for name, one in placed.items() if one is not None}
+        if (restoring := self._restoring) is not None:
+            for name, value in self.objects.items():
+                restoring.restore_gradients(name, unwrapped(value))

@@ -254,7 +254,7 @@ class Tracked:
         loaded = self.checkpointer.load_newest(names=()) if resumed else None
         self.state = TrackedState(parallel, self.checkpointer, RankGroup.alone(), loaded)
         self.state.add_module(self.model)
-        self.state.name_parameters({})
+        self.state.states.name_parameters({})
         if compiled == "a part":
             self.model.net = torch.compile(self.model.net, backend="eager")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)

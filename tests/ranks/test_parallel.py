@@ -110,7 +110,7 @@ class Training:
 
     def track(self, tracking: TrackedState) -> None:
         tracking.add_module(self.model)
-        tracking.name_parameters({})
+        tracking.states.name_parameters({})
         tracking.add("model", self.model)
         tracking.add("optimizer", self.optimizer)
         tracking.add("scheduler", self.scheduler)
@@ -511,7 +511,7 @@ def normalise(team: Team, case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]
         model(torch.randn(6, 4, generator=generator)).square().sum().backward()
     tracking = TrackedState(parallel, None, RankGroup.of(team.group), None)  # type: ignore[arg-type]
     tracking.add_module(model)
-    tracking.name_parameters({})
+    tracking.states.name_parameters({})
     tracking.add("model", model)
     (mean,) = (buffer for name, buffer in unwrapped(model).named_buffers() if name == "1.running_mean")
     before = mean.clone()

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from jobkit.checkpoint import slot, staging
-from jobkit.checkpoint.store import Store
-from jobkit.checkpoint.writer import Checkpointer
 from jobkit.group import RankGroup
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.layout import factor
@@ -31,8 +29,8 @@ from jobkit.train.optimizer_state import optimizer_state, parameter_names
 from jobkit.train.parallel import Parallel
 from jobkit.train.seeds import seed_generators
 from jobkit.worker import failure
+from jobkit.worker.object_states import ObjectStates
 from jobkit.worker.pending_gradients import set_gradients
-from jobkit.worker.tracked_state import TrackedState
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", number) for number in range(2)]
@@ -177,7 +175,7 @@ def copied(tree: Any) -> Any:
     return map_tensors(lambda one: one.detach().clone(memory_format=torch.contiguous_format), tree)
 
 
-def test_a_channels_last_model_goes_on_with_a_fused_optimizer_as_it_would_have(tmp_path: Path) -> None:
+def test_a_channels_last_model_goes_on_with_a_fused_optimizer_as_it_would_have() -> None:
     """Fused kernels pair elements up as they lie in memory, and what a checkpoint has is contiguous."""
     torch.manual_seed(0)
     net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
@@ -192,12 +190,12 @@ def test_a_channels_last_model_goes_on_with_a_fused_optimizer_as_it_would_have(t
     saved = copied(optimizer_state(optimizer, parameter_names([net])))
     gradients = copied({name: one.grad for name, one in net.named_parameters()})
     parallel = Parallel(factor(ParallelConfig(), 1, 1), ParallelConfig(), CommConfig(), CPU)
-    tracked = TrackedState(parallel, Checkpointer(Store(tmp_path)), RankGroup.alone(), None)
-    tracked.add_module(resumed)
-    tracked.name_parameters({})
-    tracked.add("optimizer", other)
-    tracked._load(resumed, copied(net.state_dict()))
-    tracked._load(other, saved)
+    states = ObjectStates(parallel, RankGroup.alone(), None)
+    states.modules.append(resumed)
+    states.name_parameters({})
+    states.add_optimizer("optimizer", other)
+    states.load(resumed, copied(net.state_dict()))
+    states.load(other, saved)
     set_gradients(resumed, gradients)
     assert resumed.weight.grad is not None
     assert resumed.weight.grad.stride() == resumed.weight.stride()
