@@ -86,6 +86,7 @@ def run(
 def _loaded(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Path) -> dict[str, LoadedConfig]:
     """The configs of all stages, with whole names of the runs that they come after: stages before them, or others."""
     from jobkit.run.choose import find_run
+    from jobkit.run.config import SECTIONS
     from jobkit.run.experiment import stages_of
     from jobkit.submission.chains import with_whole_names
     from jobkit.submission.submit import choose_run
@@ -101,6 +102,10 @@ def _loaded(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Pat
             raise InputError(f"stage {word} does not come before this one in the file")
         return find_run(word, where)
 
+    for text in arguments.overrides:
+        first = text.removeprefix("+").partition(".")[0]
+        if first not in (*stages, *SECTIONS) and (hint := nearest(first, stages)):
+            raise InputError(f"command line: {text}: there is no such stage{hint}")
     for name, stage in stages.items():
         own = stage.config(_overrides_of(name, arguments.overrides, stages))
         loaded[name] = with_whole_names(own, arguments.after, runs_dir, find)

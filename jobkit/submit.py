@@ -97,8 +97,12 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """
     parser = Parser(prog=prog or program("submit"), description=DESCRIPTION, epilog=EPILOG)
     add_arguments(parser)
-    arguments = parser.parse_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
     try:
+        if unknown:
+            options = [word for word in unknown if word.startswith("-")] or unknown
+            hint = _meant_to_set(options[0], [*arguments.overrides, *unknown], arguments, parser.options)
+            parser.error(f"unrecognized arguments: {' '.join(options)}{hint}")
         return run(arguments)
     except JobkitError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -115,6 +119,20 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         return interrupted()
 
 
+def _meant_to_set(option: str, words: Sequence[str], arguments: argparse.Namespace, options: Sequence[str]) -> str:
+    """What to type where an option was meant to set a value of the YAML."""
+    from jobkit.run.config import SECTIONS
+    from jobkit.run.experiment import read_experiment
+    from jobkit.run.overrides import of_option
+
+    try:
+        values = read_experiment(arguments.experiment, arguments.demo).values
+    except JobkitError:
+        return ""
+    found = of_option(option, words, options, values, SECTIONS)
+    return f"; a value is set without dashes: {found}" if found else ""
+
+
 def interrupted() -> int:
     """Say that a signal came in time; returns the exit code."""
     print("interrupted before there was a job: nothing was started", file=sys.stderr)
@@ -125,7 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
     """One submission, as the command line says; returns the exit code."""
     from jobkit import slurm
     from jobkit.log import configure
+    from jobkit.run.config import SECTIONS
     from jobkit.run.experiment import read_experiment
+    from jobkit.run.overrides import refuse_other_forms
     from jobkit.run.runs import default_runs_dir
     from jobkit.submission.plan import Turn
 
@@ -135,6 +155,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"--json: one object is printed, and nothing of --{'follow' if arguments.follow else 'dry-run'}"
         )
     experiment = read_experiment(arguments.experiment, arguments.demo)
+    stage_names = experiment.pipeline if isinstance(experiment.pipeline, dict) else ()
+    of_stages: dict[str, list[str]] = {name: [] for name in stage_names}
+    refuse_other_forms(arguments.overrides, experiment.values, SECTIONS | of_stages)
     for note in experiment.notes:
         print(note, file=sys.stderr)
     cluster = "local" if arguments.local else arguments.cluster or ("slurm" if slurm.available() else "local")

@@ -11,6 +11,8 @@ from jobkit.errors import InputError, InvalidValue, closest
 from jobkit.run import secrets
 from jobkit.run.yamlfile import parse_value
 
+_KEY = r"[A-Za-z_][\w.\-]*(\[\d+\])?"
+_TYPED = re.compile(rf"\+?{_KEY}=\s*\S.*", re.DOTALL)
 _NUMBERS = re.compile(r"[\d.+-][\w.+-]*(\s*,\s*[\d.+-][\w.+-]*)+,?")
 
 COMMAND_LINE = "command line"
@@ -45,7 +47,7 @@ def parse(text: str, place: str = COMMAND_LINE) -> Override:
     """What a person typed, or has written at some place. Raises InputError."""
     typed, equals, value = text.partition("=")
     adds, key = typed.startswith("+"), typed.removeprefix("+")
-    if not equals or not re.fullmatch(r"[A-Za-z_][\w.\-]*(\[\d+\])?", key):
+    if not equals or not re.fullmatch(_KEY, key):
         raise InputError(f"{place}: {text!r}: expected key=value, as in params.lr=1e-3")
     if not value.strip():
         raise InputError(f"{place}: {text!r}: no value; none: {typed}=null; an empty text: {typed}='\"\"'")
@@ -53,6 +55,53 @@ def parse(text: str, place: str = COMMAND_LINE) -> Override:
         return Override(text, key, parse_value(value), adds)
     except Exception:  # a YAML error of whatever kind: the value was one person's typing
         raise InputError(f"{place}: {text!r}: the value is not valid YAML; quote it") from None
+
+
+def refuse_other_forms(words: Sequence[str], values: Mapping[str, Any], sections: Mapping[str, Sequence[str]]) -> None:
+    """Refuse what other programs call an override, with the form that it has here. Raises InputError.
+
+    `values` and `sections` as `check` has them.
+    """
+    for index, word in enumerate(words):
+        if _TYPED.fullmatch(word):
+            continue
+        key, _, value = re.sub(r"^[+~]*|:$", "", word).replace(":", "=", 1).partition("=")
+        rest = [one for one in (value, *words[index + 1 : index + 3]) if one not in ("", "=")]
+        if not re.fullmatch(_KEY, key):
+            parse(word)  # raises
+        key = name_meant(key, values, sections) or key
+        if word.startswith("~"):
+            hint = f"nothing is taken out; for no value: {key}=null"
+        elif word.startswith("++"):
+            hint = f"one + sets a value, whether it is there or not: +{key}={''.join(rest[:1]) or '...'}"
+        else:
+            sign = "+" if word.startswith("+") else ""
+            hint = f"expected key=value in one word: {sign}{key}={rest[0].lstrip('=') if rest else '...'}"
+        raise InputError(f"{COMMAND_LINE}: {word!r}: {hint}")
+
+
+def of_option(
+    option: str,
+    words: Sequence[str],
+    options: Iterable[str],
+    values: Mapping[str, Any],
+    sections: Mapping[str, Sequence[str]],
+) -> str | None:
+    """`params.lr=0.1` for the option `--lr`, or `--model.lr=0.1`, that another program would take; None for no value.
+
+    Args:
+        words: those that stood alone on the command line, of which one may be its value.
+        options: what there is; one that is like `option` comes before a value that is only like it.
+    """
+    name, _, value = option.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    last = name.rpartition(".")[2]
+    key = name_meant(name, values, sections) or name_meant(last, values, sections)
+    is_exact = key is not None and key.rpartition(".")[2] == last
+    if key is None or not (is_exact or closest(option, options) is None):
+        return None
+    alone = [word for word in words if "=" not in word and not word.startswith("--")]
+    return f"{key}={value or ''.join(alone[:1]) or '...'}"
 
 
 def masked(text: str) -> str:
@@ -70,7 +119,9 @@ def check(override: Override, values: Mapping[str, Any], sections: Mapping[str, 
     top, *below = override.key.partition("[")[0].split(".")
     if top not in sections:
         allowed = ", ".join(sections)
-        raise InvalidValue(override.key, f"unknown key{_meant(override.key, values, sections)} (allowed: {allowed})")
+        meant = name_meant(override.key, values, sections)
+        hint = f"; did you mean {meant!r}?" if meant is not None else ""
+        raise InvalidValue(override.key, f"unknown key{hint} (allowed: {allowed})")
     if top == "params" and not override.adds:
         params = values.get("params")
         _refuse_another_kind(override.key, _present(values, override.key), override.value)
@@ -149,14 +200,16 @@ def _new_params(values: Any, key: Sequence[str], value: Any) -> Iterator[tuple[l
             yield from _new_params(values, [str(name)], one)
 
 
-def _meant(key: str, values: Mapping[str, Any], sections: Mapping[str, Sequence[str]]) -> str:
-    """What a key that is not there may have been meant to be: one at the top, or one of a section's or of params."""
+def name_meant(key: str, values: Mapping[str, Any], sections: Mapping[str, Sequence[str]]) -> str | None:
+    """The dotted key that a name may mean: one at the top, or one of a section's or of params; None for none."""
+    if key.partition(".")[0] in sections:
+        return key
     params = values.get("params")
     dotted = {name: f"{section}.{name}" for section, names in sections.items() for name in names}
     dotted |= {str(name): f"params.{name}" for name in (params if isinstance(params, Mapping) else {})}
     dotted = {section: section for section in sections} | dotted
     found = closest(key, dotted)
-    return f"; did you mean {dotted[found]!r}?" if found is not None else ""
+    return dotted[found] if found is not None else None
 
 
 def refuse_sections_in_params(params: Mapping[str, Any], sections: Mapping[str, Sequence[str]]) -> None:

@@ -36,14 +36,21 @@ class Parser(argparse.ArgumentParser):
     """argparse's, except that a mistake is told as all others are, with the nearest option, and without a page of
     usage."""
 
+    @property
+    def options(self) -> list[str]:
+        """All that it takes, as they are typed."""
+        return list(self._option_string_actions)
+
     def error(self, message: str) -> NoReturn:
         message = message.replace(", key=value", "")  # argparse asks for what may be left out, too
         self.exit(EXIT_BAD_INPUT, f"error: {message}{self._meant(message)}\n{self.prog} --help shows what it takes\n")
 
     def _meant(self, message: str) -> str:
+        if "; " in message:  # it says it already
+            return ""
         if message.endswith("required: EXP.yaml"):
             return ", before --sweep: that takes all the words behind it" if "--sweep" in sys.argv else ""
         unknown = re.match(r"unrecognized arguments: .*?(--?[\w-]+)", message)
-        if unknown and unknown[1] in ("-m", "--multirun") and "--sweep" in self._option_string_actions:  # Hydra's
+        if unknown and unknown[1] in ("-m", "--multirun") and "--sweep" in self.options:  # Hydra's
             return "; did you mean '--sweep'?"
-        return nearest(unknown[1], self._option_string_actions) if unknown else ""
+        return nearest(unknown[1], self.options) if unknown else ""

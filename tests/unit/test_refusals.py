@@ -33,6 +33,7 @@ class Mistake:
 
 TRAIN = "def train(ctx): pass\n"
 SHORT = "name: toy\ntask: mytask:train\n"
+LR = {"toy.yaml": f"{SHORT}params: {{lr: 1e-3}}\n"}
 
 MISTAKES = [
     # The YAML
@@ -71,6 +72,27 @@ MISTAKES = [
     ),
     # Overrides and options
     Mistake("an override without a value", ["'fast'", "key=value"], ["fast"]),
+    Mistake("Hydra's way to take out", ["nothing is taken out; for no value: params.lr=null"], ["~params.lr"], LR),
+    Mistake("Hydra's force", ["one + sets a value", "or not: +params.lr=1"], ["++params.lr=1"], LR),
+    Mistake("a plus without a value", ["expected key=value in one word: +params.x=..."], ["+params.x"]),
+    Mistake("an option of a CLI's", ["is set without dashes: params.lr=0.1"], ["--params.lr", "0.1"], LR),
+    Mistake("an option of argparse", ["is set without dashes: params.lr=0.1"], ["--lr=0.1"], LR),
+    Mistake("an option of Lightning's", ["is set without dashes: params.lr=-1"], ["--model.lr", "-1"], LR),
+    Mistake("an option of Hugging Face's", ["is set without dashes: params.lr=3"], ["--learning-rate", "3"], LR),
+    Mistake("an option that is a key", ["is set without dashes: seed=3"], ["--seed", "3"]),
+    Mistake("a key and a value", ["'params.lr': expected key=value in one word: params.lr=0.1"], ["params.lr", "0.1"]),
+    Mistake("YAML's colon", ["'params.lr:': expected key=value in one word: params.lr=0.1"], ["params.lr:", "0.1"]),
+    Mistake("three words", ["'lr': expected key=value in one word: params.lr=0.1"], ["lr", "=", "0.1"], LR),
+    Mistake("a blank behind the sign", ["in one word: params.lr=0.1"], ["params.lr=", "0.1"]),
+    Mistake("nothing behind the sign", ["'params.lr=': expected key=value"], ["params.lr="]),
+    Mistake("a slip in an option", ["did you mean '--local'?"], ["--locl"]),
+    Mistake(
+        "a slip in a stage",
+        ["trian.seed=1: there is no such stage; did you mean 'train'?"],
+        ["trian.seed=1"],
+        {"toy.yaml": SHORT + "pipeline: {train: {seed: 2}}\n"},
+    ),
+    Mistake("a pipeline of nothing", ["toy.yaml:3: pipeline: found 3"], [], {"toy.yaml": SHORT + "pipeline: 3\n"}),
     Mistake("an override that is no YAML", ["params.a=[1", "not valid YAML"], ["params.a=[1"]),
     Mistake("an override of nothing", ["command line: nodes", "allowed: name"], ["nodes=2"]),
     Mistake("a demo that is not there", ["--demo"], ["--demo"]),
