@@ -12,6 +12,7 @@ from jobkit.slurm.commands import is_away as is_away
 from jobkit.slurm.commands import max_array_size as max_array_size
 from jobkit.slurm.commands import name_of as name_of
 from jobkit.slurm.commands import without_options as without_options
+from jobkit.slurm.job_control import IDS_OF_A_COMMAND as IDS_OF_A_COMMAND
 from jobkit.slurm.job_control import Refused as Refused
 from jobkit.slurm.job_control import cancel as cancel
 from jobkit.slurm.job_control import cancel_queued as cancel_queued

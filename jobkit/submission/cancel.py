@@ -44,6 +44,7 @@ def cancel(run: RunDir, *, grace: bool = True, on_wait: Callable[[], None] = lam
     """
     asked = _ask(run, grace, ask)
     if asked is None:
+        _tell_the_rest(run)
         return None
     if asked.is_waited_for:
         _wait(asked, on_wait)
@@ -67,6 +68,7 @@ def cancel_all(
             yield run, as_told(error)
         else:
             if one is None:
+                _tell_the_rest(run)
                 yield run, None
             else:
                 asked.append(one)
@@ -160,8 +162,14 @@ def _ended(asked: _Asked, find_job: FindJob) -> Status:
     """As `_end`; what waits for a run that was cancelled is told."""
     status = _end(asked, find_job)
     if status.state == State.CANCELLED:
-        chains.cancel_dependents(asked.run, cancel)
+        chains.cancel_dependents(asked.run, cancel_all)
     return status
+
+
+def _tell_the_rest(run: RunDir) -> None:
+    """Finish what a cancel that was cut off has left: it may have told some of those that wait for the run."""
+    if run.status().state == State.CANCELLED:
+        chains.cancel_dependents(run, cancel_all)
 
 
 def _end(asked: _Asked, find_job: FindJob) -> Status:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jobkit.errors import InputError, InvalidValue, JobkitError
@@ -93,14 +93,24 @@ def prepared(plan: LaunchPlan) -> LaunchPlan:
     return dataclasses.replace(plan, parameters={**plan.parameters, "additional_parameters": {**own, **more}})
 
 
-def cancel_dependents(run: RunDir, cancel: Callable[[RunDir], Status | None]) -> None:
+def cancel_dependents(
+    run: RunDir, cancel_all: Callable[[Sequence[RunDir]], Iterator[tuple[RunDir, Status | JobkitError | None]]]
+) -> None:
     """Cancel what waits on Slurm for a run that was cancelled; what waits on this machine finds it out by itself."""
-    for other in dependents(run):
+    for other, outcome in cancel_all([one for one in dependents(run) if _waits_on_slurm(one)]):
         try:
-            status = other.status()
-            is_waiting = status.scheduler == "slurm" and status.state == State.QUEUED and not status.attempts
-            after = cancel(other) if is_waiting else None
-            if after is not None and after.state == State.CANCELLED:
+            if isinstance(outcome, JobkitError):
+                raise outcome
+            if outcome is not None and outcome.state == State.CANCELLED:
                 other.record(Event.CANCELLED, error=f"it comes after {run.name}, which was cancelled")
         except (JobkitError, OSError) as error:
             log.warning("%s comes after %s, and could not be cancelled: %s", other.name, run.name, error)
+
+
+def _waits_on_slurm(run: RunDir) -> bool:
+    try:
+        status = run.status()
+    except OSError as error:
+        log.warning("%s: whether it waits cannot be read: %s", run.name, error)
+        return False
+    return status.scheduler == "slurm" and status.state == State.QUEUED and not status.attempts

@@ -162,8 +162,8 @@ def _go_back(run: RunDir, own: SlurmJob, found: Verdict) -> None:
         return
     if follows:  # only now: Slurm takes it for a job in the queue alone
         with contextlib.suppress(SchedulerError):  # without it the job starts after a while, and looks again
-            depend(own.id, dependency_of(found))
-            start_now(own.id)
+            depend([own.id], dependency_of(found))
+            start_now([own.id])
 
 
 def _may_start(run: RunDir, found: Verdict) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,50 @@ def test_a_job_that_was_submitted_as_held_goes_on_in_another_job(project: Projec
     assert "Held" not in job(slurm, second)
     (project.path / "b").write_text("0")
     wait_for("its end", lambda: status(second)["state"] == "finished", second)
+
+
+def watched(project: Project, program: str, word: str, at_first: str) -> Path:
+    """A file to which each `program` that the project's commands start adds its words; the first with `word` among them
+    does what `at_first` says before that."""
+    log, real = project.path / f"{program}.log", shutil.which(program, path=project.env["PATH"])
+    folder = project.path / "bin"
+    folder.mkdir()
+    (folder / program).write_text(
+        f'#!/bin/sh\nfirst=$(grep -c -w {word} {log} 2>/dev/null)\necho "$*" >>{log}\n'
+        f'case " $* " in *" {word} "*) [ "${{first:-0}}" != 0 ] || {at_first};; esac\nexec {real} "$@"\n'
+    )
+    (folder / program).chmod(0o755)
+    project.env["PATH"] = f"{folder}:{project.env['PATH']}"
+    return log
+
+
+def test_all_that_wait_are_told_by_one_command_and_by_the_next_where_that_is_killed(
+    project: Project, slurm: Cluster
+) -> None:
+    first = submit(project, "a")
+    end(project, first, "a", code=1)
+    jobkit(project, "submit", "gate.yaml", "--cluster", "slurm", "name=b", "--after", "a", "--sweep", "seed=0,1,2")
+    runs = [run for run in project.runs if run.name.startswith("b-")]
+    ids = {status(run)["job_id"] for run in runs}
+    (project.path / "a").unlink()
+    (project.path / "b").write_text("0")
+    log = watched(project, "scontrol", "release", "kill -9 $PPID")
+    assert project.jobkit("resume", "a", expect=None).returncode == -9
+    told = [line for line in log.read_text().splitlines() if "Dependency=" in line]
+    assert len(told) == 1 and set(told[0].split()[1].removeprefix("JobId=").split(",")) == ids
+    assert status(first)["state"] in ("queued", "running")
+    end(project, first, "a")
+    for run in runs:
+        wait_for("its end", lambda run=run: status(run)["state"] == "finished", run)
+    assert [len(status(run)["attempts"]) for run in runs] == [1, 1, 1]
+
+
+def test_a_cancel_that_is_cut_off_is_finished_by_the_next(project: Project, slurm: Cluster) -> None:
+    first = submit(project, "a", "clusters.slurm.hold=true")
+    second = submit(project, "b", "--after", "a")
+    log = watched(project, "scancel", str(status(second)["job_id"]), "kill -9 $PPID")
+    assert project.jobkit("cancel", "a", expect=None).returncode == -9
+    assert log.exists() and status(first)["state"] == "cancelled"
+    jobkit(project, "cancel", "a")
+    assert status(second)["state"] == "cancelled"
+    assert slurm.job(status(second)["job_id"])["JobState"] == "CANCELLED"
