@@ -8,6 +8,8 @@ import json
 import pwd
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from jobkit.cli import resume
 from jobkit.cli.arguments import add_runs_dir, runs_dir
 from jobkit.cli.several import each
 from jobkit.errors import EXIT_FINISHED
+from jobkit.run import sweeps
 from jobkit.run.command_line import to_type
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import all_runs
 from jobkit.run.status import State, Status
+from jobkit.submission import local_sweep
 from jobkit.submission.observer import observe
 from jobkit.supervisor.line import Line, Standing
 
@@ -28,37 +32,111 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="start again, in the old order, what waited until its process was killed"
     )
-    parser.add_argument("--json", action="store_true", help="for programs: {waiting: [...], waited: [...]}")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: {waiting: [...], sweeps: [...], waited: [...]}"
+    )
     add_runs_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the line of this machine, and of the runs directory what waits no more; or let that wait again."""
-    waited = _waited(runs_dir(arguments))
+    runs = _Waiting(runs_dir(arguments))
     if arguments.resume:
-        if not waited:
-            print(f"nothing in {runs_dir(arguments)} has lost its place in a line")
-            return EXIT_FINISHED
-        options = argparse.Namespace(detach=True, follow=False)
-        return each([found for found, _ in waited], lambda found: resume.resume(found, options))
+        return _resume(runs)
     waiting = [_row(one) for one in Line().standings()]
     if arguments.json:
-        lost = [{"run": found.name, "path": str(found.path), "for": status.waiting} for found, status in waited]
-        print(json.dumps({"waiting": waiting, "waited": lost}, indent=1))
+        print(json.dumps({"waiting": waiting, **runs.as_dict()}, indent=1))
         return EXIT_FINISHED
-    if not waiting:
+    if not waiting and not runs.in_sweeps:
         print("nobody waits for devices or CPU slots of this machine")
     for row in waiting:
         priority = f", priority {row['priority']}" if row["priority"] else ""
         used = f" ({row['used']})" if row["used"] else ""
         since = format_seconds(max(0.0, time.time() - row["since"]))
         print(f"{row['place']:3}  {row['run']}, of {row['user']}{priority}: {row['for']}{used}, for {since}")
-    if waited:
+    for row in runs.as_dict()["sweeps"]:
+        limit = f", at most {row['max_running']} at once" if row["max_running"] else ""
+        print(f"     sweep {row['sweep']}: {row['waiting']} run(s) wait for their turn{limit}")
+    if runs.lost:
         print("their processes are gone, as after a reboot, so they wait no more:")
-        for found, status in waited:
-            print(f"     {found.name}: {status.waiting}")
+        for what in runs.lost_lines():
+            print(f"     {what}")
         print(f"to let them wait again, in this order: {to_type('queue', '--resume')}", file=sys.stderr)
     return EXIT_FINISHED
+
+
+def _resume(runs: _Waiting) -> int:
+    """Let what waits no more wait again; of a sweep one process does so for all."""
+    if not runs.lost:
+        print(f"nothing in {runs.runs_dir} has lost its place in a line")
+        return EXIT_FINISHED
+    options = argparse.Namespace(detach=True, follow=False)
+    started: set[str] = set()
+
+    def resume_one(found: RunDir) -> int:
+        status = found.status()
+        if not status.waits_in_sweep:
+            return resume.resume(found, options)
+        if status.sweep not in started:
+            started.add(status.sweep)
+            print(local_sweep.start_again(runs.runs_dir, status.sweep), flush=True)
+        return EXIT_FINISHED
+
+    return each([found for found, _ in runs.lost], resume_one)
+
+
+class _Waiting:
+    """The local runs of a runs directory that wait, or did when their process ended and nobody had told it to."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs_dir = runs
+        self.in_sweeps: dict[str, int] = {}
+        """How many wait in each sweep whose process lives."""
+        self.lost: list[tuple[RunDir, Status]] = []
+        """The longest wait first; of a sweep's runs also where that process is gone."""
+        for one in all_runs(runs):
+            recorded = one.recorded_status()
+            may_wait = recorded is None or recorded.get("waiting") or (recorded["state"] == "queued")
+            if may_wait:
+                with contextlib.suppress(OSError):  # another user's
+                    self._add(one.open())
+        self.lost.sort(key=lambda one: one[1].queued or 0.0)
+
+    def _add(self, run: RunDir) -> None:
+        status = run.status()
+        if status.scheduler != "local" or not (status.waiting or status.waits_in_sweep):
+            return
+        sweep = status.sweep if status.waits_in_sweep else ""
+        status = observe(run)
+        if status.state == State.INTERRUPTED:
+            self.lost.append((run, status))
+        elif sweep and status.state == State.QUEUED:
+            self.in_sweeps[sweep] = self.in_sweeps.get(sweep, 0) + 1
+
+    def lost_lines(self) -> list[str]:
+        """Each run with what it waits for; of a sweep how many."""
+        of_sweeps = Counter(status.sweep for _, status in self.lost if not status.waiting)
+        return list(dict.fromkeys(_lost_line(run, status, of_sweeps) for run, status in self.lost))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        lost = [
+            {"run": run.name, "path": str(run.path), "for": status.waiting, "sweep": status.sweep}
+            for run, status in self.lost
+        ]
+        return {
+            "sweeps": [
+                {"sweep": name, "waiting": count, "max_running": sweeps.max_running(self.runs_dir, name)}
+                for name, count in self.in_sweeps.items()
+            ],
+            "waited": lost,
+        }
+
+
+def _lost_line(run: RunDir, status: Status, of_sweeps: Mapping[str, int]) -> str:
+    if status.waiting:
+        return f"{run.name}: {status.waiting}"
+    return f"sweep {status.sweep}: {of_sweeps[status.sweep]} run(s)"
 
 
 def _row(standing: Standing) -> dict[str, Any]:
@@ -79,19 +157,3 @@ def _user(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:  # one that this machine does not know
         return str(uid)
-
-
-def _waited(runs: Path) -> list[tuple[RunDir, Status]]:
-    """The runs whose process ended while it waited for its turn, and nobody has told it to; the longest wait first."""
-    found = []
-    for one in all_runs(runs):
-        recorded = one.recorded_status()
-        if recorded is not None and recorded.get("waiting") is None:
-            continue
-        with contextlib.suppress(OSError):  # another user's
-            status = one.open().status()
-            if status.waiting and status.scheduler == "local":
-                status = observe(one.open())
-                if status.state == State.INTERRUPTED:
-                    found.append((one.open(), status))
-    return sorted(found, key=lambda one: one[1].queued or 0.0)

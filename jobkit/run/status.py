@@ -252,6 +252,17 @@ class Status:
         return self.submissions == 0 and not self.attempts
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has had an attempt since a person has submitted it last."""
+        return any(attempt.submission == self.submissions for attempt in self.attempts)
+
+    @property
+    def waits_in_sweep(self) -> bool:
+        """Whether it is for the process that waits for a local sweep's runs to start it, once it may."""
+        is_waiting = self.state == State.QUEUED and not self.submitting and not self.has_begun
+        return is_waiting and bool(self.sweep) and self.scheduler == "local"
+
+    @property
     def attempt(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 

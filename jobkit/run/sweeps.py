@@ -71,6 +71,11 @@ class Sweep:
         """Where that process writes its id."""
         return self.path / "runner.pid"
 
+    @property
+    def log(self) -> Path:
+        """What that process says: it has no terminal."""
+        return self.path / "runner.log"
+
     def has_runner(self) -> bool | None:
         """Whether that process lives; None where nobody here can know."""
         return is_held(self.path / _ALIVE)
@@ -109,7 +114,8 @@ class Sweep:
 
     def announce(self) -> None:
         """Let `version` change: what the sweep wants is prepared by now."""
-        os.utime(self.path / _RECORD)
+        with contextlib.suppress(OSError):  # whoever looks does so once more before it ends
+            os.utime(self.path / _RECORD)
 
 
 def at(path: Path) -> Sweep:
@@ -136,6 +142,17 @@ def wanted_by_others(sweep: Sweep) -> set[str]:
     records_of_all = (sweep.runs_dir / FOLDER).glob(f"*/*/{_RECORD}")
     others = (records.read(SweepRecord, file) for file in records_of_all if file.parent != sweep.path)
     return {name for record in others if record is not None for name in record.runs}
+
+
+def has_runner(runs_dir: Path, sweep: str) -> bool | None:
+    """As the sweep's own; its record, which may be long, is not read."""
+    return is_held(runs_dir / FOLDER / sweep / _ALIVE)
+
+
+def max_running(runs_dir: Path, sweep: str) -> int | None:
+    """How many of a sweep's runs may train at once on this machine; None for as many as fit."""
+    record = records.read(SweepRecord, runs_dir / FOLDER / sweep / _RECORD)
+    return None if record is None else record.max_running
 
 
 def runs_of(runs_dir: Path, sweep: str) -> list[str] | None:

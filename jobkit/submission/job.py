@@ -215,7 +215,7 @@ def tell_ranks(run: RunDir, status: Status, attempt: Attempt, seconds: float) ->
         if status.scheduler == "slurm" and can_be_asked(status):
             slurm.signal_steps(str(status.job_id), "TERM")
     # A script with jobkit.init does not look for requests.
-    return None if status.scheduler == "slurm" else _signal_supervisor(run, grace=seconds > 0)
+    return None if status.scheduler == "slurm" else signal_supervisor(run, grace=seconds > 0)
 
 
 def if_slurm_answers(look: Callable[[RunDir], Status], run: RunDir) -> Status:
@@ -269,7 +269,7 @@ def preempt(run: RunDir, *, grace: bool = True) -> Attempt:
     return now
 
 
-def _signal_supervisor(run: RunDir, *, grace: bool) -> str | None:
+def signal_supervisor(run: RunDir, *, grace: bool) -> str | None:
     """Tell a local run's supervisor to stop, or to kill; where that is on another machine, the name of it."""
     lease = run.lease()
     if lease is None or lease.process is None:

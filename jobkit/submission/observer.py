@@ -60,7 +60,7 @@ def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
     on_slurm = [run for run, status in found if status.scheduler == "slurm" and _is_asked_about(status, LIST_SECONDS)]
     listed = slurm.jobs_of(_owners(on_slurm), LIST_SECONDS) if on_slurm else ()
     jobs = {job.job_id: job for job in listed}
-    line = Line() if any(status.waiting for _, status in found) else None
+    line = Line() if any(status.waiting or status.waits_in_sweep for _, status in found) else None
     return [_looked_at(run, status, jobs.get, LIST_SECONDS, line) for run, status in found]
 
 
@@ -86,10 +86,11 @@ def _looked_at(
 
 def _with_turn(run: RunDir, status: Status, line: Line | None) -> Status:
     """The status of a local run, with its place in the line where it waits for its turn."""
-    if status.state == State.QUEUED and status.waiting:
+    if status.state == State.QUEUED and (status.waiting or status.waits_in_sweep):
         found = (line or Line()).find(run.path, _owner_of_run(run))
         before = verdict(run, status.after).text
-        status.waits_for = before or (status.waiting if found is None else f"{found.text}, {found.ordinal} in line")
+        turn = status.waiting or f"its turn in sweep {status.sweep}"
+        status.waits_for = before or (turn if found is None else f"{found.text}, {found.ordinal} in line")
     return status
 
 
@@ -207,8 +208,7 @@ def has_supervisor(run: RunDir, status: Status) -> bool:
     locks may not be looked at, what the journal says holds."""
     if run.has_local_supervisor() is not False:
         return True
-    waits = status.sweep and status.state == State.QUEUED
-    return bool(waits) and sweeps.at(run.path.parent / sweeps.FOLDER / status.sweep).has_runner() is not False
+    return status.waits_in_sweep and sweeps.has_runner(run.path.parent, status.sweep) is not False
 
 
 def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:

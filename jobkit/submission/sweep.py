@@ -262,6 +262,8 @@ class _Submission:
         for candidate, job_id in zip(candidates, ids, strict=True):
             candidate.record_job(job_id)
             self.outcome.states[candidate.run.name] = CONTINUED if candidate.before.submissions else NEW
+        if not slurm_cluster:
+            self.sweep.announce()  # now that nothing can be undone any more
 
     def _submit_array(self, candidates: Sequence[Candidate]) -> list[str]:
         batch = Batch(
@@ -275,9 +277,8 @@ class _Submission:
         return job.submit_batch(batch, [self.lock])
 
     def _start_here(self, count: int) -> list[str]:
-        """Let the process that waits for the sweep's runs find them; there is one for each sweep."""
+        """The process that waits for the sweep's runs, for each of them; there is one for each sweep."""
         hand_over()
-        self.sweep.announce()
         if not self.sweep.has_runner():
             self.outcome.runner = local_sweep.start(self.sweep)
             return [str(self.outcome.runner.pid)] * count

@@ -54,9 +54,7 @@ def is_after_others(run: RunDir) -> bool:
 
 def _after(run: RunDir) -> list[str]:
     """The runs that decide whether it may start; none once it has started since a person submitted it."""
-    status = run.status()
-    has_started = any(attempt.submission == status.submissions for attempt in status.attempts)
-    return [] if has_started else run.config().after
+    return [] if run.status().has_begun else run.config().after
 
 
 def wait_in_line(run: RunDir, job: LocalJob, place: Place) -> Leases | None:
