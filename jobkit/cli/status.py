@@ -104,6 +104,9 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
         *_, (step, samples) = status.skipped_batches.items()
         shown = f"the last of step {step}, samples {_shown(samples)}"
         lines.append(f"  left out {len(status.skipped_batches)} batch(es) whose loss was no number: {shown}")
+    if (loss := status.loss_without_harm) is not None:
+        place = f"step {loss['step']} on rank {loss['rank']}, samples {_shown(loss['samples'])}"
+        lines.append(f"  a loss that was no number did no harm: {place}")
     if status.skip_samples:
         lines.append(f"  leaves out {len(status.skip_samples)} sample(s): {_shown(status.skip_samples)}")
     nodes: list[str] = []

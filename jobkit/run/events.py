@@ -49,6 +49,8 @@ class Event(str, Enum):
     """A step had another result when it was repeated, `on_nan: rerun`, or computed again, `verify_every`."""
     BATCH_SKIPPED = "batch_skipped"
     """A batch whose loss was no number was left out, on all ranks: `on_nan: skip`."""
+    LOSS_WITHOUT_HARM = "loss_without_harm"
+    """A loss was no number, and the weights are finite: the first such step of an attempt."""
     EXCLUDED = "excluded"
     """A node that the run will not use again."""
     CANCEL_REQUESTED = "cancel_requested"

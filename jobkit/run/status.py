@@ -213,6 +213,9 @@ class Status:
     """Ids of samples that the loader leaves out since a person has gone back."""
     skipped_batches: dict[str, list[int]] = field(default_factory=dict)
     """Step -> ids of samples, of the batches that were left out, since their loss was no number."""
+    loss_without_harm: dict[str, Any] | None = None
+    """{step, rank, samples}: the first step of the newest attempt that had one, whose loss was no number and whose
+    gradients were finite."""
 
     @property
     def start(self) -> tuple[str | None, int, int]:
@@ -389,6 +392,8 @@ def apply(status: Status, event: Entry) -> None:
             _forget_skipped(status, status.step)
         case Event.BATCH_SKIPPED:
             status.skipped_batches[str(event["step"])] = list(event["samples"])
+        case Event.LOSS_WITHOUT_HARM:
+            status.loss_without_harm = {key: event[key] for key in ("step", "rank", "samples")}
         case Event.CHECKPOINTS_REMOVED:
             _checkpoints_removed(status)
         case Event.STRAGGLER:

@@ -71,7 +71,7 @@ def backward(
     `global_batch_size` is the sum of all ranks' shares, which one rank knows, and `largest_share` the size of the
     largest, which follows from it where shares differ by at most one sample. `add_up` begins to add a tensor up over
     the ranks, in place, and is waited for after backward; without it the mean is of this rank's share. `see` is called
-    with the sum of the losses of this rank's share, before its last backward. Raises
+    with the sum of the losses of this rank's share, when there are all gradients. Raises
     UsageError for a share that the global batch has no room for.
     """
     size = batch_size(inputs)
@@ -107,19 +107,16 @@ def backward(
             mean = _whole(value) if samples else torch.zeros_like(_whole(value))  # of no sample it may be a NaN
             part = mean * samples
             total = part if number == 0 else total + part
-            if last:
-                see(total)
             if last and add_up is not None:
-                total = torch.stack(
-                    [total, total.new_full((), size)]
-                )  # what was given may be a part of the global batch
-                added = add_up(total)  # sent beside the gradients
+                both = torch.stack([total, total.new_full((), size)])  # what was given may be a part of the batch
+                added = add_up(both)  # sent beside the gradients
             weight = samples * data_ranks / global_batch_size
             (value * (weight * scale)).backward()  # type: ignore[no-untyped-call]
+    see(total)
     if added is None:
         return total / max(1, size)
     added.wait()
-    return total[0] / total[1]
+    return both[0] / both[1]
 
 
 def _whole(value: Tensor) -> Tensor:

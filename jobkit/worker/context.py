@@ -293,15 +293,17 @@ class Context:
             own = [one for one in self._tracked.all_objects() if isinstance(one, TrackedGenerator)]
             more: dict[str, Any] = {"micro_batch_size": micro_batch_size, "devices": self._rank.devices}
             self._loop.verify(self._engine.computes_alike(model, inputs, loss, target, generators=own, **more))
-        return self._engine.backward(
+        mean = self._engine.backward(
             model,
             inputs,
             loss,
             target,
             micro_batch_size=micro_batch_size,
             global_batch_size=global_batch_size,
-            see=self._loop.see_loss,
+            see=self._loop.see_share,
         )
+        self._loop.see_mean(mean)
+        return mean
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> torch.Tensor | None:
         """Use the gradients of ctx.backward: unscale, clip to a global norm of `max_norm`, step, set them to None.

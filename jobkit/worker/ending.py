@@ -63,6 +63,8 @@ class Ending:
         if not in_loop and self._rank.is_main and (self._engine.made_something or not self._evaluator.has_run):
             log.info("%s", without_checkpoints())
         result = to_json(result)
+        if in_loop:
+            self._loop.settle_losses()
         self._retry(lambda: export(self._rank, self._engine, self._tracked))
         self._log_result(result)
         if in_loop:  # the result goes to the disk before the event: an attempt that dies between them is not repeated

@@ -22,12 +22,13 @@ from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
 from jobkit.train.engine import Engine
 from jobkit.train.modes import Now
+from jobkit.train.optimizer_state import parameters_of
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpointing import Checkpoints, Place
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
 from jobkit.worker.generators import tell_replaced_seed
 from jobkit.worker.heartbeat import peak_bytes
-from jobkit.worker.losses import IN_A_ROW, MAX_SAMPLES, SKIPS_IN_A_ROW, LossWatch, Suspect
+from jobkit.worker.losses import IN_A_ROW, MAX_SAMPLES, SKIPS_IN_A_ROW, UNUSED_IN_A_ROW, LossWatch, Suspect, is_harmed
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.state_names import LOSS_SCALE
@@ -96,8 +97,16 @@ class TrainingLoop:
         """Those that it began with: an evaluation changes them, and maybe back. None between two steps."""
         self._has_verified = False
         fp16 = rank.config.precision == "fp16"
-        allowed = IN_A_ROW if fp16 else 0
-        self._losses = LossWatch(rank.device, str(rank.config.on_nan), suspect=suspect, allowed_in_a_row=allowed)
+        self._losses = LossWatch(
+            rank.device,
+            str(rank.config.on_nan),
+            # The gradients of fp16 may overflow: its loss scale does not use them then.
+            is_harmed=lambda: is_harmed(self._trained(), with_gradients=not fp16),
+            updates=lambda: self._optimizer_steps,
+            suspect=suspect,
+            allowed_in_a_row=IN_A_ROW if fp16 else UNUSED_IN_A_ROW,
+        )
+        self._is_harmless_told = False
         self._evaluated_at: deque[int] = deque(maxlen=2)
         """The last steps that evaluated something."""
 
@@ -219,6 +228,9 @@ class TrainingLoop:
         """What comes now is after the loop."""
         self.left_in = self.step if self.is_in_step else None
         self.is_in_step = False
+        if self._losses.harmless > 1:
+            log.info("the loss of %d steps was no finite number here, without harm", self._losses.harmless)
+            self._losses.harmless = 0
         self._modes = None
         if self._stepping is not None:
             self._stepping.end()
@@ -355,13 +367,38 @@ class TrainingLoop:
             self._is_due_later = False
             self._save(is_last=self.step + 1 == self.total)
         elif in_memory and self._write_files is None:
-            self._losses.settle()
+            self.settle_losses()
             self._checkpoints.snapshot(self.step)
         self.report_progress()
 
     def _save(self, **options: Any) -> None:
-        self._losses.settle()
+        self.settle_losses()
         self._checkpoints.save(self.place, write_files=self._write_files, **options)
+
+    def settle_losses(self) -> None:
+        """Before a checkpoint, on all ranks together: raise NotFinite where a loss was no number and has done harm, be
+        it in another rank's part of the model."""
+        self._losses.settle()
+        if not (self._losses.is_on and self._rank.group.anywhere(self._losses.doubt is not None)):
+            return
+        doubt, self._losses.doubt = self._losses.doubt, None
+        if self._rank.group.anywhere(self._losses.is_harmed()):
+            if doubt is not None:
+                raise doubt
+            self._rank.group.barrier()  # the rank that raises does not come here
+        is_told = doubt is not None and self._losses.harmless > 0
+        found = self._rank.group.gather((doubt.step, doubt.samples[:MAX_SAMPLES]) if doubt and is_told else None)
+        first = next(((rank, one) for rank, one in enumerate(found) if one is not None), None)
+        if first is not None and not self._is_harmless_told:
+            self._is_harmless_told = True
+            rank, (step, samples) = first
+            self._reporter.record(Event.LOSS_WITHOUT_HARM, step=step, rank=rank, samples=samples)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """This rank's parameters that are trained, as far as they are known."""
+        of_optimizers = [one for value in self._of_type(torch.optim.Optimizer) for one in parameters_of(value)]
+        modules = self._tracked.replicas()
+        return of_optimizers or [one for module in modules for one in module.parameters() if one.requires_grad]
 
     def _own_signals(self) -> None:
         """In each step: a signal that goes to another handler would not stop the run."""
@@ -441,10 +478,20 @@ class TrainingLoop:
 
     # Within a step
 
-    def see_loss(self, loss: torch.Tensor) -> None:
-        """A loss of this rank's share of a batch; raises NotFinite where it is known to be no number."""
+    def see_share(self, loss: torch.Tensor) -> None:
+        """The loss of this rank's share of a batch, in ctx.backward."""
         if self.is_in_step:
-            self._losses.see(loss, self.step, self._samples())
+            self._losses.see_share(loss)
+
+    def see_mean(self, mean: torch.Tensor) -> None:
+        """What ctx.backward has found, the same on all ranks: raises NotFinite, on the ranks whose shares it is of,
+        where it is known to be no number and a rank's gradients are not finite."""
+        if not (self.is_in_step and self._losses.see_mean(mean)):
+            return
+        harmed = self._losses.is_harmed()
+        if harmed if self._engine.parallel.drifts else self._rank.group.anywhere(harmed):
+            self._losses.raise_found(self.step, self._samples())
+            self._rank.group.barrier()  # a rank that raises does not come here
 
     def see_logged(self, values: Mapping[str, Any]) -> None:
         """What the script logs: losses among it are looked at as those of `see_loss`."""

@@ -114,6 +114,43 @@ def test_what_is_no_number_twice_is_the_datas_or_the_models(project: Project) ->
     assert "hardware_fault" not in [event["event"] for event in events(run)]
 
 
+ELSEWHERE = """
+import torch
+from torch import nn
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(2))
+
+    def forward(self, factors):
+        return (self.rows * factors).sum()
+
+
+def train(ctx):
+    model = ctx.parallelize(Rows())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(8):
+        is_bad = step == 3 and ctx.rank == 0
+        loss = model(torch.tensor([1.0, torch.nan if is_bad else 1.0]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ctx.log({"train/loss": loss})
+"""
+
+
+def test_harm_in_another_ranks_part_of_the_model_is_found_before_it_is_saved(project: Project) -> None:
+    (project.path / "mytask.py").write_text(ELSEWHERE)
+    project.submit("--local", "parallel=zero3", "checkpoint.every=1", expect=1)
+    (run,) = project.runs
+    failure = status(run)["attempts"][0]["failure"]
+    assert (failure["rank"], failure["step"]) == (0, 3) and "NotFinite" in failure["error"]
+    assert max(int(one.name.split("_")[1]) for one in (run / "checkpoints").glob("step_*")) <= 3
+
+
 WRONG = """
 import torch
 from torch import nn

@@ -41,6 +41,7 @@ FIELDS: dict[Event, Callable[[random.Random], dict[str, Any]]] = {
     Event.REQUEUE_FAILED: lambda draw: {"error": "held"},
     Event.EXCLUDED: lambda draw: {"node": f"n{draw.randrange(9)}"},
     Event.REWOUND: lambda draw: {"step": draw.randrange(99), "branch": 1, "skip_samples": [draw.randrange(9)]},
+    Event.LOSS_WITHOUT_HARM: lambda draw: {"step": draw.randrange(99), "rank": 0, "samples": [draw.randrange(9)]},
     Event.BATCH_SKIPPED: lambda draw: {"step": draw.randrange(99), "samples": [draw.randrange(9)]},
     Event.FINISHED: lambda draw: {"step": 100, "result": {"loss": draw.random(), "nested": [None, "\u2028"]}},
     Event.FAILED: lambda draw: {"step": draw.randrange(99), "error": "rank 1: ValueError", "failure": FAILURE},
