@@ -33,7 +33,12 @@ def stages_wanted(arguments: argparse.Namespace, experiment: Experiment) -> list
     names = list(stages_of(experiment))
     if stage is not None and stage not in names:
         raise InputError(f"--stage {stage}: no such stage{nearest(stage, names)} (there are: {', '.join(names)})")
-    for option in ("sweep", "sweep_file", "start_from", "check_model"):
+    if experiment.sweep is not None:
+        raise InputError(f"{experiment.places.of('sweep')}: there is a pipeline as well; a file has one of them")
+    for option in ("sweep", "sweep_file", "first", "prune", "max_running"):
+        if (found := getattr(arguments, option)) is not None and found is not False:
+            raise InputError(f"--{option.replace('_', '-')} is for a sweep, and this is a pipeline")
+    for option in ("start_from", "weights_only", "check_model", "follow"):
         if getattr(arguments, option):
             raise InputError(f"--{option.removeprefix('start_').replace('_', '-')} is for one run, not for a pipeline")
     return names if stage is None else [stage]
@@ -58,9 +63,11 @@ def run(
     stages = _loaded(arguments, experiment, runs_dir)
     runs = {name: choose_run(loaded.config, runs_dir, arguments.fresh) for name, loaded in stages.items()}
     expected = [runs[name].name for name in wanted]
+    turn = Turn(queues=arguments.queue, priority=arguments.priority)
     for name in wanted:
         with stages[name].places.locating_errors():
-            plan = dataclasses.replace(make_plan(runs[name].path, stages[name].config, cluster), expected=expected)
+            made = make_plan(runs[name].path, stages[name].config, cluster)
+            plan = dataclasses.replace(made, expected=expected, turn=turn)
             check(plan, Path.cwd())
         if arguments.dry_run:
             print(f"{plan.config.masked_yaml()}---\n{plan.describe()}\n---")
@@ -76,7 +83,9 @@ def run(
             fresh=arguments.fresh,
             detach=True,
             follow=False,
-            turn=Turn(queues=arguments.queue, priority=arguments.priority),
+            turn=turn,
+            notify=arguments.notify,
+            as_json=arguments.json,
         )
         if code != EXIT_FINISHED:
             return code

@@ -154,6 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             f"--json: one object is printed, and nothing of --{'follow' if arguments.follow else 'dry-run'}"
         )
+    if arguments.detach and arguments.follow:
+        raise InputError("--detach and --follow: one returns at once, the other stays; give one of them")
     experiment = read_experiment(arguments.experiment, arguments.demo)
     stage_names = experiment.pipeline if isinstance(experiment.pipeline, dict) else ()
     of_stages: dict[str, list[str]] = {name: [] for name in stage_names}

@@ -59,7 +59,7 @@ def points_of(arguments: argparse.Namespace, experiment: Experiment) -> list[gri
         return None
     if arguments.max_running is not None and arguments.max_running < 1:
         raise InputError(f"--max-running: found {arguments.max_running}, expected 1 or more")
-    for option in ("fresh", "follow", "check_model", "notify"):
+    for option in ("fresh", "follow", "check_model"):
         if getattr(arguments, option):
             raise InputError(f"--{option.replace('_', '-')} is for one run, and this is a sweep (--no-sweep: one run)")
     _refuse_values_given_twice(arguments.overrides, parts)
@@ -86,7 +86,7 @@ def _key_of(text: str) -> str:
 def _refuse_options_of_sweeps(arguments: argparse.Namespace) -> None:
     options = {"--max-running": arguments.max_running, "--first": arguments.first, "--prune": arguments.prune}
     for option, value in options.items():
-        if value:
+        if value is not None and value is not False:
             raise InputError(f"{option} is for a sweep: --sweep, --sweep-file, or `sweep:` in the YAML")
 
 
@@ -119,8 +119,8 @@ def run(
         )
         for point in points
     ]
-    turn = Turn(queues=True, priority=arguments.priority)
-    planned = submission.plan_sweep(wanted, cluster, runs_dir, turn if cluster == "local" else None)
+    turn = Turn(queues=arguments.queue, priority=arguments.priority)
+    planned = submission.plan_sweep(wanted, cluster, runs_dir, turn)
     source = Path.cwd()
     needed = submission.check_sweep(planned, source)
     name = next(iter(planned.values()))[0].loaded.config.name
@@ -139,6 +139,7 @@ def run(
                 source=source,
                 runs_dir=runs_dir,
                 max_running=arguments.max_running,
+                notify=arguments.notify,
                 on_prepared=on_prepared,
             )
         _report(outcome, arguments)

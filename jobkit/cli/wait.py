@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.notify:
             event = notify.end_of(status) or str(status.state)
             variables = notify.variables(run.name, run.path, event, status)
-            threads.append(user_command.start(arguments.notify, variables, None))
+            threads.append(user_command.start(arguments.notify, variables, None, "."))
         if arguments.any:
             break
     for thread in threads:

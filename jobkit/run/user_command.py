@@ -18,15 +18,15 @@ COMMAND_SECONDS = 60.0
 """How long a command may take, and then is killed."""
 
 
-def start(command: str, found: Mapping[str, str], log_file: Path | None) -> threading.Thread:
-    """Run a command beside what goes on here, with these variables; its output is added to a file that only its user
-    can read, or printed where there is none."""
-    thread = threading.Thread(target=_run, args=(command, dict(found), log_file), daemon=True)
+def start(command: str, found: Mapping[str, str], log_file: Path | None, folder: str = "/") -> threading.Thread:
+    """Run a command beside what goes on here, with these variables, in a folder, or in / where that is not there; its
+    output is added to a file that only its user can read, or printed where there is none."""
+    thread = threading.Thread(target=_run, args=(command, dict(found), log_file, folder), daemon=True)
     thread.start()
     return thread
 
 
-def _run(command: str, found: Mapping[str, str], log_file: Path | None) -> None:
+def _run(command: str, found: Mapping[str, str], log_file: Path | None, folder: str) -> None:
     try:
         with _opened(log_file) as output:
             process = subprocess.Popen(
@@ -35,7 +35,7 @@ def _run(command: str, found: Mapping[str, str], log_file: Path | None) -> None:
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 env={**os.environ, **found},
-                cwd="/",
+                cwd=folder if os.access(folder, os.X_OK) else "/",
                 start_new_session=True,  # it gets none of the run's signals, and can be killed whole
             )
         try:

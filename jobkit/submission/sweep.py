@@ -34,6 +34,7 @@ from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.sbatch import Batch
 from jobkit.submission.signals import hand_over, take_back
 from jobkit.submission.submit import check, check_values, check_writable, read_code, slurm_of
+from jobkit.supervisor import notifier
 
 NEW, CONTINUED = "new", "continued"
 """What a submission has done with the runs that it has started."""
@@ -89,7 +90,7 @@ def plan_sweep(
 ) -> dict[str, tuple[Point, LaunchPlan]]:
     """The plans of the points by the names of their runs; of points that are one run the first one counts.
 
-    `turn` is how they wait on this machine.
+    `turn` is how they wait, as it was typed; on this machine they always do.
 
     Raises InputError.
     """
@@ -101,7 +102,9 @@ def plan_sweep(
         if run.name not in planned:
             with point.loaded.places.locating_errors():
                 plan = make_plan(run.path, point.loaded.config, cluster)
-                planned[run.name] = point, replace(plan, turn=turn or plan.turn)
+                plan = replace(plan, turn=turn or plan.turn)
+                here = replace(plan.turn, queues=True) if plan.scheduler == "local" else plan.turn
+                planned[run.name] = point, replace(plan, turn=here)
     return planned
 
 
@@ -148,6 +151,7 @@ def submit_sweep(
     source: Path,
     runs_dir: Path,
     max_running: int | None,
+    notify: str | None = None,
     on_prepared: Callable[[int, int], None] = lambda done, total: None,
 ) -> SweepOutcome:
     """Start the runs of a sweep that are neither finished nor under way; the file of the sweep comes first.
@@ -158,6 +162,7 @@ def submit_sweep(
         key: tells the sweep from others of that `name`.
         command: what to type in `source` to submit the sweep again.
         max_running: how many of its runs may train at once.
+        notify: a command to be run when each of its runs has ended.
         on_prepared: is called with (runs that are prepared, runs to start).
 
     Raises InputError or SchedulerError; what was submitted before that stays, and the same command submits the rest.
@@ -181,7 +186,11 @@ def submit_sweep(
         if max_running is not None:
             _limit(sweep, outcome, len(starting), max_running)
         if starting:
-            _Submission(sweep, outcome, source, lock, max_running, len(starting), on_prepared).start(starting, needed)
+            total = len(starting)
+            _Submission(sweep, outcome, source, lock, max_running, total, on_prepared, notify).start(starting, needed)
+        for run in runs if notify is not None else ():
+            if outcome.states.get(run.name) in _UNDER_WAY:  # it looks for the command when it has ended
+                notifier.keep(run, notify or "")
         return outcome
 
 
@@ -222,6 +231,7 @@ class _Submission:
     max_running: int | None
     total: int
     on_prepared: Callable[[int, int], None]
+    notify: str | None = None
     prepared: int = 0
 
     def start(self, planned: Sequence[tuple[Point, LaunchPlan]], needed: Sequence[Path]) -> None:
@@ -307,6 +317,8 @@ class _Submission:
             candidates.append(candidate)
             candidate.compare_code(code)
             candidate.prepare(lambda run: shared_code.use(run, version), slurm_cluster)
+            if self.notify is not None:
+                notifier.keep(run, self.notify)
         self.prepared += 1
         self.on_prepared(self.prepared, self.total)
 

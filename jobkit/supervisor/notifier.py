@@ -98,7 +98,7 @@ class Notifier:
         if words:
             found["JOBKIT_TEXT"] = f"{self.run.name}: {words}{status.at_steps}"
         write_json(self.run.notified_file, [*told, *({key} - set(told))])  # first: rather not told than again and again
-        self._threads.append(user_command.start(one.command, found, self.run.notify_log))
+        self._threads.append(user_command.start(one.command, found, self.run.notify_log, status.cwd))
 
     def close(self, *, at_once: bool = False) -> None:
         """Wait for commands that run, for not longer than they may."""

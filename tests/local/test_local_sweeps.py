@@ -74,10 +74,14 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_goes_on(project: Pro
     assert status(runs[0])["attempts"][1]["first_step"] >= 2, describe(runs[0])
 
 
-def test_the_first_run_is_finished_before_the_others_start(project: Project) -> None:
+def test_the_first_run_is_finished_before_the_others_start_and_each_tells_of_itself(project: Project) -> None:
     project.slow_down(1)
-    sweeping = project.start("submit", "toy.yaml", "--local", "params.steps=3", "--sweep", "seed=0,1,2", "--first")
+    tells = ("--notify", "echo $JOBKIT_TEXT >> told")  # where it was submitted
+    sweep = ("--local", "params.steps=3", "--sweep", "seed=0,1,2")
+    sweeping = project.start("submit", "toy.yaml", *sweep, "--first", *tells)
     assert sweeping.wait(timeout=600) == 0
+    told = (project.path / "told").read_text().splitlines()
+    assert sorted(told) == [f"{run.name}: finished at step 3/3" for run in project.runs]
     runs = by_seed(project)
     ended = status(runs[0])["attempts"][0]["ended"]
     assert all(ended < status(runs[seed])["attempts"][0]["started"] for seed in (1, 2))

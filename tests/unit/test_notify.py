@@ -167,6 +167,12 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_has_started(
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_command_runs_where_it_was_typed_or_in_the_root_where_that_is_gone(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "gone"):
+        user_command.start("pwd", {}, tmp_path / "log", str(folder)).join(30)
+    assert (tmp_path / "log").read_text().split() == [str(tmp_path), "/"]
+
+
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
@@ -200,17 +206,17 @@ def test_a_real_run_tells_of_its_end_and_a_command_that_fails_changes_nothing(tm
     )
     project.env["JOBKIT_CONFIG"] = str(tmp_path / "own.yaml")
     small = ("resources.nodes=1", "resources.tasks_per_node=1", "params.steps=3")
-    submitted = project.submit("--local", *small, "--notify", "echo said by $JOBKIT_NAME; exit 3", "--json")
+    submitted = project.submit("--local", *small, "--notify", "echo said by $JOBKIT_NAME in $PWD; exit 3", "--json")
     found = json.loads(submitted.stdout)
     run = Path(found["path"])
     assert found["run"] == run.name and found["started"] and found["cluster"] == "local" and found["job_id"]
-    waited = project.jobkit("wait", run.name)
-    assert waited.stdout == f"{run.name}: finished at step 3/3\n"
+    waited = project.jobkit("wait", run.name, "--notify", "echo waited in $PWD")
+    assert waited.stdout.splitlines() == [f"{run.name}: finished at step 3/3", f"waited in {tmp_path}"]
     again = json.loads(project.submit("--local", *small, "--json").stdout)
     assert (again["state"], again["started"], again["path"]) == ("finished", False, str(run))
     assert events(run)[-1]["event"] == "finished" and status(run)["state"] == "finished"
     project.jobkit("logs", "-f", run.name)  # its last lines are there when its supervisor has gone
     assert said(told) == [f"finished|{run.name}: finished at step 3/3"]
-    assert (run / "logs/notify.log").read_text() == f"said by {run.name}\n"
+    assert (run / "logs/notify.log").read_text() == f"said by {run.name} in {tmp_path}\n"
     assert "echo" not in (run / "events.jsonl").read_text()
     assert (run / "notify.json").stat().st_mode & 0o777 == 0o600

@@ -86,6 +86,58 @@ def test_a_slip_in_a_table_is_told_where_it_is(project: Project, table: str, sai
     assert f"error: {said}" in done.stderr and done.stderr.count("\n") <= 2, done.stderr
 
 
+PIPELINE = "pipeline: {train: {seed: 1}, test: {seed: 2}}\n"
+LOCAL, SLURM = ["--local"], ["--cluster", "slurm"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments", "said"),
+    [
+        ("", [*LOCAL, "--first"], "--first is for a sweep"),
+        ("", [*SLURM, "--prune"], "--prune is for a sweep"),
+        ("", [*LOCAL, "--max-running", "0"], "--max-running is for a sweep"),
+        ("", [*LOCAL, "--stage", "train"], "--stage train: toy.yaml has no `pipeline:`"),
+        ("", [*LOCAL, "--weights-only"], "give --from RUN[@STEP] too"),
+        ("", [*LOCAL, "--sweep", "seed=1", "--weights-only"], "give --from RUN[@STEP] too"),
+        ("", [*LOCAL, "--from", ""], "no run ''"),
+        ("", [*LOCAL, "--after", ""], "no run ''"),
+        ("", [*LOCAL, "--after", "toy"], "toy"),
+        ("", [*LOCAL, "--sweep", "seed=1", "--after", "toy"], "toy"),
+        ("", [*LOCAL, "--json", "--dry-run"], "--json: "),
+        ("", [*LOCAL, "--json", "--follow"], "--json: "),
+        ("", [*LOCAL, "--detach", "--follow"], "--detach and --follow"),
+        ("", [*LOCAL, "--priority", "5000000"], "--priority: found 5000000"),
+        ("", [*LOCAL, "--sweep", "seed=1", "--priority", "5000000"], "--priority: found 5000000"),
+        ("", [*SLURM, "--queue"], "--queue: this is of the queue of this machine"),
+        ("", [*SLURM, "--priority", "1"], "--priority 1: this is of the queue of this machine"),
+        ("", [*SLURM, "--sweep", "seed=1", "--queue"], "--queue: this is of the queue of this machine"),
+        ("", [*SLURM, "--sweep", "seed=1", "--priority", "1"], "--priority 1: this is of the queue of this machine"),
+        ("", [*LOCAL, *SLURM], "not allowed with argument --local"),
+        (PIPELINE, [*SLURM, "--queue"], "--queue: this is of the queue of this machine"),
+        (PIPELINE, [*LOCAL, "--sweep", "seed=1,2"], "--sweep is for a sweep, and this is a pipeline"),
+        (PIPELINE, [*LOCAL, "--sweep-file", "x.csv"], "--sweep-file is for a sweep, and this is a pipeline"),
+        (PIPELINE, [*LOCAL, "--first"], "--first is for a sweep, and this is a pipeline"),
+        (PIPELINE, [*LOCAL, "--prune"], "--prune is for a sweep, and this is a pipeline"),
+        (PIPELINE, [*LOCAL, "--max-running", "0"], "--max-running is for a sweep, and this is a pipeline"),
+        (PIPELINE, [*LOCAL, "--from", "toy"], "--from is for one run, not for a pipeline"),
+        (PIPELINE, [*LOCAL, "--weights-only"], "--weights-only is for one run, not for a pipeline"),
+        (PIPELINE, [*LOCAL, "--follow"], "--follow is for one run, not for a pipeline"),
+        (PIPELINE, [*LOCAL, "--stage", "tset"], "--stage tset: no such stage; did you mean 'test'?"),
+        (PIPELINE, [*LOCAL, "--check-model"], "--check-model is for one run"),
+        (PIPELINE + "sweep: {seed: [1, 2]}\n", LOCAL, "toy.yaml:7: sweep: there is a pipeline as well"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    project: Project, extra: str, arguments: list[str], said: str
+) -> None:
+    project.env["SLURM_CONF"] = "/nonexistent"
+    yaml = project.path / "toy.yaml"
+    yaml.write_text(yaml.read_text() + extra)
+    done = in_process.jobkit(project, "submit", "toy.yaml", *arguments, expect=2)
+    assert said in done.stderr and done.stderr.count("\n") <= 2 and done.stdout == "", done
+    assert not project.runs and not (project.path / "runs" / ".sweeps").exists()
+
+
 def test_a_dry_run_shows_each_run_and_what_is_one(project: Project) -> None:
     done = in_process.jobkit(
         project, "submit", "toy.yaml", "--local", "--dry-run", "--sweep", "params.sleep=0,0.0,1", "seed=0,1"
