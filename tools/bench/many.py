@@ -127,9 +127,23 @@ def _cluster(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         yield project, {**os.environ, **started.env}
 
 
+BARE_CANCEL = """\
+import sys
+import submitit
+
+for job_id in sys.argv[1:]:
+    submitit.SlurmJob("logs", job_id).cancel()
+"""
+
+
 def bench_cancel(count: int, repeats: int) -> None:
-    """So many runs in the queue cancelled by one command, beside a loop of scancel, and one scancel of all."""
-    ours, loops, ones = [], [], []
+    """So many runs in the queue cancelled by one command, beside Submitit, a loop of scancel, and one of all."""
+    ours: list[float] = []
+    others: dict[str, tuple[list[str], list[float]]] = {
+        "Submitit": ([sys.executable, "-c", BARE_CANCEL], []),
+        "a loop of scancel": (["bash", "-ec", 'for id in "$@"; do scancel $id; done', "bash"], []),
+        "one scancel of all": (["scancel"], []),
+    }
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder, _cluster(Path(folder)) as started:
         project, environment = started
         for repeat in range(repeats):
@@ -138,15 +152,15 @@ def bench_cancel(count: int, repeats: int) -> None:
                 seconds([*submit, f"params.number={repeat * count + number}"], environment, project)
             cancel = [sys.executable, "-m", "jobkit", "cancel", "bench*", "--state", "queued,held", "-y"]
             ours.append(seconds(cancel, environment, project))
-            for times, command in ((loops, 'for id in "$@"; do scancel $id; done'), (ones, 'scancel "$@"')):
+            for command, times in others.values():
                 ids = [_queued(environment, project) for _ in range(count)]
-                times.append(seconds(["bash", "-ec", command, "bash", *ids], environment))
+                times.append(seconds([*command, *ids], environment, project))
             left = subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, text=True).stdout
             if left.strip():
                 raise SystemExit(f"still queued: {left}")
     told(f"{count} queued runs: jobkit cancel", ours)
-    told(f"{count} queued jobs: a loop of scancel", loops)
-    told(f"{count} queued jobs: one scancel of all", ones)
+    for name, (_, times) in others.items():
+        told(f"{count} queued jobs: {name}", times)
 
 
 def _queued(environment: Mapping[str, str], project: Path) -> str:
