@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,7 @@ def run(
 
     `continuing` makes the command that continues a stage, `start` submits one run.
     """
+    from jobkit.run.given import given_values
     from jobkit.submission.plan import Turn, make_plan
     from jobkit.submission.submit import check, choose_run
 
@@ -81,6 +82,7 @@ def run(
             runs_dir,
             command=continuing(["--stage", name]),
             fresh=arguments.fresh,
+            given=given_values(stages[name].config, _overrides_of(name, arguments.overrides, stages)),
             detach=True,
             follow=False,
             turn=turn,
@@ -122,7 +124,7 @@ def _loaded(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Pat
     return loaded
 
 
-def _overrides_of(stage: str, overrides: Sequence[str], stages: Mapping[str, Experiment]) -> list[str]:
+def _overrides_of(stage: str, overrides: Sequence[str], stages: Collection[str]) -> list[str]:
     """Of what was typed, what is for a stage: `train.params.lr=0.1` for one, `seed=3` for all."""
     own = []
     for text in overrides:

@@ -17,10 +17,13 @@ from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputEr
 from jobkit.run.usage import Parser, program
 
 if TYPE_CHECKING:
+    from jobkit.run import grid
     from jobkit.run.config import StartFrom
     from jobkit.run.experiment import Experiment, LoadedConfig
+    from jobkit.run.records import GivenValues
     from jobkit.run.rundir import RunDir
     from jobkit.submission.plan import Turn
+    from jobkit.submission.start_from import Start
     from jobkit.submission.submit import Outcome
 
 DESCRIPTION = "Run the experiment of a YAML on this machine or a Slurm cluster; the same command continues it."
@@ -145,6 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jobkit.log import configure
     from jobkit.run.config import SECTIONS
     from jobkit.run.experiment import read_experiment
+    from jobkit.run.given import given_values
     from jobkit.run.overrides import refuse_other_forms
     from jobkit.run.runs import default_runs_dir
     from jobkit.submission.plan import Turn
@@ -167,11 +171,14 @@ def run(arguments: argparse.Namespace) -> int:
     if (stages := pipeline.stages_wanted(arguments, experiment)) is not None:
         return pipeline.run(arguments, experiment, stages, cluster, runs_dir, partial(_continuing, arguments), start)
     if (points := sweep.points_of(arguments, experiment)) is not None:
-        _start_all(arguments, experiment, runs_dir)
-        return sweep.run(arguments, experiment, points, cluster, runs_dir, partial(_continuing, arguments))
-    loaded, parent = _with_start(_loaded(experiment, arguments, runs_dir), arguments, runs_dir)
+        inherited = _start_all(arguments, experiment, points, runs_dir)
+        return sweep.run(arguments, experiment, points, cluster, runs_dir, partial(_continuing, arguments), inherited)
+    begun = _with_start(experiment, arguments, runs_dir)
+    loaded, parent = begun.loaded, begun.parent
+    own = given_values(loaded.config, arguments.overrides, begun.inherited)
+    arguments.overrides[:0] = begun.inherited  # for the command that continues the run
     if arguments.dry_run:
-        return _dry_run(loaded, cluster, runs_dir, arguments.fresh, arguments.check_model)
+        return _dry_run(begun, own, cluster, runs_dir, arguments.fresh, arguments.check_model)
     if arguments.check_model:
         raise InputError("--check-model starts nothing: give --dry-run too, and submit without both")
     return start(
@@ -181,6 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
         command=_continuing(arguments, start=_words_of_start(loaded.config.start_from, parent, runs_dir)),
         fresh=arguments.fresh,
         parent=parent,
+        given=own,
         detach=arguments.detach or arguments.json,
         follow=arguments.follow,
         turn=Turn(queues=arguments.queue, priority=arguments.priority),
@@ -199,13 +207,15 @@ def start(
     follow: bool,
     fresh: bool = False,
     parent: RunDir | None = None,
+    given: GivenValues | None = None,
     turn: Turn | None = None,
     notify: str | None = None,
     as_json: bool = False,
 ) -> int:
     """Submit a config from the current folder, and stay with its run where that is wanted; returns the exit code.
 
-    `command` is what to type here to continue the run; `parent` and `notify` as in `jobkit.submission.submit.submit`.
+    `command` is what to type here to continue the run; `parent`, `given` and `notify` as in
+    `jobkit.submission.submit.submit`.
     """
     from jobkit.submission.signals import signals_of_a_submission
     from jobkit.submission.submit import submit
@@ -223,6 +233,7 @@ def start(
                 fresh=fresh,
                 foreground=not detach,
                 parent=parent,
+                given=given,
                 turn=turn,
                 notify=notify,
             )
@@ -234,13 +245,6 @@ def start(
     if as_json:
         return _print_json(outcome)
     return _report(outcome, command, follow=follow and not asked)
-
-
-def _loaded(experiment: Experiment, arguments: argparse.Namespace, runs_dir: Path) -> LoadedConfig:
-    """The config, with whole names of the runs that it comes after or takes something from."""
-    from jobkit.submission.chains import with_whole_names
-
-    return with_whole_names(experiment.config(arguments.overrides), arguments.after, runs_dir)
 
 
 def _print_json(outcome: Outcome) -> int:
@@ -262,31 +266,60 @@ def _print_json(outcome: Outcome) -> int:
     return EXIT_FINISHED
 
 
-def _with_start(
-    loaded: LoadedConfig, arguments: argparse.Namespace, runs_dir: Path
-) -> tuple[LoadedConfig, RunDir | None]:
-    """The config with what `--from` says, and the run that it means."""
-    if arguments.start_from is None:
-        if arguments.weights_only:
-            raise InputError("--weights-only says what is taken of another run: give --from RUN[@STEP] too")
-        return loaded, None
-    from jobkit.submission.start_from import with_start
+def _with_start(experiment: Experiment, arguments: argparse.Namespace, runs_dir: Path, point: grid.Point = ()) -> Start:
+    """The config with what `--from`, or the YAML's `start_from`, says; `point` is of a sweep."""
+    from jobkit.submission.chains import with_whole_names
+    from jobkit.submission.start_from import Start, with_start
 
-    options = {"weights_only": arguments.weights_only, "runs_dir": runs_dir, "fresh": arguments.fresh}
-    config, parent = with_start(loaded.config, arguments.start_from, **options)
-    return dataclasses.replace(loaded, config=config), parent
+    typed = [*arguments.overrides, *(one.text for one in point)]
 
+    def load(inherited: Sequence[str]) -> LoadedConfig:
+        loaded = experiment.config([*inherited, *arguments.overrides], point)
+        return with_whole_names(loaded, arguments.after, runs_dir)
 
-def _start_all(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Path) -> None:
-    """Let all runs of a sweep start from the one checkpoint that `--from` says."""
-    if arguments.start_from is None and not arguments.weights_only:
-        return
-    loaded, parent = _with_start(_loaded(experiment, arguments, runs_dir), arguments, runs_dir)
+    if arguments.start_from is not None:
+        options = {"weights_only": arguments.weights_only, "runs_dir": runs_dir, "fresh": arguments.fresh}
+        return with_start(load, typed, arguments.start_from, **options)
+    if arguments.weights_only:
+        raise InputError("--weights-only says what is taken of another run: give --from RUN[@STEP] too")
+    loaded = load([])
     start = loaded.config.start_from
-    if parent is not None and parent.path.parent != runs_dir:
-        raise InputError(f"--from {arguments.start_from}: for a sweep, a run in {runs_dir}")
-    chosen = {"run": start.run, "step": start.step, "weights_only": str(start.weights_only).lower()}
-    arguments.overrides += [f"start_from.{key}={value}" for key, value in chosen.items()]
+    if not start.run:
+        return Start(loaded)
+    asked, options = f"{start.run}@{start.step}", {"weights_only": start.weights_only, "runs_dir": runs_dir}
+    try:
+        return dataclasses.replace(with_start(load, typed, asked, fresh=arguments.fresh, **options), parent=None)
+    except InputError:
+        if (runs_dir / start.run).exists():
+            raise
+        return Start(loaded)  # what is looked at later says that it is not there
+
+
+def _start_all(
+    arguments: argparse.Namespace, experiment: Experiment, points: Sequence[grid.Point], runs_dir: Path
+) -> tuple[str, ...]:
+    """Let all runs of a sweep start from the one checkpoint that `--from` says; returns what they have as there."""
+    from jobkit.run.given import given_values, keys_of
+    from jobkit.run.rundir import RunDir
+    from jobkit.submission.start_from import describe
+
+    if arguments.start_from is None and any(one.text.startswith("start_from.") for one in points[0]):
+        return ()  # from one each
+    begun = _with_start(experiment, arguments, runs_dir, points[0])
+    start = begun.loaded.config.start_from
+    if not start.run:
+        return ()
+    if begun.parent is not None:
+        if begun.parent.path.parent != runs_dir:
+            raise InputError(f"--from {arguments.start_from}: for a sweep, a run in {runs_dir}")
+        chosen = {"run": start.run, "step": start.step, "weights_only": str(start.weights_only).lower()}
+        arguments.overrides += [f"start_from.{key}={value}" for key, value in chosen.items()]
+    words = [one.text for one in points[0]]
+    own = given_values(begun.loaded.config, [*arguments.overrides, *words], begun.inherited)
+    if told := describe(begun.loaded.config, RunDir(runs_dir / start.run), own, keys_of(words)):
+        print(f"each {told}", file=sys.stderr)
+    arguments.overrides[:0] = begun.inherited
+    return begun.inherited
 
 
 def _continuing(arguments: argparse.Namespace, more: Sequence[str] = (), *, start: Sequence[str] = ()) -> str:
@@ -317,17 +350,25 @@ def _words_of_start(start: StartFrom, parent: RunDir | None, runs_dir: Path) -> 
     return ["--from", f"{name}@{start.step}", *(["--weights-only"] if start.weights_only else [])]
 
 
-def _dry_run(loaded: LoadedConfig, cluster: str, runs_dir: Path, fresh: bool, checks_model: bool) -> int:
+def _dry_run(begun: Start, given: GivenValues, cluster: str, runs_dir: Path, fresh: bool, checks_model: bool) -> int:
+    from jobkit.run.rundir import RunDir
+    from jobkit.submission import start_from
     from jobkit.submission.model_check import check_model, describe
     from jobkit.submission.partition_check import refuse_impossible
     from jobkit.submission.plan import make_plan
     from jobkit.submission.submit import check, choose_run
 
+    loaded = begun.loaded
     with loaded.places.locating_errors():
-        plan = make_plan(choose_run(loaded.config, runs_dir, fresh).path, loaded.config, cluster)
+        run = choose_run(loaded.config, runs_dir, fresh)
+        plan = make_plan(run.path, loaded.config, cluster)
         check(plan, Path.cwd())
+        start_from.check(loaded.config, run, begun.parent)
         refuse_impossible(plan)
         found = check_model(plan.config, Path.cwd()) if checks_model else []
+    start = loaded.config.start_from
+    if start.run and (told := start_from.describe(plan.config, begun.parent or RunDir(runs_dir / start.run), given)):
+        print(f"{run.name}: {told}", file=sys.stderr)
     print(f"{plan.config.masked_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":
         from jobkit.submission.sbatch import script

@@ -97,12 +97,15 @@ def run(
     cluster: str,
     runs_dir: Path,
     continuing: Callable[[Sequence[str]], str],
+    inherited: Sequence[str] = (),
 ) -> int:
     """Submit a sweep and say what that did; returns the exit code.
 
-    `continuing` makes the command that continues what some words, after the YAML's path, stand for.
+    `continuing` makes the command that continues what some words, after the YAML's path, stand for; `inherited`
+    are the overrides that nobody has typed: they are of the run that all start from.
     """
     from jobkit.run.choose import find_run
+    from jobkit.run.given import given_values
     from jobkit.submission import sweep as submission
     from jobkit.submission.chains import with_whole_names
     from jobkit.submission.plan import Turn
@@ -111,14 +114,14 @@ def run(
 
     leave(os.environ)  # of the run in which this may be typed: what is started here has a snapshot of its own
     find = cache(find_run)  # the points may name one run
-    own = ["--no-sweep"] if experiment.sweep is not None else []
-    wanted = [
-        submission.Point(
-            with_whole_names(experiment.config(arguments.overrides, point), arguments.after, runs_dir, find),
-            continuing([*(given.text for given in point), *own]),
-        )
-        for point in points
-    ]
+    no_sweep = ["--no-sweep"] if experiment.sweep is not None else []
+    typed = [text for text in arguments.overrides if text not in inherited]
+    wanted = []
+    for point in points:
+        of_point, words = experiment.config(arguments.overrides, point), [given.text for given in point]
+        loaded = with_whole_names(of_point, arguments.after, runs_dir, find)
+        own = given_values(loaded.config, [*typed, *words], inherited)
+        wanted.append(submission.Point(loaded, continuing([*words, *no_sweep]), own))
     turn = Turn(queues=arguments.queue, priority=arguments.priority)
     planned = submission.plan_sweep(wanted, cluster, runs_dir, turn)
     source = Path.cwd()

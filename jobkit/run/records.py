@@ -129,6 +129,16 @@ class StopRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenValues:
+    """What a submission gave a run beside its YAML, of the keys that decide what it computes: in its journal entry."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """By dotted keys, what is secret masked."""
+    inherited: list[str] = field(default_factory=list)
+    """Of the keys those that were given to the run it starts from, and not to itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Imported:
     """Installed modules that ranks have imported until their first step: their parent can import them before."""
 

@@ -216,6 +216,8 @@ class Status:
     loss_without_harm: dict[str, Any] | None = None
     """{step, rank, samples}: the first step of the newest attempt that had one, whose loss was no number and whose
     gradients were finite."""
+    given: dict[str, Any] | None = None
+    """A `records.GivenValues` of all its submissions; None where an earlier jobkit made them."""
 
     @property
     def start(self) -> tuple[str | None, int, int]:
@@ -458,9 +460,18 @@ def _submitting(status: Status, event: Entry) -> None:
     status.sweep = str(event.get("sweep", ""))
     status.start_from = event.get("start_from")
     status.name, status.seed = event.get("name"), event.get("seed")
+    status.given = _with_given(status.given, event.get("given"))
     status.params = dict(event.get("params") or {})
     status.after, status.held_for_others = list(event.get("after") or []), bool(event.get("held_for_others"))
     status.waiting, status.priority, status.queues = None, int(event.get("priority", 0)), bool(event.get("queues"))
+
+
+def _with_given(before: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What two submissions have given: a key that decides what a run computes has one value in all of them."""
+    if before is None or now is None:
+        return now if before is None else before
+    inherited = [*before["inherited"], *now["inherited"]]
+    return {"values": before["values"] | now["values"], "inherited": list(dict.fromkeys(inherited))}
 
 
 def _started(status: Status, event: Entry) -> None:

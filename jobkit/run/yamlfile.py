@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,14 @@ def dump(value: Any) -> str:
     """YAML that `read_yaml` reads back to an equal value."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
+
+
+def in_a_line(value: Any) -> str:
+    """A value as `parse_value` reads it."""
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value)
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf)
+    return text.removesuffix("...\n").rstrip("\n")
 
 
 def parse_value(text: str) -> Any:

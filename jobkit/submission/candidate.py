@@ -16,9 +16,10 @@ from typing import Any
 from jobkit.checkpoint.store import Store
 from jobkit.errors import InputError, SchedulerTimeout
 from jobkit.log import log
-from jobkit.run import secrets, snapshot
+from jobkit.run import records, secrets, snapshot
 from jobkit.run.events import Event
 from jobkit.run.identity import Owner, identity
+from jobkit.run.records import GivenValues
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission import chains, job, start_from
@@ -40,6 +41,8 @@ class Candidate:
     """The sweep that it is submitted with, if any."""
     parent: RunDir | None = None
     """The run that it starts from, where that is not to be found by its name."""
+    given: GivenValues = field(default_factory=GivenValues)
+    """What it is given beside its YAML."""
     before: Status = field(init=False)
     """The status before this submission."""
     code_changes: list[str] = field(default_factory=list)
@@ -83,7 +86,7 @@ class Candidate:
             folder.mkdir(parents=True, exist_ok=True)
         run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing of this one
         version = take_code(run)
-        self.begins = start_from.bring(plan.config, run, self.parent)
+        self.begins = start_from.bring(plan.config, run, self.parent, self.given, version)
         run.write_config(plan.config)
         run.keep_number()
         self.plan = chains.prepared(plan)
@@ -98,6 +101,7 @@ class Candidate:
             cwd=str(self.source),
             **({"sweep": self.sweep} if self.sweep else {}),
             **start_from.entry(plan.config),
+            given=records.known(self.given),
             **plan.config.told(),
             **_turn(plan),
             **({"after": plan.config.after} if plan.config.after else {}),

@@ -4,44 +4,108 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobkit.checkpoint.store import Store
 from jobkit.errors import CheckpointError, InputError, InvalidValue
 from jobkit.log import log
+from jobkit.run import records
 from jobkit.run.choose import find_run
 from jobkit.run.config import Config, StartFrom
-from jobkit.run.differences import DECIDES, differences
-from jobkit.run.events import Event
+from jobkit.run.differences import ABSENT, DECIDES, differences
+from jobkit.run.experiment import LoadedConfig
+from jobkit.run.given import as_typed, keys_of, values_of
 from jobkit.run.identity import name_in
+from jobkit.run.overrides import masked
+from jobkit.run.records import GivenValues
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import is_silent
 
+Load = Callable[[Sequence[str]], LoadedConfig]
+"""Makes the config with some `key=value` put between the YAML and what was typed."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The config of a run that starts from another, and where that comes from."""
+
+    loaded: LoadedConfig
+    parent: RunDir | None = None
+    """The run that it starts from, which may be gone; None where none was named."""
+    inherited: tuple[str, ...] = ()
+    """The `key=value` that the other run was given, and which hold here."""
+
 
 def with_start(
-    config: Config, asked: str, *, weights_only: bool, runs_dir: Path, fresh: bool = False
-) -> tuple[Config, RunDir]:
-    """`config` as that of a run that starts from `RUN` or `RUN@STEP`, and the run that is meant.
+    load: Load, typed: Sequence[str], asked: str, *, weights_only: bool, runs_dir: Path, fresh: bool = False
+) -> Start:
+    """The config as that of a run that starts from `RUN` or `RUN@STEP`.
 
-    Without a step it is that of a run which has started so before, unless `fresh`; else the newest that verifies.
-    Raises InputError where there is no such run or checkpoint.
+    What that run was given by its command line, its sweep or the run that it started from itself holds here, too, but
+    for the keys of the `key=value` that are `typed`. Where a run has started so before, its step and values are taken,
+    unless `fresh`; else without a step the newest that verifies. Raises InputError where there is no such run or
+    checkpoint.
     """
     name, step = _split(asked)
-    config = dataclasses.replace(config, start_from=StartFrom(run="any", weights_only=weights_only))
     try:
-        parent = find_run(name, runs_dir)
-    except InputError:
-        start = StartFrom(run=name, step=step or 0, weights_only=weights_only)
-        if step is None or not _has_copy(_as(config, start), runs_dir):
-            raise
-        return _as(config, start), RunDir(runs_dir / name)  # it may be gone: the new run has what it needs
-    start = StartFrom(run=parent.name, step=step or 0, weights_only=weights_only)
-    if step is None:
-        known = [] if fresh else [one for one in _steps_so_far(parent) if _has_copy(_at(config, start, one), runs_dir)]
-        step = known[0] if known else _newest(parent)
-    return _at(config, start, step), parent
+        parent, problem = find_run(name, runs_dir), None
+    except InputError as error:
+        parent, problem = RunDir(runs_dir / name), error  # it may be gone: a run that has begun has what it needs
+    plain = load([]).config
+    if not fresh:
+        for start, keys, other in _begun(plain.name, runs_dir):
+            if (start.run, start.weights_only) != (parent.name, weights_only) or step not in (None, start.step):
+                continue
+            with contextlib.suppress(InputError):  # that one was typed in another way
+                found = _with_values(load, plain, parent, start, _without(typed, values_of(other.config(), keys)))
+                if _copies(RunDir(runs_dir / name_in(runs_dir, found.loaded.config))).has(start.step):
+                    return found
+    if problem is not None:
+        raise problem
+    step = _newest(parent) if step is None else step
+    start = StartFrom(run=parent.name, step=step, weights_only=weights_only)
+    before = given_to(parent)
+    values = values_of(parent.config(), before.values) if before else {}
+    return _with_values(load, plain, parent, start, _without(typed, values))
+
+
+def given_to(run: RunDir) -> GivenValues | None:
+    """What a run was given beside its YAML; None where an earlier jobkit has made it."""
+    found = run.status().given
+    return None if found is None else records.of(GivenValues, found)
+
+
+def _without(typed: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of those keys that nobody has typed."""
+    own = keys_of(typed)
+    return {key: value for key, value in values.items() if key not in own}
+
+
+def _with_values(load: Load, plain: Config, parent: RunDir, start: StartFrom, values: Mapping[str, Any]) -> Start:
+    texts = as_typed(values, plain)
+    try:
+        loaded = load(texts)
+    except InputError as error:  # not of what was typed: `plain` has that
+        raise InputError(f"{error}; {parent.name} was given {_shown(texts)}: give another value") from None
+    return Start(dataclasses.replace(loaded, config=_as(loaded.config, start)), parent, tuple(texts))
+
+
+def _begun(name: str, runs_dir: Path) -> list[tuple[StartFrom, tuple[str, ...], RunDir]]:
+    """Of the runs with a name in their config that have started from others: from what, the keys that they have from
+    there, and one that has; those of the highest steps first."""
+    found: dict[tuple[StartFrom, tuple[str, ...]], RunDir] = {}
+    for folder in runs_dir.glob(f"{name}-*/start_from"):
+        run = RunDir(folder.parent)
+        with contextlib.suppress(InputError, OSError, TypeError):  # what is there may be damaged
+            status = run.status()
+            start = StartFrom(**status.start_from) if status.start_from else run.config().start_from
+            keys = records.of(GivenValues, status.given).inherited if status.given else []
+            found.setdefault((start, tuple(keys)), run)
+    return sorted(((*key, run) for key, run in found.items()), key=lambda one: -one[0].step)
 
 
 def check(config: Config, run: RunDir, parent: RunDir | None) -> None:
@@ -66,21 +130,55 @@ def check(config: Config, run: RunDir, parent: RunDir | None) -> None:
         raise InvalidValue("start_from.step", f"{_no_step(parent, start.step, steps)}")
 
 
-def bring(config: Config, run: RunDir, parent: RunDir | None) -> str:
+def bring(config: Config, run: RunDir, parent: RunDir | None, given: GivenValues, code: str) -> str:
     """Have the checkpoint in the run's own directory; returns what to tell of it, empty where it is there already.
 
-    Raises InputError, with nothing left of it, where it is damaged or was removed meanwhile.
+    `code` is the version of the code that the run has. Raises InputError, with nothing left of it, where it is damaged
+    or was removed meanwhile, or where nothing is left to train.
     """
     start = config.start_from
     if not start.run or (copies := _copies(run)).has(start.step):
         return ""
     parent = parent or RunDir(run.path.parent / start.run)
+    told = describe(config, parent, given)
+    if parent.exists() and not start.weights_only and _has_nothing_left(config, parent, code):
+        more = "let it have more steps, or take the weights alone, with --weights-only"
+        raise InputError(
+            f"{parent.name} has trained to its end at step {start.step}, and {run.name} is no longer: {more}"
+        )
     try:
         copies.take_over(_store(parent), start.step)
     except (CheckpointError, FileNotFoundError) as error:
         raise InputError(f"step {start.step} of {parent.name} cannot be started from: {error}") from None
-    changed = ", ".join(map(str, differences(parent.config(), config, DECIDES)))
-    return f"{run.name}: starts from {start}{_what(copies, start)}{f'; {changed}' if changed else ''}"
+    return f"{run.name}: {told}"
+
+
+def _has_nothing_left(config: Config, parent: RunDir, code: str) -> bool:
+    """Whether a run computes the same as the one that it starts from, which has come to its end there."""
+    status = parent.status()
+    is_end = status.total_steps == config.start_from.step and status.code == code
+    return is_end and not differences(parent.config(), config, DECIDES)
+
+
+def describe(config: Config, parent: RunDir | None, given: GivenValues, besides: Collection[str] = ()) -> str:
+    """What a run that starts from another takes, has as there, and has differently `besides` some keys, in a line.
+
+    Empty where it starts from none, or that is gone.
+    """
+    if parent is None or not parent.exists():
+        return ""
+    start = config.start_from
+    what = f"starts from {start}{_what(_store(parent), start)}"
+    if given.inherited:
+        what += f"; as there: {_shown(as_typed(values_of(config, given.inherited), config))}"
+    changed = [one for one in differences(parent.config(), config, DECIDES) if one.key not in besides]
+    if changed:
+        what += f"; {', '.join(map(str, changed))}"
+    if given_to(parent) is None:
+        kept = [one.key for one in changed if one.key not in given.values and one.before is not ABSENT]
+        if texts := as_typed(values_of(parent.config(), kept), config):
+            what += f" (as there: {_shown(texts)})"
+    return what
 
 
 def entry(config: Config) -> dict[str, Any]:
@@ -90,7 +188,9 @@ def entry(config: Config) -> dict[str, Any]:
 
 def _what(copies: Store, start: StartFrom) -> str:
     """` (model, optimizer, loader)`: what is taken, as far as the checkpoint says."""
-    taken = copies.manifest(start.step).extra.get("modules" if start.weights_only else "tracked")
+    taken = None
+    with contextlib.suppress(CheckpointError, OSError):  # whoever takes it over says what is wrong with it
+        taken = copies.manifest(start.step).extra.get("modules" if start.weights_only else "tracked")
     return f" ({', '.join(map(str, taken))})" if taken else ""
 
 
@@ -103,25 +203,13 @@ def _split(asked: str) -> tuple[str, int | None]:
     return name, int(step)
 
 
+def _shown(texts: Sequence[str]) -> str:
+    """`key=value`s as others may see them, and as they can be typed."""
+    return shlex.join(masked(text).removeprefix("+") for text in texts)
+
+
 def _as(config: Config, start: StartFrom) -> Config:
     return dataclasses.replace(config, start_from=start)
-
-
-def _at(config: Config, start: StartFrom, step: int) -> Config:
-    return _as(config, dataclasses.replace(start, step=step))
-
-
-def _has_copy(config: Config, runs_dir: Path) -> bool:
-    """Whether there is a run that has started so."""
-    return _copies(RunDir(runs_dir / name_in(runs_dir, config))).has(config.start_from.step)
-
-
-def _steps_so_far(parent: RunDir) -> list[int]:
-    """The steps of all checkpoints that a run has ever had, the newest first."""
-    with contextlib.suppress(OSError):
-        journalled = {int(one["step"]) for one in parent.journal.read() if one["event"] == Event.CHECKPOINT}
-        return sorted(journalled.union(_store(parent).steps()), reverse=True)
-    return _store(parent).steps()
 
 
 def _are_others(copies: Store, now: Store, step: int) -> bool:

@@ -18,6 +18,7 @@ from jobkit.run import code_files, references, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.identity import name_in
 from jobkit.run.own_outputs import check_outputs
+from jobkit.run.records import GivenValues
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import next_version, versions
 from jobkit.run.status import Status
@@ -134,13 +135,15 @@ def submit(
     fresh: bool = False,
     foreground: bool = False,
     parent: RunDir | None = None,
+    given: GivenValues | None = None,
     turn: Turn | None = None,
     notify: str | None = None,
 ) -> Outcome:
     """Start the run of `config`, or continue it, unless it is finished or under way already.
 
     `source` is where the command was typed, `command` what to type there to continue the run. `parent` is the run that
-    it starts from, where that is not to be found by its name; `notify` a command to be run when it has ended.
+    it starts from, where that is not to be found by its name, `given` what it has beside its YAML; `notify` a command
+    to be run when it has ended.
     Two submissions of one config at the same time start one job: the second waits for the first to have decided.
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
@@ -153,7 +156,7 @@ def submit(
     refuse_impossible(plan)
     with RunDir(runs_dir / name_in(runs_dir, config)).submission_lock() as lock:
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
-        candidate = Candidate(run, plan.at(run.path), source, command, parent=parent)
+        candidate = Candidate(run, plan.at(run.path), source, command, parent=parent, given=given or GivenValues())
         try:
             code = read_code(source, runs_dir, needed, tells=candidate.starts)
             candidate.compare_code(code)

@@ -22,6 +22,7 @@ from jobkit.log import log
 from jobkit.run import shared_code, snapshot, sweeps
 from jobkit.run.experiment import LoadedConfig
 from jobkit.run.identity import name_in
+from jobkit.run.records import GivenValues
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import newest_versions, run_at
 from jobkit.run.status import State
@@ -47,6 +48,8 @@ class Point:
     loaded: LoadedConfig
     command: str
     """What to type to continue it by itself."""
+    given: GivenValues = field(default_factory=GivenValues)
+    """What it is given beside its YAML."""
 
 
 @dataclass
@@ -310,7 +313,7 @@ class _Submission:
         """Write what a run's job needs, and add it to `candidates`, unless somebody has started it since."""
         run = RunDir(plan.run)
         with run.submission_lock():
-            candidate = Candidate(run, plan, self.source, point.command, sweep=self.sweep.name)
+            candidate = Candidate(run, plan, self.source, point.command, sweep=self.sweep.name, given=point.given)
             if not candidate.starts:
                 self.outcome.states[run.name] = str(candidate.before.state)
                 return

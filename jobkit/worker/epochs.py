@@ -108,6 +108,7 @@ class Epochs:
     def epochs(self, total: int) -> Iterator[int]:
         """Yield epochs up to `total`, from the one in which the run stands."""
         self._total = total
+        self._loop.check_left(self.epoch, total)
         self._loop.begin(None)
         first = self.epoch
         variables = self._variables_of(frames_around(frame_of_script()))

@@ -120,6 +120,7 @@ class TrainingLoop:
     def steps(self, total: int) -> Iterator[int]:
         self.check_first()
         self.call = "ctx.steps"
+        self.check_left(self.step, total)
         self.begin(total)
         while self.step < total:
             self.begin_step()
@@ -316,6 +317,17 @@ class TrainingLoop:
             "all, `for n in ctx.epochs(folds * epochs, ...)` with `fold, epoch = divmod(n, epochs)`, and what each "
             "fold trains made before it"
         )
+
+    def check_left(self, done: int, total: int) -> None:
+        """Raise UsageError where nothing is left of a loop that begins where another run was, so that no body of it
+        ever runs. `done` and `total` are steps, or epochs."""
+        restored = self._restored
+        if restored is not None and restored.of_other_run and done >= total > 0:
+            start = self._rank.config.start_from
+            raise UsageError(
+                f"the run starts from {start}, and {self.call}({total}) has nothing left: let it have more "
+                f"{self.call.removeprefix('ctx.')}, or take the weights alone, with --weights-only"
+            )
 
     def _record_resumed(self, total: int | None) -> None:
         began: dict[str, Any] = {"checkpoint": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from harness.in_process import jobkit
 from harness.project import Project, events, status
 
 from jobkit.checkpoint.store import Manifest
-from jobkit.run.config import read_resolved
+from jobkit.run.config import Config, read_resolved
 
 TASK = """
 import json
@@ -122,6 +123,19 @@ def test_the_weights_alone_begin_at_step_0(project: Project) -> None:
     assert found["result"]["weights"] == parent
 
 
+def test_a_run_that_has_no_more_steps_than_the_other_is_refused_at_once(project: Project) -> None:
+    parent, runs = project.run_of(), project.runs
+    words = ("--from", f"{parent.name}@6")
+    done = jobkit(project, "submit", "toy.yaml", "--local", *words, expect=2)
+    assert f"error: {parent.name} has trained to its end at step 6, and d-" in done.stderr
+    assert "--weights-only" in done.stderr and project.runs == runs
+    (project.path / "mytask.py").write_text(TASK + "\n")  # which may have more
+    done = project.submit("--local", *words, expect=1)
+    (project.path / "mytask.py").write_text(TASK)
+    said = f"UsageError: the run starts from step 6 of {parent.name}, and ctx.steps(6) has nothing left: let it have"
+    assert said in done.stderr and len(status(run_named(project, done.stderr))["attempts"]) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -179,3 +193,55 @@ def test_manifests_say_what_is_tracked(project: Project) -> None:
     assert manifest["extra"]["tracked"] == ["model", "optimizer", "loader"] and manifest["extra"]["modules"] == [
         "model"
     ]
+
+
+def config_of(project: Project, *words: str) -> tuple[str, Config, str]:
+    """Which run a command means, with which config, and what is said of its start."""
+    done = jobkit(project, "submit", "toy.yaml", "--local", "--dry-run", *words)
+    text, plan = done.stdout.split("---\n")
+    file = project.path / "printed.yaml"
+    file.write_text(text)
+    return plan.split()[2].rpartition("/")[2], read_resolved(file), done.stderr
+
+
+def test_what_the_other_run_was_given_holds_for_its_forks_too(project: Project) -> None:
+    project.submit("--local", "params.lr=0.3", "seed=2", "+params.opt={token: abc}")
+    parent = next(run for run in project.runs if status(run)["seed"] == 2)
+    given = {"params.lr": 0.3, "seed": 2, "params.opt.token": "***"}
+    assert status(parent)["given"] == {"values": given, "inherited": []}
+
+    words = ("--from", f"{parent.name}@5", "params.steps=8")
+    (project.path / "toy.yaml").write_text(YAML.replace("samples: 40", "samples: 40, wd: 1"))  # holds, as it says
+    said = project.submit("--local", *words).stderr
+    fork = run_named(project, said)
+    there = "as there: params.lr=0.3 seed=2 'params.opt.token=***'"
+    assert f"{there}; params.steps 6 -> 8, params.wd - -> 1" in said
+    config = read_resolved(fork / "config.yaml")
+    assert (config.seed, config.params) == (2, {"steps": 8, "lr": 0.3, "samples": 40, "wd": 1, "opt": {"token": "abc"}})
+    assert status(fork)["given"]["inherited"] == list(given)
+    name, config, said = config_of(project, "--from", fork.name, "params.steps=9", "params.lr=0.2")
+    assert (name, config.seed, config.params["lr"]) != (fork.name, 2, 0.3) and config.params["opt"] == {"token": "***"}
+    assert f"{name}: starts from step 8 of {fork.name} (model, optimizer, loader); as there: seed=2 " in said
+    assert "; params.steps 8 -> 9, params.lr 0.3 -> 0.2" in said
+
+    done = jobkit(
+        project, "submit", "toy.yaml", "--local", "--dry-run", *words, "--sweep", "params.lr=0.1,0.3", "seed=5"
+    )
+    assert done.stderr.startswith(f"each starts from step 5 of {parent.name} (model, optimizer, loader); as there: ")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and all("token=***" in line and "seed=2" not in line for line in lines[:2])
+
+    # What was typed, what was recorded and the YAML's way mean this run, whatever has become of the first one.
+    typed = shlex.split(status(fork)["command"])[4:]
+    assert "params.lr=0.3" in typed and "seed=2" in typed
+    by_yaml = (f"start_from.run={parent.name}", "start_from.step=5", "params.steps=8")
+    aside = parent.rename(project.path / "aside")
+    assert config_of(project, *words)[0] == config_of(project, *by_yaml)[0] == fork.name
+    aside.rename(parent)
+    assert config_of(project, *words)[0] == config_of(project, *by_yaml)[0] == fork.name
+    journal = (parent / "events.jsonl").read_text()
+    (parent / "events.jsonl").write_text(journal.replace('"seed": 2', '"seed": 2, "x": 0').replace('"given"', '"x"'))
+    assert config_of(project, *words)[0] == fork.name
+    _, config, said = config_of(project, *words, "--fresh")  # of an older jobkit: it says what to type
+    assert config.params["lr"] == 0.01 and "; params.steps 6 -> 8, params.lr 0.3 -> 0.01, " in said
+    assert "(as there: params.lr=0.3" in said and "seed=2)" in said
