@@ -106,13 +106,16 @@ def _filters(arguments: argparse.Namespace) -> str:
     return " ".join([*(f"--where {text!r}" for text in arguments.where), *state])
 
 
-def confirm(runs: Sequence[RunDir], arguments: argparse.Namespace) -> None:
-    """Return where there is one run at most, `-y`, or somebody who says yes; else raise InputError: nothing is done."""
-    if len(runs) <= 1 or arguments.yes:
+def confirm(runs: Sequence[RunDir], arguments: argparse.Namespace, *, also_one: bool = False) -> None:
+    """Return where there is one run at most, `-y`, or somebody who says yes; else raise InputError: nothing is done.
+
+    With `also_one` one run is asked about, too.
+    """
+    if len(runs) <= (0 if also_one else 1) or arguments.yes:
         return
     from jobkit.run.choose import some_names
 
-    which = f"{len(runs)} runs: {some_names(runs)}"
+    which = f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {some_names(runs)}"
     if not sys.stdin.isatty():
         raise InputError(f"{which}; without a terminal to ask on, -y says to go on; nothing was done")
     print(f"{which} go on? [y/N] ", end="", file=sys.stderr, flush=True)

@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from jobkit.cli.arguments import add_selection, chosen_runs, confirm, found_runs, is_filtered
+from jobkit.cli.arguments import add_selection, chosen_runs, confirm, found_runs, is_filtered, runs_dir
 from jobkit.cli.columns import age_text
 from jobkit.cli.several import each
 from jobkit.errors import EXIT_FINISHED
-from jobkit.run import shared_code
+from jobkit.run import choose, shared_code
 from jobkit.run.duration import parse_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.submission import removal
@@ -44,9 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Remove them, unless one of them lives: then none."""
     found = _chosen(arguments)
     removal.refuse_live(found)
+    if not arguments.checkpoints_only:
+        for line in removal.refuse_needed(found):
+            print(line, file=sys.stderr)
     if arguments.dry_run:
         return _dry_run(found, arguments.checkpoints_only)
-    confirm(found, arguments)
+    is_short = any(choose.is_short(word, runs_dir(arguments)) for word in arguments.run_names)
+    confirm(found, arguments, also_one=is_short)
     for folder in {one.path.parent for one in found}:
         removal.clear_aside(folder)
     if arguments.checkpoints_only:

@@ -53,6 +53,12 @@ def find_run(text: str, runs_dir: Path) -> RunDir:
     return found[0].open()
 
 
+def is_short(word: str, runs_dir: Path) -> bool:
+    """Whether a word is `latest` or the beginning of a name: typed again it may mean another run."""
+    is_whole = _at_path(word, runs_dir) is not None or runs_of(runs_dir, word) is not None
+    return not (is_whole or any(sign in word for sign in "*?[") or re.fullmatch(_JOB_ID, word))
+
+
 def some_names(runs: Iterable[FoundRun | RunDir]) -> str:
     """`a, b, c, d, e ...`: as many names as a line has room for."""
     names = [run.name for run in runs]

@@ -41,6 +41,12 @@ def named_in(text: str) -> list[str]:
     return [match["name"] for match in _REFERENCE.finditer(text)]
 
 
+def directories_in(config: Config) -> set[str]:
+    """The runs to whose directories a config refers, `${run:NAME}`, as it names them."""
+    texts = (text for _, text in texts_with_references(config))
+    return {match["name"] for text in texts for match in _REFERENCE.finditer(text) if not match["result"]}
+
+
 def with_names(config: Config, whole_name: Callable[[str, str], str]) -> Config:
     """The config with whole names of the runs; `whole_name` gives one for (dotted key, name as it was typed)."""
 

@@ -80,7 +80,7 @@ def prepared(plan: LaunchPlan) -> LaunchPlan:
     them."""
     run = RunDir(plan.run)
     found = verdict(run, plan.config.after)
-    for other, _ in found.unfinished:
+    for other in runs_before(run, plan.config.after):  # finished ones, too: whoever removes them is to know
         with contextlib.suppress(OSError):  # another user's: the job itself looks, when it starts
             note_dependent(other, run)
     if plan.scheduler != "slurm" or not found.unfinished:

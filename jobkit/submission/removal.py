@@ -12,11 +12,12 @@ from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import InputError
-from jobkit.run import shared_code
+from jobkit.run import references, shared_code
 from jobkit.run.command_line import to_type
+from jobkit.run.dependencies import dependents, runs_before
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 from jobkit.submission.job import settle
 from jobkit.submission.observer import FindJob, can_be_asked, has_supervisor, is_active, jobs_now, observe
 
@@ -39,6 +40,37 @@ def refuse_live(runs: Sequence[RunDir]) -> None:
         shown = ", ".join(f"{run.name} ({why})" for run, why in live[:5]) + (" ..." if len(live) > 5 else "")
         names = [run.name for run, _ in live[:5]]
         raise InputError(f"nothing was removed: {shown}; `{to_type('cancel', *names)}` first, or leave them out")
+
+
+def refuse_needed(runs: Sequence[RunDir]) -> list[str]:
+    """Raise InputError where another run that is under way needs one of some runs, which is not among them.
+
+    Returns lines about others that could not be continued without it.
+    """
+    own, told = {run.path.resolve() for run in runs}, []
+    needed: dict[str, RunDir] = {}
+    for run in runs:
+        for other in (one for one in dependents(run) if one.path.resolve() not in own):
+            status = other.status()
+            if status.state == State.FINISHED or not _needs(other, status, run):
+                continue
+            if status.state.is_under_way:
+                needed[f"{run.name} ({other.name}, which is {status.state}, needs it)"] = other
+            else:
+                told.append(f"{other.name} ({status.state}) needs {run.name}: without it, it cannot be continued")
+    if needed:
+        shown = ", ".join(list(needed)[:5]) + (" ..." if len(needed) > 5 else "")
+        names = list(dict.fromkeys(other.name for other in needed.values()))[:5]
+        raise InputError(f"nothing was removed: {shown}; `{to_type('cancel', *names)}` first, or leave them out")
+    return told
+
+
+def _needs(other: RunDir, status: Status, run: RunDir) -> bool:
+    """Whether a run that comes after another one waits for it, or has a path in it; what it needed of its result is
+    kept since it has begun."""
+    if run.path.resolve() not in {one.path.resolve() for one in runs_before(other, status.after)}:
+        return False  # one of those that this is a copy of
+    return not status.attempts or run.name in references.directories_in(other.config())
 
 
 def _jobs_of(runs: Sequence[RunDir]) -> FindJob:

@@ -23,15 +23,17 @@ from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import all_runs, next_version
 from jobkit.submission import removal
+from jobkit.submission.chains import prepared
+from jobkit.submission.plan import LaunchPlan
 
 CHECKPOINT = 300_000
 """Bytes of each."""
 
 
-def make(runs: Path, number: int, end: Event | None = Event.FINISHED) -> RunDir:
+def make(runs: Path, number: int, end: Event | None = Event.FINISHED, name: str = "") -> RunDir:
     """A run with two checkpoints."""
     config = Config(name="toy", task="a:b", params={"number": number})
-    run = RunDir(runs / run_name(config))
+    run = RunDir(runs / (name or run_name(config)))
     for step in (20, 40):
         checkpoint = run.checkpoints / f"step_{step:08d}"
         checkpoint.mkdir(parents=True)
@@ -166,6 +168,53 @@ def test_nobody_is_asked_twice_and_no_terminal_means_no(
     assert main(["rm", "toy*"]) == 2
     assert "-y says to go on; nothing was done" in capsys.readouterr().err
     assert len(all_runs(runs)) == 2
+
+
+def test_a_word_that_may_mean_another_run_tomorrow_is_asked_about(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make(runs, 1)
+    second = make(runs, 1, name=f"{first.name}-2")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    for word in ("latest", "toy"):
+        assert main(["rm", word]) == 2
+        assert f"1 run: {second.name}; without a terminal to ask on, -y says to go on" in capsys.readouterr().err
+    assert len(all_runs(runs)) == 2
+    assert main(["rm", "toy", "-y"]) == main(["rm", str(first.path)]) == 0
+    assert not all_runs(runs)
+
+
+@pytest.mark.parametrize(
+    ("text", "events", "refuses", "tells"),
+    [
+        ("${run:@.result.x}", [], True, False),
+        ("${run:@}/final", [Event.STARTED], True, False),
+        ("${run:@.result.x}", [Event.STARTED], False, False),
+        ("plain", [Event.CANCELLED], False, True),
+        ("${run:@}/final", [Event.STARTED, Event.FAILED], False, True),
+        ("${run:@}/final", [Event.STARTED, Event.FINISHED], False, False),
+    ],
+)
+def test_a_run_that_another_needs_stays(
+    runs: Path, capsys: pytest.CaptureFixture[str], text: str, events: list[Event], refuses: bool, tells: bool
+) -> None:
+    needed = make(runs, 1)
+    config = Config(name="later", task="a:b", params={"x": text.replace("@", needed.name)}, after=[needed.name])
+    later = RunDir(runs / run_name(config))
+    prepared(LaunchPlan(run=later.path, config=config, cluster="local", scheduler="local"))
+    later.path.mkdir()
+    later.write_config(config)
+    later.record(Event.SUBMITTING, cluster="local", scheduler="local", after=config.after)
+    later.record(Event.SUBMITTED, job_id="1")
+    for event in events:
+        later.record(event, attempt=1, step=1, job_id="1")
+    copy = shutil.copytree(runs, runs.parent / "copy")
+    assert main(["rm", needed.name]) == (2 if refuses else 0)
+    said = capsys.readouterr().err
+    assert (f"{needed.name} ({later.name}, which is " in said and f"cancel {later.name}` first" in said) == refuses
+    assert (f"{later.name} (" in said and f"needs {needed.name}: without it, it cannot be continued" in said) == tells
+    shutil.rmtree(copy / later.name)
+    assert main(["rm", needed.name, "--runs-dir", str(copy)]) == 0  # nobody comes after that one
 
 
 def test_a_removal_that_was_killed_leaves_no_half_of_a_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
