@@ -45,6 +45,21 @@ def add_selection(parser: argparse.ArgumentParser, *, asks: bool = False) -> Non
     add_runs_dir(parser)
 
 
+def time_length(text: str) -> int:
+    """Seconds of an option's `30s`, `2h` or `1:30:00`. A number alone is refused: sbatch's are minutes, timeout's are
+    seconds."""
+    from jobkit.run.duration import parse_seconds
+
+    try:
+        if text.replace(".", "", 1).isdecimal():
+            raise ValueError
+        return parse_seconds(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a number with a unit: 30s, 10min, 2h, 30d"
+        ) from None
+
+
 def runs_dir(arguments: argparse.Namespace) -> Path:
     """The runs directory that was asked for, else the default."""
     chosen: Path = arguments.runs_dir or default_runs_dir()

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobkit.cli.table import ABSENT, Cell, Table, number_text
 from jobkit.run.duration import format_seconds
-from jobkit.run.summary import FIXED, Summary
+from jobkit.run.summary import FIXED, Summary, as_number
 
 PLAIN = ("state", "step", "attempts", "where", "job")
 """The columns of a list of which nothing was asked."""
@@ -57,6 +57,7 @@ def _numbers(value: Any, name: str) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
+    value = as_number(value)
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jobkit.cli.columns import text_of
 from jobkit.cli.table import Cell, Table, number_text
-from jobkit.run.summary import Summary
+from jobkit.run.summary import Summary, comparable
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ def group(summaries: Sequence[Summary], keys: Sequence[str], metrics: Sequence[s
     together: dict[str, list[Summary]] = {}
     for one in summaries:
         together.setdefault(json.dumps([_plain(one.value(key)) for key in keys], default=str), []).append(one)
+    counting = {key: comparable(summaries, key) for key in metrics}
     return [
         Group(
             values=tuple(members[0].value(key) for key in keys),
             states=Counter(str(one.value("state")) for one in members),
-            spreads={key: spread([v for one in members if _is_number(v := one.value(key))]) for key in metrics},
+            spreads={key: spread([v for one in members if _is_number(v := of(one))]) for key, of in counting.items()},
         )
         for members in together.values()
     ]

@@ -191,10 +191,21 @@ def _rendered(table: Table, arguments: argparse.Namespace, is_plain: bool) -> st
     if arguments.latex:
         return as_latex(table)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not is_plain else None
-    lines, dropped = as_lines(Table([columns.title(key) for key in table.keys], table.rows), width)
+    wanted = [columns.title(key) for key in _wanted(arguments)]
+    lines, dropped = as_lines(Table([columns.title(key) for key in table.keys], table.rows), width, wanted)
     if dropped:
         print(f"no room for {', '.join(dropped)}: a wider terminal, or --columns", file=sys.stderr)
     return "\n".join(lines)
+
+
+def _wanted(arguments: argparse.Namespace) -> list[str]:
+    """The names of the columns that were asked for by any option."""
+    from jobkit.run import query
+
+    conditions = [query.parse(text).key for text in arguments.where]
+    state = ["state"] if arguments.state is not None else []
+    chosen = [*(arguments.columns or ()), *(arguments.group_by or ())]
+    return [*chosen, *_sorted_by(arguments), *conditions, *state]
 
 
 def _statuses(runs: Sequence[FoundRun]) -> str:

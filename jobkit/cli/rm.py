@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
 
-from jobkit.cli.arguments import add_selection, chosen_runs, confirm, found_runs, is_filtered, runs_dir
+from jobkit.cli.arguments import add_selection, chosen_runs, confirm, found_runs, is_filtered, runs_dir, time_length
 from jobkit.cli.columns import age_text
 from jobkit.cli.several import each
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import choose, shared_code
-from jobkit.run.duration import parse_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.submission import removal
 
@@ -26,18 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the journal, the logs, the curves and final/; the run can only be started from its beginning then",
     )
     parser.add_argument(
-        "--older", type=_seconds, metavar="30d", help="only runs of which nothing was heard for so long"
+        "--older", type=time_length, metavar="30d", help="only runs of which nothing was heard for so long"
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and how large it is")
-
-
-def _seconds(text: str) -> float:
-    try:
-        if re.fullmatch(r"[\d.]+", text.strip()):
-            raise ValueError
-        return parse_seconds(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number with a unit, as 30d or 12h") from None
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,32 +39,30 @@ class Table:
     keys: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
-    def first(self, number: int) -> Table:
-        """The table with its first columns alone."""
-        return Table(self.keys[:number], [row[:number] for row in self.rows])
-
 
 def number_text(value: float, digits: int = 4) -> str:
     """A number as it is read at a glance; whole numbers in full."""
     return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
 
 
-def as_lines(table: Table, width: int | None = None) -> tuple[list[str], list[str]]:
-    """The lines of a table, its names first, and the columns that `width` characters have no room for, from the right.
+def as_lines(table: Table, width: int | None = None, wanted: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """The lines of a table, its names first, and the columns that `width` characters have no room for.
 
-    The first column is shown in any case.
+    Columns are left out from the right, those of `wanted` after all others; the first is shown in any case.
     """
     columns = [
         _aligned([cell.shown for cell in column], [cell.value for cell in column])
         for column in zip(*table.rows, strict=True)
     ] or [[] for _ in table.keys]
     widths = [max(map(len, [key, *texts])) for key, texts in zip(table.keys, columns, strict=True)]
-    shown = len(widths)
-    while width is not None and shown > 1 and sum(widths[:shown]) + len(GAP) * (shown - 1) > width:
-        shown -= 1
-    rows = zip(*columns[:shown], strict=True) if table.rows else ()
-    line = GAP.join(f"{{:{one}}}" for one in widths[:shown]).format
-    return [line(*row).rstrip() for row in (table.keys[:shown], *rows)], list(table.keys[shown:])
+    shown = list(range(len(widths)))
+    by_worth = sorted(shown[1:], key=lambda at: (table.keys[at] not in wanted, at))
+    while width is not None and by_worth and sum(widths[at] for at in shown) + len(GAP) * (len(shown) - 1) > width:
+        shown.remove(by_worth.pop())
+    rows = zip(*(columns[at] for at in shown), strict=True) if table.rows else ()
+    line = GAP.join(f"{{:{widths[at]}}}" for at in shown).format
+    dropped = [key for at, key in enumerate(table.keys) if at not in shown]
+    return [line(*row).rstrip() for row in ([table.keys[at] for at in shown], *rows)], dropped
 
 
 def _aligned(texts: Sequence[str], values: Sequence[Any]) -> list[str]:

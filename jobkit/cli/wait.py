@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from jobkit.cli.arguments import add_selection, chosen_runs
+from jobkit.cli.arguments import add_selection, chosen_runs, time_length
 from jobkit.cli.several import worst
-from jobkit.errors import EXIT_FAILED, InputError, SchedulerError
+from jobkit.errors import EXIT_FAILED, SchedulerError
 from jobkit.run import notify, user_command
 from jobkit.run.command_line import to_type
-from jobkit.run.duration import FORMS, parse_seconds
+from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission.ending import exit_code
@@ -29,7 +29,9 @@ LOOK_SECONDS = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
     parser.add_argument("--any", action="store_true", help="return when the first of them is over")
-    parser.add_argument("--timeout", metavar="TIME", help=f"wait no longer, exit code {EXIT_TIMED_OUT}; {FORMS}")
+    parser.add_argument(
+        "--timeout", type=time_length, metavar="2h", help=f"wait no longer; then the exit code is {EXIT_TIMED_OUT}"
+    )
     parser.add_argument("--json", action="store_true", help="for programs: an object a line, as each run ends")
     parser.add_argument(
         "--notify", metavar="COMMAND", help="run this as each run ends; JOBKIT_TEXT in its environment says how"
@@ -42,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Wait, and print a line for each run as it ends. Ctrl-C ends the waiting alone."""
-    seconds = _seconds(arguments.timeout)
-    until = None if seconds is None else time.monotonic() + seconds
+    until = None if arguments.timeout is None else time.monotonic() + arguments.timeout
     found, codes, threads = chosen_runs(arguments), [], []
     for run, status in ended(found, until):
         if run is None:
@@ -60,16 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         thread.join()
     left = len(found) - len(codes)
     if left and not (arguments.any and codes):
-        print(f"{left} of {len(found)} run(s) went on after {arguments.timeout}", file=sys.stderr)
+        print(f"{left} of {len(found)} run(s) went on after {format_seconds(arguments.timeout)}", file=sys.stderr)
         return EXIT_TIMED_OUT
     return worst(codes)
-
-
-def _seconds(text: str | None) -> int | None:
-    try:
-        return None if text is None else parse_seconds(text)
-    except ValueError:
-        raise InputError(f"--timeout: found {text!r}, expected {FORMS}") from None
 
 
 def ended(runs: Sequence[RunDir], until: float | None) -> Iterator[tuple[RunDir | None, Status]]:

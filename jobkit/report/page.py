@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -54,6 +55,9 @@ LOG_BYTES = 64 << 10
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 """What a terminal takes for colours and movements, and other characters that are not to be seen."""
+
+_HASH = re.compile(r"[0-9a-f]{8}(?:-\d+)?$")
+"""The end of a run's name that tells it from others of its config's name."""
 
 CARDS = 6
 """Of more runs a page has a table, and what it says of each by itself is folded up."""
@@ -117,6 +121,8 @@ def page(shown: Sequence[Shown]) -> str:
     drawn = _charts(shown)
     images, left_out = _images(shown)
     runs = [_run(number, one, shown) for number, one in enumerate(shown)]
+    for run, label in zip(runs, _unique([(run["about"], run["name"]) for run in runs]), strict=True):
+        run["label"] = label
     used_parts = {part for run in runs if run["timeline"] for part in run["timeline"].parts}
     return environment.get_template("template.html").render(
         style=Markup((TEMPLATES / "page.css").read_text()),
@@ -154,8 +160,7 @@ def _run(number: int, one: Shown, all_shown: Sequence[Shown]) -> dict[str, Any]:
     return {
         "number": number,
         "name": one.run.name,
-        "about": (about := _about(one, all_shown)),
-        "label": about or one.run.name,
+        "about": _about(one, all_shown),
         "path": str(one.run.path),
         "status": status,
         "state": status.state.value,
@@ -200,6 +205,23 @@ def _about(one: Shown, all_shown: Sequence[Shown]) -> str:
     keys = [key for key in one.config if key.startswith("params.") or key == "seed"]
     differing = [key for key in keys if len({_value(other.config.get(key)) for other in all_shown}) > 1]
     return ", ".join(f"{key.removeprefix('params.')}={_value(one.config[key])}" for key in differing[:4])
+
+
+def _unique(runs: Sequence[tuple[str, str]]) -> list[str]:
+    """What each run is called beside the others, of what tells it from them and its name: no two alike."""
+    labels = [about or name for about, name in runs]
+    often = Counter(labels)
+    longer = [
+        f"{about}, {name[-len(match[0]) :] if (match := _HASH.search(name)) else name}"
+        if often[label] > 1 and about
+        else label
+        for label, (about, name) in zip(labels, runs, strict=True)
+    ]
+    seen: Counter[str] = Counter()
+    for at, label in enumerate(longer):  # two runs directories have runs of one name
+        seen[label] += 1
+        longer[at] = f"{label} ({seen[label]})" if seen[label] > 1 else label
+    return longer
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:

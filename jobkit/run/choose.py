@@ -15,7 +15,7 @@ from jobkit.run.index import facts_of_ended
 from jobkit.run.rundir import VERSION, RunDir
 from jobkit.run.runs import FoundRun, all_runs, run_at, versions
 from jobkit.run.summary import Facts, facts_of
-from jobkit.run.sweeps import runs_of
+from jobkit.run.sweeps import names_of_sweeps, runs_of
 
 LATEST = "latest"
 """The word for the run that was submitted last."""
@@ -61,7 +61,11 @@ def is_short(word: str, runs_dir: Path) -> bool:
 
 def some_names(runs: Iterable[FoundRun | RunDir]) -> str:
     """`a, b, c, d, e ...`: as many names as a line has room for."""
-    names = [run.name for run in runs]
+    return some([run.name for run in runs])
+
+
+def some(names: Sequence[str]) -> str:
+    """As many names as a line has room for."""
     return ", ".join(names[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else "")
 
 
@@ -121,12 +125,19 @@ def _is_version_of(name: str, word: str) -> bool:
 
 def _none(word: str, runs_dir: Path, runs: Sequence[FoundRun]) -> list[FoundRun]:
     """Raise the InputError for a word that means no run."""
+    folder, slash, number = word.rpartition("/")
+    if slash and not any(sign in word for sign in "*?[") and re.fullmatch(r"s?\d*", number):
+        known = names_of_sweeps(runs_dir)
+        own = [name for name in known if name.startswith(f"{folder}/")]
+        hint = f"there are {some(own)}" if own else nearest(word, known).removeprefix("; ")
+        raise InputError(f"no sweep {word!r} in {runs_dir}{hint and f'; {hint}'}")
     names = [run.name for run in runs]
     known = [*names, *(name.rpartition("-")[0] for name in names)]
     hint = nearest(word.rstrip("*"), [name for name in known if name != word])
     if Path(word).suffix in (".yaml", ".yml"):  # what a shell makes of digits* beside digits.yaml
         hint = "; a pattern is to be quoted, as in 'digits*': the shell takes it for names of files"
-    raise InputError(f"no run {word!r} in {runs_dir}{hint}; `{to_type('list')}` shows them")
+    end = " " if hint.endswith("?") else "; "
+    raise InputError(f"no run {word!r} in {runs_dir}{hint}{end}`{to_type('list')}` shows them")
 
 
 def _of_job(job_id: str, runs: Sequence[FoundRun]) -> list[FoundRun]:

@@ -146,7 +146,7 @@ def _values(text: str) -> list[str]:
         raise ValueError(f"a value is empty (blanks separate axes: no blank behind a comma); expected {FORMS}")
     if unknown := next(filter(_ANY_CALL.fullmatch, values), None):  # Hydra's choice(...), a misspelt range(...)
         hint = nearest(unknown.partition("(")[0], ("range", "log"))
-        raise ValueError(f"found {unknown}{hint}; expected {FORMS}; a text in quotes: '\"{unknown}\"'")
+        raise ValueError(f"found {unknown}; expected {FORMS}; a text in quotes: '\"{unknown}\"'{hint}")
     return values
 
 

@@ -20,6 +20,16 @@ _CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|=|<|>|~)\s*(.*?)\s*", 
 
 _NULL = ("null", "none")
 
+_OTHER_WORDS = {
+    State.QUEUED: ("pending", "pd", "waiting", "submitted", "configuring"),
+    State.RUNNING: ("r", "active", "alive", "live", "started", "training"),
+    State.INTERRUPTED: ("timeout", "preempted", "node_fail", "stopped", "suspended", "paused", "killed", "lost"),
+    State.FINISHED: ("completed", "complete", "cd", "done", "success", "succeeded", "successful", "ok", "ended"),
+    State.FAILED: ("error", "errors", "crashed", "failure", "broken", "out_of_memory", "oom", "dead"),
+    State.CANCELLED: ("canceled", "ca", "aborted", "deleted"),
+}
+"""What Slurm and others call the states."""
+
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -78,10 +88,16 @@ def parse_states(text: str) -> frozenset[str]:
     names = [str(state) for state in State]
     for word in words:
         if word not in names:
-            raise InputError(f"--state {word!r}: allowed: {', '.join(names)}{nearest(word, names)}")
+            raise InputError(f"--state {word!r}: allowed: {', '.join(names)}{_meant_state(word.lower(), names)}")
     if not words:
         raise InputError(f"--state {text!r}: allowed: {', '.join(names)}, several with commas between them")
     return frozenset(words)
+
+
+def _meant_state(word: str, names: Sequence[str]) -> str:
+    """`; did you mean 'finished'?` for what others call a state, or nearly one."""
+    meant = next((str(state) for state, words in _OTHER_WORDS.items() if word in words), None)
+    return nearest(meant or word, names)
 
 
 def select(summaries: Sequence[Summary], conditions: Iterable[Condition], states: Iterable[str] = ()) -> list[Summary]:

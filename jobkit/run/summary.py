@@ -31,6 +31,9 @@ BRANCHES = ("params", "result")
 """Mappings of which a dotted name takes a part, as in `params.lr`."""
 
 
+FINISHED = "finished"
+"""The state of a run that has its result."""
+
 Facts = dict[str, Any]
 """What the list tells of a run, in plain values: less than its status."""
 
@@ -86,9 +89,14 @@ class Summary:
             return _FIXED[key](self)
         branch, dot, rest = key.partition(".")
         if branch in BRANCHES:
-            return _part(self.facts.get(branch), rest) if dot else self.facts.get(branch)
-        metric = _part(self.facts.get("result"), key)
+            value = _part(self.facts.get(branch), rest) if dot else self.facts.get(branch)
+            return as_number(value) if branch == "result" else value
+        metric = self.found(key)
         return _part(self.facts.get("values"), key) if metric is None else metric
+
+    def found(self, key: str) -> Any:
+        """The metric of that name in its result; None where that has none."""
+        return as_number(_part(self.facts.get("result"), key))
 
     def keys(self) -> Iterator[str]:
         """The names of params, results and metrics that it has a value of."""
@@ -127,6 +135,27 @@ _FIXED: dict[str, Callable[[Summary], Any]] = {
     "age": lambda one: one.age,
     "eta": lambda one: one.seconds_left,
 }
+
+
+def as_number(value: Any) -> Any:
+    """A value of a result; one that is no finite number stands there as a text, since JSON has none."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def comparable(summaries: Iterable[Summary], key: str) -> Callable[[Summary], Any]:
+    """What counts of some runs where they are compared by a metric.
+
+    What a run has logged on its way is not compared with what another has found at its end: where one of them has it in
+    its result the results count alone, else where one has finished what finished ones have logged last.
+    """
+    known = [one for one in summaries if one.value(key) is not None]
+    if key in FIXED or key.partition(".")[0] in BRANCHES:
+        return lambda one: one.value(key)
+    if any(one.found(key) is not None for one in known):
+        return lambda one: one.found(key)
+    if any(one.value("state") == FINISHED for one in known):
+        return lambda one: one.value(key) if one.value("state") == FINISHED else None
+    return lambda one: one.value(key)
 
 
 def _part(value: Any, name: str) -> Any:

@@ -161,6 +161,12 @@ def runs_of(runs_dir: Path, sweep: str) -> list[str] | None:
     return None if record is None else record.runs
 
 
+def names_of_sweeps(runs_dir: Path) -> list[str]:
+    """As `digits/s1`, all there are, in the order of their names and numbers."""
+    found = [(file.parent.parent.name, file.parent.name) for file in (runs_dir / FOLDER).glob(f"*/s*/{_RECORD}")]
+    return [f"{name}/{own}" for name, own in sorted(found, key=lambda one: (one[0], len(one[1]), one[1]))]
+
+
 def key_of(*words: str) -> str:
     """The key of a sweep that is told from others by these words."""
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]

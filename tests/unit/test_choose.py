@@ -43,6 +43,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (sweep / "sweep.json").write_text(
         json.dumps({"key": "k", "runs": ["digits-0000000c", "digits-00000000", "digits-0000000a"]})
     )
+    for other in ("s3", "s10"):
+        (sweep.parent / other).mkdir()
+        (sweep.parent / other / "sweep.json").write_text(json.dumps({"key": other, "runs": []}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JOBKIT_RUNS", raising=False)
     return folder
@@ -87,10 +90,11 @@ def test_a_whole_name_does_not_mean_what_fresh_made_of_it(runs: Path) -> None:
     [
         ("digits", "'digits' is the beginning of 3 runs: .*'digits\\*' means all of them"),
         ("digtis*", "no run 'digtis\\*' in .*did you mean 'digits'"),
-        ("digits-0000000x", "no run .*did you mean 'digits-0000000[abc]'"),
+        ("digits-0000000x", "no run .*did you mean 'digits-0000000[abc]'\\? `.*` shows them"),
         ("digits.yaml", "a pattern is to be quoted"),
         ("14", "no run '14'"),
-        ("digits/s2", "no run 'digits/s2'"),
+        ("digits/s2", "no sweep 'digits/s2' in .*; there are digits/s1, digits/s3, digits/s10$"),
+        ("digist/s1", "no sweep 'digist/s1' in .*; did you mean 'digits/s1'\\?$"),
         ("../..", "no run"),
         ("", "is the beginning of 4 runs"),
     ],

@@ -157,7 +157,7 @@ def test_older_runs_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [run.name for run in all_runs(runs)] == [new.name]
     with pytest.raises(SystemExit):
         main(["rm", "--older", "30"])
-    assert "a number with a unit, as 30d" in capsys.readouterr().err
+    assert "a number with a unit: 30s" in capsys.readouterr().err
 
 
 def test_nobody_is_asked_twice_and_no_terminal_means_no(

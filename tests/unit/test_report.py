@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from jobkit.report import charts
 from jobkit.report.logged import read
-from jobkit.report.page import collect, page
+from jobkit.report.page import _unique, collect, page
 from jobkit.report.timeline import LABELS, MARGIN, WIDTH, Row, duration, timeline
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import apply
@@ -200,6 +200,14 @@ def test_several_runs_are_side_by_side_and_what_differs_is_marked(tmp_path: Path
     assert chart.count("<polyline") == 2
     assert "lr=0.1" in html
     assert "lr=0.3" in html
+
+
+def test_no_two_runs_of_a_page_are_called_alike() -> None:
+    runs = [("lr=1", "a-0000000a"), ("lr=1", "a-0000000b"), ("lr=2", "a-0000000c"), ("", "a-0000000d")]
+    assert _unique(runs) == ["lr=1, 0000000a", "lr=1, 0000000b", "lr=2", "a-0000000d"]
+    assert _unique([("", "a-0000000a"), ("", "a-0000000a-2"), ("", "a-0000000a")]) == [
+        "a-0000000a", "a-0000000a-2", "a-0000000a (2)"
+    ]  # fmt: skip
 
 
 def test_nothing_of_a_run_is_anything_but_text(tmp_path: Path) -> None:

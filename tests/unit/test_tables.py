@@ -160,6 +160,33 @@ def test_what_was_logged_as_nan_is_null_for_programs(runs: Path, listed: Any) ->
     assert '"train/loss": null' in listed("--where", "train/loss=nan", "--columns", "train/loss", "--json")
 
 
+def test_what_is_under_way_is_in_no_mean_with_what_has_ended(runs: Path, listed: Any) -> None:
+    for number, (event, fields) in enumerate([(Event.INTERRUPTED, {"cause": "user"}), (Event.FINISHED, {})]):
+        run = RunDir(runs / f"more-0000000{number}")
+        run.path.mkdir()
+        config = Config(name="more", task="a:b", params={"lr": 0.03})
+        run.write_config(config)
+        run.record(Event.SUBMITTING, cluster="local", scheduler="local", **config.told())
+        run.record(Event.STARTED, attempt=1, job_id="9")
+        logged = {"accuracy": 0.1, "loss": 9.0 + number}
+        records.write(run.progress_file, Progress(attempt=1, time=0, step=200, values=logged))
+        run.record(event, attempt=1, step=300, **fields)
+    lines = listed("--group-by", "params.lr", "--columns", "accuracy,loss").splitlines()
+    assert "1 interrupted" in lines[2] and lines[2].split("  ")[-2:] == ["0.9773 (1 of 4)", "10 (1 of 4)"]
+    assert "0.1 " in listed("more*", "--group-by", "params.lr", "--columns", "accuracy,loss"), (
+        "no result to compare with"
+    )
+
+
+def test_a_result_that_is_no_number_is_neither_the_best_nor_left_out_of_a_mean(runs: Path, listed: Any) -> None:
+    run = RunDir(runs / "digits-00000003")
+    run.record(Event.FINISHED, attempt=1, step=300, result={"accuracy": "nan"})  # as to_json writes it
+    assert listed("--columns", "accuracy", "--sort", "-accuracy").splitlines()[-1].split()[:2] == [run.name, "nan"]
+    assert "nan" in listed("--group-by", "params.lr").splitlines()[2].split("finished")[1]
+    assert [line.split()[0] for line in listed("--where", "accuracy=nan").splitlines()[1:]] == [run.name]
+    assert '"accuracy": null' in listed("--where", "accuracy=nan", "--columns", "accuracy", "--json")
+
+
 def test_latex_prints_every_sign_as_it_is() -> None:
     assert as_latex(Table(["a_b"], [[Cell("x", "50% $x^2$ \\ {~}")]])).splitlines()[4] == (
         r"50\% \$x\textasciicircum{}2\$ \textbackslash{} \{\textasciitilde{}\} \\"
@@ -171,6 +198,8 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     assert as_lines(table, 26) == (["run  params.lr  accuracy", "a    0.1        0.25"], [])
     assert as_lines(table, 20) == (["run  params.lr", "a    0.1"], ["accuracy"])
     assert as_lines(table, 2) == (["run", "a"], ["params.lr", "accuracy"])
+    assert as_lines(table, 15, ["accuracy"]) == (["run  accuracy", "a    0.25"], ["params.lr"]), "asked for"
+    assert as_lines(table, 2, ["accuracy"]) == (["run", "a"], ["params.lr", "accuracy"])
 
 
 def test_what_a_run_may_hold_does_not_reach_the_terminal_as_it_is() -> None:
@@ -191,7 +220,11 @@ def test_numbers_stand_with_their_points_below_each_other() -> None:
         (["--sort", "-acuracy"], "--sort: no run has 'acuracy'; did you mean 'accuracy'?"),
         (["--sort", "-"], "--sort '-': expected the name of a column"),
         (["--group-by", "zzz"], "--group-by: no run has 'zzz'; there are accuracy"),
-        (["--state", "done"], "--state 'done': allowed: queued"),
+        (["--state", "done"], "interrupted, finished, failed, cancelled; did you mean 'finished'?"),
+        (["--state", "PENDING"], "did you mean 'queued'?"),
+        (["--state", "NODE_FAIL"], "did you mean 'interrupted'?"),
+        (["--state", "Error"], "did you mean 'failed'?"),
+        (["--state", "RUNING"], "did you mean 'running'?"),
         (["zzz*"], "no run 'zzz*'"),
     ],
 )

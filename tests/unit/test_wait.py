@@ -83,8 +83,10 @@ def test_any_returns_with_the_first_and_a_timeout_says_how_many_went_on(project:
     with lock:
         assert jobkit(project, "wait", "a-1", "b-2", "--any").stdout == "a-1: finished at step 3\n"
         done = jobkit(project, "wait", "a-1", "b-2", "--timeout", "1s", expect=124)
-        assert done.stdout == "a-1: finished at step 3\n" and done.stderr == "1 of 2 run(s) went on after 1s\n"
-    assert "--timeout: found 'soon'" in jobkit(project, "wait", "a-1", "--timeout", "soon", expect=2).stderr
+        assert done.stdout == "a-1: finished at step 3\n" and done.stderr == "1 of 2 run(s) went on after 0:00:01\n"
+    for text in ("soon", "1", "1.5", "0s"):  # a number alone is minutes to sbatch, and seconds to timeout
+        told = jobkit(project, "wait", "a-1", "--timeout", text, expect=2).stderr
+        assert f"--timeout: found '{text}', expected a number with a unit: 30s, 10min, 2h, 30d" in told
 
 
 def test_a_local_run_whose_supervisor_is_gone_is_over(project: Project) -> None:
