@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from jobkit.errors import EXIT_FINISHED, InputError, nearest
 
 if TYPE_CHECKING:
+    import subprocess
+
     from jobkit.run.experiment import Experiment, LoadedConfig
     from jobkit.run.rundir import RunDir
 
@@ -74,6 +76,7 @@ def run(
             print(f"{plan.config.masked_yaml()}---\n{plan.describe()}\n---")
     if arguments.dry_run:
         return EXIT_FINISHED
+    started: list[tuple[RunDir, subprocess.Popen[bytes]]] = []
     for name in wanted:
         print(f"stage {name}:", file=sys.stderr)
         code = start(
@@ -88,10 +91,15 @@ def run(
             turn=turn,
             notify=arguments.notify,
             as_json=arguments.json,
+            started=started,
         )
         if code != EXIT_FINISHED:
             return code
-    return EXIT_FINISHED
+    if not started or arguments.detach or arguments.json:
+        return EXIT_FINISHED
+    from jobkit.submission.follow_several import follow_runs
+
+    return follow_runs(f"pipeline {experiment.values['name']}", started)
 
 
 def _loaded(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Path) -> dict[str, LoadedConfig]:

@@ -17,6 +17,8 @@ from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputEr
 from jobkit.run.usage import Parser, program
 
 if TYPE_CHECKING:
+    import subprocess
+
     from jobkit.run import grid
     from jobkit.run.config import StartFrom
     from jobkit.run.experiment import Experiment, LoadedConfig
@@ -211,11 +213,12 @@ def start(
     turn: Turn | None = None,
     notify: str | None = None,
     as_json: bool = False,
+    started: list[tuple[RunDir, subprocess.Popen[bytes]]] | None = None,
 ) -> int:
     """Submit a config from the current folder, and stay with its run where that is wanted; returns the exit code.
 
     `command` is what to type here to continue the run; `parent`, `given` and `notify` as in
-    `jobkit.submission.submit.submit`.
+    `jobkit.submission.submit.submit`. What was started on this machine is added to `started`, with its supervisor.
     """
     from jobkit.submission.signals import signals_of_a_submission
     from jobkit.submission.submit import submit
@@ -237,11 +240,14 @@ def start(
                 turn=turn,
                 notify=notify,
             )
-        if outcome.started is not None and outcome.started.supervisor is not None and not detach:
+        supervisor = outcome.started.supervisor if outcome.started is not None else None
+        if supervisor is not None and started is not None:
+            started.append((outcome.run, supervisor))
+        if supervisor is not None and not detach:
             from jobkit.submission.follow import follow_local
 
             _announce(outcome)
-            return follow_local(outcome.run, outcome.started.supervisor, asked)
+            return follow_local(outcome.run, supervisor, asked)
     if as_json:
         return _print_json(outcome)
     return _report(outcome, command, follow=follow and not asked)

@@ -148,7 +148,7 @@ def run(
         _report(outcome, arguments)
         if outcome.runner is None or arguments.detach or arguments.json:
             return EXIT_FINISHED
-        from jobkit.submission.follow_sweep import follow_sweep
+        from jobkit.submission.follow_several import follow_sweep
 
         return follow_sweep(sweeps.at(runs_dir / sweeps.FOLDER / outcome.sweep), outcome.runs, asked)
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import subprocess
 
 from jobkit import submit
 from jobkit.cli.arguments import add_selection, chosen_runs, confirm
-from jobkit.cli.several import each
+from jobkit.cli.several import each, worst
 from jobkit.errors import InputError
 from jobkit.run import secrets
 from jobkit.run.command_line import to_type
-from jobkit.run.config import Config
 from jobkit.run.experiment import LoadedConfig
 from jobkit.run.identity import name_in
 from jobkit.run.places import Places
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
-from jobkit.run.status import Status
 from jobkit.run.yamlfile import read_yaml
+from jobkit.submission.follow_several import follow_runs
 from jobkit.submission.plan import Turn
 
 
@@ -40,16 +40,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and arguments.follow:
         raise InputError("--json prints an object a run and returns, so --follow does not go with it")
     confirm(found, arguments)
+    stays = len(found) > 1 and not (arguments.detach or arguments.json)
     # Of several the next is not to wait for the end of the one before.
     arguments.detach |= len(found) > 1 or arguments.json
+    started: list[tuple[RunDir, subprocess.Popen[bytes]]] = []
     try:
-        return each(found, lambda run: resume(run, arguments))
+        code = each(found, lambda run: resume(run, arguments, started))
     except KeyboardInterrupt:
         return submit.interrupted()
+    return worst([code, follow_runs(f"{len(started)} run(s)", started)]) if stays and started else code
 
 
-def resume(found: RunDir, arguments: argparse.Namespace) -> int:
-    """Submit one again; of `arguments` only `detach`, `follow` and `json` are read."""
+def resume(
+    found: RunDir, arguments: argparse.Namespace, started: list[tuple[RunDir, subprocess.Popen[bytes]]] | None = None
+) -> int:
+    """Submit one again; of `arguments` only `detach`, `follow` and `json` are read; `started` as of `submit.start`."""
     status, config = found.status(), found.config()
     if lacking := secrets.lacking_in(dataclasses.asdict(config)):
         raise InputError(
@@ -70,10 +75,6 @@ def resume(found: RunDir, arguments: argparse.Namespace) -> int:
         os.chdir(status.cwd or ".")  # the task is imported from where it was submitted
     except OSError as error:
         raise InputError(f"{status.cwd}: {error.strerror}: {found.name} was submitted there") from None
-    return _submit(arguments, found, config, status)
-
-
-def _submit(arguments: argparse.Namespace, found: RunDir, config: Config, status: Status) -> int:
     return submit.start(
         # As it is: what stands in it was resolved once, and a text may look like an interpolation by now.
         LoadedConfig(config, [], Places(path=found.config_file, lines=read_yaml(found.config_file)[1])),
@@ -84,4 +85,5 @@ def _submit(arguments: argparse.Namespace, found: RunDir, config: Config, status
         follow=arguments.follow,
         turn=Turn(queues=status.queues, priority=status.priority),
         as_json=getattr(arguments, "json", False),
+        started=started,
     )

@@ -185,3 +185,41 @@ def test_ctrl_c_ends_the_wait_and_the_same_command_waits_again(project: Project)
     submit(project, "b", "--after", "a")
     opened(project, first, "a")
     opened(project, run, "b")
+
+
+def piped(project: Project) -> Path:
+    """A pipeline of two gates."""
+    gate = (project.path / "gate.yaml").read_text().replace("name: gate", "name: pipe")
+    (project.path / "pipe.yaml").write_text(f"{gate}pipeline: {{a: {{}}, b: {{after: a}}}}\n")
+    return project.path / "pipe.yaml"
+
+
+def test_a_pipeline_is_followed_and_left_where_a_stage_has_failed(project: Project) -> None:
+    piped(project)
+    following = project.start("submit", "pipe.yaml", "--local")
+    wait_for("both stages", lambda: len(project.runs) == 2)
+    first, second = project.runs
+    wait_for("that one waits", lambda: status(second)["state"] == "queued", second)
+    opened(project, first, "pipe-a", code=3)
+    out, err = following.communicate(timeout=60)
+    assert following.returncode == 1 and "pipeline pipe: 1 failed, 1 queued" in out, (out, err)
+    assert f"{second.name} waits for {first.name} (failed); to continue: " in err and f"{first.name} failed" in err
+    (project.path / "pipe-b").write_text("0")
+    (project.path / "pipe-a").write_text("0")
+    jobkit(project, "resume", first.name, "--detach")
+    wait_for("that the other goes on", lambda: status(second)["state"] == "finished", second)
+
+
+def test_ctrl_c_stops_a_pipeline_and_several_runs_are_followed_as_they_are_resumed(project: Project) -> None:
+    piped(project)
+    following = project.start("submit", "pipe.yaml", "--local")
+    wait_for("both stages", lambda: len(project.runs) == 2)
+    first, second = project.runs
+    wait_for("that one waits and one runs", lambda: "started" in names(first) and status(second)["waiting"], first)
+    following.send_signal(signal.SIGINT)
+    out, err = following.communicate(timeout=60)
+    assert following.returncode == 75 and "pipeline pipe: 2 interrupted" in out, (out, err)
+    for name in ("pipe-a", "pipe-b"):
+        (project.path / name).write_text("0")
+    done = project.jobkit("resume", first.name, second.name, "-y")
+    assert "2 run(s): 2 finished" in done.stdout

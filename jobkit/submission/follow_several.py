@@ -1,4 +1,4 @@
-"""Following a sweep on this machine: a line for each run that ends, how many there are, and what Ctrl-C means."""
+"""Following several runs on this machine: a line for each that ends, how many there are, and what Ctrl-C means."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
+from jobkit.run.command_line import to_type
+from jobkit.run.dependencies import verdict
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.run.sweeps import Sweep
+from jobkit.submission.signals import hand_over, signals_of_a_submission
 
 Bar = Callable[[dict[str, State]], None]
 
@@ -27,24 +31,73 @@ def follow_sweep(sweep: Sweep, runs: Sequence[RunDir], asked: list[int]) -> int:
 
     A signal in `asked`: checkpoint and stop; a second one kills. A closed terminal stops no sweep.
     """
-    shown: dict[str, int] = {}
+
+    def stop() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(sweep.process_file.read_text()), signal.SIGTERM)
+
     states = {run.name: run.status().state for run in runs}
+    return _follow(f"sweep {sweep.name}", runs, states, lambda: bool(sweep.has_runner()), stop, asked)
+
+
+def follow_runs(what: str, started: Sequence[tuple[RunDir, subprocess.Popen[bytes]]]) -> int:
+    """As `follow_sweep`, of runs with supervisors of their own; it also returns when those that are left wait for a
+    run that has stopped: they wait on in the background."""
+    runs = [run for run, _ in started]
+
+    def stop() -> None:
+        for _, supervisor in started:
+            supervisor.send_signal(signal.SIGTERM)
+
+    def goes_on() -> bool:
+        alive = [run for run, supervisor in started if supervisor.poll() is None]
+        return any(_can_go_on(run) for run in alive)
+
+    with signals_of_a_submission() as asked:
+        hand_over()
+        code = _follow(what, runs, dict.fromkeys((run.name for run in runs), State.QUEUED), goes_on, stop, asked)
+    for run, supervisor in started:
+        others = verdict(run, run.status().after)
+        if supervisor.poll() is None and not others.are_under_way:
+            stopped = [one.name for one, status in others.unfinished if not status.state.is_under_way]
+            _say(f"{run.name} waits for {others.text}; to continue: {to_type('resume', *stopped)}")
+    return code
+
+
+def _can_go_on(run: RunDir) -> bool:
+    """Whether a run trains, or waits for nothing that has stopped."""
+    status = run.status()
+    if status.state != State.QUEUED:
+        return True
+    others = verdict(run, status.after)
+    return others.are_under_way and all(_can_go_on(one) for one, _ in others.unfinished)
+
+
+def _follow(
+    what: str,
+    runs: Sequence[RunDir],
+    states: dict[str, State],
+    goes_on: Callable[[], bool],
+    stop: Callable[[], None],
+    asked: list[int],
+) -> int:
+    """`states` are those that a person knows of already."""
+    shown: dict[str, int] = {}
     passed_on = 0
     with _bar(len(runs)) as bar:
-        while sweep.has_runner():
+        while goes_on():
             for number in asked[passed_on:]:
                 passed_on += 1
                 if number == signal.SIGHUP:
                     return EXIT_RESUMABLE
                 _say("stopping with a checkpoint; a second Ctrl-C kills" if passed_on == 1 else "killing")
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(sweep.process_file.read_text()), signal.SIGTERM)
+                stop()
             _look(runs, states, shown)
             bar(states)
             time.sleep(POLL_SECONDS)
         _look(runs, states, shown)
     counts = Counter(states.values())
-    print(f"sweep {sweep.name}: {', '.join(f'{count} {state}' for state, count in counts.items())}", flush=True)
+    print(f"{what}: {', '.join(f'{count} {state}' for state, count in counts.items())}", flush=True)
     if counts[State.FAILED]:
         return EXIT_FAILED
     return EXIT_FINISHED if counts[State.FINISHED] == len(runs) else EXIT_RESUMABLE
@@ -57,11 +110,10 @@ def _look(runs: Sequence[RunDir], states: dict[str, State], shown: dict[str, int
             size = run.journal.path.stat().st_size
             if shown.get(run.name) == size:
                 continue
-            is_first = run.name not in shown
             shown[run.name] = size
             status = run.status()
             was, states[run.name] = states[run.name], status.state
-            if status.state != was and not status.state.is_under_way and not is_first:
+            if status.state != was and not status.state.is_under_way:
                 ended = status.error if status.state == State.FAILED else status.result
                 text = ended if isinstance(ended, str) else "" if ended is None else json.dumps(ended)
                 _say(f"{run.name} {status.state}{status.at_steps}{': ' if text else ''}{text}")
