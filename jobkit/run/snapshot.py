@@ -110,12 +110,21 @@ def _publish(staging: Path, destination: Path) -> None:
         with contextlib.suppress(OSError):
             aside.rename(destination)
         raise
+    if aside.is_symlink():  # to one that several runs had
+        aside.unlink()
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def changes(code_dir: Path, old: str, after: Mapping[str, str]) -> list[str]:
-    """How scanned files differ from a snapshot, as `+ added`, `- removed` and `~ changed` lines."""
-    before = read_json(code_dir / old / MANIFEST) or {}
+    """How scanned files differ from a snapshot, as `+ added`, `- removed` and `~ changed` lines.
+
+    Raises InputError where the snapshot is gone, so that nobody can tell.
+    """
+    before = read_json(code_dir / old / MANIFEST)
+    if not isinstance(before, dict):
+        is_shared = (code_dir / old).is_symlink()
+        why = ", as after a run of a sweep was moved out of its runs directory" if is_shared else ""
+        raise InputError(f"{(code_dir / old).resolve()} is gone, the code of the submission before{why}")
     lines = [f"+ {name}" for name in after if name not in before]
     lines += [f"- {name}" for name in before if name not in after]
     lines += [f"~ {name}" for name in after if name in before and after[name] != before[name]]

@@ -65,8 +65,11 @@ class Candidate:
 
     def compare_code(self, files: Mapping[str, str]) -> None:
         """Find what has changed in the user's code, whose files have these digests, since it was last submitted."""
-        if self.before.code:
-            self.code_changes = snapshot.changes(self.run.code, self.before.code, files)
+        try:
+            self.code_changes = snapshot.changes(self.run.code, self.before.code, files) if self.before.code else []
+        except InputError as error:
+            what = "the code is taken as it is now" if self.starts else "what has changed in it cannot be told"
+            log.warning("%s: %s; %s", self.run.name, error, what)
 
     @property
     def outputs(self) -> tuple[str, ...]:

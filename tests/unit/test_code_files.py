@@ -12,7 +12,7 @@ import pytest
 from harness.repository import git, repository, write
 
 from jobkit.errors import InputError
-from jobkit.run import code_files, snapshot
+from jobkit.run import code_files, shared_code, snapshot
 from jobkit.run.config import Config
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
@@ -25,6 +25,10 @@ EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
 
 def found(source: Path, *needed: str) -> set[str]:
     return {str(name) for name in code_files.find(source, source / "runs", map(Path, needed)).sizes}
+
+
+def found_paths(source: Path) -> list[Path]:
+    return list(code_files.find(source, source / "runs").sizes)
 
 
 def remarks(source: Path) -> str:
@@ -282,6 +286,32 @@ def saving(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> N
         copy(source, destination)
 
     monkeypatch.setattr(shutil, "copyfile", copyfile)
+
+
+def test_a_moved_run_of_a_sweep_gets_a_copy_of_its_own_and_nothing_untrue_is_told(tmp_path: Path) -> None:
+    source = repository(tmp_path / "project", {"task.py": "A = 1\n"})
+    code = snapshot.scan(source, found_paths(source))
+    version = snapshot.take(source, code, shared_code.folder(tmp_path / "runs"))
+    run = RunDir(tmp_path / "runs/digits-00000000")
+    shared_code.use(run, version)
+    assert snapshot.changes(run.code, version, code) == []
+    moved = RunDir(run.path.rename(tmp_path / "digits-00000000"))
+    with pytest.raises(InputError, match=r"\.code/\w+ is gone, .* as after a run of a sweep was moved out of its"):
+        snapshot.changes(moved.code, version, code)
+    assert snapshot.take(source, code, moved.code) == version
+    assert [path.name for path in moved.code.iterdir()] == [version] and not snapshot.verify(moved.code, version)
+
+
+@pytest.mark.parametrize("kind", ["moved", "copied"])
+def test_a_whole_runs_directory_may_be_moved_or_copied(tmp_path: Path, kind: str) -> None:
+    source = repository(tmp_path / "project", {"task.py": "A = 1\n"})
+    version = snapshot.take(source, snapshot.scan(source, found_paths(source)), shared_code.folder(tmp_path / "runs"))
+    shared_code.use(RunDir(tmp_path / "runs/digits-00000000"), version)
+    shutil.copytree(tmp_path / "runs", tmp_path / "elsewhere/runs2", symlinks=True)
+    if kind == "moved":
+        shutil.rmtree(tmp_path / "runs")
+    run = RunDir(tmp_path / "elsewhere/runs2/digits-00000000")
+    assert not snapshot.verify(run.code, version) and shared_code.used_by(run) == [version]
 
 
 def test_what_is_saved_while_it_is_copied_is_copied_as_it_is_then(
