@@ -86,6 +86,14 @@ class JobInfo:
         """Whether it is a job of this batch script: another cluster, or one that counts anew, has the same ids."""
         return not self.script or are_same(Path(self.script), script)
 
+    def is_anothers(self, script: Path) -> bool:
+        """Whether it is surely no job of this batch script, nor of a copy of it: a controller that was killed has lost
+        the newest jobs, and gives their ids again."""
+        own = Path(self.script)
+        if not self.script or self.runs(script) or not os.path.lexists(own):  # which another host may have elsewhere
+            return False
+        return own.parts[-4:] not in (script.parts[-4:], script.resolve().parts[-4:])
+
     def was_moved_to(self, script: Path) -> bool:
         """Whether it may be a job of this batch script under an earlier path, of a folder that was renamed since."""
         before = Path(self.script)

@@ -213,6 +213,8 @@ def has_supervisor(run: RunDir, status: Status) -> bool:
 
 def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
     """The status of a run whose job Slurm has told about."""
+    if job is not None and status.slurm_cluster is not None and job.is_anothers(run.batch_script):
+        job = None
     is_ours = job is not None and job.runs(run.batch_script)
     if not is_ours and (job is not None or status.slurm_cluster is None):
         return status  # ours is gone, or on another cluster: nothing is certain

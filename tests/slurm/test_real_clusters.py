@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from harness import in_process
 from harness.other_user import NOBODY, as_nobody, only_root, open_folder
 from harness.project import Project, names, queue, status, step, wait_for
 from harness.quick_slurm import QUICK
@@ -396,3 +397,22 @@ def test_a_submission_that_was_killed_with_its_sbatch_is_told_as_lost_until_it_i
     cut_off.submit("--cluster", "slurm", *HELD)
     assert queue(slurm, cut_off) == [status(run)["job_id"]]
     cut_off.jobkit("cancel", run.name)
+
+
+def test_a_job_whose_id_another_one_has_got_is_lost(tmp_path: Path, slurm: Cluster) -> None:
+    """A slurmctld that is killed forgets the jobs of its last seconds, and gives their ids again."""
+    project = Project(tmp_path, slurm.env)
+    held = ("--cluster", "slurm", "clusters.slurm.hold=true")
+    runs = [project.run_of(f"seed={seed}") for seed in (0, 1)]
+    for seed in (0, 1):
+        in_process.jobkit(project, "submit", "toy.yaml", *held, f"seed={seed}")
+    lost, other = (status(run)["job_id"] for run in runs)
+    slurm.command("scancel", lost)
+    journal = runs[0] / "events.jsonl"
+    journal.write_text(journal.read_text().replace(f'"job_id": "{lost}"', f'"job_id": "{other}"'))
+    assert "probably lost" in in_process.jobkit(project, "status", runs[0].name).stdout
+    again = in_process.jobkit(project, "submit", "toy.yaml", *held, "seed=0")
+    assert "already" not in again.stdout
+    assert status(runs[0])["job_id"] not in (lost, other)
+    assert slurm.job(other)["JobState"] == "PENDING"
+    in_process.jobkit(project, "cancel", "-y", *(run.name for run in runs))
