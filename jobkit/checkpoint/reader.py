@@ -50,10 +50,14 @@ class RestoredCheckpoint:
 
     of_other_run: bool = False
     """Whether another run wrote it, which this one starts from."""
+    weights_only: bool = False
+    """Whether nothing but the weights of it are taken."""
 
     @property
     def way_out(self) -> str:
         """What to do where code cannot take it as it is."""
+        if self.weights_only:
+            return "begin without them: leave --from out"
         return "take its weights alone, with --weights-only" if self.of_other_run else "submit with --fresh"
 
     @property

@@ -24,4 +24,4 @@ def load_start(rank: Rank, ranks: RankGroup, disks: Disks) -> RestoredCheckpoint
     loaded = Reader(store, ranks, None, disks).load_newest({}, ())
     if loaded is None:
         raise UsageError(f"{store.path(start.step)} is missing, which the run starts from: submit it again")
-    return dataclasses.replace(loaded, of_other_run=True)
+    return dataclasses.replace(loaded, of_other_run=True, weights_only=start.weights_only)

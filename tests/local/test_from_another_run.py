@@ -26,7 +26,7 @@ def train(ctx):
     p = ctx.params
     if not p.samples:
         return sum(1 for _ in ctx.steps(1))
-    model = ctx.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4)))
+    model = ctx.parallelize(nn.Sequential(nn.Linear(4, n := p.get("width", 8)), nn.Dropout(0.1), nn.Linear(n, 4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=p.lr)
     loader = ctx.loader(torch.utils.data.TensorDataset(torch.randn(p.samples, 4)), global_batch_size=8)
     ctx.track(model=model, optimizer=optimizer, loader=loader)
@@ -117,6 +117,8 @@ def test_the_weights_alone_begin_at_step_0(project: Project) -> None:
     found = status(run_named(project, said))
     assert found["result"]["begin"] == 0
     name = project.run_of().name
+    refused = project.submit("--local", "--from", f"{name}@6", "--weights-only", "+params.width=9", expect=1)
+    assert "undo that, or begin without them: leave --from out" in refused.stderr
     refused = project.submit("--local", "--from", f"{name}@6", "--weights-only", "params.samples=0", expect=1)
     assert "--weights-only: no module is tracked, so none has taken the weights" in refused.stderr
     parent = status(project.run_of())["result"]["weights"]
