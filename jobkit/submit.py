@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jobkit import pipeline, sweep
 from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
-from jobkit.run.usage import Parser, program
+from jobkit.run.usage import Parser, program, show_examples
 
 if TYPE_CHECKING:
     import subprocess
@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from jobkit.submission.submit import Outcome
 
 DESCRIPTION = "Run the experiment of a YAML on this machine or a Slurm cluster; the same command continues it."
-EPILOG = (
+EXAMPLES = (
+    "toy.yaml params.lr=3e-4 seed=1             a run with other values, or continue it",
+    "toy.yaml --dry-run                         what it would do",
+    "toy.yaml --sweep params.lr=1e-3,3e-3 seed=0,1   four runs",
+    "toy.yaml --from toy-11f5f19c params.steps=600   go on from another run's newest checkpoint",
+    "sample.yaml --after toy-11f5f19c           start when that run is finished",
+)
+EXIT_CODES = (
     "Exit codes: 0 finished or submitted, 1 the run failed, 2 the input is wrong and nothing was started, "
     "75 interrupted: the same command continues the run."
 )
@@ -41,58 +48,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values to set, as in params.lr=3e-4; +params.x=1 adds one"
     )
-    place = parser.add_mutually_exclusive_group()
+    where = parser.add_argument_group("where and when it runs")
+    place = where.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine (default where there is no sbatch)")
     place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` (default: slurm if there)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and the script; start nothing"
-    )
-    parser.add_argument(
-        "--check-model",
-        action="store_true",
-        help="with --dry-run: try how the task's model is spread over ranks",
-    )
-    parser.add_argument(
-        "--detach", action="store_true", help="local: in the background, print where it runs and return"
-    )
-    parser.add_argument(
+    where.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)")
+    where.add_argument(
         "--after",
         action="append",
         default=[],
         metavar="RUN",
         help="start when another run is finished, through its requeues and resumptions; may be repeated",
     )
-    parser.add_argument("--queue", action="store_true", help="local: wait for CPU slots, too, as for devices")
-    parser.add_argument(
+    where.add_argument("--queue", action="store_true", help="local: wait for CPU slots, too, as for devices")
+    where.add_argument(
         "--priority",
         type=int,
         default=0,
         metavar="N",
         help="local: before your own runs of a lower one (default: 0), which make room with a checkpoint",
     )
-    parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
-    parser.add_argument(
-        "--notify", metavar="COMMAND", help="run this when the run has finished or failed; JOBKIT_TEXT says what it did"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="for programs: one object {run, path, state, ...}; local: as --detach"
-    )
-    parser.add_argument("--fresh", action="store_true", help="a new run, even though one with this config exists")
-    parser.add_argument(
+    begin = parser.add_argument_group("how it begins")
+    begin.add_argument(
         "--from",
         dest="start_from",
         metavar="RUN[@STEP]",
         help="begin with a checkpoint of another run (default: its newest) and go on from there",
     )
-    parser.add_argument(
+    begin.add_argument(
         "--weights-only", action="store_true", help="with --from: take the weights alone, and begin at step 0"
     )
-    parser.add_argument("--demo", action=argparse.BooleanOptionalAction, help="force the YAML's `demo:` on or off")
-    parser.add_argument(
-        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
+    begin.add_argument("--fresh", action="store_true", help="a new run, even though one with this config exists")
+    begin.add_argument("--demo", action=argparse.BooleanOptionalAction, help="force the YAML's `demo:` on or off")
+    says = parser.add_argument_group("what the command does and says")
+    says.add_argument("--dry-run", action="store_true", help="print the resolved config and the script; start nothing")
+    says.add_argument(
+        "--check-model", action="store_true", help="with --dry-run: try how the task's model is spread over ranks"
+    )
+    says.add_argument("--detach", action="store_true", help="local: in the background, print where it runs and return")
+    says.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
+    says.add_argument(
+        "--notify", metavar="COMMAND", help="run this when a run has finished or failed; JOBKIT_TEXT says what it did"
+    )
+    says.add_argument(
+        "--json", action="store_true", help="for programs: one object {run, path, state, ...}; local: as --detach"
     )
     sweep.add_arguments(parser)
     pipeline.add_arguments(parser)
+    show_examples(parser, *EXAMPLES, text=EXIT_CODES)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
     `prog` is how the command was typed, where not as this module.
     """
-    parser = Parser(prog=prog or program("submit"), description=DESCRIPTION, epilog=EPILOG)
+    parser = Parser(prog=prog or program("submit"), description=DESCRIPTION)
     add_arguments(parser)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     try:

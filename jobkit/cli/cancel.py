@@ -13,6 +13,7 @@ from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import NOTHING_KEPT, is_silent
 from jobkit.run.status import State, Status
+from jobkit.run.usage import show_examples
 from jobkit.submission.cancel import cancel, cancel_all
 from jobkit.submission.job import CANCEL_SECONDS
 
@@ -21,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser, asks=True)
     parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
     add_json(parser)
+    show_examples(
+        parser,
+        "digits-11f5f19c  one run",
+        "'digits*' --state queued -y  several, without being asked",
+        "--where 'params.lr>=0.03'  of all runs those",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.command_line import to_type
 from jobkit.run.runs import FoundRun
 from jobkit.run.summary import Summary, check_keys
+from jobkit.run.usage import show_examples
 from jobkit.submission.overview import look_at, statuses
 
 _T = TypeVar("_T")
@@ -56,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     form.add_argument("--csv", action="store_true", help="the values, with commas")
     form.add_argument("--latex", action="store_true", help="a tabular that needs no package")
+    show_examples(
+        parser,
+        "digits/s1 --sort -accuracy  the runs of a sweep, the best first",
+        "--where 'params.lr>=0.01' --state finished  of all runs those",
+        "--group-by params.lr  mean and spread of runs that differ in the rest",
+    )
 
 
 def _names(text: str) -> list[str]:

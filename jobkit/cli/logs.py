@@ -15,6 +15,7 @@ from jobkit.errors import EXIT_FINISHED, InputError, SchedulerError
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.run.tail import Tail
+from jobkit.run.usage import show_examples
 from jobkit.submission import job
 from jobkit.submission.ending import exit_code, read_to_the_end
 from jobkit.submission.observer import Observer
@@ -30,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose output is printed (default: 0)")
     parser.add_argument("--attempt", type=int, metavar="N", help="print one attempt only (default: all)")
+    show_examples(
+        parser,
+        "latest -f  the newest run, until it is over",
+        "toy --rank 3 --attempt 2  one rank's output in one attempt",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,20 +17,20 @@ VERBS = {
     "list": "all runs in the runs directory",
     "status": "how a run stands",
     "logs": "what the ranks of a run printed",
-    "cancel": "stop a run for good, with a checkpoint",
-    "preempt": "rehearse a preemption: a run stops, and continues by itself",
-    "wait": "return when runs are over, with the exit code of the worst",
-    "resume": "continue a run as it was last submitted",
-    "rm": "remove runs, or their checkpoints",
     "top": "the runs under way, as they go on",
+    "wait": "return when runs are over, with the exit code of the worst",
+    "queue": "who waits for this machine's devices, and what waited before a reboot",
+    "cancel": "stop a run for good, with a checkpoint",
+    "resume": "continue a run as it was last submitted",
+    "rewind": "go back to a checkpoint of a run, keeping what came after it",
+    "preempt": "rehearse a preemption: a run stops, and continues by itself",
+    "rm": "remove runs, or their checkpoints",
+    "diff": "what two runs have differently, and what came of it",
+    "report": "one HTML page about runs: curves, attempts, config, code",
     "board": "TensorBoard for some runs, until Ctrl-C",
     "mirror": "copy to other services what they lack of what was logged",
-    "report": "one HTML page about runs: curves, attempts, config, code",
-    "queue": "who waits for this machine's devices, and what waited before a reboot",
-    "diff": "what two runs have differently, and what came of it",
-    "rewind": "go back to a checkpoint of a run, keeping what came after it",
-    "completion": "the script by which bash, zsh or fish completes words of jobkit's commands",
     "doctor": "check this machine, the cluster and the network between its nodes",
+    "completion": "the script by which bash, zsh or fish completes jobkit's commands",
 }
 
 ELSEWHERE = {
@@ -44,7 +44,11 @@ ELSEWHERE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a JobkitError becomes its message and exit code."""
-    parser = Parser(prog=program(), description="Run PyTorch training here or on Slurm, and never lose a run.")
+    parser = Parser(
+        prog=program(),
+        description="Run PyTorch training here or on Slurm, and never lose a run.",
+        epilog=f"{program('VERB')} --help shows what a command takes.",
+    )
     parser.add_argument("--version", action=_Version, help="print which jobkit this is, and which Python")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -12,6 +12,7 @@ from jobkit.errors import EXIT_FINISHED, InputError, SchedulerError
 from jobkit.run.files import write_atomic
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
+from jobkit.run.usage import show_examples
 from jobkit.submission.observer import observe_all
 
 FILE = "report.html"
@@ -28,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, metavar="FILE", help=f"(default: {FILE} in the run's directory, or beside them)"
     )
     parser.add_argument("--open", action="store_true", help="show it in the web browser of this machine")
+    show_examples(
+        parser,
+        "digits-11f5f19c --open  one run",
+        "digits/s1 -o lr.html  the runs of a sweep, side by side",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from jobkit.run.identity import name_in
 from jobkit.run.places import Places
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
+from jobkit.run.usage import show_examples
 from jobkit.run.yamlfile import read_yaml
 from jobkit.submission.follow_several import follow_runs
 from jobkit.submission.plan import Turn
@@ -29,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", action="store_true", help="slurm: stay, and show output and progress")
     parser.add_argument(
         "--json", action="store_true", help="for programs: an object {run, path, state, ...} a line; local: as --detach"
+    )
+    show_examples(
+        parser,
+        "latest  the newest run",
+        "'digits*' --state interrupted,failed -y  all that stopped",
     )
 
 

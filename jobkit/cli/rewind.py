@@ -8,6 +8,7 @@ from pathlib import Path
 from jobkit.cli.arguments import add_run, chosen_run
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.command_line import to_type
+from jobkit.run.usage import show_examples
 from jobkit.submission.rewind import rewind
 
 
@@ -18,6 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skip-samples",
         metavar="IDS",
         help="ids that the loader leaves out from there on, as 3,17,40, or @FILE that has them",
+    )
+    show_examples(
+        parser,
+        "toy --step 200 --skip-samples 417,88  back to step 200, and leave two samples out",
     )
 
 

@@ -13,6 +13,7 @@ from jobkit.cli.several import each
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import choose, shared_code
 from jobkit.run.rundir import RunDir
+from jobkit.run.usage import show_examples
 from jobkit.submission import removal
 
 
@@ -27,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--older", type=time_length, metavar="30d", help="only runs of which nothing was heard for so long"
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and how large it is")
+    show_examples(
+        parser,
+        "'toy*' --state failed --dry-run  what would be removed",
+        "digits/s1 --checkpoints-only  keep all but the checkpoints of a sweep's runs",
+        "--older 30d  what nobody has touched",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from jobkit.run.command_line import to_type
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
+from jobkit.run.usage import show_examples
 from jobkit.submission.ending import exit_code
 from jobkit.submission.observer import ASK_SECONDS, is_active, observe_all
 
@@ -36,9 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--notify", metavar="COMMAND", help="run this as each run ends; JOBKIT_TEXT in its environment says how"
     )
-    parser.epilog = (
-        "Exit code: of the worst run: 1 failed, 75 stopped otherwise (it can be continued), 0 finished; "
-        f"{EXIT_TIMED_OUT} when the time was over."
+    show_examples(
+        parser,
+        "latest  until the newest run is over",
+        "'toy*' --timeout 2h --notify 'echo $JOBKIT_TEXT'  several, and a command as each ends",
+        text="Exit code: of the worst run: 1 failed, 75 stopped otherwise (it can be continued), 0 finished; "
+        f"{EXIT_TIMED_OUT} when the time was over.",
     )
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from jobkit.errors import EXIT_BAD_INPUT, nearest
+
+HELP_WIDTH = 78
+"""Columns of what `--help` says besides the options."""
 
 
 def program(verb: str = "") -> str:
@@ -19,6 +23,15 @@ def program(verb: str = "") -> str:
         return "python -m jobkit.submit"
     typed = "jobkit" if started.name == "jobkit" else "python -m jobkit"
     return f"{typed} {verb}".strip()
+
+
+def show_examples(parser: argparse.ArgumentParser, *examples: str, text: str = "") -> None:
+    """End `--help` with a text and what to type behind the verb, each with some blanks before what it does."""
+    pairs = [re.split(r" {2,}", one) for one in examples]
+    lines = [f"  # {does}\n  {parser.prog} {typed}" for typed, does in pairs]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(parser.description or "", HELP_WIDTH)
+    parser.epilog = "\n".join([textwrap.fill(text, HELP_WIDTH), "", "Examples:", *lines]).strip()
 
 
 def joined(words: Sequence[str]) -> list[str]:
