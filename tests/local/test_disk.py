@@ -26,8 +26,12 @@ from jobkit.checkpoint.store import Store
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 from jobkit.log import configure, log
+from jobkit.run.config import Config
 from jobkit.run.disk_errors import disk_errno
 from jobkit.run.journal import Journal
+from jobkit.supervisor.line import Line
+from jobkit.supervisor.needs import need_of
+from jobkit.supervisor.queue import take_at_once
 from jobkit.worker.metrics import EventFile, rewind
 
 STEPS = 200
@@ -280,6 +284,26 @@ def test_a_run_that_cannot_end_for_a_full_disk_is_continued(
     assert len(status(run.path)["attempts"]) == 2
     assert weights(run.path) == undisturbed[2]
     assert logged_steps(run.path) == list(range(STEPS))
+
+
+def test_what_waits_in_a_local_sweep_waits_for_a_full_disk(tmp_path: Path, disk: Callable[[Path], SmallDisk]) -> None:
+    folder = tmp_path / "devices"
+    machine = {"JOBKIT_CPU_SLOTS": "1", "JOBKIT_DEVICES_DIR": str(folder)}
+    project = Project(tmp_path / "project", machine)
+    (project.path / "quick.yaml").write_text("name: quick\ncommand: ['true']\nparams: {n: 0}\n")
+    small = disk(project.path / "runs")
+    used = take_at_once(need_of(Config(name="x", task="m:f"), {**os.environ, **machine}, queues=True))
+    assert used is not None
+    project.jobkit("submit", "quick.yaml", "--local", "--detach", "--sweep", "params.n=0,1,2")
+    wait_for("its place in the line", lambda: Line(folder).tickets)
+    small.fill()
+    used.close()
+    for _ in range(2):  # the slot is taken a second time: a run could not be started with it, and it was given back
+        taken = (folder / "cpu-0").stat().st_mtime_ns
+        wait_for("a try", lambda taken=taken: (folder / "cpu-0").stat().st_mtime_ns != taken, seconds=60)
+    small.empty()
+    for run in project.runs:
+        wait_for("its end", lambda run=run: status(run)["state"] == "finished", run, seconds=120)
 
 
 def test_a_ghost_leaves_without_writing(tmp_path: Path) -> None:

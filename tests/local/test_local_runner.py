@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from harness.in_process import jobkit
 from harness.project import Project, events, status, wait_for
 
+from jobkit.run import sweeps
 from jobkit.run.rundir import RunDir
 from jobkit.run.sweeps import Sweep, at
 
@@ -114,6 +116,40 @@ def test_what_a_killed_process_had_started_counts_and_is_not_started_twice(gates
     assert max(sum(start <= begin < end for start, end in spans) for begin, _ in spans) <= 3
 
 
+def test_two_commands_that_need_what_the_other_has_do_not_wait_for_ever(
+    gates: Gates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A submission of a sweep was killed: a command for one run waits for who submits it now, who needs that run."""
+    words = ("submit", "gate.yaml", "--local", "--detach", "--sweep")
+    shown = jobkit(gates.project, *words, "params.n=0,1", "--dry-run").stdout.splitlines()
+    first, second = (RunDir(gates.project.path / "runs" / line.split()[0]) for line in shown[:2])
+    with second.submission_lock():
+        killed = gates.project.start(*words, "params.n=0,1")
+        wait_for("one that is prepared", lambda: events(first.path), seconds=60)
+        killed.kill()
+        killed.communicate()
+    is_kept = threading.Event()
+
+    def keep_second() -> None:
+        with second.submission_lock():
+            is_kept.set()
+            wait_for("the other command", first.is_being_submitted, seconds=60)
+
+    keeper = threading.Thread(target=keep_second)
+    keeper.start()
+    is_kept.wait()
+    sweeping = gates.project.start(*words, "params.n=1,0")
+    wait_for("the submission", lambda: sweeps.is_being_submitted(first.path.parent), seconds=60)
+    monkeypatch.setattr(sweeps, "WAIT_SECONDS", 0.2)
+    done = jobkit(gates.project, "submit", "gate.yaml", "--local", "--detach", "params.n=0", expect=1)
+    assert "is still submitting a sweep" in done.stderr and "try again later" in done.stderr
+    keeper.join()
+    said = sweeping.communicate(timeout=60)
+    assert sweeping.returncode == 0 and "2 runs (1 new, 1 continued)" in said[0], said
+    gates.open(0, 1)
+    gates.wait_for_state("finished", 0, 1)
+
+
 def _time(run: Path, event: str) -> float:
     (found,) = (one["time"] for one in events(run) if one["event"] == event)
     return float(found)
@@ -137,3 +173,16 @@ def test_a_submission_that_is_undone_starts_nothing_though_a_process_looks_meanw
     assert submission.returncode == 75 and "Traceback" not in said, said
     gates.wait_for_end()
     assert not list(gates.project.path.glob("[123].pid")) and len(gates.project.runs) == 2
+
+
+def test_one_process_waits_for_a_run_outside_and_ends_with_it(gates: Gates) -> None:
+    jobkit(gates.project, "submit", "gate.yaml", "--local", "--detach", "params.n=7")
+    outside = gates.run(7)
+    gates.submit("0,1", "--after", outside.name)
+    said = jobkit(gates.project, "status", gates.run(0).name).stdout
+    assert f"waiting for: {outside.name} (" in said
+    jobkit(gates.project, "cancel", outside.name)
+    gates.wait_for_state("cancelled", 0, 1)
+    assert "was cancelled" in status(gates.run(1))["error"]
+    gates.wait_for_end()
+    assert [RunDir(gates.run(n)).supervisor_log.exists() for n in (7, 0, 1)] == [True, False, False]
