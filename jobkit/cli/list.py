@@ -227,10 +227,11 @@ def sort(summaries: Sequence[Summary], key: str, *, largest_first: bool) -> list
 
 
 def _by_value(valued: Sequence[tuple[Any, _T]], *, largest_first: bool) -> list[_T]:
-    """What has a value of None, or nan, at the end in both directions."""
+    """Numbers, then texts, and at the end what has a value of None, or nan, in both directions."""
     orders = [(_order(value), one) for value, one in valued]
     known = [(order, one) for order, one in orders if order is not None]
-    known.sort(key=lambda pair: pair[0], reverse=largest_first)
+    known.sort(key=lambda pair: pair[0][1:], reverse=largest_first)
+    known.sort(key=lambda pair: pair[0][0])  # a text is neither above nor below a number
     return [*(one for _, one in known), *(one for order, one in orders if order is None)]
 
 

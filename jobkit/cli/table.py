@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import unicodedata
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,21 @@ class Cell:
     @property
     def shown(self) -> str:
         """The text as a line of a terminal takes it."""
-        safe = "".join(sign if sign.isprintable() else "?" for sign in self.text)
-        return safe if len(safe) <= MAX_CELL else f"{safe[: MAX_CELL - 3]}..."
+        return shown(self.text)
+
+
+def shown(text: str) -> str:
+    """A text as a line of a terminal takes it."""
+    safe = text if text.isprintable() else "".join(sign if sign.isprintable() else "?" for sign in text)
+    return safe if len(safe) <= MAX_CELL else f"{safe[: MAX_CELL - 3]}..."
+
+
+def _width(text: str) -> int:
+    """How many places of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(sign) in "WF" for sign in text)
+    return len(text) + wide - sum(unicodedata.combining(sign) > 0 for sign in text)
 
 
 @dataclass(frozen=True)
@@ -54,15 +68,15 @@ def as_lines(table: Table, width: int | None = None, wanted: Collection[str] = (
         _aligned([cell.shown for cell in column], [cell.value for cell in column])
         for column in zip(*table.rows, strict=True)
     ] or [[] for _ in table.keys]
-    widths = [max(map(len, [key, *texts])) for key, texts in zip(table.keys, columns, strict=True)]
-    shown = list(range(len(widths)))
-    by_worth = sorted(shown[1:], key=lambda at: (table.keys[at] not in wanted, at))
-    while width is not None and by_worth and sum(widths[at] for at in shown) + len(GAP) * (len(shown) - 1) > width:
-        shown.remove(by_worth.pop())
-    rows = zip(*(columns[at] for at in shown), strict=True) if table.rows else ()
-    line = GAP.join(f"{{:{widths[at]}}}" for at in shown).format
-    dropped = [key for at, key in enumerate(table.keys) if at not in shown]
-    return [line(*row).rstrip() for row in ([table.keys[at] for at in shown], *rows)], dropped
+    titles = [shown(key) for key in table.keys]
+    widths = [max(map(_width, [title, *texts])) for title, texts in zip(titles, columns, strict=True)]
+    left = list(range(len(widths)))
+    by_worth = sorted(left[1:], key=lambda at: (table.keys[at] not in wanted, at))
+    while width is not None and by_worth and sum(widths[at] for at in left) + len(GAP) * (len(left) - 1) > width:
+        left.remove(by_worth.pop())
+    padded = [[f"{text}{' ' * (widths[at] - _width(text))}" for text in (titles[at], *columns[at])] for at in left]
+    dropped = [title for at, title in enumerate(titles) if at not in left]
+    return [GAP.join(row).rstrip() for row in zip(*padded, strict=True)], dropped
 
 
 def _aligned(texts: Sequence[str], values: Sequence[Any]) -> list[str]:

@@ -75,6 +75,11 @@ class Progress:
     idle: float = 0.0
     """Seconds since the last heartbeat."""
 
+    def __post_init__(self) -> None:
+        numbers = (self.attempt, self.time, self.idle, self.step or 0, self.total_steps or 0)
+        if not (isinstance(self.values, dict) and all(isinstance(one, (int, float)) for one in numbers)):
+            raise TypeError("progress of another shape")
+
     @property
     def last_beat(self) -> float:
         """When something was last done, in seconds since the epoch."""

@@ -98,8 +98,9 @@ def _found(name: str, directory: str) -> FoundRun | None:
     except OSError:
         return None
     journal = _stat(f"{directory}/{JOURNAL}")
-    if journal is None:  # a submission that is just writing it
-        return FoundRun(name, directory, 0.0, 0, submitted)
+    if journal is None:  # a submission that is just writing it, or any project's folder
+        is_run = not submitted or _OF_IDENTITY.fullmatch(name) is not None
+        return FoundRun(name, directory, 0.0, 0, submitted) if is_run else None
     key = (journal.st_mtime_ns, journal.st_size, journal.st_ino)
     return FoundRun(name, directory, journal.st_mtime, journal.st_size, submitted, key)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -361,7 +362,12 @@ def _account(status: Status) -> None:
 
 
 def apply(status: Status, event: Entry) -> None:
-    """Let one more event of the journal change `status`."""
+    """Let one more event of the journal change `status`; one without what such an event has changes nothing."""
+    with suppress(KeyError, TypeError, ValueError):  # a damaged line, or another program's
+        _apply(status, event)
+
+
+def _apply(status: Status, event: Entry) -> None:
     attempt = status.attempt
     if event["event"] != Event.STARTED and attempt and event.get("attempt") not in (None, attempt.id):
         return  # what an older attempt writes late says nothing about the one that runs now

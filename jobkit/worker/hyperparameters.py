@@ -6,6 +6,7 @@ Without one it makes the columns of all runs that it shows together.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 
@@ -17,11 +18,12 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 def session_start(parameters: Mapping[str, float | str | bool]) -> Summary:
     """The start of a run, with its parameters by name."""
     started = SessionStartInfo(start_time_secs=time.time())
-    for name, value in parameters.items():
+    for given, value in parameters.items():
+        name = given.encode(errors="replace").decode()
         if isinstance(value, bool):
             started.hparams[name].bool_value = value
-        elif isinstance(value, str):
-            started.hparams[name].string_value = value
+        elif isinstance(value, str) or (isinstance(value, int) and abs(value) > sys.float_info.max):
+            started.hparams[name].string_value = str(value).encode(errors="replace").decode()
         else:
             started.hparams[name].number_value = value
     return _summary(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=started))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
+from jobkit.worker.hyperparameters import session_start
 from jobkit.worker.reporter import RunReporter
 
 
@@ -32,6 +35,13 @@ def attempt(run: RunDir, parameters: Mapping[str, Any], position: dict[str, int]
     position = reporter.mark_metrics()()
     reporter.close()
     return position
+
+
+def test_params_that_no_number_and_no_text_of_tensorboard_holds_end_no_run() -> None:
+    content = session_start({"huge": 10**400, "half": "\ud800", "n\udcff": float("nan")}).value[0].metadata.plugin_data
+    start = HParamsPluginData.FromString(content.content).session_start_info.hparams
+    assert start["huge"].string_value == str(10**400) and start["half"].string_value == "?"
+    assert math.isnan(start["n?"].number_value)
 
 
 def provider(runs: Path) -> MultiplexerDataProvider:

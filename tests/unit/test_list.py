@@ -131,9 +131,9 @@ def test_the_most_recently_changed_run_comes_first(tmp_path: Path) -> None:
     for age, name in enumerate(("a-00000000", "b-00000000", "c-00000000")):
         os.utime(make(tmp_path, name).journal.path, (0, 1000 - age))
     (tmp_path / "empty").mkdir()
-    (tmp_path / "being-written").mkdir()
-    (tmp_path / "being-written" / "config.yaml").touch()
-    assert [run.name for run in all_runs(tmp_path)] == ["a-00000000", "b-00000000", "c-00000000", "being-written"]
+    (tmp_path / "being-0123abcd").mkdir()
+    (tmp_path / "being-0123abcd" / "config.yaml").touch()
+    assert [run.name for run in all_runs(tmp_path)] == ["a-00000000", "b-00000000", "c-00000000", "being-0123abcd"]
     assert all_runs(tmp_path / "none") == []
 
 
@@ -154,6 +154,46 @@ def test_a_run_is_found_by_its_job_without_reading_its_journal(tmp_path: Path, m
         assert find_run("101", tmp_path).name == "toy-00000001"
     missing(RunDir(tmp_path / "toy-00000002"))
     assert find_run("102", tmp_path).name == "toy-00000002"
+
+
+def test_a_folder_beside_the_runs_is_none_of_them(tmp_path: Path) -> None:
+    make(tmp_path, "toy-00000000")
+    for name in ("notes", "being-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("name: being\n")
+    assert sorted(run.name for run in all_runs(tmp_path)) == ["being-00000001", "toy-00000000"]
+    with pytest.raises(InputError, match="no run 'notes'"):
+        find_run("notes", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("status.json", b'{"state": "fin'),
+        ("status.json", b"[1]"),
+        ("progress.json", b'{"attempt": 1, "time": "x", "values": [1]}'),
+        ("events.jsonl", b'{"event": "checkpoint", "attempt": 1, "time": "x"}\n\xff\n[1]\nnull\n{"event": 3}\n'),
+        ("events.jsonl", b'{"time": 1.0, "event": "checkpo'),
+    ],
+)
+def test_what_is_damaged_in_a_run_hides_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damage: bytes
+) -> None:
+    run = make(tmp_path, "toy-00000000")
+    make(tmp_path, "other-00000001")
+    path = run.path / file
+    before = path.read_bytes() if file == "events.jsonl" else b""
+    (run.path / "status.json").unlink()  # what follows is derived from the journal
+    path.write_bytes(before + damage)
+    for verb in (
+        ["list"],
+        ["status", "*"],
+        ["list", "*", "--columns", "state,loss,age"],
+        ["diff", "toy", "other"],
+        ["top", "*"],
+    ):
+        assert main([*verb, "--runs-dir", str(tmp_path)]) == 0, capsys.readouterr()
+        assert "finished" in capsys.readouterr().out
 
 
 def test_a_run_behind_a_link_is_the_one_where_the_link_is(tmp_path: Path) -> None:

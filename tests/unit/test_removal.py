@@ -262,10 +262,11 @@ def test_a_shared_snapshot_stays_as_long_as_a_run_has_it(runs: Path) -> None:
 
 
 def test_a_folder_that_jobkit_did_not_make_and_a_link_are_left(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (runs / "mine").mkdir(parents=True)
-    (runs / "mine/config.yaml").write_text("a: 1\n")
-    assert main(["rm", "mine"]) == 2
-    assert "has no journal" in capsys.readouterr().err
+    for name, said in (("mine", "no run 'mine'"), ("mine-0000000a", "has no journal")):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "config.yaml").write_text("a: 1\n")
+        assert main(["rm", name]) == 2
+        assert said in capsys.readouterr().err
     real = make(runs / "elsewhere", 1)
     (runs / "link").symlink_to(real.path)
     assert main(["rm", "link"]) == 2

@@ -133,7 +133,7 @@ def test_runs_without_the_value_come_last_in_both_directions() -> None:
     values = {"a": 2, "b": None, "c": "text", "d": float("nan"), "e": 10.0, "f": 10**400}
     runs = [Summary(name, name, {"result": {"x": value}}) for name, value in values.items()]
     assert [one.run for one in sort(runs, "x", largest_first=False)] == ["a", "e", "f", "c", "b", "d"]
-    assert [one.run for one in sort(runs, "x", largest_first=True)] == ["c", "f", "e", "a", "b", "d"]
+    assert [one.run for one in sort(runs, "x", largest_first=True)] == ["f", "e", "a", "c", "b", "d"]
 
 
 def test_for_programs(listed: Any) -> None:
@@ -205,6 +205,13 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
 def test_what_a_run_may_hold_does_not_reach_the_terminal_as_it_is() -> None:
     lines, _ = as_lines(Table(["x"], [[Cell("", "a\x1b[2J\nb")], [Cell("", "y" * 99)]]))
     assert lines == ["x", "a?[2J?b", "y" * 37 + "..."]
+
+
+def test_wide_signs_and_long_names_of_columns_keep_the_columns_below_each_other() -> None:
+    lines, dropped = as_lines(
+        Table(["名", "k" * 99, "z"], [[Cell("", text), Cell("", "x"), Cell(1, "1")] for text in ("ü💥", "a")])
+    )
+    assert lines == ["名   " + "k" * 37 + "...  z", f"ü💥  x{' ' * 39}  1", f"a    x{' ' * 39}  1"] and not dropped
 
 
 def test_numbers_stand_with_their_points_below_each_other() -> None:
