@@ -21,8 +21,8 @@ from jobkit.run.yamlfile import in_a_line
 def given_values(config: Config, typed: Sequence[str], inherited: Sequence[str] = ()) -> GivenValues:
     """What was given of a config: by the `key=value` of its command line and sweep, and by those of another run."""
     own = keys_of(typed)
-    taken = {key: values_of(config, [key]).get(key, ABSENT) for key in keys_of(inherited) if key not in own}
-    held = [key for text in inherited for key, value in _leaves(parse(text)) if key in taken and taken[key] == value]
+    there = {key: _literal(value) for key, value in values_of(config, keys_of(inherited)).items() if key not in own}
+    held = [key for text in inherited for key, value in _leaves(parse(text)) if there.get(key, ABSENT) == value]
     values = values_of(config, [*held, *own])
     return GivenValues(values={key: secrets.masked(value, key) for key, value in values.items()}, inherited=held)
 
@@ -37,6 +37,16 @@ def values_of(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     whole = dataclasses.asdict(config)
     found = {key: _at(whole, key) for key in keys}
     return {key: value for key, value in found.items() if value is not ABSENT}
+
+
+def without(typed: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of those keys that nobody has typed, nor what they are in."""
+    own = keys_of(typed)
+    return {
+        key: value
+        for key, value in values.items()
+        if not any(key == one or key.startswith((f"{one}.", f"{one}[")) for one in own)
+    }
 
 
 def as_typed(values: Mapping[str, Any], there: Config) -> list[str]:

@@ -18,7 +18,7 @@ from jobkit.run.choose import find_run
 from jobkit.run.config import Config, StartFrom
 from jobkit.run.differences import ABSENT, DECIDES, differences
 from jobkit.run.experiment import LoadedConfig
-from jobkit.run.given import as_typed, keys_of, values_of
+from jobkit.run.given import as_typed, values_of, without
 from jobkit.run.identity import name_in
 from jobkit.run.overrides import masked
 from jobkit.run.records import GivenValues
@@ -61,7 +61,7 @@ def with_start(
             if (start.run, start.weights_only) != (parent.name, weights_only) or step not in (None, start.step):
                 continue
             with contextlib.suppress(InputError):  # that one was typed in another way
-                found = _with_values(load, plain, parent, start, _without(typed, values_of(other.config(), keys)))
+                found = _with_values(load, plain, parent, start, without(typed, values_of(other.config(), keys)))
                 if _copies(RunDir(runs_dir / name_in(runs_dir, found.loaded.config))).has(start.step):
                     return found
     if problem is not None:
@@ -70,19 +70,13 @@ def with_start(
     start = StartFrom(run=parent.name, step=step, weights_only=weights_only)
     before = given_to(parent)
     values = values_of(parent.config(), before.values) if before else {}
-    return _with_values(load, plain, parent, start, _without(typed, values))
+    return _with_values(load, plain, parent, start, without(typed, values))
 
 
 def given_to(run: RunDir) -> GivenValues | None:
     """What a run was given beside its YAML; None where an earlier jobkit has made it."""
     found = run.status().given
     return None if found is None else records.of(GivenValues, found)
-
-
-def _without(typed: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of those keys that nobody has typed."""
-    own = keys_of(typed)
-    return {key: value for key, value in values.items() if key not in own}
 
 
 def _with_values(load: Load, plain: Config, parent: RunDir, start: StartFrom, values: Mapping[str, Any]) -> Start:
@@ -175,9 +169,11 @@ def describe(config: Config, parent: RunDir | None, given: GivenValues, besides:
     if changed:
         what += f"; {', '.join(map(str, changed))}"
     if given_to(parent) is None:
-        kept = [one.key for one in changed if one.key not in given.values and one.before is not ABSENT]
+        program = ("task", "command")
+        of_yaml = [one for one in changed if one.key not in given.values and one.key not in program]
+        kept = [one.key for one in of_yaml if one.before is not ABSENT]
         if texts := as_typed(values_of(parent.config(), kept), config):
-            what += f" (as there: {_shown(texts)})"
+            what += f"; to have it as there, type {_shown(texts)}"
     return what
 
 

@@ -246,4 +246,4 @@ def test_what_the_other_run_was_given_holds_for_its_forks_too(project: Project) 
     assert config_of(project, *words)[0] == fork.name
     _, config, said = config_of(project, *words, "--fresh")  # of an older jobkit: it says what to type
     assert config.params["lr"] == 0.01 and "; params.steps 6 -> 8, params.lr 0.3 -> 0.01, " in said
-    assert "(as there: params.lr=0.3" in said and "seed=2)" in said
+    assert "; to have it as there, type params.lr=0.3 " in said and "seed=2" in said.partition("type")[2]
