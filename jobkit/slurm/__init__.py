@@ -36,6 +36,7 @@ from jobkit.slurm.job_info import task_id as task_id
 from jobkit.slurm.job_records import clock_offset as clock_offset
 from jobkit.slurm.job_records import jobs_of as jobs_of
 from jobkit.slurm.job_records import jobs_with as jobs_with
+from jobkit.slurm.job_records import left_its_array as left_its_array
 from jobkit.slurm.job_records import show_job as show_job
 from jobkit.slurm.job_records import steps as steps
 from jobkit.slurm.node_info import Node as Node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,13 @@ def show_job(job_id: str, timeout: float = ANSWER_SECONDS) -> JobInfo | None:
     # A node's clock may be off, and a prolog may have run before anything of ours: only the controller knows since when
     # the time counts.
     return replace(job, elapsed=job.elapsed + clock_offset())
+
+
+def left_its_array(job_id: str, find_job: Callable[[str], JobInfo | None] = show_job) -> bool:
+    """Whether a job that Slurm does not know was a task of a job array that it knows: it forgets those at once that are
+    cancelled before they start. Raises SchedulerError."""
+    array, _, task = job_id.partition("_")
+    return bool(task) and find_job(array) is not None
 
 
 def clock_offset() -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from jobkit import slurm
@@ -46,7 +46,7 @@ def observe(run: RunDir, find_job: FindJob = ask) -> Status:
 def jobs_now(runs: Sequence[RunDir], enough: Collection[str]) -> FindJob:
     """What finds the jobs of runs in one answer of Slurm's; one in no state of `enough` is asked about by itself: of an
     end a list does not say all that tells why. Raises SchedulerError."""
-    listed = {job.job_id: job for job in slurm.jobs_of(_owners(runs))} if runs else {}
+    listed = _by_id(slurm.jobs_of(_owners(runs))) if runs else {}
 
     def find(job_id: str) -> slurm.JobInfo | None:
         job = listed.get(job_id)
@@ -55,11 +55,17 @@ def jobs_now(runs: Sequence[RunDir], enough: Collection[str]) -> FindJob:
     return find
 
 
+def _by_id(jobs: Iterable[slurm.JobInfo]) -> dict[str, slurm.JobInfo]:
+    """Jobs by their ids; of a job array some task by the array's."""
+    tasks = {job.job_id: job for job in jobs}
+    return {job_id.partition("_")[0]: job for job_id, job in tasks.items()} | tasks
+
+
 def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
     """As `observe` of many runs whose status was read, with one question to Slurm; raises SchedulerError."""
     on_slurm = [run for run, status in found if status.scheduler == "slurm" and _is_asked_about(status, LIST_SECONDS)]
     listed = slurm.jobs_of(_owners(on_slurm), LIST_SECONDS) if on_slurm else ()
-    jobs = {job.job_id: job for job in listed}
+    jobs = _by_id(listed)
     line = Line() if any(status.waiting or status.waits_in_sweep for _, status in found) else None
     return [_looked_at(run, status, jobs.get, LIST_SECONDS, line) for run, status in found]
 
@@ -81,7 +87,9 @@ def _looked_at(
         return status
     if status.scheduler != "slurm":
         return _with_turn(run, status, line) if has_supervisor(run, status) else _with_end(run, status, None)
-    return _with_job(run, status, find_job(str(status.job_id)))
+    job_id = str(status.job_id)
+    job, waited = find_job(job_id), status.state == State.QUEUED and not status.cancel_requested
+    return _with_job(run, status, job, was_cancelled=job is None and waited and slurm.left_its_array(job_id, find_job))
 
 
 def _with_turn(run: RunDir, status: Status, line: Line | None) -> Status:
@@ -211,8 +219,8 @@ def has_supervisor(run: RunDir, status: Status) -> bool:
     return status.waits_in_sweep and sweeps.has_runner(run.path.parent, status.sweep) is not False
 
 
-def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
-    """The status of a run whose job Slurm has told about."""
+def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None, *, was_cancelled: bool = False) -> Status:
+    """The status of a run whose job Slurm has told about; `was_cancelled` says so of one that it does not know."""
     if job is not None and status.slurm_cluster is not None and job.is_anothers(run.batch_script):
         job = None
     is_ours = job is not None and job.runs(run.batch_script)
@@ -221,7 +229,7 @@ def _with_job(run: RunDir, status: Status, job: slurm.JobInfo | None) -> Status:
     if job is None and _owner(run) != os.getuid() and os.getuid() != 0:
         return status  # Slurm may not show it to other users (PrivateData=jobs)
     if job is None or job.ended:
-        return _with_end(run, status, job)
+        return _with_end(run, status, job, "cancelled" if was_cancelled else "lost")
     if job.state == "PENDING":
         return _in_the_queue(status, job)  # Slurm itself may have put it back
     return status
@@ -233,24 +241,23 @@ def _in_the_queue(status: Status, job: slurm.JobInfo) -> Status:
     return status
 
 
-def _with_end(run: RunDir, asked: Status, job: slurm.JobInfo | None) -> Status:
-    """The status of a run whose job has ended, which nobody in it could record; `asked` is the one with that job."""
+def _with_end(run: RunDir, asked: Status, job: slurm.JobInfo | None, unknown: str = "lost") -> Status:
+    """The status of a run whose job has ended, which nobody in it could record; `asked` is the one with that job.
+
+    `unknown` is the cause where Slurm gives none.
+    """
     status = run.status()  # again: its end may have been recorded while the scheduler was asked
     # Or the next job may have begun: the end of the one that was asked about says nothing of that.
     if status.submitting or not status.state.is_under_way or status.start != asked.start:
         return status
-    cause = _cause_of_end(job)
+    # Slurm forgets a job MinJobAge, 300 s by default, after its end: then it is lost, and nobody can say why.
+    cause = (slurm.stop_cause(job) if job else None) or unknown
     if job is not None and job.state == "FAILED" and status.state != State.RUNNING:
         cause = "crashed"  # its batch script, before any rank: as a `setup` line that fails
     event, fields = end_of(run, status, cause)
     apply(status, {"time": time.time(), "event": event, **fields})
     status.probably = cause
     return status
-
-
-def _cause_of_end(job: slurm.JobInfo | None) -> str:
-    # Slurm forgets a job MinJobAge, 300 s by default, after its end: then it is lost, and nobody can say why.
-    return (slurm.stop_cause(job) if job else None) or "lost"
 
 
 def end_of(run: RunDir, status: Status, cause: str) -> tuple[Event, dict[str, Any]]:

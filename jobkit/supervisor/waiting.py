@@ -21,7 +21,7 @@ from jobkit.run.dependencies import Verdict, verdict
 from jobkit.run.events import Event
 from jobkit.run.references import NoSuchResult, keep_values, with_values
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 from jobkit.supervisor.dependents import depend, dependency_of, start_now
 from jobkit.supervisor.device_leases import Leases
 from jobkit.supervisor.local_job import LocalJob
@@ -124,7 +124,7 @@ def _settled(run: RunDir) -> Verdict:
             break
         time.sleep(1.0)
     for (other, status), job in zip(found.unfinished, jobs, strict=True):
-        if status.state.is_under_way and job is not None and slurm.stop_cause(job) == "cancelled":
+        if _was_cancelled(status, job):
             return Verdict(ends=f"it comes after {other.name}, which was cancelled")
     return found
 
@@ -132,10 +132,23 @@ def _settled(run: RunDir) -> Verdict:
 def _job(status: Status) -> slurm.JobInfo | None:
     """The job of a run that is under way here; None where there is none, or Slurm does not say."""
     with contextlib.suppress(SchedulerError):
-        is_here = status.scheduler == "slurm" and status.slurm_cluster == slurm.cluster()
-        if status.state.is_under_way and status.job_id is not None and is_here:
-            return slurm.show_job(status.job_id)
+        if status.state.is_under_way and _is_here(status):
+            return slurm.show_job(str(status.job_id))
     return None
+
+
+def _was_cancelled(status: Status, job: slurm.JobInfo | None) -> bool:
+    """Whether the job of a run that is under way, as its files say, was cancelled by Slurm's own scancel."""
+    if job is not None:
+        return status.state.is_under_way and slurm.stop_cause(job) == "cancelled"
+    with contextlib.suppress(SchedulerError):
+        return status.state == State.QUEUED and _is_here(status) and slurm.left_its_array(str(status.job_id))
+    return False
+
+
+def _is_here(status: Status) -> bool:
+    """Whether the run has a job on this Slurm. Raises SchedulerError."""
+    return status.scheduler == "slurm" and status.job_id is not None and status.slurm_cluster == slurm.cluster()
 
 
 def _go_back(run: RunDir, own: SlurmJob, found: Verdict) -> None:

@@ -239,3 +239,22 @@ def test_a_limit_that_no_arrays_can_share_is_told(project: Project, slurm: Clust
     assert ": at most 2 at once from now on" in told.stdout
     for run in project.runs:
         slurm.command("scancel", status(run)["job_id"])
+
+
+def test_tasks_that_somebody_cancels_with_scancel_are_cancelled(project: Project, slurm: Cluster) -> None:
+    sweep(project, *HELD, "--sweep", "seed=0,1,2,3")
+    runs = by_seed(project)
+    array = status(runs[0])["job_id"].partition("_")[0]
+    after = ("submit", "toy.yaml", "--cluster", "slurm", "name=next", "--after", runs[1].name)
+    in_process.jobkit(project, *after)
+    (following,) = [run for run in project.runs if run.name.startswith("next-")]
+    slurm.command("scancel", f"{array}_[1-2]")
+    listed = in_process.jobkit(project, "list", "toy*").stdout
+    assert listed.count("probably cancelled") == 2 and listed.count("held") == 2
+    assert "probably cancelled" in in_process.jobkit(project, "status", runs[2].name).stdout
+    wait_for("that it is told", lambda: status(following)["state"] == "cancelled", following)
+    assert f"it comes after {runs[1].name}, which was cancelled" in status(following)["error"]
+    slurm.command("scancel", array)
+    assert in_process.jobkit(project, "list", "toy*").stdout.count("probably cancelled") == 4
+    assert "4 runs (4 continued)" in sweep(project, *HELD, "--sweep", "seed=0,1,2,3").stdout
+    slurm.command("scancel", status(runs[0])["job_id"].partition("_")[0])
