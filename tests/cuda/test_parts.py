@@ -29,7 +29,7 @@ from jobkit.train.gradients import clip_gradients, gradient_norm
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optim import fused_ema_adam
 from jobkit.train.seeds import seed_generators
-from jobkit.worker.losses import LossWatch
+from jobkit.worker.losses import LossWatch, is_harmed
 from jobkit.worker.timing import ComputeTimer, events_of
 
 
@@ -260,3 +260,29 @@ def test_a_loss_that_is_no_number_is_told_of_its_own_step(device: torch.device) 
     with pytest.raises(NotFinite, match="the loss of step 2 is ") as found:
         train()
     assert (found.value.step, found.value.samples) == (2, [2])
+
+
+def test_a_loss_that_is_no_number_ends_nothing_where_weights_and_gradients_are_finite(device: torch.device) -> None:
+    weight = nn.Parameter(torch.ones(3, device=device))
+    steps = iter(range(1, 99))
+    done = [0]
+    watch = LossWatch(
+        device, is_harmed=lambda: is_harmed([weight], with_gradients=True), updates=lambda: done[0], allowed_in_a_row=2
+    )
+
+    def step(number: int, *, is_used: bool = True) -> None:
+        watch.see(torch.full((), torch.nan, device=device), number, lambda: [number])
+        done[0] += next(steps) if is_used else 0
+        watch.end_step(number, lambda: [number])
+        watch.settle()
+
+    for number in range(4):
+        step(number)
+    assert watch.harmless == 4 and watch.doubt is not None and watch.doubt.step == 0
+    step(4, is_used=False)
+    step(5, is_used=False)
+    with pytest.raises(NotFinite, match="the loss of step 6 is "):
+        step(6, is_used=False)
+    weight.grad = torch.full((3,), torch.inf, device=device)
+    with pytest.raises(NotFinite, match="the loss of step 7 is "):
+        step(7)
