@@ -104,17 +104,42 @@ def overrides(parsed_args: argparse.Namespace, prefix: str, **_: Any) -> list[st
     return [f"{plus}{key}=" for key in keys]
 
 
-def _params(words: Iterable[str]) -> Iterator[str]:
+def _params(words: Iterable[str]) -> list[str]:
+    """The params of the YAML among the words, and those before which its stages stand."""
+    values = _values(words)
+    params, found = values.get("params"), list(_stages(values))
+    own = list(_dotted(params if isinstance(params, Mapping) else {}, "params."))
+    return [*own, *(f"{stage}.{key}" for stage in found for key in own)]
+
+
+def _values(words: Iterable[str]) -> Mapping[str, Any]:
+    """What the first YAML among the words has."""
     from jobkit.run.yamlfile import read_yaml
 
     for file in (Path(word) for word in words if word.endswith((".yaml", ".yml"))):
         try:
-            values, _ = read_yaml(file)
+            return read_yaml(file)[0]
         except JobkitError:
             continue
-        params = values.get("params")
-        yield from _dotted(params if isinstance(params, Mapping) else {}, "params.")
-        return
+    return {}
+
+
+def _stages(values: Mapping[str, Any]) -> Iterable[str]:
+    found = values.get("pipeline")
+    return found if isinstance(found, Mapping) else ()
+
+
+def stages(**_: Any) -> list[str]:
+    """The stages of the YAML that stands before."""
+    return list(_stages(_values(words_so_far())))
+
+
+def states(prefix: str, **_: Any) -> list[str]:
+    """States behind those that are there already."""
+    from jobkit.run.status import State
+
+    before = prefix[: prefix.rfind(",") + 1]
+    return [f"{before}{state}" for state in State]
 
 
 def _dotted(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -149,7 +174,10 @@ COMPLETERS = {
     "sweep": overrides,
     "run_name": runs,
     "run_names": runs,
-    "runs": runs,
+    "run_a": runs,
+    "run_b": runs,
+    "state": states,
+    "stage": stages,
     "start_from": runs,
     "after": runs,
     "runs_dir": folders,

@@ -22,6 +22,10 @@ LINES = {
     "jobkit submit toy.yaml +params.l": ["+params.lr="],
     "jobkit submit toy.yaml resources.n": ["resources.nodes="],
     "jobkit submit toy.yaml --sweep params.l": ["params.lr="],
+    "jobkit submit pipe.yaml train.params.l": ["train.params.lr="],
+    "jobkit submit pipe.yaml --stage tr": ["train"],
+    "jobkit cancel --state queued,ru": ["queued,running"],
+    "jobkit diff toy-1": ["toy-11111111"],
     "jobkit submit toy.yaml --det": ["--detach"],
     "jobkit submit to": ["toy.yaml"],
     "jobkit cancel toy-1 toy": ["toy-11111111", "toy-22222222"],
@@ -43,6 +47,7 @@ def project(tmp_path: Path) -> Project:
     """With a YAML, two runs and one in another folder; the shells find `jobkit` on PATH."""
     project = Project(tmp_path)
     (tmp_path / "toy.yaml").write_text("name: toy\ntask: mytask:train\nparams: {lr: 1, net: {depth: 2}}\n")
+    (tmp_path / "pipe.yaml").write_text("name: p\nparams: {lr: 1}\npipeline: {train: {}, test: {}}\n")
     for path in ("runs/toy-11111111", "runs/toy-22222222", "elsewhere/other-33333333"):
         run = RunDir(tmp_path / path)
         run.path.mkdir(parents=True)
