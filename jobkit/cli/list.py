@@ -17,7 +17,7 @@ from jobkit.cli.json_text import json_text
 from jobkit.cli.table import Table, as_csv, as_latex, as_lines
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.command_line import to_type
-from jobkit.run.runs import FoundRun
+from jobkit.run.runs import FoundRun, in_a_folder_above
 from jobkit.run.summary import Summary, check_keys
 from jobkit.run.usage import show_examples
 from jobkit.submission.overview import look_at, statuses
@@ -131,7 +131,8 @@ def _text(arguments: argparse.Namespace) -> str:
         return _rendered(_table(shown, arguments, is_plain), arguments, is_plain)
     if summaries:
         return f"none of {len(summaries)} run(s) meets the conditions"
-    return f"no runs in {runs_dir(arguments)}; {to_type('submit', 'EXP.yaml')} makes one"
+    hint = in_a_folder_above(runs_dir(arguments)) or f"; {to_type('submit', 'EXP.yaml')} makes one"
+    return f"no runs in {runs_dir(arguments)}{hint}"
 
 
 def _chosen(summaries: Sequence[Summary], arguments: argparse.Namespace) -> list[Summary]:

@@ -13,7 +13,7 @@ from jobkit.run.command_line import to_type
 from jobkit.run.files import is_there
 from jobkit.run.index import facts_of_ended
 from jobkit.run.rundir import VERSION, RunDir
-from jobkit.run.runs import FoundRun, all_runs, run_at, versions
+from jobkit.run.runs import FoundRun, all_runs, in_a_folder_above, run_at, versions
 from jobkit.run.summary import Facts, facts_of
 from jobkit.run.sweeps import names_of_sweeps, runs_of
 
@@ -136,6 +136,7 @@ def _none(word: str, runs_dir: Path, runs: Sequence[FoundRun]) -> list[FoundRun]
     hint = nearest(word.rstrip("*"), [name for name in known if name != word])
     if Path(word).suffix in (".yaml", ".yml"):  # what a shell makes of digits* beside digits.yaml
         hint = "; a pattern is to be quoted, as in 'digits*': the shell takes it for names of files"
+    hint = hint or in_a_folder_above(runs_dir)
     end = " " if hint.endswith("?") else "; "
     raise InputError(f"no run {word!r} in {runs_dir}{hint}{end}`{to_type('list')}` shows them")
 

@@ -72,8 +72,9 @@ def find(source: Path, skip: Path, needed: Iterable[Path] = ()) -> CodeFiles:
     directory) or in the run directories of another one is code, nor is a big file that is no program.
     Raises InputError when there are too many files for this to be a project's folder.
     """
-    search = _Search(source, skip.resolve())
-    search.add_folder(Path(), source.resolve(), ())
+    real, runs = source.resolve(), skip.resolve()
+    search = _Search(source, None if runs in real.parents else runs)  # above the code only runs themselves are skipped
+    search.add_folder(Path(), real, ())
     required = set(needed)
     for name in required:
         search.add_needed(name)
@@ -134,7 +135,9 @@ class _TooMuch(Exception):
 class _Search:
     """Collects the code below `source`. Folders are given by their names relative to it and by their real paths."""
 
-    def __init__(self, source: Path, skip: Path, *, is_limited: bool = False, only_modules: bool = False) -> None:
+    def __init__(
+        self, source: Path, skip: Path | None, *, is_limited: bool = False, only_modules: bool = False
+    ) -> None:
         self._source, self._skip, self._is_limited = source, skip, is_limited
         self._only_modules = only_modules
         """Whether only what an import can name is code, where no git says what is."""
@@ -191,7 +194,7 @@ class _Search:
             self._take_over(behind, partial(behind._walk, name, real, (real,)), what)
 
     def _add(self, name: Path, real: Path, followed: tuple[Path, ...]) -> None:
-        if real == self._skip or self._skip in real.parents or self._is_of_runs(name):
+        if self._is_skipped(real) or self._is_of_runs(name):
             return
         try:
             info = real.stat()
@@ -229,9 +232,12 @@ class _Search:
             todo = f"git submodule update --init {name}"
             self.remarks.append(f"the submodule {name} is not checked out, so it is not in the code snapshot: {todo}")
 
+    def _is_skipped(self, real: Path) -> bool:
+        return self._skip is not None and (real == self._skip or self._skip in real.parents)
+
     def _follow(self, name: Path, target: Path, followed: tuple[Path, ...]) -> None:
         """Add a linked folder's files under the link's name, unless it is a data set."""
-        if target == self._skip or self._skip in target.parents:
+        if self._is_skipped(target):
             return
         if any(target == one or target in one.parents for one in followed):
             return  # the link leads back

@@ -84,6 +84,15 @@ def all_runs(runs_dir: Path) -> list[FoundRun]:
     return sorted(found, key=lambda run: run.changed, reverse=True)
 
 
+def in_a_folder_above(runs_dir: Path) -> str:
+    """`; there are some in ...` where a folder above the one of commands has runs, and this one does not exist."""
+    if not runs_dir.exists():
+        for folder in runs_dir.parent.parents:
+            if all_runs(folder / runs_dir.name):
+                return f"; there are some in {folder / runs_dir.name}: type the command in {folder}"
+    return ""
+
+
 def run_at(path: Path) -> FoundRun | None:
     """The run in a folder, which need not be in a runs directory; None where there is none."""
     return _found(path.name, str(path))

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from jobkit.errors import InputError
+from jobkit.errors import InputError, nearest
 
 DEEPEST = 40
 """How many values may lie within each other: what reads them calls itself for each."""
@@ -115,9 +115,18 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text()
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
+        raise InputError(f"{path}: no such file{_meant(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def _meant(path: Path) -> str:
+    """A file beside one that is not there; for an override in its place how the words stand."""
+    if "=" in path.name:
+        return "; the YAML comes first, then key=value"
+    names = [one.name for one in path.parent.glob("*") if one.suffix in (".yaml", ".yml", ".csv")]
+    own = [name for name in names if Path(name).stem == path.name]
+    return f"; did you mean {own[0]!r}?" if own else nearest(path.name, names)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

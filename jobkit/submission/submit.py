@@ -62,6 +62,8 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
     """
     check_values(plan)
     _check_turn(plan)
+    if plan.run.parent.resolve() == source.resolve():  # what is in it would be taken for runs, not for code
+        raise InputError(f"runs directory {source}: it is the folder of the code; give one of its own: --runs-dir runs")
     config, has_setup = plan.config, bool(plan.parameters.get("setup"))
     plugins = {entry.value for entry in entry_points(group="submitit")}
     if PLUGIN not in plugins:

@@ -175,7 +175,11 @@ def _find(module: str, first: Path) -> importlib.machinery.ModuleSpec:
         where = f"in {first}, where the command was typed, and none is installed"
         is_there = _find_top(parts[0], first) is not None
         error = _NotFound if is_there else _NotInstalled
-        raise error(f"no module {module!r} {where}{nearest(parts[0], candidates)}")
+        files = (f"{parts[0]}.py", f"{'/'.join(parts)}.py")
+        above = (one for one in first.parents if any((one / name).exists() for name in files))
+        folder = None if is_there else next(above, None)
+        hint = f"; it is in {folder}: type the command there" if folder else nearest(parts[0], candidates)
+        raise error(f"no module {module!r} {where}{hint}")
     _refuse_empty(spec)
     return spec
 

@@ -41,6 +41,15 @@ def copied(source: Path, folder: Path, *needed: str) -> Path:
     return folder / snapshot.take(source, files, folder)
 
 
+def test_code_below_the_runs_directory_is_code_and_the_runs_beside_it_are_not(tmp_path: Path) -> None:
+    source = write(tmp_path / "project", {"train.py": "", "kept/model.py": ""})
+    run = RunDir(source / "toy-11111111")
+    write(run.path, {"old.py": ""})
+    run.write_config(Config(name="toy", task="mytask:train"))
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    assert {str(name) for name in code_files.find(source, tmp_path).sizes} == {"train.py", "kept/model.py"}
+
+
 # Repositories in repositories
 
 

@@ -16,6 +16,8 @@ from harness.in_process import Done, jobkit
 from harness.project import Project
 
 from jobkit.cli.main import VERBS
+from jobkit.run.config import Config
+from jobkit.run.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ LR = {"toy.yaml": f"{SHORT}params: {{lr: 1e-3}}\n"}
 MISTAKES = [
     # The YAML
     Mistake("a file that is not there", ["missing.yaml: no such file"], yaml="missing.yaml"),
+    Mistake("a YAML without its ending", ["toy: no such file; did you mean 'toy.yaml'?"], yaml="toy"),
+    Mistake("an override before the YAML", ["the YAML comes first"], ["toy.yaml"], yaml="seed=1"),
     Mistake("a folder", ["/: cannot be read"], yaml="/"),
     Mistake("a list", ["toy.yaml", "found list"], files={"toy.yaml": "- name: toy\n"}),
     Mistake("no YAML", ["toy.yaml:2: not valid YAML"], files={"toy.yaml": "name: [toy\n"}),
@@ -166,6 +170,8 @@ MISTAKES = [
         ["clusters.h100.scheduler=pbs"],
     ),
     # Where
+    Mistake("the folder of the code for runs", ["it is the folder of the code"], ["--runs-dir", ".", "--dry-run"]),
+    Mistake("the same of a sweep", ["it is the folder of the code"], ["--runs-dir", "", "--sweep", "seed=1"]),
     Mistake("a runs directory below a file", ["toy.yaml/runs", "--runs-dir"], ["--runs-dir", "toy.yaml/runs"]),
     Mistake("a runs directory nobody can make", ["/proc/runs", "--runs-dir"], ["--runs-dir", "/proc/runs"]),
     Mistake(
@@ -254,6 +260,19 @@ def test_a_mistake_is_refused_on_this_machine(project: Project, mistake: Mistake
 def test_a_mistake_about_clusters_is_refused_before_slurm_is_asked(project: Project, mistake: Mistake) -> None:
     project.env["SLURM_CONF"] = "/nonexistent"
     assert_refused(project, mistake, *([] if "--cluster" in mistake.arguments else ["--cluster", "slurm"]))
+
+
+def test_a_command_below_its_folder_says_where_it_is_to_be_typed(project: Project) -> None:
+    run = RunDir(project.path / "runs" / "toy-11111111")
+    run.path.mkdir(parents=True)
+    run.write_config(Config(name="toy", task="mytask:train"))
+    below = Project(project.path / "sub")
+    (below.path / "mytask.py").unlink()
+    said = jobkit(below, "submit", "../toy.yaml", "--local", expect=2).stderr
+    assert f"it is in {project.path}: type the command there" in said
+    there = f"there are some in {project.path}/runs: type the command in {project.path}"
+    assert there in jobkit(below, "list").stdout
+    assert there in jobkit(below, "status", "latest", expect=2).stderr
 
 
 def test_more_gpus_than_there_are_are_refused_on_this_machine(project: Project) -> None:
