@@ -42,7 +42,8 @@ def copied(source: Path, folder: Path, *needed: str) -> Path:
 
 
 def test_code_below_the_runs_directory_is_code_and_the_runs_beside_it_are_not(tmp_path: Path) -> None:
-    source = write(tmp_path / "project", {"train.py": "", "kept/model.py": ""})
+    source = tmp_path / "project"
+    write(source, {"train.py": "", "kept/model.py": ""})
     run = RunDir(source / "toy-11111111")
     write(run.path, {"old.py": ""})
     run.write_config(Config(name="toy", task="mytask:train"))
