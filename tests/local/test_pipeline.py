@@ -87,7 +87,7 @@ def test_a_dry_run_shows_all_stages_and_starts_none(project: Project) -> None:
         ("after: sample", "after: evaluate", (), "evaluate.after: stage evaluate does not come before this one"),
         ("  evaluate: {", "  params: {", (), "pipeline.params: a stage's name has letters"),
         ("{after: sample,", "{name: x,", (), "pipeline.evaluate.name: a stage is named after the file: digits-eval"),
-        ("", "", ("--sweep", "params.lr=1,2"), "--sweep is for one run, not for a pipeline"),
+        ("", "", ("--sweep", "params.lr=1,2"), "--sweep is for a sweep, and this is a pipeline"),
         ("", "", ("--from", "x"), "--from is for one run, not for a pipeline"),
         ("", "", ("sample.params.lrr=1",), "params.lrr: there is no such key; did you mean 'params.lr'?"),
     ],
