@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobkit.run.files import is_there, write_atomic
+from jobkit.run.files import is_there, read_json, write_atomic
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 
@@ -71,9 +71,16 @@ def note_dependent(run: RunDir, dependent: RunDir) -> None:
 
 
 def dependents(run: RunDir) -> Iterator[RunDir]:
-    """The runs that have said so."""
+    """The runs that have said so: beside this one, where the runs directory was moved or copied since."""
     folder = _folder(run)
     for file in sorted(folder.iterdir()) if is_there(folder) else ():
-        found = RunDir(file.read_text().strip())
-        if found.exists():
-            yield found
+        for found in (RunDir(run.path.parent / file.name), RunDir(file.read_text().strip())):
+            if found.exists() and _comes_after(found, run):
+                yield found
+                break
+
+
+def _comes_after(run: RunDir, other: RunDir) -> bool:
+    status = read_json(run.status_file)
+    after = status.get("after", ()) if isinstance(status, dict) else run.status().after
+    return other.path.resolve() in {one.path.resolve() for one in runs_before(run, after)}

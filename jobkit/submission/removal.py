@@ -14,7 +14,7 @@ from jobkit import slurm
 from jobkit.errors import InputError
 from jobkit.run import references, shared_code
 from jobkit.run.command_line import to_type
-from jobkit.run.dependencies import dependents, runs_before
+from jobkit.run.dependencies import dependents
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
@@ -68,8 +68,6 @@ def refuse_needed(runs: Sequence[RunDir]) -> list[str]:
 def _needs(other: RunDir, status: Status, run: RunDir) -> bool:
     """Whether a run that comes after another one waits for it, or has a path in it; what it needed of its result is
     kept since it has begun."""
-    if run.path.resolve() not in {one.path.resolve() for one in runs_before(other, status.after)}:
-        return False  # one of those that this is a copy of
     return not status.attempts or run.name in references.directories_in(other.config())
 
 

@@ -18,6 +18,7 @@ from jobkit.cli.rm import bytes_text
 from jobkit.errors import InputError
 from jobkit.run import shared_code
 from jobkit.run.config import Config
+from jobkit.run.dependencies import dependents
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir
@@ -213,6 +214,7 @@ def test_a_run_that_another_needs_stays(
     said = capsys.readouterr().err
     assert (f"{needed.name} ({later.name}, which is " in said and f"cancel {later.name}` first" in said) == refuses
     assert (f"{later.name} (" in said and f"needs {needed.name}: without it, it cannot be continued" in said) == tells
+    assert [one.path for one in dependents(RunDir(copy / needed.name))] == [copy / later.name]
     shutil.rmtree(copy / later.name)
     assert main(["rm", needed.name, "--runs-dir", str(copy)]) == 0  # nobody comes after that one
 
