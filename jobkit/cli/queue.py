@@ -75,7 +75,8 @@ def _resume(runs: _Waiting) -> int:
 
     def resume_one(found: RunDir) -> int:
         status = found.status()
-        if not status.waits_in_sweep:
+        record = sweeps.at(runs.runs_dir / sweeps.FOLDER / status.sweep).record() if status.waits_in_sweep else None
+        if record is None or found.name not in (*record.runs, *record.former):
             return resume.resume(found, options)
         if status.sweep not in started:
             started.add(status.sweep)

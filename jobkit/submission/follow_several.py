@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, JobkitError
 from jobkit.run.command_line import to_type
 from jobkit.run.dependencies import verdict
 from jobkit.run.rundir import RunDir
@@ -37,7 +37,17 @@ def follow_sweep(sweep: Sweep, runs: Sequence[RunDir], asked: list[int]) -> int:
             os.kill(int(sweep.process_file.read_text()), signal.SIGTERM)
 
     states = {run.name: run.status().state for run in runs}
-    return _follow(f"sweep {sweep.name}", runs, states, lambda: bool(sweep.has_runner()), stop, asked)
+    code = _follow(f"sweep {sweep.name}", runs, states, lambda: bool(sweep.has_runner()), stop, asked)
+    if not sweep.has_runner() and any(map(_waits_in_sweep, runs)):
+        _say(f"the process that waited for the rest has ended ({sweep.log}); to go on: {to_type('queue', '--resume')}")
+    return code
+
+
+def _waits_in_sweep(run: RunDir) -> bool:
+    try:
+        return run.status().waits_in_sweep and run.exists()
+    except (JobkitError, OSError):
+        return False
 
 
 def follow_runs(what: str, started: Sequence[tuple[RunDir, subprocess.Popen[bytes]]]) -> int:
@@ -114,7 +124,7 @@ def _look(runs: Sequence[RunDir], states: dict[str, State], shown: dict[str, int
             status = run.status()
             was, states[run.name] = states[run.name], status.state
             if status.state != was and not status.state.is_under_way:
-                ended = status.error if status.state == State.FAILED else status.result
+                ended = status.error or status.result
                 text = ended if isinstance(ended, str) else "" if ended is None else json.dumps(ended)
                 _say(f"{run.name} {status.state}{status.at_steps}{': ' if text else ''}{text}")
 

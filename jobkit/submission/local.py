@@ -6,9 +6,12 @@ the supervisor to stop, and the ranks get one signal from one place.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from submitit.core.utils import DelayedSubmission
@@ -93,7 +96,14 @@ def start(plan: LaunchPlan, *, foreground: bool) -> subprocess.Popen[bytes]:
 
 
 def _take(need: Need) -> Leases | None:
-    try:
+    with usable(need.folder):
         return take_at_once(need)
+
+
+@contextlib.contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Say what to do where the folder of this machine's lock files cannot be used."""
+    try:
+        yield
     except OSError as error:
-        raise InputError(f"{need.folder}: {error.strerror}; set {FOLDER} to a folder for all") from None
+        raise InputError(f"{folder}: {error.strerror}; set {FOLDER} to a folder for all") from None

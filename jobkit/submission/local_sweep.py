@@ -33,6 +33,7 @@ from jobkit.run.sweeps import Sweep
 from jobkit.run.tail import Tail
 from jobkit.submission import job, local
 from jobkit.submission.plan import LaunchPlan, Turn, make_plan
+from jobkit.supervisor import lock_files
 from jobkit.supervisor.needs import need_of
 from jobkit.supervisor.presence import is_missing
 from jobkit.supervisor.queue import LOOK_SECONDS, Place
@@ -222,7 +223,7 @@ class Runner:
         if is_missing(run):
             return
         self._tell(f"{run.name} cannot be started: {error}")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # its journal may be what is broken
             run.record(Event.REQUEUE_FAILED, error=f"it could not be started: {error}")
 
     # Starting
@@ -310,9 +311,12 @@ class Runner:
 
 
 def start(sweep: Sweep) -> subprocess.Popen[bytes]:
-    """Start the process for a sweep that has none; returns when others can see that it lives, or it has ended."""
+    """Start the process for a sweep that has none; returns when others can see that it lives. Raises JobkitError."""
     from jobkit.start import words
 
+    folder = lock_files.folder(os.environ)
+    with local.usable(folder):
+        lock_files.make(folder)
     with sweep.log.open("ab") as output:
         process = subprocess.Popen(
             words("jobkit.submission.local_sweep", str(sweep.path)),

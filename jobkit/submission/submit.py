@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
 from jobkit.submission.unapplied import unapplied
 from jobkit.supervisor import notifier
+from jobkit.supervisor.needs import need_of
 from jobkit.supervisor.tickets import PRIORITIES
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
@@ -104,6 +106,8 @@ def _check_turn(plan: LaunchPlan) -> None:
         raise InputError(f"{given}: this is of the queue of this machine; add --local (Slurm's: `nice` under clusters)")
     if turn.priority not in PRIORITIES:
         raise InputError(f"--priority: found {turn.priority}, allowed: {PRIORITIES[0]} to {PRIORITIES[-1]}")
+    if plan.scheduler == "local":
+        need_of(plan.config, os.environ, queues=turn.queues)  # raises where the number of slots is none
 
 
 NOT_IN_PATHS = {"local": r"%[jtAa]", "slurm": r"%\d*[A-Za-z%]|\\"}

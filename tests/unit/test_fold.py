@@ -219,3 +219,15 @@ def test_a_kept_fold_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None
     run = long_run(tmp_path / "run", 5000)
     run.fold_file.mkdir()
     assert run.write_status().step == 4999
+
+
+def test_an_event_that_lacks_something_is_passed_over(journal: Path, kept: Path) -> None:
+    """A journal that somebody has written to by hand."""
+    lines = [
+        {"event": "started"},
+        {"event": "checkpoint", "step": "x"},
+        {"event": "submitting", "params": 3},
+        {"event": 7},
+    ]
+    journal.write_bytes(b"".join(map(encode, [*lines, {"time": 1, "event": "rewound", "step": 5}])))
+    assert fold(journal, kept).step == 5

@@ -160,3 +160,18 @@ def test_a_dry_run_whose_reader_has_gone_ends_without_a_traceback(project: Proje
     command = f"{sys.executable} -m jobkit submit toy.yaml --local --dry-run | true"
     done = subprocess.run(command, shell=True, cwd=project.path, stderr=subprocess.PIPE, text=True, check=False)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("JOBKIT_CPU_SLOTS", "many", "JOBKIT_CPU_SLOTS: found 'many', allowed: 1 to 4096 slots"),
+        ("JOBKIT_DEVICES_DIR", "/proc/none", "/proc/none: No such file or directory; set JOBKIT_DEVICES_DIR"),
+    ],
+)
+def test_a_machine_that_cannot_be_used_is_told_before_a_thousand_runs_are_made(
+    project: Project, variable: str, value: str, said: str
+) -> None:
+    project.env[variable] = value
+    done = in_process.jobkit(project, "submit", "toy.yaml", "--local", "--sweep", "seed=0,1", expect=2)
+    assert said in done.stderr and not project.runs
