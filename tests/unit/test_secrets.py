@@ -180,12 +180,12 @@ def test_what_is_lost_is_named(tmp_path: Path) -> None:
 def test_another_user_reads_the_masked_config_and_cannot_resume() -> None:
     with open_folder() as folder:
         project = Project(folder / "project")
-        run = RunDir(project.path / "runs" / "x-1")
+        run = RunDir(project.path / "runs" / "x-00000001")
         run.path.mkdir(parents=True)
         run.write_config(CONFIG)
         importlib.import_module("jobkit.cli.resume")  # another user may not be able to read it
         assert as_nobody(run.config).params["hf_token"] == MASK
-        said = as_nobody(lambda: jobkit(project, "resume", "x-1", expect=2)).stderr
+        said = as_nobody(lambda: jobkit(project, "resume", "x-00000001", expect=2)).stderr
         assert "its owner's alone" in said and "params.hf_token" in said
 
 
