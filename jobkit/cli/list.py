@@ -36,12 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         type=_names,
+        action="extend",
         metavar="KEY,...",
         help="params.x, seed, a metric, age, eta, state, step, attempts, goodput, job, where, checkpoint, name, path "
         "(default: the params that differ, state, step, eta and the results)",
     )
     parser.add_argument("--sort", metavar="[-]KEY", help="the smallest first; with - the largest")
-    parser.add_argument("--group-by", type=_names, metavar="KEY,...", help="mean and spread of runs with equal values")
+    parser.add_argument(
+        "--group-by", type=_names, action="extend", metavar="KEY,...", help="mean and spread of runs with equal values"
+    )
     parser.add_argument("--limit", type=_count, metavar="N", help="the first N only")
     parser.add_argument(
         "--watch",

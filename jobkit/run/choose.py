@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -136,6 +137,8 @@ def _none(word: str, runs_dir: Path, runs: Sequence[FoundRun]) -> list[FoundRun]
     hint = nearest(word.rstrip("*"), [name for name in known if name != word])
     if Path(word).suffix in (".yaml", ".yml"):  # what a shell makes of digits* beside digits.yaml
         hint = "; a pattern is to be quoted, as in 'digits*': the shell takes it for names of files"
+    if re.search(r"\w\s*[=<>~]", word):
+        hint = f"; a condition: --where {shlex.quote(word)}"
     hint = hint or in_a_folder_above(runs_dir)
     end = " " if hint.endswith("?") else "; "
     raise InputError(f"no run {word!r} in {runs_dir}{hint}{end}`{to_type('list')}` shows them")

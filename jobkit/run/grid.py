@@ -90,7 +90,8 @@ def points_of_table(path: Path) -> list[Point]:
     wrong = next((key for key in keys if not _KEY.fullmatch(key)), None)
     if not keys or wrong is not None or len(set(keys)) < len(keys):
         found = "nothing" if not keys else f"a key twice in {keys}" if wrong is None else f"{wrong!r}"
-        raise InputError(f"{path}:1: found {found}, expected the keys, as in params.lr,seed")
+        comma = "; commas stand between the columns" if re.search(r"[;\t]", wrong or "") else ""
+        raise InputError(f"{path}:1: found {found}, expected the keys, as in params.lr,seed{comma}")
     points = []
     for line, row in rows[1:]:
         if not any(field.strip() for field in row):

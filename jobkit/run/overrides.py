@@ -65,7 +65,9 @@ def refuse_other_forms(words: Sequence[str], values: Mapping[str, Any], sections
     for index, word in enumerate(words):
         if _TYPED.fullmatch(word):
             continue
-        key, _, value = re.sub(r"^[+~]*|:$", "", word).replace(":", "=", 1).partition("=")
+        bare = re.sub(r"^[+~]*|:$", "", word)
+        key, _, value = (bare if "=" in bare else bare.replace(":", "=", 1)).partition("=")
+        key = re.sub(r"[:/\[]", ".", key).rstrip("]")  # params/lr=1, params[lr]=1
         rest = [one for one in (value, *words[index + 1 : index + 3]) if one not in ("", "=")]
         if not re.fullmatch(_KEY, key):
             parse(word)  # raises

@@ -93,6 +93,7 @@ def test_a_whole_name_does_not_mean_what_fresh_made_of_it(runs: Path) -> None:
         ("digits-0000000x", "no run .*did you mean 'digits-0000000[abc]'\\? `.*` shows them"),
         ("digits.yaml", "a pattern is to be quoted"),
         ("14", "no run '14'"),
+        ("seed=1", "no run 'seed=1' in .*; a condition: --where seed=1; "),
         ("digits/s2", "no sweep 'digits/s2' in .*; there are digits/s1, digits/s3, digits/s10$"),
         ("digist/s1", "no sweep 'digist/s1' in .*; did you mean 'digits/s1'\\?$"),
         ("../..", "no run"),

@@ -102,6 +102,7 @@ def test_a_table_has_a_point_a_line(tmp_path: Path) -> None:
     [
         ("", ":1: found nothing"),
         ("a,a\n1,2\n", ":1: found a key twice"),
+        ("a;b\n1;2\n", "commas stand between the columns"),
         ("a b\n1\n", ":1: found 'a b'"),
         ("a,b\n1,2,3\n", ":2: 3 value(s) for 2 key(s)"),
         ("a,b\n", "has no points"),
