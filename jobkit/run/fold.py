@@ -59,9 +59,7 @@ def fold(journal: Path, kept: Path, *, keep: bool = False) -> Status:
 def _apply_line(status: Status, line: bytes) -> None:
     status.journal_bytes += len(line)
     if (event := decode(line)) is not None:
-        # One that lacks something, of a journal that was written to by hand, must not keep others from their list.
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
-            apply(status, event)
+        apply(status, event)
 
 
 def _plain(status: Status, last: bytes) -> dict[str, Any]:

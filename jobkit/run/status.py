@@ -363,7 +363,8 @@ def _account(status: Status) -> None:
 
 def apply(status: Status, event: Entry) -> None:
     """Let one more event of the journal change `status`; one without what such an event has changes nothing."""
-    with suppress(KeyError, TypeError, ValueError):  # a damaged line, or another program's
+    # One of a journal that was written to by hand, or of another program, must not keep others from their list.
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
         _apply(status, event)
 
 
