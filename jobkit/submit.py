@@ -7,8 +7,8 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -176,8 +176,8 @@ def run(arguments: argparse.Namespace) -> int:
     if (stages := pipeline.stages_wanted(arguments, experiment)) is not None:
         return pipeline.run(arguments, experiment, stages, cluster, runs_dir, partial(_continuing, arguments), start)
     if (points := sweep.points_of(arguments, experiment)) is not None:
-        inherited = _start_all(arguments, experiment, points, runs_dir)
-        return sweep.run(arguments, experiment, points, cluster, runs_dir, partial(_continuing, arguments), inherited)
+        begin = _begin_of_points(arguments, experiment, points, runs_dir)
+        return sweep.run(arguments, experiment, points, cluster, runs_dir, partial(_continuing, arguments), begin)
     begun = _with_start(experiment, arguments, runs_dir)
     loaded, parent = begun.loaded, begun.parent
     own = given_values(loaded.config, arguments.overrides, begun.inherited)
@@ -304,6 +304,29 @@ def _with_start(experiment: Experiment, arguments: argparse.Namespace, runs_dir:
         return Start(loaded)  # what is looked at later says that it is not there
 
 
+def _begin_of_points(
+    arguments: argparse.Namespace, experiment: Experiment, points: Sequence[grid.Point], runs_dir: Path
+) -> Callable[[grid.Point], Start]:
+    """What gives each point of a sweep its config, and what that has as in the run that it starts from.
+
+    All start from the one checkpoint that `--from` or the YAML says, or each from that which the sweep says.
+    """
+    from jobkit.run.choose import find_run
+    from jobkit.submission.chains import with_whole_names
+    from jobkit.submission.start_from import Start
+
+    if arguments.start_from is None and any(one.text.startswith("start_from.") for one in points[0]):
+        return lambda point: _with_start(experiment, arguments, runs_dir, point)
+    inherited = _start_all(arguments, experiment, points, runs_dir)
+    find = cache(find_run)  # the points may name one run
+
+    def begin(point: grid.Point) -> Start:
+        loaded = experiment.config(arguments.overrides, point)
+        return Start(with_whole_names(loaded, arguments.after, runs_dir, find), inherited=inherited)
+
+    return begin
+
+
 def _start_all(
     arguments: argparse.Namespace, experiment: Experiment, points: Sequence[grid.Point], runs_dir: Path
 ) -> tuple[str, ...]:
@@ -312,8 +335,6 @@ def _start_all(
     from jobkit.run.rundir import RunDir
     from jobkit.submission.start_from import describe
 
-    if arguments.start_from is None and any(one.text.startswith("start_from.") for one in points[0]):
-        return ()  # from one each
     begun = _with_start(experiment, arguments, runs_dir, points[0])
     start = begun.loaded.config.start_from
     if not start.run:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from jobkit.run.command_line import to_type
 if TYPE_CHECKING:
     from jobkit.run.experiment import Experiment
     from jobkit.run.rundir import RunDir
+    from jobkit.submission.start_from import Start
     from jobkit.submission.sweep import Point, SweepOutcome
 
 FREE_SECTIONS = ("resources", "clusters", "checkpoint", "retry", "watchdog", "inputs", "device", "backend")
@@ -97,31 +97,28 @@ def run(
     cluster: str,
     runs_dir: Path,
     continuing: Callable[[Sequence[str]], str],
-    inherited: Sequence[str] = (),
+    begin: Callable[[grid.Point], Start],
 ) -> int:
     """Submit a sweep and say what that did; returns the exit code.
 
-    `continuing` makes the command that continues what some words, after the YAML's path, stand for; `inherited`
-    are the overrides that nobody has typed: they are of the run that all start from.
+    `continuing` makes the command that continues what some words, after the YAML's path, stand for; `begin` gives the
+    config of a point.
     """
-    from jobkit.run.choose import find_run
     from jobkit.run.given import given_values
     from jobkit.submission import sweep as submission
-    from jobkit.submission.chains import with_whole_names
     from jobkit.submission.plan import Turn
     from jobkit.submission.signals import signals_of_a_submission
     from jobkit.worker.startup.jobkit_snapshot import leave
 
     leave(os.environ)  # of the run in which this may be typed: what is started here has a snapshot of its own
-    find = cache(find_run)  # the points may name one run
     no_sweep = ["--no-sweep"] if experiment.sweep is not None else []
-    typed = [text for text in arguments.overrides if text not in inherited]
     wanted = []
     for point in points:
-        of_point, words = experiment.config(arguments.overrides, point), [given.text for given in point]
-        loaded = with_whole_names(of_point, arguments.after, runs_dir, find)
-        own = given_values(loaded.config, [*typed, *words], inherited)
-        wanted.append(submission.Point(loaded, continuing([*words, *no_sweep]), own))
+        begun, words = begin(point), [given.text for given in point]
+        typed = [text for text in arguments.overrides if text not in begun.inherited]
+        own = given_values(begun.loaded.config, [*typed, *words], begun.inherited)
+        more = [text for text in begun.inherited if text not in arguments.overrides]
+        wanted.append(submission.Point(begun.loaded, continuing([*more, *words, *no_sweep]), own))
     turn = Turn(queues=arguments.queue, priority=arguments.priority)
     planned = submission.plan_sweep(wanted, cluster, runs_dir, turn)
     source = Path.cwd()

@@ -112,7 +112,7 @@ def check(config: Config, run: RunDir, parent: RunDir | None) -> None:
     start = config.start_from
     if not start.run:
         return
-    parent = parent or RunDir(run.path.parent / start.run)
+    is_named, parent = parent is not None, parent or RunDir(run.path.parent / start.run)
     if (copies := _copies(run)).has(start.step):
         if _are_others(copies, _store(parent), start.step):
             text = "%s has begun with another checkpoint of step %d than %s has now: --fresh begins with that one"
@@ -121,7 +121,8 @@ def check(config: Config, run: RunDir, parent: RunDir | None) -> None:
     if not parent.exists():
         raise InvalidValue("start_from.run", f"no run {start.run!r} in {run.path.parent}")
     if start.step not in (steps := _store(parent).steps()):
-        raise InvalidValue("start_from.step", f"{_no_step(parent, start.step, steps)}")
+        problem = _no_step(parent, start.step, steps)
+        raise InputError(f"--from: {problem}") if is_named else InvalidValue("start_from.step", problem)
 
 
 def bring(config: Config, run: RunDir, parent: RunDir | None, given: GivenValues, code: str) -> str:

@@ -207,6 +207,7 @@ def config_of(project: Project, *words: str) -> tuple[str, Config, str]:
 
 
 def test_what_the_other_run_was_given_holds_for_its_forks_too(project: Project) -> None:
+    plain = project.run_of()
     project.submit("--local", "params.lr=0.3", "seed=2", "+params.opt={token: abc}")
     parent = next(run for run in project.runs if status(run)["seed"] == 2)
     given = {"params.lr": 0.3, "seed": 2, "params.opt.token": "***"}
@@ -232,6 +233,10 @@ def test_what_the_other_run_was_given_holds_for_its_forks_too(project: Project) 
     assert done.stderr.startswith(f"each starts from step 5 of {parent.name} (model, optimizer, loader); as there: ")
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and all("token=***" in line and "seed=2" not in line for line in lines[:2])
+
+    sweep = ("params.steps=9", "start_from.step=6", "--sweep", f"start_from.run={plain.name},{parent.name}")
+    lines = jobkit(project, "submit", "toy.yaml", "--local", "--dry-run", *sweep).stdout.splitlines()
+    assert ["params.lr=0.3 seed=2" in line for line in lines] == [False, True, False]
 
     # What was typed, what was recorded and the YAML's way mean this run, whatever has become of the first one.
     typed = shlex.split(status(fork)["command"])[4:]
