@@ -63,7 +63,9 @@ def command(
         raise SchedulerError(
             f"{arguments[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
         ) from None
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        if said := as_text(error.stderr or b"").strip():  # an sbatch that is refused tries again for two minutes
+            raise SchedulerTimeout(f"{explain(arguments[0], said)}; ended after {timeout:g} s") from None
         raise SchedulerTimeout(
             f"{arguments[0]} gave no answer in {timeout:g} s; is slurmctld up? (`scontrol ping`){_no_slurm()}"
         ) from None
@@ -104,6 +106,8 @@ def explain(program: str, stderr: str) -> str:
         hint = " (`sinfo` lists the partitions; set clusters.<name>.partition)"
     elif "invalid account" in words.lower():
         hint = " (`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account)"
+    elif "sleeping and retrying" in words.lower():
+        hint = " (the cluster has as many jobs as it takes: MaxJobCount in `scontrol show config`)"
     elif "configuration source" in words.lower() or "resolve_ctls" in words.lower():
         return f"{program}: no Slurm is configured here{_no_slurm()}"
     elif any(one in words.lower() for one in ("contact slurm controller", "connection refused", "in standby mode")):

@@ -379,3 +379,10 @@ def test_a_nodes_gpus_are_counted_by_type(monkeypatch: pytest.MonkeyPatch, gres:
     monkeypatch.setattr(node_info, "command", lambda *_, **__: f"low*|node1|16|1000|{gres}\n")
     (node,) = slurm.nodes("low")["low"]
     assert node.gpus == gpus and node.gpus_of("") == sum(gpus.values()) and node.gpus_of("other") == 0
+
+
+def test_what_a_command_said_before_it_was_ended_is_told() -> None:
+    """An sbatch that MaxJobCount refuses tries again for two minutes."""
+    words = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
+    with pytest.raises(SchedulerTimeout, match=r"unable to accept job.*MaxJobCount.*; ended after 0\.5 s"):
+        slurm.command("sh", "-c", f"echo '{words}' >&2; exec sleep 60", timeout=0.5)
