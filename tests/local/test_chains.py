@@ -215,7 +215,7 @@ def test_ctrl_c_stops_a_pipeline_and_several_runs_are_followed_as_they_are_resum
     following = project.start("submit", "pipe.yaml", "--local")
     wait_for("both stages", lambda: len(project.runs) == 2)
     first, second = project.runs
-    wait_for("that one waits and one runs", lambda: "started" in names(first) and status(second)["waiting"], first)
+    wait_for("that one waits and one runs", lambda: "started" in names(first) and status(second).get("waiting"), first)
     following.send_signal(signal.SIGINT)
     out, err = following.communicate(timeout=60)
     assert following.returncode == 75 and "pipeline pipe: 2 interrupted" in out, (out, err)
