@@ -79,6 +79,8 @@ class Runner:
         self._all: dict[str, RunDir] = {}
         """Those that the sweep wants, and has wanted, by their names."""
         self._waiting: dict[str, _Waiting] = {}
+        self._stopping: dict[str, RunDir] = {}
+        """Those that waited when it was told to stop, and whose journals do not say so yet."""
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._others: list[_Other] = []
         self._place: Place | None = None
@@ -114,22 +116,23 @@ class Runner:
         self._drop_what_waits_no_more()
         self._running = {name: one for name, one in self._running.items() if one.poll() is None}
         self._others = [one for one in self._others if one.run.has_local_supervisor()]
-        if self.signals:
+        if self._passed_on < self.signals:
             self._stop()
-        elif self._waiting and not self._is_full():
+        self._interrupt()
+        if self._waiting and not self._is_full():
             self._start_next()
         return self._has_nothing_to_do() and self._is_done()
 
     def _has_nothing_to_do(self) -> bool:
         is_waited_for = any(not one.is_by_itself for one in self._others)
-        return not (self._waiting or self._running or is_waited_for or self._look_again_at)
+        return not (self._waiting or self._stopping or self._running or is_waited_for or self._look_again_at)
 
     def _is_done(self) -> bool:
         """Whether nobody has just submitted the sweep again; whoever does is then told that this process is gone."""
         with sweeps.submission_lock(self.sweep.runs_dir):
             self._record_version = None  # a submission may have been killed before it said that it was done
             self._look_for_runs()
-            if not self._has_nothing_to_do() and not self.signals:
+            if not self._has_nothing_to_do():
                 return False
             self.sweep.alive_lock.release()
             return True
@@ -157,7 +160,7 @@ class Runner:
         self._record_version, self._look_again_at, self.max_running = version, None, record.max_running
         self._all = {name: RunDir(self.sweep.runs_dir / name) for name in (*record.runs, *record.former)}
         for name, run in self._all.items():
-            if name not in self._waiting:
+            if name not in self._waiting and name not in self._stopping:
                 with self._alone(run):
                     if run.exists() and self._is_waiting(run, status := run.status()):
                         self._waiting[name] = _Waiting(run, tuple(status.after), bool(status.attempts))
@@ -288,7 +291,7 @@ class Runner:
     # Stopping
 
     def _stop(self) -> None:
-        """Let the runs that train stop with a checkpoint, and the others wait no more."""
+        """Let what trains stop with a checkpoint, and the rest wait no more; what is submitted after that starts."""
         self._leave_line()
         while self._passed_on < self.signals:
             self._passed_on += 1
@@ -297,12 +300,18 @@ class Runner:
             for other in self._others:
                 if not other.is_by_itself:
                     job.signal_supervisor(other.run, grace=True)
-        for name, waiting in list(self._waiting.items()):
-            with self._alone(waiting.run):
-                waiting.run.record(Event.INTERRUPTED, cause="user")
-                del self._waiting[name]
-        if self.signals > 1:
-            self._waiting.clear()  # what the disk has not taken: `jobkit queue` lists it
+        self._stopping |= {name: waiting.run for name, waiting in self._waiting.items()}
+        self._waiting.clear()
+
+    def _interrupt(self) -> None:
+        for name, run in list(self._stopping.items()):
+            try:
+                run.record(Event.INTERRUPTED, cause="user")
+            except OSError as error:
+                if self.signals == 1 and not is_missing(run):  # told twice, it leaves them: `jobkit queue` lists them
+                    self._tell(f"{run.name}: {error}; it is tried again")
+                    continue
+            del self._stopping[name]
 
     def _leave_line(self) -> None:
         if self._place is not None:

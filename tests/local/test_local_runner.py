@@ -116,6 +116,18 @@ def test_what_a_killed_process_had_started_counts_and_is_not_started_twice(gates
     assert max(sum(start <= begin < end for start, end in spans) for begin, _ in spans) <= 3
 
 
+def test_what_is_submitted_while_others_stop_starts_when_they_have(gates: Gates) -> None:
+    yaml = gates.project.path / "gate.yaml"
+    yaml.write_text(yaml.read_text().replace("echo $$", 'trap "" TERM; echo $$'))
+    gates.submit("0,1", "--max-running", "1")
+    wait_for("the first", lambda: gates.begun(0), seconds=60)
+    os.kill(gates.runner, signal.SIGTERM)
+    gates.wait_for_state("interrupted", 1)
+    assert "(1 continued, 1 running)" in gates.submit("0,1", "--max-running", "1")
+    gates.open(0, 1)
+    gates.wait_for_state("finished", 1)
+
+
 def test_two_commands_that_need_what_the_other_has_do_not_wait_for_ever(
     gates: Gates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
