@@ -57,8 +57,8 @@ class Outcome:
     """What to tell of a run that begins with the checkpoint of another."""
 
 
-def check(plan: LaunchPlan, source: Path) -> list[Path]:
-    """Refuse a config that would fail in the job, and say what may be wrong with it.
+def check(plan: LaunchPlan, source: Path, told: set[str] | None = None) -> list[Path]:
+    """Refuse a config that would fail in the job, and say what may be wrong with it, unless that is in `told`.
 
     Returns the user's own files that it imports at its start, relative to `source`.
     """
@@ -74,8 +74,11 @@ def check(plan: LaunchPlan, source: Path) -> list[Path]:
         checked = check_command(config.command, source, has_setup=has_setup)
     else:
         checked = check_task(config.task, source, has_setup=has_setup)
+    told = set() if told is None else told
     for line in (*plan.notes, *checked.warnings):
-        log.warning("%s", line)
+        if line not in told:
+            told.add(line)
+            log.warning("%s", line)
     return checked.files
 
 

@@ -124,7 +124,8 @@ def first_before_the_rest(planned: Mapping[str, tuple[Point, LaunchPlan]]) -> di
 def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -> list[Path]:
     """As `check` of each plan; what they have in common is looked at once."""
     needed: dict[Path, None] = {}
-    seen = set()
+    seen: set[str] = set()
+    told: set[str] = set()
     for point, plan in planned.values():
         with point.loaded.places.locating_errors():
             check_values(plan)
@@ -132,16 +133,20 @@ def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -
             kind = _kind(plan)
             if kind not in seen:
                 seen.add(kind)
-                needed |= dict.fromkeys(check(plan, source))
+                needed |= dict.fromkeys(check(plan, source, told))
                 refuse_impossible(plan)
     return list(needed)
 
 
 def _kind(plan: LaunchPlan) -> str:
-    """What decides which code a plan runs, and in which job array."""
+    """What decides which code a plan runs."""
+    return json.dumps([plan.config.task, plan.config.command, _array_kind(plan)])
+
+
+def _array_kind(plan: LaunchPlan) -> str:
+    """What decides in which job array a plan's run is: all that is in a batch script, not what a task of it runs."""
     parameters = {key: value for key, value in plan.parameters.items() if key != "job_name"}
-    config = plan.config
-    return json.dumps([config.task, config.command, config.after, parameters], sort_keys=True, default=str)
+    return json.dumps([bool(plan.config.command), plan.config.after, parameters], sort_keys=True, default=str)
 
 
 def submit_sweep(
@@ -331,6 +336,6 @@ def _chunks(planned: Sequence[tuple[Point, LaunchPlan]]) -> Iterator[list[tuple[
     most = slurm.max_array_size()
     kinds: dict[str, list[tuple[Point, LaunchPlan]]] = {}
     for point, plan in planned:
-        kinds.setdefault(_kind(plan), []).append((point, plan))
+        kinds.setdefault(_array_kind(plan), []).append((point, plan))
     for same in kinds.values():
         yield from (same[first : first + most] for first in range(0, len(same), most))

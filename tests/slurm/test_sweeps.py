@@ -258,3 +258,14 @@ def test_tasks_that_somebody_cancels_with_scancel_are_cancelled(project: Project
     assert in_process.jobkit(project, "list", "toy*").stdout.count("probably cancelled") == 4
     assert "4 runs (4 continued)" in sweep(project, *HELD, "--sweep", "seed=0,1,2,3").stdout
     slurm.command("scancel", status(runs[0])["job_id"].partition("_")[0])
+
+
+def test_runs_of_a_command_whose_words_differ_are_one_array(project: Project, slurm: Cluster) -> None:
+    yaml = "name: words\ncommand: [echo, 'number ${params.n}']\nparams: {n: 0}\nclusters: {slurm: {partition: low}}\n"
+    (project.path / "words.yaml").write_text(yaml)
+    done = project.jobkit("submit", "words.yaml", "--sweep", "params.n=1,2,3")
+    assert re.search(r"^job \d+: 3 task\(s\)$", done.stdout, re.MULTILINE), done.stdout
+    for run in project.runs:
+        wait_for("its end", lambda run=run: status(run)["state"] == "finished", run)
+    said = sorted((run / "logs/1/rank_0.out").read_text().strip() for run in project.runs)
+    assert said == ["number 1", "number 2", "number 3"]
