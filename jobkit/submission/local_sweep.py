@@ -107,6 +107,8 @@ class Runner:
                 if self._is_removed() or self._go_on():
                     return
             except OSError as error:  # the sweep's own files cannot be read: it may be over in a moment
+                if self._has_nothing_to_do():
+                    return
                 self._tell(f"{error}; what waits goes on when that is over")
             time.sleep(LOOK_SECONDS)
 

@@ -26,6 +26,7 @@ from jobkit.checkpoint.store import Store
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 from jobkit.log import configure, log
+from jobkit.run import sweeps
 from jobkit.run.config import Config
 from jobkit.run.disk_errors import disk_errno
 from jobkit.run.journal import Journal
@@ -304,6 +305,7 @@ def test_what_waits_in_a_local_sweep_waits_for_a_full_disk(tmp_path: Path, disk:
     small.empty()
     for run in project.runs:
         wait_for("its end", lambda run=run: status(run)["state"] == "finished", run, seconds=120)
+    wait_for("the end of the process that waited", lambda: not sweeps.has_runner(small.path, "quick/s1"))
 
 
 def test_a_ghost_leaves_without_writing(tmp_path: Path) -> None:
