@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobkit import pipeline, sweep
 from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
@@ -315,52 +315,73 @@ def _begin_of_points(
     from jobkit.submission.chains import with_whole_names
     from jobkit.submission.start_from import Start
 
-    if arguments.start_from is None and any(one.text.startswith("start_from.") for one in points[0]):
+    if arguments.start_from is None and any(one.text.startswith("start_from.") for point in points for one in point):
         return lambda point: _with_start(experiment, arguments, runs_dir, point)
     inherited = _start_all(arguments, experiment, points, runs_dir)
     find = cache(find_run)  # the points may name one run
 
     def begin(point: grid.Point) -> Start:
-        loaded = experiment.config(arguments.overrides, point)
-        return Start(with_whole_names(loaded, arguments.after, runs_dir, find), inherited=inherited)
+        own = inherited[_keys_of(point)]
+        loaded = experiment.config([*own, *arguments.overrides], point)
+        return Start(with_whole_names(loaded, arguments.after, runs_dir, find), inherited=own)
 
     return begin
 
 
 def _start_all(
     arguments: argparse.Namespace, experiment: Experiment, points: Sequence[grid.Point], runs_dir: Path
-) -> tuple[str, ...]:
-    """Let all runs of a sweep start from the one checkpoint that `--from` says; returns what they have as there."""
+) -> dict[frozenset[str], tuple[str, ...]]:
+    """Let all runs of a sweep start from the one checkpoint that `--from` says.
+
+    Returns what they have as there: by the keys that they set themselves, which a table may leave empty.
+    """
     from jobkit.run.given import given_values, keys_of
     from jobkit.run.rundir import RunDir
     from jobkit.submission.start_from import describe
 
-    begun = _with_start(experiment, arguments, runs_dir, points[0])
-    start = begun.loaded.config.start_from
-    if not start.run:
-        return ()
-    if begun.parent is not None:
-        if begun.parent.path.parent != runs_dir:
-            raise InputError(f"--from {arguments.start_from}: for a sweep, a run in {runs_dir}")
-        chosen = {"run": start.run, "step": start.step, "weights_only": str(start.weights_only).lower()}
-        arguments.overrides += [f"start_from.{key}={value}" for key, value in chosen.items()]
-    words = [one.text for one in points[0]]
-    own = given_values(begun.loaded.config, [*arguments.overrides, *words], begun.inherited)
-    if told := describe(begun.loaded.config, RunDir(runs_dir / start.run), own, keys_of(words)):
-        print(f"each {told}", file=sys.stderr)
-    arguments.overrides[:0] = begun.inherited
-    return begun.inherited
+    inherited: dict[frozenset[str], tuple[str, ...]] = {}
+    firsts = {_keys_of(point): point for point in reversed(points)}
+    chosen: dict[str, Any] = {}
+    for keys, point in reversed(firsts.items()):
+        begun = _with_start(experiment, arguments, runs_dir, point)
+        inherited[keys] = begun.inherited
+        if not (start := begun.loaded.config.start_from).run:
+            continue
+        if begun.parent is not None:
+            if begun.parent.path.parent != runs_dir:
+                raise InputError(f"--from {arguments.start_from}: for a sweep, a run in {runs_dir}")
+            arguments.start_from = f"{start.run}@{start.step}"  # for the others, too
+            chosen = {"run": start.run, "step": start.step, "weights_only": str(start.weights_only).lower()}
+        words = [one.text for one in point]
+        own = given_values(begun.loaded.config, [*arguments.overrides, *words], begun.inherited)
+        if told := describe(begun.loaded.config, RunDir(runs_dir / start.run), own, keys_of(words)):
+            which = "each" if len(firsts) == 1 else f"each with {', '.join(sorted(keys))}"
+            print(f"{which} {told}", file=sys.stderr)
+    arguments.overrides += [f"start_from.{key}={value}" for key, value in chosen.items()]
+    return inherited
 
 
-def _continuing(arguments: argparse.Namespace, more: Sequence[str] = (), *, start: Sequence[str] = ()) -> str:
+def _keys_of(point: grid.Point) -> frozenset[str]:
+    from jobkit.run.given import keys_of
+
+    try:
+        return frozenset(keys_of(one.text for one in point))
+    except InputError:  # which its config tells, with the place
+        return frozenset()
+
+
+def _continuing(
+    arguments: argparse.Namespace, more: Sequence[str] = (), *, before: Sequence[str] = (), start: Sequence[str] = ()
+) -> str:
     """The command that continues the run: this one, without what belongs to this submission alone, and masked.
 
-    `more` are further overrides and options, `start` those that say what the run starts from.
+    `more` are further overrides and options, `before` overrides that come first, `start` options that say what the run
+    starts from.
     """
     from jobkit.run import overrides
     from jobkit.run.command_line import this_python
 
-    typed = [*arguments.overrides, *more, *(["--no-sweep"] if arguments.no_sweep else [])]
+    typed = [*before, *arguments.overrides, *more, *(["--no-sweep"] if arguments.no_sweep else [])]
     shown = [overrides.masked(word) if "=" in word else word for word in typed]
     words = [this_python(), "-m", "jobkit.submit", str(arguments.experiment), *shown]
     words += ["--local"] if arguments.local else ["--cluster", arguments.cluster] if arguments.cluster else []

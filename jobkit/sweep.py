@@ -96,7 +96,7 @@ def run(
     points: Sequence[grid.Point],
     cluster: str,
     runs_dir: Path,
-    continuing: Callable[[Sequence[str]], str],
+    continuing: Callable[..., str],
     begin: Callable[[grid.Point], Start],
 ) -> int:
     """Submit a sweep and say what that did; returns the exit code.
@@ -115,10 +115,9 @@ def run(
     wanted = []
     for point in points:
         begun, words = begin(point), [given.text for given in point]
-        typed = [text for text in arguments.overrides if text not in begun.inherited]
-        own = given_values(begun.loaded.config, [*typed, *words], begun.inherited)
-        more = [text for text in begun.inherited if text not in arguments.overrides]
-        wanted.append(submission.Point(begun.loaded, continuing([*more, *words, *no_sweep]), own))
+        own = given_values(begun.loaded.config, [*arguments.overrides, *words], begun.inherited)
+        command = continuing([*words, *no_sweep], before=begun.inherited)
+        wanted.append(submission.Point(begun.loaded, command, own))
     turn = Turn(queues=arguments.queue, priority=arguments.priority)
     planned = submission.plan_sweep(wanted, cluster, runs_dir, turn)
     source = Path.cwd()

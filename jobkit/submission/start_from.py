@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jobkit.run.choose import find_run
 from jobkit.run.config import Config, StartFrom
 from jobkit.run.differences import ABSENT, DECIDES, differences
 from jobkit.run.experiment import LoadedConfig
-from jobkit.run.given import as_typed, values_of, without
+from jobkit.run.given import as_typed, keys_of, values_of, without
 from jobkit.run.identity import name_in
 from jobkit.run.overrides import masked
 from jobkit.run.records import GivenValues
@@ -57,11 +57,16 @@ def with_start(
         parent, problem = RunDir(runs_dir / name), error  # it may be gone: a run that has begun has what it needs
     plain = load([]).config
     if not fresh:
-        for start, keys, other in _begun(plain.name, runs_dir):
+        own = set(keys_of(typed))
+        for one in _begun(plain.name, runs_dir):
+            start = one.start
             if (start.run, start.weights_only) != (parent.name, weights_only) or step not in (None, start.step):
                 continue
+            if not one.typed <= own:  # of a key that is not typed now the first run's value holds, not that one's
+                continue
             with contextlib.suppress(InputError):  # that one was typed in another way
-                found = _with_values(load, plain, parent, start, without(typed, values_of(other.config(), keys)))
+                values = without(typed, values_of(one.run.config(), one.inherited))
+                found = _with_values(load, plain, parent, start, values)
                 if _copies(RunDir(runs_dir / name_in(runs_dir, found.loaded.config))).has(start.step):
                     return found
     if problem is not None:
@@ -88,18 +93,33 @@ def _with_values(load: Load, plain: Config, parent: RunDir, start: StartFrom, va
     return Start(dataclasses.replace(loaded, config=_as(loaded.config, start)), parent, tuple(texts))
 
 
-def _begun(name: str, runs_dir: Path) -> list[tuple[StartFrom, tuple[str, ...], RunDir]]:
-    """Of the runs with a name in their config that have started from others: from what, the keys that they have from
-    there, and one that has; those of the highest steps first."""
-    found: dict[tuple[StartFrom, tuple[str, ...]], RunDir] = {}
+@dataclass(frozen=True)
+class _Begun:
+    """How a run has started from another."""
+
+    start: StartFrom
+    inherited: tuple[str, ...]
+    """The keys that it has from there."""
+    typed: frozenset[str]
+    """Those that it was given itself; none where an earlier jobkit has made it."""
+    run: RunDir = field(compare=False)
+
+
+def _begun(name: str, runs_dir: Path) -> list[_Begun]:
+    """The runs with a name in their config that have started from others, one of those that have done so in the same
+    way; those of the highest steps first."""
+    found: dict[_Begun, _Begun] = {}
     for folder in runs_dir.glob(f"{name}-*/start_from"):
         run = RunDir(folder.parent)
         with contextlib.suppress(InputError, OSError, TypeError):  # what is there may be damaged
             status = run.status()
             start = StartFrom(**status.start_from) if status.start_from else run.config().start_from
-            keys = records.of(GivenValues, status.given).inherited if status.given else []
-            found.setdefault((start, tuple(keys)), run)
-    return sorted(((*key, run) for key, run in found.items()), key=lambda one: -one[0].step)
+            given = records.of(GivenValues, status.given) if status.given else GivenValues()
+            own = given.values.keys() - set(given.inherited)
+            typed = frozenset(key for key in own if not key.startswith("start_from."))
+            one = _Begun(start, tuple(given.inherited), typed, run)
+            found.setdefault(one, one)
+    return sorted(found.values(), key=lambda one: -one.start.step)
 
 
 def check(config: Config, run: RunDir, parent: RunDir | None) -> None:

@@ -238,6 +238,21 @@ def test_what_the_other_run_was_given_holds_for_its_forks_too(project: Project) 
     lines = jobkit(project, "submit", "toy.yaml", "--local", "--dry-run", *sweep).stdout.splitlines()
     assert ["params.lr=0.3 seed=2" in line for line in lines] == [False, True, False]
 
+    # A table may leave out what another line of it says: there each run has what the first one was given.
+    (project.path / "points.csv").write_text("params.lr,seed,params.steps\n0.1,,9\n,5,9\n")
+    table = ("--from", f"{parent.name}@5", "--sweep-file", "points.csv")
+    done = jobkit(project, "submit", "toy.yaml", "--local", "--dry-run", *table)
+    found = [("params.lr=0.3" in line, "seed=2" in line) for line in done.stdout.splitlines()[:2]]
+    assert found == [(False, True), (True, False)]
+
+    # A run that was given a value of its own is none that this command means, though the YAML has that value.
+    said = project.submit("--local", *words, "seed=1").stderr
+    text = (project.path / "toy.yaml").read_text()
+    (project.path / "toy.yaml").write_text(f"{text}seed: 1\n")
+    assert config_of(project, *words)[0] == fork.name != run_named(project, said).name
+    assert config_of(project, *words, "seed=1")[0] == run_named(project, said).name
+    (project.path / "toy.yaml").write_text(text)
+
     # What was typed, what was recorded and the YAML's way mean this run, whatever has become of the first one.
     typed = shlex.split(status(fork)["command"])[4:]
     assert "params.lr=0.3" in typed and "seed=2" in typed
