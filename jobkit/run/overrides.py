@@ -107,8 +107,13 @@ def of_option(
 
 
 def masked(text: str) -> str:
-    """An override as others may see it."""
-    return secrets.masked_override(text, parse(text).value)
+    """An override, or an axis of a sweep (`params.widths=[8],[16]`), as others may see it."""
+    key, _, typed = text.partition("=")
+    try:
+        value = parse(text).value
+    except InputError:  # an axis, whose values are YAML one by one
+        value = parse(f"{key}=[{typed}]").value
+    return secrets.masked_override(text, value)
 
 
 def check(override: Override, values: Mapping[str, Any], sections: Mapping[str, Sequence[str]]) -> None:

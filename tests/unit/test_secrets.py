@@ -108,6 +108,9 @@ def test_what_is_masked(value: Any, shown: Any) -> None:
         ("command=[python, train.py, --token=abc]", f"command={MASK}"),
         ("params.lr=1e-3", "params.lr=1e-3"),
         ("params.key=3", "params.key=3"),
+        ("params.widths=[8],[16,8]", "params.widths=[8],[16,8]"),  # an axis of a sweep
+        ("params.tag='a','b'", "params.tag='a','b'"),
+        ("params.at={hf_token: abc},{hf_token: abd}", f"params.at={MASK}"),
     ],
 )
 def test_an_override_is_masked_by_its_key_and_by_what_is_in_it(typed: str, shown: str) -> None:
