@@ -9,6 +9,7 @@ from jobkit.cli.arguments import add_selection, chosen_runs, confirm
 from jobkit.cli.several import add_json, print_json, worst
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
 from jobkit.run.command_line import to_type
+from jobkit.run.continuation import how_to_continue
 from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import NOTHING_KEPT, is_silent
@@ -85,7 +86,10 @@ def told(run: RunDir, status: Status | None) -> tuple[int, list[str]]:
         code = EXIT_FAILED if status.state.is_under_way else EXIT_FINISHED
         return code, [f"{run.name} is still {status.state}: it was asked to stop; {to_type('status', run.name)}"]
     if is_silent(run, status):
-        return EXIT_FINISHED, [f"{run.name} cancelled; {NOTHING_KEPT}", f"to start it again: {status.how_to_continue}"]
+        return EXIT_FINISHED, [
+            f"{run.name} cancelled; {NOTHING_KEPT}",
+            f"to start it again: {how_to_continue(run, status)}",
+        ]
     safe = (
         f"checkpoint of step {status.checkpoint} is safe" if status.checkpoint is not None else "it had no checkpoint"
     )
@@ -94,5 +98,5 @@ def told(run: RunDir, status: Status | None) -> tuple[int, list[str]]:
         safe += f", the {lost} step(s) since are repeated when it goes on"
     return EXIT_FINISHED, [
         f"{run.name} cancelled at step {reached}; {safe}",
-        f"to continue it: {status.how_to_continue}",
+        f"to continue it: {how_to_continue(run, status)}",
     ]

@@ -13,6 +13,7 @@ from jobkit.cli.several import each, worst
 from jobkit.errors import InputError
 from jobkit.run import secrets
 from jobkit.run.command_line import to_type
+from jobkit.run.continuation import how_to_continue
 from jobkit.run.experiment import LoadedConfig
 from jobkit.run.identity import name_in
 from jobkit.run.places import Places
@@ -69,7 +70,7 @@ def resume(
     if status.submissions and not status.command:
         raise InputError(
             f"{found.name} was not started by jobkit.submit, but by a script or a launcher; the same command continues "
-            f"it: {status.how_to_continue}"
+            f"it: {how_to_continue(found, status)}"
         )
     name = name_in(found.path.parent, config)
     newest = next(reversed([*versions(found.path.parent, name)]), None)

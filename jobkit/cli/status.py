@@ -14,6 +14,7 @@ from jobkit.cli.json_text import json_text
 from jobkit.errors import EXIT_FINISHED, SchedulerError
 from jobkit.run.accounting import Account, Restart
 from jobkit.run.config import StartFrom
+from jobkit.run.continuation import how_to_continue
 from jobkit.run.dependencies import verdict
 from jobkit.run.duration import format_seconds
 from jobkit.run.records import Failure
@@ -135,7 +136,7 @@ def describe(run: RunDir, status: Status, *, is_ending: bool = False) -> list[st
             f"job {status.job_id} is ending: in some seconds it is in the queue again, or here is what to type"
         )
     elif status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
-        lines.append(f"to {'start it again' if silent else 'continue it'}: {status.how_to_continue}")
+        lines.append(f"to {'start it again' if silent else 'continue it'}: {how_to_continue(run, status)}")
     return lines
 
 

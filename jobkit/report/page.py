@@ -30,6 +30,7 @@ from jobkit.report.timeline import duration
 from jobkit.run.accounting import Account
 from jobkit.run.command_line import to_type
 from jobkit.run.config import Config
+from jobkit.run.continuation import how_to_continue
 from jobkit.run.events import Event
 from jobkit.run.files import is_there
 from jobkit.run.journal import Entry
@@ -188,7 +189,7 @@ def to_type_next(run: RunDir, status: Status) -> list[tuple[str, str]]:
     name = run.name
     found: list[tuple[str, str]] = []
     if status.state in (State.INTERRUPTED, State.FAILED, State.CANCELLED):
-        found.append((status.how_to_continue, "continues it"))
+        found.append((how_to_continue(run, status), "continues it"))
     if status.state.is_under_way:
         found.append((to_type("logs", "-f", name), "shows its output as it comes"))
         found.append((to_type("cancel", name), "stops it, with a checkpoint"))

@@ -226,21 +226,6 @@ class Status:
         return self.job_id, self.submissions, len(self.attempts)
 
     @property
-    def how_to_continue(self) -> str:
-        if self.resume:
-            return self.resume
-        command = self.command or self.typed
-        if not command:
-            return "the same command"
-        by = "" if self.command or self.launcher == "python" else self._launched_by
-        return f"{command}{by}   (in {self.cwd})"
-
-    @property
-    def _launched_by(self) -> str:
-        known = self.launcher in ("torchrun", "mpirun", "srun")
-        return f" under {self.launcher if known else 'its launcher'}, as before"
-
-    @property
     def cancel_seconds_left(self) -> float:
         """Of what the ranks of a run that is being cancelled may take to save."""
         seconds = self.cancel_grace or 0.0  # at most, though another host's clock may be off

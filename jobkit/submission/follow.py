@@ -10,6 +10,7 @@ import time
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, SchedulerError
 from jobkit.run.command_line import to_type
+from jobkit.run.continuation import how_to_continue
 from jobkit.run.dependencies import verdict
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import how_it_continues, is_silent, stopping
@@ -57,7 +58,7 @@ class Follower:
         if not self.run.exists():
             say(f"{self.run.path} was removed, or moved: the run has ended")
             return EXIT_FAILED
-        safe = f"{how_it_continues(self.run, status)}:\n  {status.how_to_continue}"
+        safe = f"{how_it_continues(self.run, status)}:\n  {how_to_continue(self.run, status)}"
         if status.state == State.FINISHED:
             say(f"finished{status.at_steps}: {status.result if status.result is not None else ''}".rstrip(": "))
             say(f"run directory: {self.run.path}")

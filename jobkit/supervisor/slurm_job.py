@@ -21,6 +21,7 @@ from typing import TypeVar
 from jobkit import slurm
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
+from jobkit.run.continuation import how_to_continue
 from jobkit.run.disk_errors import FULL
 from jobkit.run.events import Event
 from jobkit.run.records import StopRequest
@@ -201,12 +202,12 @@ class SlurmJob:
 
     def _stop_for_disk(self, error: OSError) -> int:
         """End the job: another start of it would wait for the same person."""
-        how_to_continue = "the same command"
+        command = "the same command"
         with contextlib.suppress(OSError):
-            how_to_continue = self.run.status().how_to_continue
+            command = how_to_continue(self.run, self.run.status())
         words = f"cannot write to the run directory: {error}; make room, or mend the permissions, and type: "
-        log.warning("%s: %s%s", self.run.name, words, how_to_continue)
-        self._try_record(Event.REQUEUE_FAILED, job_id=self.id, error=f"{words}{how_to_continue}")
+        log.warning("%s: %s%s", self.run.name, words, command)
+        self._try_record(Event.REQUEUE_FAILED, job_id=self.id, error=f"{words}{command}")
         return EXIT_RESUMABLE
 
     def keeps_nodes(self, record: slurm.JobInfo | None) -> bool:
