@@ -65,6 +65,8 @@ class JobInfo:
     """ExcNodeList, as Slurm writes it."""
     script: str = ""
     """The batch script that it was submitted with."""
+    dependency: str = ""
+    """What it waits for still, in sbatch's words; known of a job in a list of jobs."""
 
     @property
     def limit(self) -> float | None:

@@ -64,12 +64,14 @@ def _clock_offset(set_to: int) -> float:
 def jobs_of(users: Collection[str], timeout: float = ANSWER_SECONDS) -> list[JobInfo]:
     """All jobs of some users that Slurm has not forgotten, in one question: less of each than show_job says."""
     options = [*EVEN_HIDDEN, "--array", "--noheader", "--states=all", f"--user={','.join(users)}"]
-    options += ["--format=%i|%T|%r|%S|%e|%N|%o"]
+    options += ["--format=%i|%T|%r|%S|%e|%N|%E|%o"]
     rows = command("squeue", *options, timeout=timeout).splitlines()
-    return [_listed_job(*row.split("|", 6)) for row in rows if row.count("|") >= 6]
+    return [_listed_job(*row.split("|", 7)) for row in rows if row.count("|") >= 7]
 
 
-def _listed_job(job_id: str, state: str, reason: str, start: str, end: str, nodes: str, script: str) -> JobInfo:
+def _listed_job(
+    job_id: str, state: str, reason: str, start: str, end: str, nodes: str, dependency: str, script: str
+) -> JobInfo:
     return JobInfo(
         job_id=job_id,
         state=state,
@@ -81,6 +83,7 @@ def _listed_job(job_id: str, state: str, reason: str, start: str, end: str, node
         restarts=0,
         nodes=nodes,
         script=value_of(script),
+        dependency=re.sub(r"_\*|\(\w+\)", "", value_of(dependency)),
     )
 
 

@@ -17,6 +17,7 @@ from jobkit.run.events import Event
 from jobkit.run.experiment import LoadedConfig
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
+from jobkit.submission.options import with_dependency
 from jobkit.submission.plan import LaunchPlan
 from jobkit.supervisor.dependents import dependency_of
 
@@ -85,12 +86,10 @@ def prepared(plan: LaunchPlan) -> LaunchPlan:
             note_dependent(other, run)
     if plan.scheduler != "slurm" or not found.unfinished:
         return plan
-    own = plan.parameters.get("additional_parameters", {})
     follows = found.are_under_way and dependency_of(found)
     if not follows:
-        return dataclasses.replace(plan, is_held="hold" not in own)
-    more = {"dependency": ",".join(filter(None, (own.get("dependency"), follows)))}
-    return dataclasses.replace(plan, parameters={**plan.parameters, "additional_parameters": {**own, **more}})
+        return dataclasses.replace(plan, is_held="hold" not in plan.parameters.get("additional_parameters", {}))
+    return dataclasses.replace(plan, parameters=with_dependency(plan.parameters, follows))
 
 
 def cancel_dependents(

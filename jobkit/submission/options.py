@@ -104,6 +104,13 @@ def split(cluster: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     return resources, parameters
 
 
+def with_dependency(parameters: Mapping[str, Any], more: str) -> dict[str, Any]:
+    """Submitit's parameters of a job that waits for more than the user's own entry says, in sbatch's words."""
+    additional = dict(parameters.get("additional_parameters", {}))
+    both = (parameters.get("dependency"), additional.pop("dependency", None), more)
+    return {**parameters, "additional_parameters": additional, "dependency": ",".join(str(one) for one in both if one)}
+
+
 def _texts(key: str, value: Any, full_key: str) -> list[str]:
     if isinstance(value, str):
         texts = shlex.split(value) if key == "srun_args" else [value]

@@ -22,6 +22,7 @@ from jobkit.log import log
 from jobkit.run import secrets
 from jobkit.run.files import FOR_ALL, FOR_OWNER, replace_link, write_atomic
 from jobkit.run.rundir import RunDir
+from jobkit.submission.options import with_dependency
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import hand_over, take_back
 from jobkit.supervisor.slurm_job import BLIND_RESTARTS, EXIT_DECIDED, EXIT_START_AGAIN
@@ -84,9 +85,7 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         if batch.array is not None:
             parameters |= {"array_parallelism": batch.max_running or len(batch.plans), "job_name": batch.name}
         if batch.after:
-            own = parameters["additional_parameters"]
-            after = ",".join(filter(None, (own.get("dependency"), f"afterany:{':'.join(batch.after)}")))
-            parameters |= {"additional_parameters": {**own, "dependency": after}}
+            parameters = with_dependency(parameters, f"afterany:{':'.join(batch.after)}")
         self.update_parameters(**parameters)
 
     @classmethod

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jobkit import slurm
 from jobkit.errors import JobkitError, SchedulerError
 from jobkit.log import log
-from jobkit.run.dependencies import Verdict, dependents, verdict
+from jobkit.run.dependencies import Verdict, dependents, runs_before, verdict
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 
@@ -75,13 +75,25 @@ def _tell(waiting: Sequence[_Waiting]) -> None:
     told = [one for one in waiting if one.job_id in jobs and jobs[one.job_id].runs(one.run.batch_script)]
     by_dependency: dict[str, list[str]] = {}
     for one in told:
-        by_dependency.setdefault(one.dependency, []).append(one.job_id)
+        words = ",".join(filter(None, (one.dependency, *_beside(one, jobs[one.job_id].dependency))))
+        by_dependency.setdefault(words, []).append(one.job_id)
     done = {job for words, ids in by_dependency.items() for job in depend(ids, words)}
     told = [one for one in told if one.job_id in done]
     # Only now: they would start.
     held = [one.job_id for one in told if one.status.held_for_others and jobs[one.job_id].reason in HELD_BY_US]
     _for_all(held, lambda ids: ["release", ids])
     start_now([one.job_id for one in told if one.status.waiting])
+
+
+def _beside(one: _Waiting, dependency: str) -> Iterator[str]:
+    """What a job waits for besides the runs that its own comes after: what its user wrote, and a sweep's limit."""
+    before = [run.status() for run in runs_before(one.run, one.status.after)]
+    known = {job for status in before for job in (status.job_id, *(attempt.job_id for attempt in status.attempts))}
+    for part in filter(None, dependency.split(",")):
+        kind, *jobs = part.split(":")
+        left = [job for job in jobs if kind != "afterany" or job not in known]
+        if left or not jobs:
+            yield ":".join([kind, *left])
 
 
 def _user() -> str:

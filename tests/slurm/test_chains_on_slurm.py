@@ -68,6 +68,19 @@ def test_a_job_waits_for_the_run_whatever_becomes_of_the_jobs_of_that_run(projec
     assert len(status(second)["attempts"]) == 1, describe(second)
 
 
+def test_what_a_job_waits_for_besides_stays(project: Project, slurm: Cluster) -> None:
+    other = slurm.command("sbatch", "--parsable", "--hold", "--array=1-2", "--wrap=true", "--output=/dev/null").strip()
+    first = submit(project, "a")
+    second = submit(project, "b", "--after", "a", f"clusters.slurm.dependency=afterany:{other}")
+    assert job(slurm, second).count("afterany") == 2
+    end(project, first, "a")
+    wait_for("that it is told", lambda: status(first)["job_id"] not in job(slurm, second).split()[-1], second)
+    assert job(slurm, second).endswith(f" afterany:{other}_*(unfulfilled)")
+    (project.path / "b").write_text("0")
+    slurm.command("scancel", other)
+    wait_for("its end", lambda: status(second)["state"] == "finished", second)
+
+
 def test_what_waits_for_a_cancelled_run_is_told(project: Project, slurm: Cluster) -> None:
     first, other = submit(project, "a"), submit(project, "x")
     runs = [submit(project, "b", "--after", "a"), submit(project, "c", "--after", "b")]
