@@ -169,6 +169,8 @@ def _report(outcome: SweepOutcome, arguments: argparse.Namespace) -> None:
         print(json.dumps(outcome.as_dict()), flush=True)
     else:
         print("\n".join(_lines(outcome, arguments.max_running)), flush=True)
+    if outcome.with_other_code:
+        _tell_other_code(outcome)
     if outcome.former:
         _tell_former(outcome.former, outcome, prune=arguments.prune)
     if not arguments.json:
@@ -190,6 +192,20 @@ def _lines(outcome: SweepOutcome, max_running: int | None) -> Iterator[str]:
         yield f"{what}{limit}{after}"
     if outcome.limited:
         yield f"job {', '.join(outcome.limited)}: at most {outcome.limit} at once from now on; what trains goes on"
+
+
+def _tell_other_code(outcome: SweepOutcome) -> None:
+    """Say which runs do not have the code as it is now."""
+    from jobkit.run.status import State
+
+    kept = ", ".join(f"{count} {state}" for state, count in outcome.with_other_code.items())
+    is_under_way = any(state != State.FINISHED for state in outcome.with_other_code)
+    again = f"; to apply it to what is under way: {to_type('cancel', outcome.sweep)}, then the same command"
+    print(
+        f"the code changed since: {', '.join(outcome.code_changes[:8])}; {kept} keep that of their submission"
+        f"{again if is_under_way else ''}",
+        file=sys.stderr,
+    )
 
 
 def _tell_former(former: Sequence[RunDir], outcome: SweepOutcome, *, prune: bool) -> None:

@@ -53,6 +53,7 @@ _FROM_STATUS = (
     "values",
     "submitting",
     "submissions",
+    "code",
 )
 
 

@@ -10,6 +10,7 @@ import json
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ class SweepOutcome:
     """Ids of the job arrays that were there and have got another limit of runs at once."""
     limit: int | None = None
     """How many runs of the sweep may train at once on Slurm: more than was asked for where it has more arrays."""
+    code_changes: list[str] = field(default_factory=list)
+    """How the code differs from that of runs that keep it, in lines of snapshot.changes."""
+    with_other_code: Counter[str] = field(default_factory=Counter)
+    """How many of those there are in each state."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -184,7 +189,8 @@ def submit_sweep(
         sweep.write(
             SweepRecord(key=key, runs=names, former=former, max_running=max_running, command=command, cwd=str(source))
         )
-        outcome = SweepOutcome(sweep.name, runs, _states([*runs, *(RunDir(runs_dir / one) for one in former)]))
+        outcome = SweepOutcome(sweep.name, runs)
+        codes = _look(outcome, [*runs, *(RunDir(runs_dir / one) for one in former)])
         others = sweeps.wanted_by_others(sweep)
         for run in (RunDir(runs_dir / one) for one in former if outcome.states.get(one) in _UNDER_WAY):
             # Whoever has submitted it since, by itself or with another sweep, wants it.
@@ -196,6 +202,7 @@ def submit_sweep(
         if starting:
             total = len(starting)
             _Submission(sweep, outcome, source, lock, max_running, total, on_prepared, notify).start(starting, needed)
+        _compare_code(outcome, codes, read_code(source, runs_dir, needed, tells=False) if codes else {})
         for run in runs if notify is not None else ():
             if outcome.states.get(run.name) in _UNDER_WAY:  # it looks for the command when it has ended
                 notifier.keep(run, notify or "")
@@ -217,14 +224,30 @@ _UNDER_WAY = {State.QUEUED.value, State.HELD.value, State.RUNNING.value}
 _STAYS = {*_UNDER_WAY, State.FINISHED.value}
 
 
-def _states(runs: Sequence[RunDir]) -> dict[str, str]:
-    """How the runs stand that there are, by their names, with one question to Slurm for all.
+def _look(outcome: SweepOutcome, runs: Sequence[RunDir]) -> dict[str, str]:
+    """Write down how the runs stand that there are, with one question to Slurm for all; returns the codes that those
+    have that stay as they are, by their names.
 
     Not those whose submission was cut off: nobody else submits a sweep now, which is how such a one looks from outside.
     """
     found = look_at([one for run in runs if (one := run_at(run.path)) is not None])
     whole = [one for one in found if one.facts["submissions"] and not one.facts["submitting"]]
-    return {one.run: str(one.value("state")) for one in whole}
+    outcome.states |= {one.run: str(one.value("state")) for one in whole}
+    wanted = {run.name for run in outcome.runs}
+    return {one.run: one.facts["code"] for one in whole if one.run in wanted and outcome.states[one.run] in _STAYS}
+
+
+def _compare_code(outcome: SweepOutcome, codes: Mapping[str, str], files: Mapping[str, str]) -> None:
+    """Find which runs, by the names of their snapshots in `codes`, have another code than these files."""
+    changed: dict[str, list[str]] = {}
+    for run in outcome.runs:
+        code = codes.get(run.name)
+        if code and code not in changed:
+            with suppress(InputError):  # the snapshot is gone: nobody can tell
+                changed[code] = snapshot.changes(run.code, code, files)
+        if code and changed.get(code):
+            outcome.with_other_code[outcome.states[run.name]] += 1
+    outcome.code_changes = list(dict.fromkeys(line for lines in changed.values() for line in lines))
 
 
 @dataclass
