@@ -75,7 +75,11 @@ def with_start(
     start = StartFrom(run=parent.name, step=step, weights_only=weights_only)
     before = given_to(parent)
     values = values_of(parent.config(), before.values) if before else {}
-    return _with_values(load, plain, parent, start, without(typed, values))
+    begun = _with_values(load, plain, parent, start, without(typed, values))
+    if added := [text for text in begun.inherited if text.startswith("+")]:
+        text = "%s was given %s, which the YAML does not have: added; where it has another name now, set that"
+        log.warning(text, parent.name, _shown(added))
+    return begun
 
 
 def given_to(run: RunDir) -> GivenValues | None:

@@ -219,6 +219,7 @@ def test_what_the_other_run_was_given_holds_for_its_forks_too(project: Project) 
     fork = run_named(project, said)
     there = "as there: params.lr=0.3 seed=2 'params.opt.token=***'"
     assert f"{there}; params.steps 6 -> 8, params.wd - -> 1" in said
+    assert f"{parent.name} was given 'params.opt.token=***', which the YAML does not have: added; " in said
     config = read_resolved(fork / "config.yaml")
     assert (config.seed, config.params) == (2, {"steps": 8, "lr": 0.3, "samples": 40, "wd": 1, "opt": {"token": "abc"}})
     assert status(fork)["given"]["inherited"] == list(given)
@@ -230,7 +231,7 @@ def test_what_the_other_run_was_given_holds_for_its_forks_too(project: Project) 
     done = jobkit(
         project, "submit", "toy.yaml", "--local", "--dry-run", *words, "--sweep", "params.lr=0.1,0.3", "seed=5"
     )
-    assert done.stderr.startswith(f"each starts from step 5 of {parent.name} (model, optimizer, loader); as there: ")
+    assert f"\neach starts from step 5 of {parent.name} (model, optimizer, loader); as there: " in done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and all("token=***" in line and "seed=2" not in line for line in lines[:2])
 
