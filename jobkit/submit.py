@@ -488,10 +488,10 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
 
 def _standing(run: RunDir, *, is_local: bool) -> str:
     """What the run waits for that jobkit itself knows: other runs, or its place in the line of this machine."""
-    from jobkit.run.dependencies import verdict
+    from jobkit.submission.observer import runs_before_now
     from jobkit.supervisor.line import Line
 
-    before = verdict(run, run.config().after)
+    before = runs_before_now(run, run.config().after)
     if before.unfinished:
         return f"after {before.text}"
     found = Line().find(run.path, os.getuid()) if is_local else None

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="start again, in the old order, what waited until its process was killed"
     )
     parser.add_argument(
-        "--json", action="store_true", help="for programs: {waiting: [...], sweeps: [...], waited: [...]}"
+        "--json",
+        action="store_true",
+        help="for programs: {waiting: [...], sweeps: [...], waited: [...], broken_off: [...]}",
     )
     add_runs_dir(parser)
 
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     for row in runs.as_dict()["sweeps"]:
         limit = f", at most {row['max_running']} at once" if row["max_running"] else ""
         print(f"     sweep {row['sweep']}: {row['waiting']} run(s) wait for their turn{limit}")
+    runs.tell_broken_off()
     if runs.lost:
         print("their processes are gone, as after a reboot, so they wait no more:")
         for what in runs.lost_lines():
@@ -67,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _resume(runs: _Waiting) -> int:
     """Let what waits no more wait again; of a sweep one process does so for all."""
+    runs.tell_broken_off()
     if not runs.lost:
         print(f"nothing in {runs.runs_dir} has lost its place in a line")
         return EXIT_FINISHED
@@ -95,16 +99,22 @@ class _Waiting:
         """How many wait in each sweep whose process lives."""
         self.lost: list[tuple[RunDir, Status]] = []
         """The longest wait first; of a sweep's runs also where that process is gone."""
+        self.broken_off: list[str] = []
+        """The names of those that ran when their process ended."""
         for one in all_runs(runs):
             recorded = one.recorded_status()
-            may_wait = recorded is None or recorded.get("waiting") or (recorded["state"] == "queued")
-            if may_wait:
+            may_count = recorded is None or recorded.get("waiting") or recorded["state"] in ("queued", "running")
+            if may_count:
                 with contextlib.suppress(OSError):  # another user's
                     self._add(one.open())
         self.lost.sort(key=lambda one: one[1].queued or 0.0)
 
     def _add(self, run: RunDir) -> None:
         status = run.status()
+        if status.scheduler == "local" and status.state == State.RUNNING:
+            if observe(run).probably:
+                self.broken_off.append(run.name)
+            return
         if status.scheduler != "local" or not (status.waiting or status.waits_in_sweep):
             return
         sweep = status.sweep if status.waits_in_sweep else ""
@@ -113,6 +123,12 @@ class _Waiting:
             self.lost.append((run, status))
         elif sweep and status.state == State.QUEUED:
             self.in_sweeps[sweep] = self.in_sweeps.get(sweep, 0) + 1
+
+    def tell_broken_off(self) -> None:
+        """Say which runs do not go on with those that waited: nobody knows whether they should."""
+        if self.broken_off:
+            print(f"ran when their processes ended, and wait for nothing: {', '.join(self.broken_off)}")
+            print(f"to continue: {to_type('resume', *self.broken_off)}", file=sys.stderr)
 
     def lost_lines(self) -> list[str]:
         """Each run with what it waits for; of a sweep how many."""
@@ -131,6 +147,7 @@ class _Waiting:
                 for name, count in self.in_sweeps.items()
             ],
             "waited": lost,
+            "broken_off": self.broken_off,
         }
 
 

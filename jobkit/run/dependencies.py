@@ -23,7 +23,8 @@ class Verdict:
     @property
     def text(self) -> str:
         """As in `digits-11f5f19c (running)`."""
-        return ", ".join(f"{run.name} ({status.state})" for run, status in self.unfinished)
+        states = [f"probably {status.probably}" if status.probably else status.state for _, status in self.unfinished]
+        return ", ".join(f"{run.name} ({state})" for (run, _), state in zip(self.unfinished, states, strict=True))
 
     @property
     def are_under_way(self) -> bool:

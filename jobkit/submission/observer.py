@@ -10,11 +10,12 @@ import os
 import pwd
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jobkit import slurm
 from jobkit.run import sweeps
-from jobkit.run.dependencies import verdict
+from jobkit.run.dependencies import Verdict, verdict
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status, apply
@@ -96,10 +97,17 @@ def _with_turn(run: RunDir, status: Status, line: Line | None) -> Status:
     """The status of a local run, with its place in the line where it waits for its turn."""
     if status.state == State.QUEUED and (status.waiting or status.waits_in_sweep):
         found = (line or Line()).find(run.path, _owner_of_run(run))
-        before = verdict(run, status.after).text
+        before = runs_before_now(run, status.after).text
         turn = status.waiting or f"its turn in sweep {status.sweep}"
         status.waits_for = before or (turn if found is None else f"{found.text}, {found.ordinal} in line")
     return status
+
+
+def runs_before_now(run: RunDir, after: Sequence[str]) -> Verdict:
+    """As `verdict`; a local run whose process is gone, which its journal cannot say, is not called running."""
+    found = verdict(run, after)
+    seen = [(one, status if status.scheduler == "slurm" else observe(one)) for one, status in found.unfinished]
+    return replace(found, unfinished=tuple(seen))
 
 
 def may_be_requeued(status: Status) -> bool:

@@ -367,6 +367,8 @@ def test_what_waited_before_a_reboot_is_listed_and_waits_again_in_the_old_order_
     said = jobkit(project, "queue")
     assert said.stdout.splitlines()[-2:] == [f"     {second.name}: 1 GPU", f"     {third.name}: 1 GPU"]
     assert "jobkit queue --resume" in said.stderr
+    assert f"ran when their processes ended, and wait for nothing: {first.name}\n" in said.stdout
+    assert f"jobkit resume {first.name}\n" in said.stderr
     assert "probably lost" in jobkit(project, "list").stdout
     blocked = submit(project, "d")
     project.jobkit("queue", "--resume")
