@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.errors import EXIT_FINISHED, InputError, nearest
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, nearest
 
 if TYPE_CHECKING:
     import subprocess
@@ -61,6 +62,7 @@ def run(
     """
     from jobkit.run.given import given_values
     from jobkit.submission.plan import Turn, make_plan
+    from jobkit.submission.signals import hand_over, is_told_to_stop, signals_of_a_submission
     from jobkit.submission.submit import check, choose_run
 
     stages = _loaded(arguments, experiment, runs_dir)
@@ -77,29 +79,42 @@ def run(
     if arguments.dry_run:
         return EXIT_FINISHED
     started: list[tuple[RunDir, subprocess.Popen[bytes]]] = []
-    for name in wanted:
-        print(f"stage {name}:", file=sys.stderr)
-        code = start(
-            stages[name],
-            cluster,
-            runs_dir,
-            command=continuing(["--stage", name]),
-            fresh=arguments.fresh,
-            given=given_values(stages[name].config, _overrides_of(name, arguments.overrides, stages)),
-            detach=True,
-            follow=False,
-            turn=turn,
-            notify=arguments.notify,
-            as_json=arguments.json,
-            started=started,
-        )
-        if code != EXIT_FINISHED:
-            return code
-    if not started or arguments.detach or arguments.json:
-        return EXIT_FINISHED
-    from jobkit.submission.follow_several import follow_runs
+    submitted: list[str] = []
+    with signals_of_a_submission() as asked:
+        try:
+            for name in wanted:
+                print(f"stage {name}:", file=sys.stderr)
+                code = start(
+                    stages[name],
+                    cluster,
+                    runs_dir,
+                    command=continuing(["--stage", name]),
+                    fresh=arguments.fresh,
+                    given=given_values(stages[name].config, _overrides_of(name, arguments.overrides, stages)),
+                    detach=True,
+                    follow=False,
+                    turn=turn,
+                    notify=arguments.notify,
+                    as_json=arguments.json,
+                    started=started,
+                )
+                if code != EXIT_FINISHED:
+                    return code
+                submitted.append(f"stage {name}")
+                hand_over()
+                if is_told_to_stop(asked):
+                    break
+        except KeyboardInterrupt:
+            if not submitted:
+                raise
+            asked.append(signal.SIGINT)
+        if len(submitted) < len(wanted):
+            print(f"interrupted: nothing was submitted after {submitted[-1]}", file=sys.stderr, flush=True)
+        if not started or arguments.detach or arguments.json:
+            return EXIT_FINISHED if len(submitted) == len(wanted) else EXIT_RESUMABLE
+        from jobkit.submission.follow_several import follow_runs
 
-    return follow_runs(f"pipeline {experiment.values['name']}", started)
+        return follow_runs(f"pipeline {experiment.values['name']}", started, asked)
 
 
 def _loaded(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Path) -> dict[str, LoadedConfig]:

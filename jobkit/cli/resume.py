@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
+import sys
 
 from jobkit import submit
 from jobkit.cli.arguments import add_selection, chosen_runs, confirm
 from jobkit.cli.several import each, worst
-from jobkit.errors import InputError
+from jobkit.errors import EXIT_RESUMABLE, InputError
 from jobkit.run import secrets
 from jobkit.run.command_line import to_type
 from jobkit.run.continuation import how_to_continue
@@ -23,6 +26,7 @@ from jobkit.run.usage import show_examples
 from jobkit.run.yamlfile import read_yaml
 from jobkit.submission.follow_several import follow_runs
 from jobkit.submission.plan import Turn
+from jobkit.submission.signals import hand_over, is_told_to_stop, signals_of_a_submission
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +55,29 @@ def run(arguments: argparse.Namespace) -> int:
     # Of several the next is not to wait for the end of the one before.
     arguments.detach |= len(found) > 1 or arguments.json
     started: list[tuple[RunDir, subprocess.Popen[bytes]]] = []
-    try:
-        code = each(found, lambda run: resume(run, arguments, started))
-    except KeyboardInterrupt:
-        return submit.interrupted()
-    return worst([code, follow_runs(f"{len(started)} run(s)", started)]) if stays and started else code
+    done: list[str] = []
+    with contextlib.ExitStack() as stack:
+        asked = stack.enter_context(signals_of_a_submission()) if len(found) > 1 else []
+
+        def one(run: RunDir) -> int:
+            code = resume(run, arguments, started)
+            done.append(run.name)
+            if len(found) > 1:
+                hand_over()
+                if is_told_to_stop(asked) and run is not found[-1]:
+                    raise KeyboardInterrupt
+            return code
+
+        try:
+            code = each(found, one)
+        except KeyboardInterrupt:
+            if not done:
+                return submit.interrupted()
+            print(f"interrupted: nothing was submitted after {done[-1]}", file=sys.stderr, flush=True)
+            code = EXIT_RESUMABLE
+            if not is_told_to_stop(asked):
+                asked.append(signal.SIGINT)
+        return worst([code, follow_runs(f"{len(started)} run(s)", started, asked)]) if stays and started else code
 
 
 def resume(

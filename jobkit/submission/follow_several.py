@@ -18,7 +18,6 @@ from jobkit.run.dependencies import verdict
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.run.sweeps import Sweep
-from jobkit.submission.signals import hand_over, signals_of_a_submission
 
 Bar = Callable[[dict[str, State]], None]
 
@@ -50,7 +49,7 @@ def _waits_in_sweep(run: RunDir) -> bool:
         return False
 
 
-def follow_runs(what: str, started: Sequence[tuple[RunDir, subprocess.Popen[bytes]]]) -> int:
+def follow_runs(what: str, started: Sequence[tuple[RunDir, subprocess.Popen[bytes]]], asked: list[int]) -> int:
     """As `follow_sweep`, of runs with supervisors of their own; it also returns when those that are left wait for a
     run that has stopped: they wait on in the background."""
     runs = [run for run, _ in started]
@@ -63,9 +62,8 @@ def follow_runs(what: str, started: Sequence[tuple[RunDir, subprocess.Popen[byte
         alive = [run for run, supervisor in started if supervisor.poll() is None]
         return any(_can_go_on(run) for run in alive)
 
-    with signals_of_a_submission() as asked:
-        hand_over()
-        code = _follow(what, runs, dict.fromkeys((run.name for run in runs), State.QUEUED), goes_on, stop, asked)
+    states = dict.fromkeys((run.name for run in runs), State.QUEUED)
+    code = _follow(what, runs, states, goes_on, stop, asked)
     for run, supervisor in started:
         others = verdict(run, run.status().after)
         if supervisor.poll() is None and not others.are_under_way:

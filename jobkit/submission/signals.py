@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -14,9 +14,11 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class _Submission:
     collected: list[int] = field(default_factory=list)
     handing_over: bool = False
+    has_others: bool = False
+    """Whether it is one of several, of which there is one already: a closed terminal keeps none of the rest away."""
 
     def handle(self, number: int, frame: object) -> None:
-        if not self.handing_over:
+        if not self.handing_over and not (self.has_others and number == signal.SIGHUP):
             raise KeyboardInterrupt
         self.collected.append(number)
 
@@ -27,16 +29,22 @@ _submission: _Submission | None = None
 
 @contextlib.contextmanager
 def signals_of_a_submission() -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, or collect them in this list after `hand_over`."""
+    """Raise KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, or collect them in this list after `hand_over`.
+
+    Within another one, of several submissions, what was collected is in that one's list, too.
+    """
     global _submission
-    _submission = made = _Submission()
+    outer = _submission
+    _submission = made = _Submission(has_others=outer is not None and outer.handing_over)
     before = {number: signal.signal(number, made.handle) for number in NUMBERS}
     try:
         yield made.collected
     finally:
-        _submission = None
+        _submission = outer
         for number, handler in before.items():
             signal.signal(number, handler)
+        if outer is not None:
+            outer.collected += made.collected
 
 
 def hand_over() -> None:
@@ -51,3 +59,8 @@ def take_back() -> None:
         _submission.handing_over = False
         if _submission.collected:
             raise KeyboardInterrupt
+
+
+def is_told_to_stop(collected: Iterable[int]) -> bool:
+    """Whether one of these signals asks for an end: that of a closed terminal does not."""
+    return any(number != signal.SIGHUP for number in collected)

@@ -187,10 +187,10 @@ def test_ctrl_c_ends_the_wait_and_the_same_command_waits_again(project: Project)
     opened(project, run, "b")
 
 
-def piped(project: Project) -> Path:
-    """A pipeline of two gates."""
+def piped(project: Project, stages: str = "{a: {}, b: {after: a}}") -> Path:
+    """A pipeline of gates."""
     gate = (project.path / "gate.yaml").read_text().replace("name: gate", "name: pipe")
-    (project.path / "pipe.yaml").write_text(f"{gate}pipeline: {{a: {{}}, b: {{after: a}}}}\n")
+    (project.path / "pipe.yaml").write_text(f"{gate}pipeline: {stages}\n")
     return project.path / "pipe.yaml"
 
 
@@ -223,3 +223,21 @@ def test_ctrl_c_stops_a_pipeline_and_several_runs_are_followed_as_they_are_resum
         (project.path / name).write_text("0")
     done = project.jobkit("resume", first.name, second.name, "-y")
     assert "2 run(s): 2 finished" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("submit", "pipe.yaml", "--local"), ("resume", "pipe*", "-y")], ids=lambda one: one[0]
+)
+def test_ctrl_c_while_several_are_submitted_stops_those_that_were(project: Project, words: tuple[str, ...]) -> None:
+    piped(project, "{a: {}, b: {}, c: {}, d: {}}")
+    if words[0] == "resume":
+        jobkit(project, "submit", "pipe.yaml", "--local", "--detach")
+        jobkit(project, "cancel", "pipe*", "-y")
+    before = len(project.runs) > 0
+    command = project.start(*words)
+    wait_for("the first", lambda: any(names(run).count("submitted") > before for run in project.runs))
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 75 and "nothing was started" not in err, (out, err)
+    states = {status(run)["state"] for run in project.runs}
+    assert "interrupted" in states and states <= {"interrupted", "cancelled"}, (states, out, err)
