@@ -20,7 +20,7 @@ from filelock import FileLock
 from jobkit import slurm
 from jobkit.errors import InputError, JobkitError
 from jobkit.log import log
-from jobkit.run import shared_code, snapshot, sweeps
+from jobkit.run import code_files, shared_code, snapshot, sweeps
 from jobkit.run.experiment import LoadedConfig
 from jobkit.run.identity import name_in
 from jobkit.run.records import GivenValues
@@ -238,13 +238,17 @@ def _look(outcome: SweepOutcome, runs: Sequence[RunDir]) -> dict[str, str]:
 
 
 def _compare_code(outcome: SweepOutcome, codes: Mapping[str, str], files: Mapping[str, str]) -> None:
-    """Find which runs, by the names of their snapshots in `codes`, have another code than these files."""
+    """Find which runs, by the names of their snapshots in `codes`, have another code than these files.
+
+    A new file that is no program, as an output, is no change.
+    """
     changed: dict[str, list[str]] = {}
     for run in outcome.runs:
         code = codes.get(run.name)
         if code and code not in changed:
             with suppress(InputError):  # the snapshot is gone: nobody can tell
-                changed[code] = snapshot.changes(run.code, code, files)
+                lines = snapshot.changes(run.code, code, files)
+                changed[code] = [one for one in lines if one[0] != "+" or code_files.is_program(one[2:])]
         if code and changed.get(code):
             outcome.with_other_code[outcome.states[run.name]] += 1
     outcome.code_changes = list(dict.fromkeys(line for lines in changed.values() for line in lines))

@@ -44,8 +44,9 @@ def test_runs_take_turns_and_each_can_be_cancelled_and_more_can_be_wanted(projec
     assert "cancelled" in project.jobkit("cancel", runs[2].name).stdout
     task = project.path / "mytask.py"
     task.write_text(f"{task.read_text()}\n# another version\n")
+    (project.path / "log.txt").touch()  # no code
     again = project.submit(*sweep, "seed=0,1,2,3,4")
-    told = "the code changed since: ~ mytask.py; .* keep that of .*: python -m jobkit cancel toy/s1, then the same"
+    told = "the code changed since: ~ mytask.py; [^+]* keep that of .*: python -m jobkit cancel toy/s1, then the same"
     assert re.search(told, again.stderr), again.stderr
     assert re.search(r"toy/s1: 5 runs \(1 new, 1 continued, \d (running|finished), \d (queued|running)", again.stdout)
     runs = by_seed(project)
