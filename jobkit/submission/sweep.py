@@ -202,7 +202,8 @@ def submit_sweep(
         if starting:
             total = len(starting)
             _Submission(sweep, outcome, source, lock, max_running, total, on_prepared, notify).start(starting, needed)
-        _compare_code(outcome, codes, read_code(source, runs_dir, needed, tells=False) if codes else {})
+        if codes:
+            _compare_code(outcome, codes, read_code(source, runs_dir, needed, tells=False))
         for run in runs if notify is not None else ():
             if outcome.states.get(run.name) in _UNDER_WAY:  # it looks for the command when it has ended
                 notifier.keep(run, notify or "")
@@ -240,7 +241,7 @@ def _look(outcome: SweepOutcome, runs: Sequence[RunDir]) -> dict[str, str]:
 def _compare_code(outcome: SweepOutcome, codes: Mapping[str, str], files: Mapping[str, str]) -> None:
     """Find which runs, by the names of their snapshots in `codes`, have another code than these files.
 
-    A new file that is no program, as an output, is no change.
+    Programs alone count: a sweep's YAML and table change with its values, and outputs are written beside them.
     """
     changed: dict[str, list[str]] = {}
     for run in outcome.runs:
@@ -248,7 +249,7 @@ def _compare_code(outcome: SweepOutcome, codes: Mapping[str, str], files: Mappin
         if code and code not in changed:
             with suppress(InputError):  # the snapshot is gone: nobody can tell
                 lines = snapshot.changes(run.code, code, files)
-                changed[code] = [one for one in lines if one[0] != "+" or code_files.is_program(one[2:])]
+                changed[code] = [one for one in lines if code_files.is_program(one[2:])]
         if code and changed.get(code):
             outcome.with_other_code[outcome.states[run.name]] += 1
     outcome.code_changes = list(dict.fromkeys(line for lines in changed.values() for line in lines))

@@ -45,6 +45,8 @@ def test_runs_take_turns_and_each_can_be_cancelled_and_more_can_be_wanted(projec
     task = project.path / "mytask.py"
     task.write_text(f"{task.read_text()}\n# another version\n")
     (project.path / "log.txt").touch()  # no code
+    with (project.path / "toy.yaml").open("a") as yaml:
+        yaml.write("# neither\n")
     again = project.submit(*sweep, "seed=0,1,2,3,4")
     told = "the code changed since: ~ mytask.py; [^+]* keep that of .*: python -m jobkit cancel toy/s1, then the same"
     assert re.search(told, again.stderr), again.stderr
