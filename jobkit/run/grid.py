@@ -27,7 +27,7 @@ MOST_POINTS = 100_000
 
 FORMS = "v1,v2 or range(4), range(2,10,2), log(1e-4,1e-1,7)"
 
-_KEY = re.compile(r"\+?[A-Za-z_][\w.\-]*")
+_KEY = re.compile(r"\+?[A-Za-z_][\w.\-]*(\[\d+\])?")
 _CALL = re.compile(r"(range|log)\((.*)\)")
 _ANY_CALL = re.compile(r"[A-Za-z_]\w*\(.*\)")
 

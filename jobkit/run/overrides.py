@@ -173,6 +173,8 @@ def _refuse_another_kind(key: str, present: Any, found: Any) -> None:
         if isinstance(found, str) and _NUMBERS.fullmatch(found):
             several = f"a run for each: --sweep {key}={found}; a list: " if isinstance(present, int | float) else ""
             hint = f"; {several}{key}=[{found}]"
+        if isinstance(present, list) and isinstance(found, int | float):
+            hint = f"; {key}=[{found}]"
         what = f"the text {found!r}" if isinstance(found, str) else repr(found)
         raise InvalidValue(key, f"found {what}, expected {expected}{hint} (+{key} takes any value)")
 
@@ -185,7 +187,8 @@ def _expected(present: Any, found: Any) -> str:
     if isinstance(present, int | float):
         return f"a number, as {present!r}" if is_text or isinstance(found, bool | Mapping) else ""
     if isinstance(present, list | Mapping):
-        return f"a {'list' if isinstance(present, list) else 'mapping'}, as {present!r}" if is_text else ""
+        is_other = is_text or isinstance(found, int | float)
+        return f"a {'list' if isinstance(present, list) else 'mapping'}, as {present!r}" if is_other else ""
     if isinstance(present, str) and present != "???" and "${" not in present:
         return "a text; one with a colon in it: in quotes" if isinstance(found, Mapping) else ""
     return "null, or a value" if present is None and found == "None" else ""

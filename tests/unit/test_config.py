@@ -223,6 +223,7 @@ OTHER_KINDS = [
     ("params.compile=flase", "params.compile: found the text 'flase', expected true or false"),
     ("params.widths=8,8", "expected a list, as [8, 8]; params.widths=[8,8]"),
     ("params.widths=[8,8x]", "params.widths: found the text '8x', expected a number, as 8"),
+    ("params.widths=8", "params.widths: found 8, expected a list, as [8, 8]; params.widths=[8]"),
     ("params.widths[1]=8x", "params.widths[1]: found the text '8x'"),
     ("params.widths.1=8x", "params.widths.1: found the text '8x'"),
     ("params.net={width: 8x}", "params.net.width: found the text '8x'"),

@@ -29,6 +29,7 @@ def texts(points: list[Point]) -> list[tuple[str, ...]]:
         ("params.lr=log(1e-4,1e-1,4)", ["0.0001", "0.001", "0.01", "0.1"]),
         ("params.lr=log(1e-3,1e-4,3)", ["0.001", "0.0003162", "0.0001"]),
         ("params.widths=[1,2],[3]", ["[1,2]", "[3]"]),
+        ("params.widths[0]=1,2", ["1", "2"]),
         ("params.a={x: 1, y: 2},3", ["{x: 1, y: 2}", "3"]),
         ("params.text='a,b',c", ["'a,b'", "c"]),
         ("params.text=don't, do", ["don't", "do"]),
