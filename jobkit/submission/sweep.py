@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from jobkit import slurm
 from jobkit.errors import InputError, JobkitError
 from jobkit.log import log
 from jobkit.run import code_files, shared_code, snapshot, sweeps
+from jobkit.run.dependencies import runs_before
 from jobkit.run.experiment import LoadedConfig
 from jobkit.run.identity import name_in
 from jobkit.run.records import GivenValues
@@ -198,7 +199,7 @@ def submit_sweep(
                 outcome.former.append(run)
         starting = [one for one in planned.values() if outcome.states.get(one[1].run.name) not in _STAYS]
         if max_running is not None:
-            _limit(sweep, outcome, len(starting), max_running)
+            _limit(sweep, outcome, [RunDir(plan.run) for _, plan in starting], max_running)
         if starting:
             total = len(starting)
             _Submission(sweep, outcome, source, lock, max_running, total, on_prepared, notify).start(starting, needed)
@@ -210,15 +211,21 @@ def submit_sweep(
         return outcome
 
 
-def _limit(sweep: Sweep, outcome: SweepOutcome, starting: int, most: int) -> None:
+def _limit(sweep: Sweep, outcome: SweepOutcome, starting: Sequence[RunDir], most: int) -> None:
     """Let at most `most` runs train at once beside those that are to be started. Raises SchedulerError."""
     under_way = [run for run in outcome.runs if outcome.states.get(run.name) in _UNDER_WAY]
     jobs = running_limit.jobs_here(under_way, sweep.name)
     outcome.limit = running_limit.limit(jobs.arrays, most)
     if sweep.before is None or sweep.before.max_running != most:
         outcome.limited = jobs.arrays
-    if len(under_way) + starting > most:
-        outcome.jobs_before = jobs.ids
+    # Those that come after what is started, as with `--first`, cannot end before it.
+    beside = [run for run in under_way if not _comes_after(run, {one.name for one in starting})]
+    if len(beside) + len(starting) > most:
+        outcome.jobs_before = running_limit.jobs_here(beside, sweep.name).ids
+
+
+def _comes_after(run: RunDir, names: Collection[str]) -> bool:
+    return any(one.name in names for one in runs_before(run, run.status().after))
 
 
 _UNDER_WAY = {State.QUEUED.value, State.HELD.value, State.RUNNING.value}

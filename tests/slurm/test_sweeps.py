@@ -178,13 +178,23 @@ def test_what_somebody_else_wants_is_not_pruned(project: Project, slurm: Cluster
 
 def test_the_first_run_is_finished_before_the_others_start(project: Project, slurm: Cluster) -> None:
     project.slow_down(1)
-    sweep(project, "--cluster", "slurm", "params.steps=3", "--sweep", "seed=0,1,2", "--first")
+    mended, task = project.path / "mended", project.path / "mytask.py"
+    text = task.read_text()
+    begins = re.search(r"^def train\(.*\n", text, re.MULTILINE)
+    assert begins is not None
+    task.write_text(text.replace(begins[0], f"{begins[0]}    open({str(mended)!r}).close()\n"))
+    words = ("--cluster", "slurm", "params.steps=3", "--sweep", "seed=0,1,2", "--first", "--max-running", "1")
+    sweep(project, *words)
     runs = by_seed(project)
     first = status(runs[0])["job_id"]
+    wait_for("its failure", lambda: status(runs[0])["state"] == "failed", runs[0])
+    mended.touch()
+    again = sweep(project, *words)
+    assert "after job" not in again.stdout, "the others wait for this one: it cannot wait for their job"
     assert {status(runs[seed])["job_id"].partition("_")[0] for seed in (1, 2)} != {first.partition("_")[0]}
     for run in runs.values():
         wait_for("the end", lambda run=run: status(run)["state"] == "finished", run)
-    ended = status(runs[0])["attempts"][0]["ended"]
+    ended = status(runs[0])["attempts"][-1]["ended"]
     assert all(ended < attempt["started"] for seed in (1, 2) for attempt in status(runs[seed])["attempts"])
 
 
