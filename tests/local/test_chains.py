@@ -199,7 +199,7 @@ def test_a_pipeline_is_followed_and_left_where_a_stage_has_failed(project: Proje
     following = project.start("submit", "pipe.yaml", "--local")
     wait_for("both stages", lambda: len(project.runs) == 2)
     first, second = project.runs
-    wait_for("that one waits", lambda: status(second)["state"] == "queued", second)
+    wait_for("that one waits", lambda: status(second).get("state") == "queued", second)
     opened(project, first, "pipe-a", code=3)
     out, err = following.communicate(timeout=60)
     assert following.returncode == 1 and "pipeline pipe: 1 failed, 1 queued" in out, (out, err)
