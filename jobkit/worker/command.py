@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,7 +71,7 @@ def become_command(path: str) -> NoReturn:
         set_variables(config.deterministic, environment)
         if interface := interface_towards(address):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-        _become([program, *words[1:]], environment)
+        _become([program, *words[1:]], environment, is_told=lambda: run.stop_request(attempt) is not None)
     except BaseException as error:
         write_report(run, attempt, topology, error, None, ())
         raise
@@ -148,7 +148,8 @@ def _relative(word: str, source: Path) -> str:
     return os.path.relpath(word, source) if Path(word).is_absolute() and Path(word).is_relative_to(source) else word
 
 
-def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _become(words: Sequence[str], environment: Mapping[str, str], is_told: Callable[[], bool]) -> NoReturn:
+    """`is_told` says whether the attempt was asked to stop: a signal that came before there were handlers is lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
@@ -156,4 +157,6 @@ def _become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     # After the handlers are the system's again, so that none comes in between and is lost.
     if STOP_SIGNALS.signal is not None:  # it came before there was a program to get it
         os.kill(os.getpid(), STOP_SIGNALS.signal)
+    if is_told():
+        os.kill(os.getpid(), signal.SIGTERM)
     os.execve(words[0], list(words), dict(environment))

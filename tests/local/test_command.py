@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -397,3 +398,11 @@ def test_torchrun_in_a_command_starts_the_ranks(project: Project) -> None:
     (run,) = project.runs
     assert status(run)["result"] == {"total": 2.0, "world": 2}, describe(run)
     assert [event["attempt"] for event in events(run) if event["event"] == "started"] == [1]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_stop_that_came_before_the_command_had_begun_ends_it(is_told: bool) -> None:
+    become = f"_become(['/bin/echo', 'began'], {{}}, is_told=lambda: {is_told})"
+    code = f"from jobkit.worker.command import _become; {become}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == ((-signal.SIGTERM, "") if is_told else (0, "began\n"))
