@@ -347,7 +347,7 @@ def _account(status: Status) -> None:
 
 
 def apply(status: Status, event: Entry) -> None:
-    """Let one more event of the journal change `status`; of one that lacks something only what comes before that counts."""
+    """Let one more event of the journal change `status`: one that lacks something only by what it has before that."""
     # One of a journal that was written to by hand, or of another program, must not keep others from their list.
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         _apply(status, event)
