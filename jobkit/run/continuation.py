@@ -29,13 +29,21 @@ def how_to_continue(run: RunDir, status: Status) -> str:
 
 def _looks_in(command: str, folder: str) -> Path:
     """Where a command looks for runs that is typed in a folder, without JOBKIT_RUNS."""
-    words = shlex.split(command)
+    words = _words(command)
     given = words[words.index(RUNS_DIR) + 1] if RUNS_DIR in words[:-1] else "runs"
     return _resolved(Path(folder) / given)
 
 
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # jobkit has not written it
+        return []
+
+
 def _with_runs_dir(command: str, run: RunDir) -> str:
-    words = shlex.split(command)
+    if not (words := _words(command)):
+        return command
     if RUNS_DIR in words[:-1]:
         at = words.index(RUNS_DIR)
         del words[at : at + 2]

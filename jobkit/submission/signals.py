@@ -41,10 +41,11 @@ def signals_of_a_submission() -> Iterator[list[int]]:
         yield made.collected
     finally:
         _submission = outer
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if outer is not None:
             outer.collected += made.collected
+            outer.handing_over |= made.handing_over  # before its own handlers are back: there is a job
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def hand_over() -> None:

@@ -96,7 +96,10 @@ def _load(arguments: argparse.Namespace, launch: Launch) -> LoadedConfig:
         try:
             with loaded.places.locating_errors():
                 here = Path.cwd()
-                check(LaunchPlan(run=here / "run", config=loaded.config, cluster="local", scheduler="local"), here)
+                check(
+                    LaunchPlan(run=here / "runs" / "run", config=loaded.config, cluster="local", scheduler="local"),
+                    here,
+                )
         finally:
             log.setLevel(before)
     return loaded

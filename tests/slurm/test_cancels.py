@@ -89,7 +89,7 @@ def test_a_cancel_ends_no_job_of_another_run(tmp_path: Path, slurm: Cluster) -> 
     journal.write_text(journal.read_text().replace(f'"job_id": "{mine}"', f'"job_id": "{others}"'))
     RunDir(run).write_status()
     project.jobkit("cancel", run.name)
-    assert status(run)["state"] == "cancelled"
+    assert status(run)["state"] == "interrupted" and "(lost)" in status(run)["error"]
     assert slurm.command("squeue", "-h", "-o%i").split() == [others]
     project.jobkit("cancel", second.name)
 

@@ -184,7 +184,7 @@ def test_a_page_says_how_the_run_is_and_what_to_type(tmp_path: Path) -> None:
         "rank 1 on here (1 times, up to 5.0 times the median)",
         "Excluded nodes: here",
         "restart: notice",
-        "jobkit submit here   (in here)",
+        f"jobkit submit here --runs-dir {tmp_path}   (in here)",
         "-m jobkit logs made-00000000",
         "1 values of train/loss",
     ):
