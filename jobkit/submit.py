@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobkit import pipeline, sweep
-from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
-from jobkit.run.usage import Parser, program, show_examples
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
+from jobkit.run.usage import Parser, exit_code, program, show_examples
 
 if TYPE_CHECKING:
     import subprocess
@@ -103,28 +103,18 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
     `prog` is how the command was typed, where not as this module.
     """
-    parser = Parser(prog=prog or program("submit"), description=DESCRIPTION)
+    return exit_code(lambda: _run_as_typed(argv, prog or program("submit")), interrupted)
+
+
+def _run_as_typed(argv: Sequence[str] | None, prog: str) -> int:
+    parser = Parser(prog=prog, description=DESCRIPTION)
     add_arguments(parser)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
-    try:
-        if unknown:
-            options = [word for word in unknown if word.startswith("-")] or unknown
-            hint = _meant_to_set(options[0], [*arguments.overrides, *unknown], arguments, parser.options)
-            parser.error(f"unrecognized arguments: {' '.join(options)}{hint}")
-        return run(arguments)
-    except JobkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # `submit --dry-run | head`
-        sys.stderr.close()
-        return 0
-    except OSError as error:
-        from jobkit.run.disk_errors import in_a_line
-
-        print(f"error: {in_a_line(error)}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return interrupted()
+    if unknown:
+        options = [word for word in unknown if word.startswith("-")] or unknown
+        hint = _meant_to_set(options[0], [*arguments.overrides, *unknown], arguments, parser.options)
+        parser.error(f"unrecognized arguments: {' '.join(options)}{hint}")
+    return run(arguments)
 
 
 def _meant_to_set(option: str, words: Sequence[str], arguments: argparse.Namespace, options: Sequence[str]) -> str:

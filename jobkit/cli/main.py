@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, JobkitError, nearest
-from jobkit.run.usage import Parser, joined, program
+from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, nearest
+from jobkit.run.usage import Parser, exit_code, joined, program
 
 VERBS = {
     "submit": "run an experiment, or continue it",
@@ -41,9 +41,16 @@ ELSEWHERE = {
 }  # fmt: skip
 """What other programs call it."""
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C has ended, as shells give it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a JobkitError becomes its message and exit code."""
+    return exit_code(lambda: _run(list(sys.argv[1:] if argv is None else argv)), interrupted=lambda: INTERRUPTED)
+
+
+def _run(arguments: list[str]) -> int:
     parser = Parser(
         prog=program(),
         description="Run PyTorch training here or on Slurm, and never lose a run.",
@@ -51,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=_Version, help="print which jobkit this is, and which Python")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    arguments = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what a word may become
         return _complete(parser, subparsers)
     if arguments[:1] == ["submit"]:
@@ -86,21 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jobkit.log import configure  # here: --help needs no logging, whose import takes a sixth of its time
 
     configure()
-    try:
-        return int(parsed.run(parsed))
-    except JobkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # `jobkit list | head`
-        sys.stderr.close()
-        return 0
-    except OSError as error:
-        from jobkit.run.disk_errors import in_a_line
-
-        print(f"error: {in_a_line(error)}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return 130
+    return int(parsed.run(parsed))
 
 
 def _meant(found: str) -> str:

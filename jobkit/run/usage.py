@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jobkit.errors import EXIT_BAD_INPUT, nearest
+from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, JobkitError, nearest
 
 HELP_WIDTH = 78
 """Columns of what `--help` says besides the options."""
@@ -23,6 +24,37 @@ def program(verb: str = "") -> str:
         return "python -m jobkit.submit"
     typed = "jobkit" if started.name == "jobkit" else "python -m jobkit"
     return f"{typed} {verb}".strip()
+
+
+def exit_code(command: Callable[[], int], interrupted: Callable[[], int]) -> int:
+    """What a command ends with: its own code, or that of the error or Ctrl-C that ended it, told in a line."""
+    try:
+        try:
+            return command()
+        finally:
+            sys.stdout.flush()  # here: what fails when the interpreter ends is told as a bug of the program
+    except JobkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `jobkit list | head`
+        _print_no_more()
+        return EXIT_FINISHED
+    except OSError as error:
+        from jobkit.run.disk_errors import in_a_line
+
+        print(f"error: {in_a_line(error)}", file=sys.stderr)
+        _print_no_more()
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return interrupted()
+
+
+def _print_no_more() -> None:
+    """Let the interpreter end without a second failure to print what is still to be printed."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_examples(parser: argparse.ArgumentParser, *examples: str, text: str = "") -> None:

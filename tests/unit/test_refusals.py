@@ -412,6 +412,20 @@ def test_the_version_is_told(project: Project) -> None:
     assert jobkit(project, "--version").stdout.startswith("jobkit 0.")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["submit toy.yaml --local --dry-run", "list", "--version", "submit --help"])
+def test_what_is_printed_and_cannot_be_is_told_in_a_line_at_most(project: Project, words: str, unbuffered: str) -> None:
+    def errors(where: str) -> str:
+        command = f"{sys.executable} -m jobkit {words} {where}"
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        return subprocess.run(
+            command, shell=True, cwd=project.path, env=environment, stderr=subprocess.PIPE, text=True, check=False
+        ).stderr
+
+    assert errors("| true") in ("", "no runs in ./runs\n")
+    assert len(errors("> /dev/full").splitlines()) <= 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -156,12 +156,6 @@ def test_what_to_type_next_has_the_runs_directory_that_was_typed(monkeypatch: py
     assert to_type("list").endswith("jobkit list")
 
 
-def test_a_dry_run_whose_reader_has_gone_ends_without_a_traceback(project: Project) -> None:
-    command = f"{sys.executable} -m jobkit submit toy.yaml --local --dry-run | true"
-    done = subprocess.run(command, shell=True, cwd=project.path, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.stderr == ""
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
