@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from datetime import timedelta
 from typing import Literal
@@ -47,7 +48,7 @@ SAVE_SECONDS = 30.0
 """What a program gets to end after that of another rank has failed."""
 
 FAILED = "failed"
-"""Set in the store by a rank whose program has failed."""
+"""In the store: the rank whose program has failed first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,10 @@ def run_command(found: Rendezvous, run: RunDir, config: Config, attempt: int, di
     child = subprocess.Popen([program, *words[1:]], env=environment, start_new_session=True)
     guard.watch([child.pid])
     code, others_failed = _wait(child, signals, store, found.topology.world_size)
-    own = Ended(found.topology.rank, _state(code, is_told=signals.is_told or others_failed), code)
+    state = _state(code, is_told=signals.is_told or others_failed)
+    if state == "failed" and not _is_first_failed(store, found.topology.rank):
+        state = "stopped"  # by the end of the other one's connections
+    own = Ended(found.topology.rank, state, code)
     _tell(store, own)
     if own.rank != 0:
         return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}[own.state]
@@ -128,7 +132,9 @@ def _wait(child: subprocess.Popen[bytes], signals: _Signals, store: Store, world
     """(the program's exit code, whether it was ended because another rank's has failed)."""
     others_failed, until, next_look = False, float("inf"), 0.0
     told = _Told(child)
-    while (code := child.poll()) is None:
+    ended = threading.Thread(target=child.wait, daemon=True)
+    ended.start()
+    while ended.is_alive():
         for number in signals.take():
             told.tell(number)
         told.tell_the_rest()
@@ -140,8 +146,8 @@ def _wait(child: subprocess.Popen[bytes], signals: _Signals, store: Store, world
             next_look = time.monotonic() + 5 * LOOK_SECONDS
         if time.monotonic() > until:
             child.kill()
-        time.sleep(LOOK_SECONDS)
-    return code, others_failed
+        ended.join(LOOK_SECONDS)  # no longer than the program lives: which rank has failed first is told by the order
+    return child.returncode, others_failed
 
 
 class _Told:
@@ -181,10 +187,16 @@ def _state(code: int, *, is_told: bool) -> Literal["finished", "stopped", "faile
     return "failed" if code else "finished"
 
 
+def _is_first_failed(store: Store, rank: int) -> bool:
+    """Tell that this rank's program has failed; False where that of another rank had before."""
+    try:
+        return store.compare_set(FAILED, "", str(rank)) == str(rank).encode()
+    except RuntimeError:  # the store has gone, and nobody can say
+        return True
+
+
 def _tell(store: Store, own: Ended) -> None:
     with contextlib.suppress(RuntimeError):
-        if own.state == "failed":
-            store.set(FAILED, str(own.rank))
         store.set(f"ended/{own.rank}", json.dumps(dataclasses.asdict(own)))
 
 
