@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, nearest
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, nearest
 
 if TYPE_CHECKING:
     import subprocess
@@ -99,6 +99,7 @@ def run(
                     started=started,
                 )
                 if code != EXIT_FINISHED:
+                    _say_submitted(submitted)
                     return code
                 submitted.append(f"stage {name}")
                 hand_over()
@@ -108,6 +109,9 @@ def run(
             if not submitted:
                 raise
             asked.append(signal.SIGINT)
+        except (JobkitError, OSError):
+            _say_submitted(submitted)
+            raise
         if len(submitted) < len(wanted):
             print(f"interrupted: nothing was submitted after {submitted[-1]}", file=sys.stderr, flush=True)
         if not started or arguments.detach or arguments.json:
@@ -115,6 +119,12 @@ def run(
         from jobkit.submission.follow_several import follow_runs
 
         return follow_runs(f"pipeline {experiment.values['name']}", started, asked)
+
+
+def _say_submitted(stages: Sequence[str]) -> None:
+    """Say which stages there are of a pipeline of which one cannot be submitted."""
+    if stages:
+        print(f"submitted before that: {', '.join(stages)}; the same command submits the rest", file=sys.stderr)
 
 
 def _loaded(arguments: argparse.Namespace, experiment: Experiment, runs_dir: Path) -> dict[str, LoadedConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,19 @@ def test_a_pipeline_is_followed_and_left_where_a_stage_has_failed(project: Proje
     (project.path / "pipe-a").write_text("0")
     jobkit(project, "resume", first.name, "--detach")
     wait_for("that the other goes on", lambda: status(second)["state"] == "finished", second)
+
+
+def test_stages_that_were_submitted_before_one_that_cannot_be_are_named(project: Project) -> None:
+    piped(project)
+    jobkit(project, "submit", "pipe.yaml", "--local", "--stage", "a", "--detach")
+    (first,) = project.runs
+    plan = jobkit(project, "submit", "pipe.yaml", "--local", "--stage", "b", "--dry-run").stdout
+    second = re.findall(r"pipe-b-[0-9a-f]{8}", plan)[0]
+    first.with_name(second).write_text("no directory")
+    done = jobkit(project, "submit", "pipe.yaml", "--local", expect=2)
+    assert "submitted before that: stage a; the same command submits the rest" in done.stderr
+    assert f"{second}/checkpoints: Not a directory" in done.stderr
+    opened(project, first, "pipe-a")
 
 
 def test_ctrl_c_stops_a_pipeline_and_several_runs_are_followed_as_they_are_resumed(project: Project) -> None:
