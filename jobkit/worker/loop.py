@@ -78,6 +78,7 @@ class TrainingLoop:
         self._mark = StepMark(os.environ, rank.attempt)
         self._on_first_step, self._end_evaluations = on_first_step, end_evaluations
         self._optimizer_steps = 0
+        """Of optimizers that are tracked."""
         self._stepping: SteppingOptimizers | None = None
         self._is_continued = self._has_stepped = False
         self.is_in_step = False
@@ -96,15 +97,14 @@ class TrainingLoop:
         self._modes: dict[str, Now] | None = None
         """Those that it began with: an evaluation changes them, and maybe back. None between two steps."""
         self._has_verified = False
-        fp16 = rank.config.precision == "fp16"
+        self._has_loss_scale = rank.config.precision == "fp16"
         self._losses = LossWatch(
             rank.device,
             str(rank.config.on_nan),
-            # The gradients of fp16 may overflow: its loss scale does not use them then.
-            is_harmed=lambda: is_harmed(self._trained(), with_gradients=not fp16),
-            updates=lambda: self._optimizer_steps,
+            is_harmed=self._is_harmed,
+            updates=lambda: self._stepping.count if self._stepping is not None else 0,
             suspect=suspect,
-            allowed_in_a_row=IN_A_ROW if fp16 else UNUSED_IN_A_ROW,
+            allowed_in_a_row=IN_A_ROW if self._has_loss_scale else UNUSED_IN_A_ROW,
         )
         self._is_harmless_told = False
         self._evaluated_at: deque[int] = deque(maxlen=2)
@@ -234,8 +234,7 @@ class TrainingLoop:
             self._losses.harmless = 0
         self._modes = None
         if self._stepping is not None:
-            self._stepping.end()
-            self._stepping = None
+            self._stepping.end()  # a checkpoint after the loop asks what they train
         self._reporter.heartbeat.end()
 
     def count_step(self) -> None:
@@ -394,7 +393,8 @@ class TrainingLoop:
         if not (self._losses.is_on and self._rank.group.anywhere(self._losses.doubt is not None)):
             return
         doubt, self._losses.doubt = self._losses.doubt, None
-        if self._rank.group.anywhere(self._losses.is_harmed()):
+        # What is not known any more, when the training function has returned, was looked at as the step ended.
+        if self._rank.group.anywhere(self._is_harmed(unknown=False)):
             if doubt is not None:
                 raise doubt
             self._rank.group.barrier()  # the rank that raises does not come here
@@ -406,11 +406,18 @@ class TrainingLoop:
             rank, (step, samples) = first
             self._reporter.record(Event.LOSS_WITHOUT_HARM, step=step, rank=rank, samples=samples)
 
+    def _is_harmed(self, *, unknown: bool = True) -> bool:
+        """Whether this rank's weights or gradients are not finite; `unknown` where it knows of none."""
+        trained = self._trained()
+        # The gradients of fp16 may overflow: its loss scale does not use them then.
+        return is_harmed(trained, with_gradients=not self._has_loss_scale) if trained else unknown
+
     def _trained(self) -> list[torch.nn.Parameter]:
-        """This rank's parameters that are trained, as far as they are known."""
+        """This rank's parameters that are trained, as far as they are known: what a framework trains is not tracked."""
         of_optimizers = [one for value in self._of_type(torch.optim.Optimizer) for one in parameters_of(value)]
         modules = self._tracked.replicas()
-        return of_optimizers or [one for module in modules for one in module.parameters() if one.requires_grad]
+        of_modules = [one for module in modules for one in module.parameters() if one.requires_grad]
+        return of_optimizers or of_modules or (self._stepping.parameters() if self._stepping is not None else [])
 
     def _own_signals(self) -> None:
         """In each step: a signal that goes to another handler would not stop the run."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ IN_A_ROW = 8
 """Steps in a row whose loss may be no number with fp16, whose loss scale leaves such batches out by itself."""
 
 UNUSED_IN_A_ROW = 100
-"""Such steps in a row without harm that no tracked optimizer has used: a loss scale of the script's own leaves them
+"""Such steps in a row without harm that no optimizer has used: a loss scale of the script's own leaves them
 all out, and nothing is trained any more. Gradients that are added up over fewer steps are not meant."""
 
 SKIPS_IN_A_ROW = 10
@@ -94,7 +94,7 @@ class LossWatch:
     Args:
         is_harmed: whether this rank's weights or gradients are not finite, or none are known; asked only after such a
             loss.
-        updates: how many steps the tracked optimizers have done.
+        updates: how many steps the optimizers have done.
         allowed_in_a_row: such steps without harm that no optimizer has used.
     """
 
@@ -241,12 +241,11 @@ class LossWatch:
         return NotFinite(step, samples(), f"{found}: {WHAT_TO_DO}")
 
 
-def is_harmed(parameters: Iterable[Tensor], *, with_gradients: bool) -> bool:
+def is_harmed(parameters: Sequence[Tensor], *, with_gradients: bool) -> bool:
     """Whether one of these parameters, or of their gradients that there are, is not finite: of sharded ones this rank's
-    part; also where there is none to look at. Waits for the device."""
-    known = list(parameters)
-    gradients = [one.grad for one in known if one.grad is not None] if with_gradients else []
-    return not known or not all(map(_is_finite, [*known, *gradients]))
+    part. Waits for the device."""
+    gradients = [one.grad for one in parameters if one.grad is not None] if with_gradients else []
+    return not all(map(_is_finite, [*parameters, *gradients]))
 
 
 @torch.no_grad()

@@ -25,6 +25,8 @@ class SteppingOptimizers:
 
     def __init__(self, tracked: Callable[[], Collection[Any]]) -> None:
         self._tracked = tracked
+        self.count = 0
+        """Steps that optimizers have taken, tracked or not."""
         self._step = 0
         self._first: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """The step of the loop in which each was seen first."""
@@ -34,6 +36,7 @@ class SteppingOptimizers:
         self._handle = register_optimizer_step_post_hook(self._note)
 
     def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.count += 1
         if optimizer not in self._known and self._first.setdefault(optimizer, self._step) != self._step:
             self._known.add(optimizer)
             self._new.append(optimizer)
@@ -58,6 +61,10 @@ class SteppingOptimizers:
         for optimizer, tensor in largest.items():
             if saved is not None and tensor not in saved:
                 raise UsageError(_not_tracked(optimizer, tracked))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizers train that have taken a step."""
+        return [parameter for optimizer in self._first for parameter in parameters_of(optimizer)]
 
     def end(self) -> None:
         """Look no more."""

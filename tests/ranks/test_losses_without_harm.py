@@ -119,3 +119,29 @@ def never_used(ctx: Any) -> None:
 def test_a_run_whose_losses_nobody_uses_any_more_ends(tmp_path: Path) -> None:
     said = attempt(1, tmp_path, never_used)[0]
     assert said.startswith(f"NotFinite: the loss of step {UNUSED_IN_A_ROW + 1} is nan"), said
+
+
+def with_files_of_its_own(ctx: Any, masked: bool) -> int:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save = lambda folder: torch.save(model.state_dict(), folder / "own.pt")  # noqa: E731
+    step = 0
+    while True:
+        ctx.boundary(step, save, total=STEPS)
+        if step == STEPS:
+            return step
+        x, y = torch.randn(2, 4), torch.tensor([MASKED if masked and step == 2 else 1] * 2)
+        loss = functional.cross_entropy(model(x if masked or step != 2 else x * torch.nan), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        ctx.log({"train/loss": loss})
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_what_a_script_saves_itself_is_looked_at_too(tmp_path: Path, masked: bool) -> None:
+    found = attempt(2, tmp_path, with_files_of_its_own, masked, config="seed: 3\n")
+    assert found == [STEPS] * 2 if masked else "NotFinite: the loss of step 2 is nan" in found[0], found
+    told = [one for one in run_of(tmp_path).journal.read() if one["event"] == "loss_without_harm"]
+    assert [one["step"] for one in told] == ([2] if masked else [])
