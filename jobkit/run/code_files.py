@@ -226,7 +226,7 @@ class _Search:
         """Add a submodule or a nested clone."""
         if (real / ".git").exists():
             self.add_folder(name, real, followed)
-        elif any(real.iterdir()):
+        elif any(_entries(real)):
             self._walk(name, real, (*followed, real))
         else:
             todo = f"git submodule update --init {name}"
@@ -295,8 +295,8 @@ class _Search:
 def _entries(folder: Path) -> Iterable[os.DirEntry[str]]:
     try:
         yield from os.scandir(folder)  # not a list: a data set's folder may have a million
-    except PermissionError:
-        return  # nobody can import from there
+    except (PermissionError, FileNotFoundError, NotADirectoryError):
+        return  # nobody can import from there, or it has gone since its name was read
 
 
 def is_run(folder: Path) -> bool:

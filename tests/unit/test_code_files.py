@@ -51,6 +51,21 @@ def test_code_below_the_runs_directory_is_code_and_the_runs_beside_it_are_not(tm
     assert {str(name) for name in code_files.find(source, tmp_path).sizes} == {"train.py", "kept/model.py"}
 
 
+def test_a_folder_that_goes_while_code_is_looked_for_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, {"train.py": "", "results/part/old.py": ""})
+    scandir = os.scandir
+
+    def removed_then(folder: Path) -> object:
+        if folder == tmp_path / "results":
+            shutil.rmtree(folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", removed_then)
+    assert found_paths(tmp_path) == [Path("train.py")]
+
+
 # Repositories in repositories
 
 
