@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jobkit.errors import EXIT_BAD_INPUT, EXIT_FINISHED, JobkitError, nearest
+from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
 
 HELP_WIDTH = 78
 """Columns of what `--help` says besides the options."""
@@ -26,33 +26,40 @@ def program(verb: str = "") -> str:
     return f"{typed} {verb}".strip()
 
 
+READER_GONE = 141
+"""The exit code of a command whose output nobody reads to its end, as shells give it: it may not have done all."""
+
+
 def exit_code(command: Callable[[], int], interrupted: Callable[[], int]) -> int:
     """What a command ends with: its own code, or that of the error or Ctrl-C that ended it, told in a line."""
+    code = READER_GONE
     try:
         try:
-            return command()
+            code = command()
+        except JobkitError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            code = interrupted()
         finally:
-            sys.stdout.flush()  # here: what fails when the interpreter ends is told as a bug of the program
-    except JobkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+            if sys.stdout is not None:  # closed by the shell: `>&-`
+                sys.stdout.flush()  # here: what fails when the interpreter ends is told as a bug of the program
     except BrokenPipeError:  # `jobkit list | head`
         _print_no_more()
-        return EXIT_FINISHED
     except OSError as error:
         from jobkit.run.disk_errors import in_a_line
 
         print(f"error: {in_a_line(error)}", file=sys.stderr)
         _print_no_more()
         return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return interrupted()
+    return code
 
 
 def _print_no_more() -> None:
     """Let the interpreter end without a second failure to print what is still to be printed."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

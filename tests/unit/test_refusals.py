@@ -17,6 +17,7 @@ from harness.project import Project
 
 from jobkit.cli.main import VERBS
 from jobkit.run.config import Config
+from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 
 
@@ -423,7 +424,25 @@ def test_what_is_printed_and_cannot_be_is_told_in_a_line_at_most(project: Projec
         ).stderr
 
     assert errors("| true") in ("", "no runs in ./runs\n")
+    assert "Traceback" not in errors(">&-")  # argparse has its help on standard error then
     assert len(errors("> /dev/full").splitlines()) <= 2
+
+
+def test_a_result_that_nobody_reads_keeps_its_exit_code(project: Project) -> None:
+    run = RunDir(project.path / "runs" / "toy-11111111")
+    run.path.mkdir(parents=True)
+    run.write_config(Config(name="toy", task="mytask:train"))
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    run.record(Event.STARTED, attempt=1)
+    run.record(Event.FAILED, attempt=1, cause="crashed", error="no")
+
+    def code(verb: str, unbuffered: str) -> int:
+        command = f"set -o pipefail; {sys.executable} -m jobkit {verb} toy | sleep 0"
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        return subprocess.run(["bash", "-c", command], cwd=project.path, env=environment, check=False).returncode
+
+    assert code("wait", "") in (1, 141), "not 0, which a script would take for a run that is finished"
+    assert code("status", "") == 0 and code("status", "1") in (0, 141)
 
 
 @pytest.mark.parametrize(
