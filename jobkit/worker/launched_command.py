@@ -48,7 +48,7 @@ SAVE_SECONDS = 30.0
 """What a program gets to end after that of another rank has failed."""
 
 FAILED = "failed"
-"""In the store: the rank whose program has failed first."""
+"""In the store: how the program of the rank ended that has failed first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +73,9 @@ def run_command(found: Rendezvous, run: RunDir, config: Config, attempt: int, di
     child = subprocess.Popen([program, *words[1:]], env=environment, start_new_session=True)
     guard.watch([child.pid])
     code, others_failed = _wait(child, signals, store, found.topology.world_size)
-    state = _state(code, is_told=signals.is_told or others_failed)
-    if state == "failed" and not _is_first_failed(store, found.topology.rank):
-        state = "stopped"  # by the end of the other one's connections
-    own = Ended(found.topology.rank, state, code)
+    own = Ended(found.topology.rank, _state(code, is_told=signals.is_told or others_failed), code)
+    if own.state == "failed" and not _is_first_failed(store, own):
+        own = dataclasses.replace(own, state="stopped")  # by the end of the other one's connections
     _tell(store, own)
     if own.rank != 0:
         return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}[own.state]
@@ -187,17 +186,22 @@ def _state(code: int, *, is_told: bool) -> Literal["finished", "stopped", "faile
     return "failed" if code else "finished"
 
 
-def _is_first_failed(store: Store, rank: int) -> bool:
+def _is_first_failed(store: Store, own: Ended) -> bool:
     """Tell that this rank's program has failed; False where that of another rank had before."""
+    text = _text(own)
     try:
-        return store.compare_set(FAILED, "", str(rank)) == str(rank).encode()
+        return store.compare_set(FAILED, "", text) == text.encode()
     except RuntimeError:  # the store has gone, and nobody can say
         return True
 
 
 def _tell(store: Store, own: Ended) -> None:
     with contextlib.suppress(RuntimeError):
-        store.set(f"ended/{own.rank}", json.dumps(dataclasses.asdict(own)))
+        store.set(f"ended/{own.rank}", _text(own))
+
+
+def _text(ended: Ended) -> str:
+    return json.dumps(dataclasses.asdict(ended))
 
 
 def _all_ends(own: Ended, store: Store, world_size: int, signals: _Signals) -> list[Ended]:
@@ -213,6 +217,10 @@ def _all_ends(own: Ended, store: Store, world_size: int, signals: _Signals) -> l
         if time.monotonic() > since + REPORT_SECONDS:
             break
         time.sleep(LOOK_SECONDS)
+    with contextlib.suppress(RuntimeError):  # the store has gone
+        if store.check([FAILED]):  # whose process may have been killed since
+            first = Ended(**json.loads(store.get(FAILED)))
+            found[first.rank] = first
     return [found[rank] for rank in sorted(found)]
 
 
