@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-README, TRAINING = ROOT / "README.md", ROOT / "docs/training.md"
+README, TRAINING, RECIPES = ROOT / "README.md", ROOT / "docs/training.md", ROOT / "docs/recipes.md"
 
 
 def without_code(text: str) -> str:

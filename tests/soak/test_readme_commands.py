@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.documents import README, ROOT, TRAINING, Shell, block, commands
+from harness.documents import README, RECIPES, ROOT, TRAINING, Shell, block, commands
 from harness.project import status, step, wait_for
 
 CLUSTERS, EVIDENCE = ROOT / "docs/clusters.md", ROOT / "docs/evidence.md"
@@ -96,7 +96,7 @@ def test_sixty_four_ranks(tmp_path: Path, place: dict[str, str]) -> None:
 def test_the_small_recipes(tmp_path: Path) -> None:
     shell = Shell(tmp_path / "jobkit")
     shell.type("tools/run experiments/imagenet64.yaml --local", timeout=1800)
-    for line in commands(TRAINING):
+    for line in commands(RECIPES):
         if line.startswith("tools/run"):
             shell.type(line, timeout=1800)
     for experiment in ("cogvideo_sample", "minimind_generate", "imagenet64_sample"):
