@@ -14,7 +14,7 @@ from jobkit.errors import InputError
 GPU = "gpu"
 """What Slurm calls AMD's, Intel's and NVIDIA's devices (gres): `--gpus-per-node` counts these and no others."""
 
-ADDED_BY = "jobkit.device_kinds"
+ADDED_BY = "jobkit_devices"
 """Group of entry points by which an installed package adds a kind: the device's name, and where its DeviceKind is."""
 
 
