@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobkit.errors import InputError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GPU = "gpu"
 """What Slurm calls AMD's, Intel's and NVIDIA's devices (gres): `--gpus-per-node` counts these and no others."""
@@ -90,7 +93,7 @@ def kind(name: str) -> DeviceKind | None:
 
 @cache
 def _added(name: str) -> DeviceKind | None:
-    for entry in entry_points(group=ADDED_BY, name=name):
+    for entry in (one for one in _entries() if one.name == name):
         try:
             found = entry.load()
         except Exception as error:  # another's code
@@ -103,7 +106,13 @@ def _added(name: str) -> DeviceKind | None:
 
 def names() -> list[str]:
     """Of all kinds, those of installed packages last."""
-    return [*(one.name for one in KINDS), *sorted(entry_points(group=ADDED_BY).names)]
+    return [*(one.name for one in KINDS), *sorted({entry.name for entry in _entries()})]
+
+
+def _entries() -> Iterator[EntryPoint]:
+    from importlib.metadata import entry_points  # here: it takes 10 ms, and few runs are on such a device
+
+    yield from entry_points(group=ADDED_BY)
 
 
 def unit(device: str) -> str:

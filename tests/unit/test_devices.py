@@ -94,7 +94,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[typing.Callable[[str, s
 
     def install(name: str, value: str) -> None:
         found = EntryPoints([EntryPoint(name, value, device_kinds.ADDED_BY)])
-        monkeypatch.setattr(device_kinds, "entry_points", lambda **wanted: found.select(**wanted))
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda **wanted: found.select(**wanted))
         device_kinds._added.cache_clear()
 
     yield install
