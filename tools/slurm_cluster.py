@@ -59,7 +59,7 @@ TaskPlugin=task/none
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-GresTypes=gpu
+GresTypes=gpu,npu
 
 # Quick answers: tests wait for each of these.
 SchedulerType=sched/backfill
@@ -80,7 +80,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
 """
 NODE = (
     "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} Sockets=1 CoresPerSocket={cpus}"
-    " ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:{gpus} State=UNKNOWN"
+    " ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:{gpus},npu:{npus} State=UNKNOWN"
 )
 ACCOUNTING_CONF = """\
 AccountingStorageType=accounting_storage/slurmdbd
@@ -122,6 +122,7 @@ class Settings:
 
     nodes: int = option(4, "number of nodes: node1, node2 ...")
     gpus: int = option(8, "make-believe GPUs per node")
+    npus: int = option(8, "make-believe NPUs per node, which to Slurm are no GPUs")
     cpus: int = option(16, "make-believe CPUs per node")
     grace: int = option(20, "seconds from a preemption's signal to its kill")
     preempt: str = option("requeue", "what preemption does to the job", choices=["requeue", "cancel"])
@@ -329,7 +330,8 @@ class Cluster:
         for number in range(settings.gpus):
             (self.dir / f"gpu/{number}").symlink_to("/dev/null")  # slurmd wants devices; making one needs root
         gpus = f"Name=gpu File={self.dir}/gpu/[0-{settings.gpus - 1}]\n" if settings.gpus else ""
-        (self.dir / "gres.conf").write_text(gpus)
+        npus = f"Name=npu Count={settings.npus}\n" if settings.npus else ""
+        (self.dir / "gres.conf").write_text(gpus + npus)
         (self.dir / "slurmdbd.conf").touch(mode=0o600)
         (self.dir / "slurmdbd.conf").write_text(SLURMDBD_CONF.format(**common))
 

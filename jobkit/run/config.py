@@ -98,8 +98,8 @@ def _check_deterministic(value: bool | str) -> None:
 
 
 def _check_device(value: str) -> None:
-    allowed = [device_kinds.AUTO, *(kind.name for kind in device_kinds.KINDS)]
-    if value not in allowed:
+    if value != device_kinds.AUTO and device_kinds.kind(value) is None:
+        allowed = [device_kinds.AUTO, *device_kinds.names()]
         raise ValueError(f"one of {', '.join(allowed)}{nearest(value, allowed)}")
 
 

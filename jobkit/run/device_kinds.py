@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobkit.errors import InputError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GPU = "gpu"
+"""What Slurm calls AMD's, Intel's and NVIDIA's devices (gres): `--gpus-per-node` counts these and no others."""
+
+ADDED_BY = "jobkit_devices"
+"""Group of entry points by which an installed package adds a kind: the device's name, and where its DeviceKind is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """One kind of device. To add one, add it to KINDS: the YAML's `device:` and all of jobkit take it from there."""
+    """One kind of device: the YAML's `device:` and all of jobkit take it from here.
+
+    To add one, add it to KINDS, or let an installed package declare it by an entry point of the group ADDED_BY.
+    """
 
     name: str
     """torch's name of it: `torch.device(name)`."""
@@ -20,6 +36,8 @@ class DeviceKind:
     """The environment variable that says which of a machine's devices a process may use; None where there is one."""
     files: str | None = None
     """A pattern that matches one file for each device of a machine; None where only its driver knows."""
+    gres: str | None = None
+    """What Slurm's GresTypes call it, as a rule; None where there is no rule."""
     package: str | None = None
     """What must be installed, and imported, for torch to know this kind."""
     fused_adamw: bool = False
@@ -29,6 +47,11 @@ class DeviceKind:
     autocast: tuple[str, ...] = ("bf16", "fp16")
     """What `precision:` may be, beside fp32; bf16 where the device at hand has it."""
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU for Slurm."""
+        return self.gres == GPU
+
 
 KINDS = (
     DeviceKind(
@@ -36,6 +59,7 @@ KINDS = (
         backend="nccl",
         visible="CUDA_VISIBLE_DEVICES",
         files="/proc/driver/nvidia/gpus/*",
+        gres=GPU,
         fused_adamw=True,
         streams=True,
     ),
@@ -44,11 +68,12 @@ KINDS = (
         backend="hccl",
         visible="ASCEND_RT_VISIBLE_DEVICES",
         files="/dev/davinci[0-9]*",
+        gres="npu",
         package="torch_npu",
         fused_adamw=False,  # only newer releases of torch_npu have it, and none that jobkit was run with
         streams=True,
     ),
-    DeviceKind(name="xpu", backend="xccl", visible="ZE_AFFINITY_MASK", fused_adamw=True, streams=True),
+    DeviceKind(name="xpu", backend="xccl", visible="ZE_AFFINITY_MASK", gres=GPU, fused_adamw=True, streams=True),
     DeviceKind(name="mps", backend="gloo", fused_adamw=True),
     DeviceKind(name="cpu", backend="gloo", fused_adamw=True),
 )
@@ -62,18 +87,49 @@ SHARE = "JOBKIT_SHARE_DEVICES"
 
 
 def kind(name: str) -> DeviceKind | None:
-    """The entry of a name, or None where there is none."""
-    return next((one for one in KINDS if one.name == name), None)
+    """The entry of a name, or None where there is none; raises InputError for a package's that is no DeviceKind."""
+    return next((one for one in KINDS if one.name == name), None) or (None if name == AUTO else _added(name))
+
+
+@cache
+def _added(name: str) -> DeviceKind | None:
+    for entry in (one for one in _entries() if one.name == name):
+        try:
+            found = entry.load()
+        except Exception as error:  # another's code
+            raise InputError(f"device: {name}: the entry point {entry.value} cannot be loaded: {error!r}") from None
+        if not isinstance(found, DeviceKind) or found.name != name:
+            raise InputError(f"device: {name}: the entry point {entry.value} is no DeviceKind of that name")
+        return found
+    return None
+
+
+def names() -> list[str]:
+    """Of all kinds, those of installed packages last."""
+    return [*(one.name for one in KINDS), *sorted({entry.name for entry in _entries()})]
+
+
+def _entries() -> Iterator[EntryPoint]:
+    from importlib.metadata import entry_points  # here: it takes 10 ms, and few runs are on such a device
+
+    yield from entry_points(group=ADDED_BY)
+
+
+def unit(device: str) -> str:
+    """What a person calls the devices of the YAML's `device`: GPU, or the kind's name."""
+    one = kind(device)
+    return "GPU" if one is None or one.is_gpu else one.name
 
 
 def has_streams(name: str) -> bool:
     """Whether copies between the host and a device of this kind go on beside the program."""
-    return any(one.streams for one in KINDS if one.name == name)
+    one = kind(name)
+    return one is not None and one.streams
 
 
 def none_visible() -> dict[str, str]:
     """The environment of a process that is to see none of a machine's devices."""
-    return {one.visible: "" for one in KINDS if one.visible is not None}
+    return {one.visible: "" for one in map(kind, names()) if one is not None and one.visible is not None}
 
 
 def listed(one: DeviceKind, environ: Mapping[str, str]) -> list[str] | None:

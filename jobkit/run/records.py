@@ -185,7 +185,7 @@ class FailureReport:
     final: bool = False
     """Whether any other attempt would end with this error too."""
     out_of_memory: str | None = None
-    """`GPU` or `host`, where that is the reason."""
+    """`GPU`, `npu` or another device that is no GPU, or `host`, where that is the reason."""
     peak_bytes: int | None = None
     not_finite: bool | None = None
     faulty_node: str | None = None

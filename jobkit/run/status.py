@@ -45,7 +45,7 @@ CAUSES = {
     "cancelled": "scancel or jobkit cancel",
     "user": "Ctrl-C, or SIGTERM to a local run",
     "crashed": "an exception, or an exit code other than 0",
-    "out_of_memory": "the host's or the GPU's memory was too small",
+    "out_of_memory": "the host's or the device's memory was too small",
     "killed": "a rank, or all, died of a signal from outside",
     "hang": "no step in the time that `watchdog` allows",
     "node_failure": "a node died",

@@ -65,12 +65,13 @@ class Node:
     name: str
     cpus: int
     megabytes: int
-    gpus: Mapping[str, int]
-    """By type, in small letters; "" where it has none."""
+    gres: Mapping[str, Mapping[str, int]]
+    """Its generic resources by name, as `gpu`, and then by type, in small letters; "" where that has none."""
 
-    def gpus_of(self, kind: str) -> int:
-        """How many of a type; of any for ""."""
-        return self.gpus.get(kind, 0) if kind else sum(self.gpus.values())
+    def count(self, name: str, kind: str = "") -> int:
+        """How many resources of a name; of one type, or of any for ""."""
+        found = self.gres.get(name, {})
+        return found.get(kind, 0) if kind else sum(found.values())
 
 
 def nodes(partition: str | None, timeout: float = SHORT_SECONDS) -> dict[str, list[Node]]:
@@ -89,7 +90,8 @@ def nodes(partition: str | None, timeout: float = SHORT_SECONDS) -> dict[str, li
 
 
 def _node(name: str, cpus: str, megabytes: str, gres: str) -> Node:
-    gpus: dict[str, int] = {}
-    for kind, count in re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)", gres):
-        gpus[kind.lower()] = gpus.get(kind.lower(), 0) + int(count)
-    return Node(name, int(cpus), int(megabytes), gpus)
+    found: dict[str, dict[str, int]] = {}
+    for resource, kind, count in re.findall(r"(?:^|,)(\w+):(?:([^:,()]+):)?(\d+)", re.sub(r"\([^)]*\)", "", gres)):
+        of_name = found.setdefault(resource, {})
+        of_name[kind.lower()] = of_name.get(kind.lower(), 0) + int(count)
+    return Node(name, int(cpus), int(megabytes), found)

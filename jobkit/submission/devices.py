@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +42,14 @@ def fit_here(config: Config, resources: Resources, key_of: Callable[[str], str])
     how = f"{kind.visible} allows" if kind.visible in os.environ else "this machine has"
     room = Room(len(found) // resources.nodes, f"{how} {len(found)}")  # nodes are simulated, and divide them
     fitted = _in_numbers(resources, room)
-    wanted = fitted.world_size * fitted.devices_per_rank
+    wanted, unit = fitted.world_size * fitted.devices_per_rank, device_kinds.unit(kind.name)
     if wanted > len(found):
         raise InputError(
-            f"resources: {fitted.world_size} rank(s) of {fitted.devices_per_rank} GPU(s) need {wanted}, {room.said}; "
-            f"to make it fit add: {_overrides(config, fitted, len(found), key_of)} "
+            f"resources: {fitted.world_size} rank(s) of {fitted.devices_per_rank} {unit}(s) need {wanted}, "
+            f"{room.said}; to make it fit add: {_overrides(config, fitted, len(found), key_of)} "
             f"({key_of('gpus_per_task')}=0 is the CPU)"
         )
-    notes = _fewer_ranks(resources, fitted, room)
+    notes = _fewer_ranks(resources, fitted, room, unit)
     if wanted < len(found) and (more := _overrides(config, fitted, len(found), key_of, only_more=True)):
         notes.append(f"resources: {wanted} of {len(found)} {kind.name} device(s) are used ({room.said}); all: {more}")
     return fitted, notes
@@ -63,15 +62,24 @@ def fit_on_slurm(
 
     Raises InvalidValue where the entry does not say what is needed, or asks for fewer devices than the ranks need.
     """
-    asked = asked_for(parameters)
-    if asked is None or device == device_kinds.CPU:
+    if device == device_kinds.CPU:
+        return _in_numbers(dataclasses.replace(resources, gpus_per_task=0), Room(0, "")), []
+    asked, unit = asked_for(parameters, device), device_kinds.unit(device)
+    if asked is None:
+        if (kind := device_kinds.kind(device)) is not None and not kind.is_gpu:
+            raise InvalidValue(
+                f"clusters.{cluster}.gres",
+                f"missing, and to Slurm {kind.name} is no GPU, which gpus_per_task could ask for: set what the cluster "
+                f"calls its devices, with their number on a node, as `gres: {kind.gres or kind.name}:8` "
+                "(`sinfo --format=%G` shows it)",
+            )
         if resources.tasks_per_node == AUTO and resources.gpus_per_task not in (AUTO, 0):
             raise InvalidValue(
                 "resources.tasks_per_node",
                 f"found {AUTO}, but how many GPUs a node has is not known here: "
                 f"set clusters.{cluster}.gpus_per_node, or a number of tasks",
             )
-        return _in_numbers(resources, Room(0, "")), []
+        return _in_numbers(resources, Room(0 if kind is None else None, "")), []
     key, count = asked
     room = Room(count, f"clusters.{cluster}.{key} asks for {count} on each node")
     fitted = _in_numbers(resources, room)
@@ -79,26 +87,35 @@ def fit_on_slurm(
     if wanted > count:
         raise InvalidValue(
             f"clusters.{cluster}.{key}",
-            f"{count} GPU(s) on each node, but {fitted.ranks_per_node} task(s) of {fitted.devices_per_rank} need "
-            f"{wanted}: leave it out, or set tasks_per_node to fit",
+            f"{count} {unit}(s) on each node, but {fitted.ranks_per_node} task(s) of {fitted.devices_per_rank} need "
+            f"{wanted}: set it to that, or tasks_per_node to fit",
         )
-    notes = _fewer_ranks(resources, fitted, room)
+    notes = _fewer_ranks(resources, fitted, room, unit)
     if wanted < count:
         all_of_them = "tasks_per_node=auto" if fitted.devices_per_rank else "gpus_per_task=auto"
-        notes.append(f"resources: {wanted} of {count} GPU(s) are used ({room.said}); all: resources.{all_of_them}")
+        notes.append(f"resources: {wanted} of {count} {unit}(s) are used ({room.said}); all: resources.{all_of_them}")
     return fitted, notes
 
 
-def asked_for(parameters: Mapping[str, Any]) -> tuple[str, int] | None:
-    """(option, GPUs of each node) that a cluster's entry asks sbatch for; None where it does not."""
+def asked_for(parameters: Mapping[str, Any], device: str = device_kinds.AUTO) -> tuple[str, int] | None:
+    """(option, devices of each node) that a cluster's entry asks sbatch for; None where it does not."""
     given = {**parameters, **parameters.get("additional_parameters", {})}
     for key, value in given.items():
-        parts = str(value).split(",")
+        parts = [part.strip() for part in str(value).split(",")]
         if key.replace("-", "_") == "gpus_per_node":
             return key, sum(_count(part) for part in parts)
-        if key == "gres" and (gpus := [part for part in parts if re.match(r"gpu(:|$)", part)]):
-            return key, sum(_count(part) for part in gpus)
+        if key == "gres" and (name := _gres_of(device, [part.partition(":")[0] for part in parts])):
+            return key, sum(_count(part) for part in parts if part.partition(":")[0] == name)
     return None
+
+
+def _gres_of(device: str, names: Sequence[str]) -> str | None:
+    """Which of some names in `gres` are a device: the kind's own name, `gpu`, and for what is no GPU else the first."""
+    kind = device_kinds.kind(device)
+    kinds = device_kinds.KINDS if kind is None else (kind,)
+    usual = [one.gres for one in kinds if one.gres is not None]
+    others = names[:1] if kind is not None and not kind.is_gpu else ()
+    return next((name for name in (*usual, device_kinds.GPU) if name in names), next(iter(others), None))
 
 
 def _count(text: str) -> int:
@@ -119,11 +136,11 @@ def _in_numbers(resources: Resources, room: Room) -> Resources:
     return dataclasses.replace(resources, tasks_per_node=tasks, gpus_per_task=each)
 
 
-def _fewer_ranks(resources: Resources, fitted: Resources, room: Room) -> list[str]:
+def _fewer_ranks(resources: Resources, fitted: Resources, room: Room, unit: str) -> list[str]:
     if resources.tasks_per_node in (AUTO, fitted.tasks_per_node):
         return []
     asked, now = resources.tasks_per_node, fitted.tasks_per_node
-    return [f"resources: tasks_per_node is {now}, not {asked}, so that each rank has a GPU ({room.said})"]
+    return [f"resources: tasks_per_node is {now}, not {asked}, so that each rank has one {unit} ({room.said})"]
 
 
 def _overrides(

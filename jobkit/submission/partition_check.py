@@ -14,6 +14,7 @@ from typing import Any
 
 from jobkit import slurm
 from jobkit.errors import InvalidValue, SchedulerError
+from jobkit.run.device_kinds import GPU, KINDS
 from jobkit.submission.plan import LaunchPlan
 
 UNKNOWN_MEGABYTES = 1
@@ -77,16 +78,17 @@ def _problem(plan: LaunchPlan, partition: str, nodes: Sequence[slurm.Node]) -> I
 def _needs(plan: LaunchPlan) -> Iterator[_Need]:
     resources = plan.config.resources
     options = {key.replace("-", "_"): value for key, value in _options(plan).items()}
-    cores, gpus = resources.ranks_per_node * resources.cpus_per_task, _gpus(options)
+    cores, devices = resources.ranks_per_node * resources.cpus_per_task, _devices(options)
     if "overcommit" not in options:
         each = f"{resources.ranks_per_node} task(s) of {resources.cpus_per_task} core(s) need {cores} cores on each"
         yield _Need(_key(plan, "cpus_per_task"), each, cores, lambda node: node.cpus)
     entered = next((key for key in ("gpus_per_node", "gres") if key in plan.config.clusters.get(plan.cluster, {})), "")
-    for kind, count in gpus.items():
+    for (name, kind), count in devices.items():
         key = f"clusters.{plan.cluster}.{entered}" if entered else _key(plan, "gpus_per_task")
-        what = f"found {count} {kind + ' ' if kind else ''}GPU(s) on each"
-        yield _Need(key, what, count, partial(slurm.Node.gpus_of, kind=kind))
-    for name, times in (("mem", 1), ("mem_per_cpu", cores), ("mem_per_gpu", sum(gpus.values()))):
+        what = f"found {count} {kind + ' ' if kind else ''}{'GPU' if name == GPU else name}(s) on each"
+        yield _Need(key, what, count, partial(slurm.Node.count, name=name, kind=kind))
+    gpus = sum(count for (name, _), count in devices.items() if name == GPU)
+    for name, times in (("mem", 1), ("mem_per_cpu", cores), ("mem_per_gpu", gpus)):
         if megabytes := _megabytes(options.get(name)) * times:
             what = f"found {options[name]}, which is {megabytes:.0f} MB on each"
             yield _Need(f"clusters.{plan.cluster}.{name}", what, megabytes, _memory)
@@ -107,14 +109,15 @@ def _options(plan: LaunchPlan) -> dict[str, Any]:
     return {**parameters, **parameters.pop("additional_parameters", {})}
 
 
-def _gpus(options: Mapping[str, Any]) -> dict[str, int]:
-    """GPUs that each node has to have, by type; "" is any type."""
-    wanted: dict[str, int] = {}
-    for key, prefix in (("gpus_per_node", "gpu:"), ("gres", "")):
+def _devices(options: Mapping[str, Any]) -> dict[tuple[str, str], int]:
+    """Devices that each node has to have, by (name, type), as Slurm calls them; "" is any type."""
+    names = "|".join({kind.gres for kind in KINDS if kind.gres is not None})  # of others a number may be an amount
+    wanted: dict[tuple[str, str], int] = {}
+    for key, prefix in (("gpus_per_node", f"{GPU}:"), ("gres", "")):
         for part in str(options.get(key, "")).split(","):
-            if found := re.fullmatch(r"gpu:(?:([^:]+):)?(\d+)", f"{prefix}{part.strip()}"):
-                kind = (found[1] or "").lower()
-                wanted[kind] = wanted.get(kind, 0) + int(found[2])
+            if found := re.fullmatch(rf"({names}):(?:([^:]+):)?(\d+)", f"{prefix}{part.strip()}"):
+                kind = found[1], (found[2] or "").lower()
+                wanted[kind] = wanted.get(kind, 0) + int(found[3])
     return wanted
 
 

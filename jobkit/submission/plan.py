@@ -66,7 +66,8 @@ class LaunchPlan:
         resources = self.config.resources
         spares = f", {resources.spares} spare node(s)" if resources.spares and self.scheduler == "slurm" else ""
         ranks = f"{resources.nodes} node(s) x {resources.ranks_per_node} task(s) = {resources.world_size} rank(s)"
-        own = f"{resources.devices_per_rank} GPU(s)" if resources.devices_per_rank else "CPU"
+        unit = device_kinds.unit(self.config.device)
+        own = f"{resources.devices_per_rank} {unit}(s)" if resources.devices_per_rank else "CPU"
         endless = self.scheduler == "local" and resources.time == "auto"
         limit = "none" if endless else f"{format_seconds(resources.seconds)} an attempt"
         return (
@@ -101,7 +102,7 @@ def make_plan(run: Path, config: Config, cluster: str) -> LaunchPlan:
         if resources.min_nodes != ALL and int(resources.min_nodes) > resources.nodes:
             allowed = f"at most resources.nodes, {resources.nodes}"
             raise InvalidValue("resources.min_nodes", f"found {resources.min_nodes}, allowed: {allowed}, or {ALL}")
-        parameters = _sbatch_parameters(resources, parameters)
+        parameters = _sbatch_parameters(resources, parameters, config.device)
     return LaunchPlan(
         run=run, config=config, cluster=cluster, scheduler=scheduler, parameters=parameters, notes=notes
     ).at(run)
@@ -146,7 +147,7 @@ def _scheduler(cluster: str, entry: Mapping[str, Any]) -> str:
     return found
 
 
-def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any], device: str) -> dict[str, Any]:
     minutes = math.ceil(resources.seconds / 60)  # Slurm's own resolution
     ours: dict[str, Any] = {
         "time": minutes,
@@ -156,7 +157,7 @@ def _sbatch_parameters(resources: Resources, parameters: Mapping[str, Any]) -> d
         "signal_delay_s": round(stop_margin(minutes * 60)),
         "wckey": None,  # Submitit's default names itself; a cluster that checks keys would refuse it
     }
-    if resources.devices_per_rank and devices.asked_for(parameters) is None:
+    if resources.devices_per_rank and devices.asked_for(parameters, device) is None:
         # Of the node, not of the task: its ranks see all of them, as NCCL needs to send from one to another directly.
         ours["gpus_per_node"] = resources.devices_per_rank * resources.ranks_per_node
     # sbatch's default may be not to requeue (JobRequeue=0): a preempted or node-lost job would be gone.

@@ -10,15 +10,12 @@ from pathlib import Path
 
 from jobkit.errors import InputError
 from jobkit.run.config import Config
-from jobkit.run.device_kinds import SHARE, DeviceKind, of_this_machine
+from jobkit.run.device_kinds import SHARE, DeviceKind, of_this_machine, unit
 from jobkit.supervisor import lock_files
 
 CPU_SLOTS = "JOBKIT_CPU_SLOTS"
 """Environment variable with the number of CPU slots of this machine, where it is not that of the cores which the
 process may use."""
-
-CALLED = {"cuda": "GPU"}
-"""What a person calls a device of a kind, where that is not the kind's name."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,8 @@ def need_of(config: Config, environ: Mapping[str, str], *, queues: bool) -> Need
     count = resources.world_size * resources.devices_per_rank
     if count and kind.visible is not None and devices is not None:
         locks = tuple(folder / _file_name(name) for name in physical_names(kind, devices, environ))
-        called = CALLED.get(kind.name, kind.name)
         shares = environ.get(SHARE) == "1"
-        pools.append(Pool(count, called, locks, tuple(devices), kind.visible, waits=not shares))
+        pools.append(Pool(count, unit(kind.name), locks, tuple(devices), kind.visible, waits=not shares))
     cores = [f"cpu-{core}" for core in _cores(environ)]
     # At most all of them: alone on the machine every run can start.
     count = min(resources.world_size * resources.cpus_per_task, len(cores))

@@ -1,7 +1,6 @@
 """The device of a rank, as torch sees it: which one, what it can do, and how its tensors are sent.
 
-The table is jobkit/run/device_kinds.py. Only the CPU is tested; the other kinds take the same path through torch's
-modules.
+The table is jobkit/run/device_kinds.py. All kinds take the same path through torch's modules.
 """
 
 from __future__ import annotations
@@ -92,6 +91,16 @@ def describe(device: torch.device) -> str:
     """A device for a person: `cpu`, `cuda (NVIDIA H100 80GB HBM3)`."""
     name: Callable[[torch.device], str] | None = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if name is None or device.type == device_kinds.CPU else f"{device.type} ({name(device)})"
+
+
+def peak_memory(device: torch.device | None = None) -> int | None:
+    """The most bytes that tensors have had on a device, as its own module counts; None where it does not (CPU, mps).
+
+    None is this process's current device of the accelerator that torch knows.
+    """
+    named = () if device is None else (device,)
+    count: Callable[..., int] | None = getattr(torch.get_device_module(*named), "max_memory_allocated", None)
+    return None if count is None else int(count(*named))
 
 
 def report(device: torch.device, backend: str, rank: int, nodes: int, gather: Callable[[object], Iterable[Any]]) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from jobkit.errors import DistributedError, HardwareFault, InputError, JobkitError, NotFinite, UsageError
 from jobkit.log import log
-from jobkit.run import records
+from jobkit.run import device_kinds, records
+from jobkit.run.device_kinds import unit
 from jobkit.run.disk_errors import is_full
 from jobkit.run.records import FailureReport
 from jobkit.run.rundir import RunDir
@@ -112,10 +113,21 @@ def _advice(error: BaseException) -> str:
 
 def _memory(error: BaseException) -> dict[str, Any]:
     torch = sys.modules.get("torch")  # a command's rank may never import it
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: None)
-        return {"out_of_memory": "GPU", "peak_bytes": peak()}
+    if torch is not None and (device := _device_without_memory(torch, error)):
+        from jobkit.train.devices import peak_memory
+
+        return {"out_of_memory": device, "peak_bytes": peak_memory()}
     # Without memory even torch's allocator on the CPU raises a plain RuntimeError.
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return {"out_of_memory": "host", "peak_bytes": peak_bytes()}
     return {"peak_bytes": peak_bytes()}
+
+
+def _device_without_memory(torch: Any, error: BaseException) -> str | None:
+    """What a person calls the accelerator whose memory was too small; None where that is not the error."""
+    accelerator = torch.accelerator.current_accelerator()
+    # Older torch_npu's `NPU out of memory. Tried to allocate`, MPS's and drivers' errors have no class of their own.
+    by_message = accelerator is not None and isinstance(error, RuntimeError) and "out of memory" in str(error)
+    if not by_message and not isinstance(error, torch.OutOfMemoryError):
+        return None
+    return unit(device_kinds.AUTO if accelerator is None else accelerator.type)

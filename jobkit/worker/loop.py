@@ -20,6 +20,7 @@ from jobkit.errors import CheckpointError, HardwareFault, NotFinite, UsageError
 from jobkit.log import log
 from jobkit.run.events import Event
 from jobkit.run.slots import StepMark
+from jobkit.train.devices import peak_memory
 from jobkit.train.engine import Engine
 from jobkit.train.modes import Now
 from jobkit.train.optimizer_state import parameters_of
@@ -488,6 +489,9 @@ class TrainingLoop:
             values["perf/epoch"] = loader.epoch
         for optimizer in self._of_type(torch.optim.Optimizer)[:1]:
             values["train/lr"] = optimizer.param_groups[0]["lr"]
+        peak = peak_memory(self._rank.device)
+        if peak is not None:
+            values["perf/peak_memory_gib"] = peak / 2**30
         self._reporter.scalars(self.step - 1, values)
 
     def report_progress(self) -> None:

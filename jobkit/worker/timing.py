@@ -74,7 +74,8 @@ class HostEvent:
 
 def events_of(device: torch.device) -> Callable[[], Any]:
     """What makes events on a device's stream, read later, once it has come to them; nobody waits for it."""
-    return HostEvent if device.type == "cpu" else partial(torch.get_device_module(device).Event, enable_timing=True)
+    event = None if device.type == "cpu" else getattr(torch.get_device_module(device), "Event", None)
+    return HostEvent if event is None else partial(event, enable_timing=True)
 
 
 class ComputeTimer:

@@ -250,6 +250,22 @@ def test_every_rank_of_a_node_sees_all_the_devices_that_the_user_asked_for(proje
         assert [len(set(visible)) for visible in shown] == [4] * 4
 
 
+def test_npus_are_asked_for_by_the_name_that_the_cluster_has_for_them(project: Project, slurm: Cluster) -> None:
+    (project.path / "tell.sh").write_text("echo $LOCAL_RANK > seen_$RANK\n")
+    (project.path / "toy.yaml").write_text("name: toy\ncommand: [sh, tell.sh]\nclusters: {slurm: {partition: low}}\n")
+    npus = ["device=npu", "resources={nodes: 1, tasks_per_node: auto, gpus_per_task: 1}"]
+    missing = in_process.jobkit(project, "submit", "toy.yaml", "--cluster", "slurm", *npus, expect=2)
+    assert "clusters.slurm.gres: missing" in missing.stderr and len(missing.stderr.splitlines()) == 1
+    many = in_process.jobkit(project, "submit", "toy.yaml", *npus, "clusters.slurm.gres='npu:9'", expect=2)
+    assert "clusters.slurm.gres: found 9 npu(s) on each of 1 node(s), but partition low" in many.stderr
+    project.submit("--cluster", "slurm", *npus, "clusters.slurm.gres='npu:2'")
+    (run,) = project.runs
+    wait_for("the end", lambda: status(run)["state"] in ("finished", "failed"), run)
+    seen = [int((project.path / f"seen_{rank}").read_text()) for rank in range(2)]
+    assert seen == [0, 1] and status(run)["state"] == "finished", describe(run)
+    assert slurm.job(status(run)["attempts"][0]["job_id"])["TresPerNode"] == "gres:npu:2"
+
+
 # What Slurm refuses
 
 REFUSED = {

@@ -229,3 +229,23 @@ def test_the_peak_is_that_of_the_device_that_ran_out_of_memory(monkeypatch: pyte
     assert failure._memory(torch.OutOfMemoryError()) == {"out_of_memory": "GPU", "peak_bytes": 5}
     monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace())
     assert failure._memory(torch.OutOfMemoryError()) == {"out_of_memory": "GPU", "peak_bytes": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "where"),
+    [
+        ("npu", "NPU out of memory. Tried to allocate 52.00 MiB (NPU 0; 60.96 GiB total capacity)", "npu"),
+        ("mps", "MPS backend out of memory (MPS allocated: 4.60 GB, max allowed: 9.07 GB)", "mps"),
+        ("cuda", "CUDA error: out of memory", "GPU"),
+        ("cuda", "size mismatch", None),
+        (None, "a queue that is out of memory slots", None),
+    ],
+)
+def test_a_device_whose_error_has_no_class_of_its_own_is_known_by_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, message: str, where: str | None
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and SimpleNamespace(type=kind))
+    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(max_memory_allocated=lambda: 5))
+    found = failure._memory(RuntimeError(message))
+    assert found.get("out_of_memory") == where
+    assert (found["peak_bytes"] == 5) == (where is not None)

@@ -7,6 +7,7 @@ import importlib.util
 import socket
 import typing
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,52 @@ def test_no_other_module_knows_what_a_device_talks_over_or_which_variable_shows_
         if text in of_the_table - {"gloo"}  # which is also what jobkit's own small agreements use, on the CPU
     }
     assert found == set()
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[typing.Callable[[str, str], None]]:
+    """Installs a package that declares one kind: its name, and where it says that the kind is."""
+
+    def install(name: str, value: str) -> None:
+        found = EntryPoints([EntryPoint(name, value, device_kinds.ADDED_BY)])
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda **wanted: found.select(**wanted))
+        device_kinds._added.cache_clear()
+
+    yield install
+    device_kinds._added.cache_clear()
+
+
+OURS = DeviceKind(name="ours", backend="gloo", visible="OURS_VISIBLE", streams=True)
+
+
+def test_an_installed_package_adds_a_device(package: typing.Callable[[str, str], None], tmp_path: Path) -> None:
+    package("ours", f"{__name__}:OURS")
+    file = tmp_path / "toy.yaml"
+    file.write_text("name: toy\ntask: mytask:train\ndevice: ours\n")
+    assert load(file).config.device == "ours"
+    assert device_kinds.kind("ours") is OURS and device_kinds.has_streams("ours")
+    assert device_kinds.names() == [*NAMES, "ours"] and device_kinds.none_visible()["OURS_VISIBLE"] == ""
+    file.write_text("name: toy\ntask: mytask:train\ndevice: our\n")
+    with pytest.raises(InputError, match=r"toy.yaml:3: device: found 'our', .*cpu, ours.*mean 'ours'"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (f"{__name__}:NAMES", "is no DeviceKind of that name"),
+        (f"{__name__}:OURS", "is no DeviceKind of that name"),
+        ("no_such_package:KIND", "cannot be loaded: ModuleNotFoundError"),
+    ],
+)
+def test_what_a_package_declares_wrongly_is_told_in_a_line(
+    package: typing.Callable[[str, str], None], tmp_path: Path, value: str, said: str
+) -> None:
+    package("other", value)
+    (tmp_path / "toy.yaml").write_text("name: toy\ntask: mytask:train\ndevice: other\n")
+    with pytest.raises(InputError, match=f"device: other: the entry point {value} {said}") as refused:
+        load(tmp_path / "toy.yaml")
+    assert "\n" not in str(refused.value)
 
 
 # What a machine has, before there is torch

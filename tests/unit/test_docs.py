@@ -100,6 +100,8 @@ RUN_BY = {
     ".venv/bin/python tools/bench/step.py --ranks 1 2": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/checkpoint.py --megabytes 512 --repeats 7": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/evaluate.py --ranks 4": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/evaluate.py --clips 16": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/input.py": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/overlap.py": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/journal.py --checkpoints 86400 864000": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/list.py --runs 10000": "test_chaos_and_benches",

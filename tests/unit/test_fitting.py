@@ -11,6 +11,7 @@ import pytest
 
 from jobkit.errors import InputError
 from jobkit.run.config import Config, ParallelConfig, Resources
+from jobkit.run.device_kinds import KINDS, DeviceKind
 from jobkit.run.experiment import load
 from jobkit.run.identity import run_name
 from jobkit.submission.devices import asked_for
@@ -21,11 +22,16 @@ EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 
 
 def plan(
-    cluster: str = "local", entry: dict[str, Any] | None = None, parallel: Any = None, **resources: Any
+    cluster: str = "local",
+    entry: dict[str, Any] | None = None,
+    parallel: Any = None,
+    device: str = "auto",
+    **resources: Any,
 ) -> LaunchPlan:
     config = Config(
         name="toy",
         task="m:f",
+        device=device,
         resources=Resources(**resources),
         parallel=parallel or ParallelConfig(),
         clusters={cluster: entry} if entry is not None else {},
@@ -161,6 +167,50 @@ def test_an_entrys_own_request_stays_and_is_the_only_one() -> None:
         plan("slurm", {"gpus_per_node": 2}, tasks_per_node=4, gpus_per_task=1)
     (note,) = plan("slurm", {"gpus_per_node": 2}, tasks_per_node=2).notes
     assert "0 of 2 GPU(s) are used" in note and "resources.gpus_per_task=auto" in note
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_gpus_are_asked_for_only_where_the_device_is_one(kind: DeviceKind) -> None:
+    ranks = {"tasks_per_node": 8, "gpus_per_task": 1}
+    assert kind.is_gpu == (kind.name in ("cuda", "xpu"))
+    if kind.is_gpu:
+        assert gpu_lines(plan("slurm", device=kind.name, **ranks)) == ["#SBATCH --gpus-per-node=8"]
+    elif kind.name == "cpu":
+        made = plan("slurm", device=kind.name, **ranks)
+        assert (numbers(made), gpu_lines(made)) == ((1, 8, 0), [])
+    else:
+        name = kind.gres or kind.name
+        with pytest.raises(InputError, match=rf"clusters.slurm.gres: missing.* {kind.name} is no GPU.*gres: {name}:8"):
+            plan("slurm", device=kind.name, **ranks)
+        made = plan("slurm", {"gres": f"{name}:8"}, device=kind.name, **ranks)
+        assert (gpu_lines(made), made.notes) == ([f"#SBATCH --gres={name}:8"], [])
+        assert f"8 rank(s), 1 {kind.name}(s) and" in made.describe()
+
+
+@pytest.mark.parametrize(
+    ("gres", "tasks"),
+    [("npu:8", 8), ("nvme:1,npu:910b:4", 4), ("gpu:8", 8), ("ascend:910b:2,nvme:1", 2), ("npu:4,npu:other:2", 6)],
+)
+def test_the_ranks_of_a_node_of_npus_are_what_gres_says(gres: str, tasks: int) -> None:
+    made = plan("slurm", {"gres": gres}, device="npu", tasks_per_node="auto", gpus_per_task=1)
+    assert (numbers(made), gpu_lines(made)) == ((1, tasks, 1), [f"#SBATCH --gres={gres}"])
+
+
+def test_more_ranks_than_a_node_has_npus_are_refused_and_fewer_are_told() -> None:
+    with pytest.raises(InputError, match=r"clusters.slurm.gres: 2 npu\(s\) on each node, but 4 task\(s\) of 1 need 4"):
+        plan("slurm", {"gres": "npu:2"}, device="npu", tasks_per_node=4, gpus_per_task=1)
+    (note,) = plan("slurm", {"gres": "npu:8"}, device="npu", tasks_per_node=4, gpus_per_task=1).notes
+    assert "4 of 8 npu(s) are used (clusters.slurm.gres asks for 8 on each node)" in note
+
+
+def test_an_entry_with_npus_is_not_given_gpus_as_well() -> None:
+    made = plan("slurm", {"gres": "npu:8"}, tasks_per_node="auto", gpus_per_task="auto")
+    assert (numbers(made), gpu_lines(made)) == ((1, 8, 1), ["#SBATCH --gres=npu:8"])
+
+
+def test_a_device_that_is_named_is_never_left_out_for_want_of_a_number() -> None:
+    made = plan("slurm", device="cuda", gpus_per_task="auto")
+    assert (numbers(made), gpu_lines(made)) == ((1, 1, 1), ["#SBATCH --gpus-per-node=1"])
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from jobkit.submission.partition_check import refuse_impossible
 from jobkit.submission.plan import make_plan
 
 NODES = {
-    "low": [Node(f"node{number}", 16, 1000, {"a100": 4}) for number in range(2)] + [Node("big", 64, 1000, {"h100": 8})],
-    "high": [Node("big", 64, 8000, {"h100": 8})],
+    "low": [Node(f"node{number}", 16, 1000, {"gpu": {"a100": 4}, "npu": {"": 8}}) for number in range(2)]
+    + [Node("big", 64, 1000, {"gpu": {"h100": 8}})],
+    "high": [Node("big", 64, 8000, {"gpu": {"h100": 8}})],
 }
 
 
@@ -48,6 +49,7 @@ def said(monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], cluster: Any = 
         ({}, {"gpus_per_task": 9}, "resources.gpus_per_task: found 9 GPU(s) on each of 1 node(s)"),
         ({"gpus_per_node": "a100:5"}, {}, "clusters.here.gpus_per_node: found 5 a100 GPU(s) on each"),
         ({"gres": "gpu:v100:1"}, {}, "clusters.here.gres: found 1 v100 GPU(s) on each"),
+        ({"gres": "npu:16"}, {}, "clusters.here.gres: found 16 npu(s) on each"),
         ({"mem": "2G"}, {}, "clusters.here.mem: found 2G, which is 2048 MB on each"),
         ({"mem-per-cpu": 100}, {"cpus_per_task": 11}, "found 100, which is 1100 MB on each"),
         ({"mem_per_gpu": "0.5G"}, {"gpus_per_task": 4}, "found 0.5G, which is 2048 MB on each"),
@@ -66,6 +68,7 @@ def test_what_no_node_can_meet_is_refused(
     [
         ({}, {"nodes": 3, "cpus_per_task": 16}),
         ({"gpus_per_node": "A100:4"}, {"nodes": 2}),
+        ({"gres": "npu:8,lustre:40"}, {"nodes": 2}),
         ({"mem": 0}, {}),
         ({"mem": "all of it"}, {}),  # sbatch knows
         ({"overcommit": True}, {"tasks_per_node": 100}),

@@ -378,7 +378,8 @@ def test_nodes_are_those_of_the_partitions_that_a_job_may_get(
 def test_a_nodes_gpus_are_counted_by_type(monkeypatch: pytest.MonkeyPatch, gres: str, gpus: dict[str, int]) -> None:
     monkeypatch.setattr(node_info, "command", lambda *_, **__: f"low*|node1|16|1000|{gres}\n")
     (node,) = slurm.nodes("low")["low"]
-    assert node.gpus == gpus and node.gpus_of("") == sum(gpus.values()) and node.gpus_of("other") == 0
+    assert node.gres.get("gpu", {}) == gpus and node.count("gpu") == sum(gpus.values())
+    assert node.count("gpu", "other") == node.count("other") == 0
 
 
 def test_what_a_command_said_before_it_was_ended_is_told() -> None:

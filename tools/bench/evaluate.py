@@ -5,11 +5,15 @@ beforehand; samples are decoded by the rank between its batches, against two wor
 sleeping, so that a machine with few cores shows the same as one with many; ideal is what the computing would take if it
 could be divided to the last second:
     python tools/bench/evaluate.py --ranks 4
+A validation that generates, as cogvideo's: clips of half a second each, drawn on 1, 2 and 4 equally fast ranks;
+the outputs have to be the same bits on each number of ranks:
+    python tools/bench/evaluate.py --clips 16
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -21,8 +25,8 @@ from typing import Any
 
 YAML = """\
 name: evaluate
-task: evaluate:measure
-params: {{milliseconds: {milliseconds}, batches: {batches}, slowdown: {slowdown}, repeats: {repeats}}}
+task: evaluate:{function}
+params: {{milliseconds: {milliseconds}, batches: {batches}, slowdown: {slowdown}, repeats: {repeats}, clips: {clips}}}
 resources: {{tasks_per_node: {ranks}}}
 """
 
@@ -74,6 +78,32 @@ def measure(ctx: Any) -> dict[str, Any]:
     return {**found, "ideal": ideal}
 
 
+def draw(ctx: Any) -> dict[str, Any]:
+    """The task: returns how many times the ideal it took to draw all clips, and the checksum of what was drawn."""
+    import torch
+
+    p = ctx.params
+
+    def clip(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        time.sleep(p.milliseconds / 1e3)
+        generator = torch.Generator().manual_seed(int(ids[0]))
+        return torch.randn(1, 3, 9, 32, 48, generator=generator)
+
+    ideal = -(-p.clips // ctx.world_size) * p.milliseconds / 1e3
+    found, checksums = [], set()
+    for repeat in range(p.repeats + 1):
+        ctx.barrier()
+        started = time.perf_counter()
+        clips = ctx.map(clip, p.clips, batch_size=1)
+        ctx.barrier()
+        if repeat:  # the first warms up
+            found.append((time.perf_counter() - started) / ideal)
+        if ctx.is_main:
+            checksums.add(hashlib.sha256(clips.contiguous().numpy().tobytes()).hexdigest())
+    assert not ctx.is_main or len(checksums) == 1
+    return {"ratios": found, "ideal": ideal, "checksum": next(iter(checksums), None)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
@@ -81,17 +111,46 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=120)
     parser.add_argument("--slowdown", type=float, default=3.0)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--clips", type=int, default=0, help="measure a validation that draws so many instead")
     arguments = parser.parse_args()
+    if arguments.clips:
+        validation(arguments)
+    else:
+        evaluation(arguments)
+
+
+def run(function: str, **values: Any) -> dict[str, Any]:
+    """What a task of this file returns."""
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder:
         project = Path(folder)
         (project / "evaluate.py").write_text(Path(__file__).read_text())
-        (project / "evaluate.yaml").write_text(YAML.format(**vars(arguments)))
+        (project / "evaluate.yaml").write_text(YAML.format(function=function, **values))
         command = [sys.executable, "-m", "jobkit.submit", "evaluate.yaml", "--local"]
         done = subprocess.run(command, cwd=project, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr)
         (status,) = project.glob("runs/*/status.json")
-        result = json.loads(status.read_text())["result"]
+        result: dict[str, Any] = json.loads(status.read_text())["result"]
+    return result
+
+
+def validation(arguments: argparse.Namespace) -> None:
+    """Draw the same clips on 1, 2 and 4 ranks."""
+    checksums = set()
+    for ranks in (1, 2, 4):
+        result = run("draw", **{**vars(arguments), "ranks": ranks, "milliseconds": 500.0})
+        ratios, ideal = result["ratios"], result["ideal"]
+        checksums.add(result["checksum"])
+        ratio, spread = round(statistics.median(ratios), 3), [round(min(ratios), 3), round(max(ratios), 3)]
+        line = {"ranks": ranks, "clips": arguments.clips, "seconds": round(ratio * ideal, 2), "ideal": round(ideal, 2)}
+        print(json.dumps({**line, "drawn_over_ideal": ratio, "target": 1.1, "spread": spread, "repeats": len(ratios)}))
+    assert len(checksums) == 1, checksums
+    print(json.dumps({"outputs_of_1_2_and_4_ranks": "bit-identical", "sha256": checksums.pop()[:16]}))
+
+
+def evaluation(arguments: argparse.Namespace) -> None:
+    """Hand batches out to ranks of which one is slow, against a split made beforehand."""
+    result = run("measure", **vars(arguments))
     print(
         f"{arguments.ranks} ranks, one {arguments.slowdown:g} times slower, {arguments.batches} batches of "
         f"{arguments.milliseconds:g} ms: ideally {result['ideal']:.2f} s"
