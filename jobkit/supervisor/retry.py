@@ -147,7 +147,7 @@ def _reason_to_stop(
     failure = last.failure or Failure()
     what = _what_happened(last)
     advice = f": {_ADVICE[str(last.cause)]}" if last.cause in _ADVICE else ""
-    budget = getattr(retry, kind)
+    budget = getattr(retry, str(kind))
     if budget != UNLIMITED:
         if budget == 0:
             return f"{what}; never to be restarted (retry.{kind}: 0){advice}"

@@ -55,8 +55,8 @@ class Watch:
     """Finds from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.
 
     `alarms`: how many attempts ended as hung before, by `false_alarms`: `auto`, and what is outside the loop, gets
-    twice the time for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end. `may_be_silent`: ranks
-    that never report, as those of a command without jobkit.init, are left alone.
+    twice the time for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end.
+    `may_be_silent`: ranks that never report, as those of a command without jobkit.init, are left alone.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ def mttf(gpus: int) -> float:
 
 CAUSES = {"rank": 0.45, "gpu": 0.20, "node": 0.20, "hang": 0.15}
 """Shares of all failures (assumed; in Llama 3's table hardware has three quarters and software an eighth, most of it
-such that the processes die first). `rank`: a process dies, and its node is as good as before. `gpu`: a process dies, and
-so does each that is started on that node, until it is repaired. `node`: the node is gone. `hang`: nobody dies."""
+such that the processes die first). `rank`: a process dies, and its node is as good as before. `gpu`: a process dies,
+and so does each that is started on that node, until it is repaired. `node`: it is gone. `hang`: nobody dies."""
 
 PREEMPTED = "preempted"
 """The cause in a trace that is nobody's failure: the job is told to stop, and has the grace to save."""
@@ -40,7 +40,7 @@ LEMONS = 0.012
 """Of all nodes, how many fail again and again (read: 1.2 % of the fleet)."""
 
 LEMON_SHARE = 0.3
-"""Of all failures, how many are those nodes' (assumed; read: without them, large jobs failed in 4 % instead of 14 %)."""
+"""Of all failures, how many are those nodes' (assumed)."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Cluster:
 
     @property
     def restart_in_place(self) -> float:
-        """From forked ranks to the first step, without reading a checkpoint: measured are 0.4 s for 4 ranks and 12 s for
-        64 on two cores. Assumed: devices and groups take 3 s, and 2 s for each doubling of the ranks."""
+        """From forked ranks to the first step, without reading a checkpoint: measured are 0.4 s for 4 ranks and 12 s
+        for 64 on two cores. Assumed: devices and groups take 3 s, and 2 s for each doubling of the ranks."""
         return 3.0 + 2.0 * math.log2(self.gpus)
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jobkit.run.duration import parse_seconds
-
+from jobkit.run.status import Attempt
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
 
 from .cluster import Cluster
@@ -42,10 +43,13 @@ class Pace:
     memory: float = math.inf
     """From the beginning of a snapshot, or checkpoint, to the next snapshot."""
     memory_stall: float = 0.0
+    margin: float = 0.0
+    """For how long before a checkpoint no snapshot is taken."""
 
     @classmethod
-    def of(cls, policy: Policy, cluster: Cluster, schedule: CheckpointSchedule) -> Pace:
+    def of(cls, policy: Policy, cluster: Cluster, earlier: Sequence[Attempt]) -> Pace:
         """As jobkit's own schedules find it, once they have seen what a checkpoint costs."""
+        schedule = CheckpointSchedule(policy.checkpoint, earlier)
         stall = cluster.durable if policy.blocks else cluster.stall
         if schedule.auto is not None:
             first = schedule.auto.seconds
@@ -53,25 +57,26 @@ class Pace:
             every = schedule.auto.seconds
         else:
             first = every = parse_seconds(str(policy.checkpoint.every))
-        memory = MemorySchedule(policy.checkpoint.memory)
+        memory = MemorySchedule(policy.checkpoint.memory, earlier)
         memory.observe(cluster.stall)
         if memory.seconds is None:
             return cls(first, every, stall, cluster.durable)
-        return cls(first, every, stall, cluster.durable, max(memory.seconds, cluster.stall), cluster.stall)
+        between = max(memory.seconds, cluster.stall)
+        return cls(first, every, stall, cluster.durable, between, cluster.stall, memory.margin)
 
     def after(self, seconds: float) -> Way:
         """What has been done so long after the loop began."""
         if seconds <= self.first:
-            return self._part(seconds, stall=0.0, snapshot=0.0, before=0.0)
+            return self._part(seconds, self.first, stall=0.0, snapshot=0.0, before=0.0)
         cycle = self.stall + self.every
         whole, rest = divmod(seconds - self.first, cycle)
         # No snapshot is taken while a checkpoint is being written.
         snapshot = max(self.memory, self.durable, self.stall)
-        begun = self._part(self.first, stall=0.0, snapshot=0.0, before=0.0)
-        one = self._part(cycle, self.stall, snapshot, begun.progress)
+        begun = self._part(self.first, self.first, stall=0.0, snapshot=0.0, before=0.0)
+        one = self._part(cycle, cycle, self.stall, snapshot, begun.progress)
         gained = one.progress - begun.progress
         saved = begun.progress + whole * gained
-        here = self._part(rest, self.stall, snapshot, saved)
+        here = self._part(rest, cycle, self.stall, snapshot, saved)
         memory = here.memory
         if memory is None:  # the checkpoint is not whole yet: what was there before it
             memory = one.memory + (whole - 1) * gained if whole and one.memory is not None else begun.memory
@@ -83,13 +88,14 @@ class Pace:
             snapshots=begun.snapshots + whole * one.snapshots + here.snapshots,
         )
 
-    def _part(self, seconds: float, stall: float, snapshot: float, before: float) -> Way:
-        """The first seconds of a part that begins with a checkpoint's stall, 0 for none; `snapshot` is when its first
-        snapshot begins, `before` the progress at its beginning."""
+    def _part(self, seconds: float, length: float, stall: float, snapshot: float, before: float) -> Way:
+        """The first seconds of a part that begins with a checkpoint's stall, 0 for none, and ends after `length` with
+        the next checkpoint; `snapshot` is when its first snapshot begins, `before` the progress at its beginning."""
         stalled, snapshots = min(seconds, stall), 0.0
         newest = before if stall and seconds >= stall else None  # a checkpoint lies in memory, too
-        if self.memory < math.inf and seconds > snapshot:
-            last = math.floor((seconds - snapshot) / self.memory)
+        until = min(seconds, length - self.margin) if snapshot else seconds  # the first of all is taken at once
+        if self.memory < math.inf and seconds > snapshot and until >= snapshot:
+            last = math.floor((until - snapshot) / self.memory)
             into = seconds - snapshot - last * self.memory
             snapshots = last * self.memory_stall + min(self.memory_stall, into)
             whole = last if into >= self.memory_stall else last - 1

@@ -55,7 +55,9 @@ NCCL_TIMEOUT = 600.0
 """After which PyTorch ends processes that wait for one another, without a watchdog (its default)."""
 
 
-def jobkit(name: str, *, spares: int = 0, spare_share: float = 0.0, retry: dict[str, Any] | None = None, **checkpoint: Any) -> Policy:
+def jobkit(
+    name: str, *, spares: int = 0, spare_share: float = 0.0, retry: dict[str, Any] | None = None, **checkpoint: Any
+) -> Policy:
     """jobkit with other settings than its defaults: of `retry:` and of `checkpoint:`."""
     return Policy(
         f"jobkit, {name}",

@@ -16,7 +16,6 @@ from jobkit.run.status import Attempt, Status
 from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.retry import decide
 from jobkit.supervisor.watchdog import Watch, false_alarms
-from jobkit.worker.checkpoint_schedule import CheckpointSchedule
 
 from .cluster import PREEMPTED, Cluster, Trace
 from .pace import Pace, Way
@@ -185,7 +184,7 @@ class Run:
 
     def _train(self, attempt: Attempt, began: float, stop_at: float) -> tuple[str, str]:
         """The loop, until something ends it."""
-        pace = Pace.of(self.policy, self.cluster, CheckpointSchedule(self.policy.checkpoint, self.attempts))
+        pace = Pace.of(self.policy, self.cluster, self.attempts)
         speed = len(self._used) / self.cluster.nodes
         when, cause, node = self._until_event(stop_at)
         way = pace.after(min(when, self.horizon) - self.now)
