@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.simulation.cluster import Cluster
+from bench.simulation.policy import Policy
+
 from jobkit.run.duration import parse_seconds
 from jobkit.run.status import Attempt
 from jobkit.worker.checkpoint_schedule import CheckpointSchedule, MemorySchedule
-
-from .cluster import Cluster
-from .policy import Policy
 
 
 @dataclass(frozen=True)

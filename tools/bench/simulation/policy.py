@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jobkit.run.config import CheckpointConfig, Config, Resources, RetryConfig
+from bench.simulation.cluster import DAY, Cluster
 
-from .cluster import DAY, Cluster
+from jobkit.run.config import CheckpointConfig, Config, Resources, RetryConfig
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,15 @@ def jobkit(
         spares=spares,
         spare_share=spare_share,
     )
+
+
+SPARES = {15: 0, 63: 1, 255: 2, 1023: 4, 10**9: 8}
+"""Up to so many nodes -> spares: more than those are no use (`simulate.py --spares`)."""
+
+
+def spares_for(nodes: int) -> int:
+    """How many spares docs/clusters.md asks for."""
+    return next(spares for most, spares in SPARES.items() if nodes <= most)
 
 
 def young(cost: float, between: float) -> CheckpointConfig:

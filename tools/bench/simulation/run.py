@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from bench.simulation.cluster import PREEMPTED, Cluster, Trace
+from bench.simulation.pace import Pace, Way
+from bench.simulation.policy import Policy
+
 from jobkit import slurm
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
@@ -16,10 +20,6 @@ from jobkit.run.status import Attempt, Status
 from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.retry import decide
 from jobkit.supervisor.watchdog import Watch, false_alarms
-
-from .cluster import PREEMPTED, Cluster, Trace
-from .pace import Pace, Way
-from .policy import Policy
 
 
 @dataclass
