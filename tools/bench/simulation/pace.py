@@ -92,9 +92,10 @@ class Pace:
         """The first seconds of a part that begins with a checkpoint's stall, 0 for none, and ends after `length` with
         the next checkpoint; `snapshot` is when its first snapshot begins, `before` the progress at its beginning."""
         stalled, snapshots = min(seconds, stall), 0.0
-        newest = before if stall and seconds >= stall else None  # a checkpoint lies in memory, too
+        has_memory = self.memory < math.inf
+        newest = before if has_memory and stall and seconds >= stall else None  # a checkpoint lies there, too
         until = min(seconds, length - self.margin) if snapshot else seconds  # the first of all is taken at once
-        if self.memory < math.inf and seconds > snapshot and until >= snapshot:
+        if has_memory and seconds > snapshot and until >= snapshot:
             last = math.floor((until - snapshot) / self.memory)
             into = seconds - snapshot - last * self.memory
             snapshots = last * self.memory_stall + min(self.memory_stall, into)

@@ -234,7 +234,7 @@ class Run:
             return
         if action == "stop":
             self._submission += 1
-            self._excluded = []
+            self._excluded = [node] if cause == "gpu" else []  # a person sees which GPU is broken
             self.resubmitted += 1
             self._spend("person", cluster.person)
         else:
