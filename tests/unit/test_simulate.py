@@ -264,6 +264,13 @@ def test_everything_is_written_for_programs(tmp_path: Path) -> None:
         assert one["goodput"] == pytest.approx(one["shares"]["new"])
 
 
+@pytest.mark.parametrize("what", ["--settings", "--spares"])
+def test_the_comparisons_of_the_docs_are_made(what: str) -> None:
+    lines = told(what, "--gpus", "64", "--queue", "1")
+    assert len(lines) > 6
+    assert all(re.search(r"queue 1 h  jobkit, .* 0\.\d{4} \+- 0\.\d{4}", line) for line in lines)
+
+
 def test_the_figure_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     told("--gpus", "8", "256", "--draw", str(tmp_path / "goodput.png"))
