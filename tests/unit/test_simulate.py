@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,13 @@ def test_the_comparisons_of_the_docs_are_made(what: str) -> None:
     lines = told(what, "--gpus", "64", "--queue", "1")
     assert len(lines) > 6
     assert all(re.search(r"queue 1 h  jobkit, .* 0\.\d{4} \+- 0\.\d{4}", line) for line in lines)
+
+
+@pytest.mark.parametrize("wrong", [["--gpus", "0"], ["--queue", "-1"], ["--traces", "0"], ["--durable", "0.5"]])
+def test_numbers_that_make_no_sense_are_refused(wrong: Sequence[str]) -> None:
+    done = subprocess.run([*COMMAND, *wrong], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "simulate.py: error: --" in done.stderr
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:

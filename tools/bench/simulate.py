@@ -12,6 +12,7 @@ compared in simulation/policy.py. Everything is drawn by --seed. About a minute 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -172,6 +173,12 @@ def main() -> None:
     what.add_argument("--spares", action="store_true", help="compare numbers of spares")
     what.add_argument("--table", action="store_true", help="the row of tools/bench/all.py")
     options = parser.parse_args()
+    if min(*options.gpus, options.days, options.traces) < 1 or min(*options.queue, options.person) < 0:
+        parser.error("--gpus, --days and --traces are 1 or more, hours 0 or more")
+    if options.stall <= 0 or options.durable < options.stall:
+        parser.error("--stall is above 0, and --durable no shorter")
+    if options.draw and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--draw needs matplotlib: pip install -e '.[bench]'")
     if options.quick:
         options.days, options.traces = min(options.days, 4), min(options.traces, 2)
     if options.table:
