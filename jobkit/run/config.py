@@ -180,8 +180,9 @@ class CheckpointConfig:
     between failures; at most half an hour, unless checkpoints would then take more than 1 % of the time."""
     memory: str | int | bool = _field(_check_memory, "auto")
     """How often a snapshot is taken in host memory, which goes to no disk and outlives a rank that dies: a number of
-    steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time. Two of them
-    take at most a quarter of the memory that is free on a node, else there are none."""
+    steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time, and less
+    often the longer the run lives for each of its failures. Two of them take at most a quarter of the memory that is
+    free on a node, else there are none."""
     weights: Literal["all", "trainable"] = "all"
     """Which parameters of a model are in checkpoints and in `final/`: `all`, or `trainable`, as for a LoRA: not those
     that require no gradient and are as they were at `ctx.track`, for the function builds them again. Buffers always."""
@@ -206,7 +207,8 @@ class RetryConfig:
     node_failure: str | int = _field(_check_budget, 10)
     """A node died, or nothing could be started on it."""
     crash: str | int = _field(_check_budget, 3)
-    """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total."""
+    """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total. What a node
+    did that is excluded since counts for `node_failure`, unless the same rank has crashed on another node too."""
     exclude_after: int = _field(_at_least(1), 2)
     """After this many failures on one node the run excludes it (`ExcNodeList`)."""
     in_place: bool = True
@@ -349,8 +351,8 @@ class Config:
     retry: RetryConfig = field(default_factory=RetryConfig)
     watchdog: str | int | bool = _field(_check_watchdog, "auto")
     """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
-    minutes, doubled for each attempt that ended as hung (up to 8 times). Before the first step and after the last it
-    is at least 30 minutes."""
+    minutes, doubled for each attempt that ended as hung (up to 8 times) until the run has come past that step. Before
+    the first step and after the last it is at least 30 minutes."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. See [below](#clusters)."""
 

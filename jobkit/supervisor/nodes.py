@@ -10,14 +10,14 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from jobkit import slurm, start
 from jobkit.errors import EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
-from jobkit.run import layout
-from jobkit.run.config import Config, Resources
+from jobkit.run.config import Resources
 from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Begun
@@ -26,6 +26,7 @@ from jobkit.supervisor.device_leases import LEASES, Leases
 from jobkit.supervisor.diagnosis import FirstFailure, end_on_node, failed_launch, last_words, srun_said, srun_starts
 from jobkit.supervisor.listener import ADDRESS, Listener, make_secret
 from jobkit.supervisor.parents import TASK_MODULES, Parent, ParentError, send
+from jobkit.supervisor.placement import Placement, nodes_to_use
 
 FOREGROUND_PIPE = "JOBKIT_FOREGROUND_PIPE"
 """Environment variable with a pipe's read end: its end of file means that the command in the foreground is gone."""
@@ -89,16 +90,6 @@ def places(resources: Resources) -> list[Place]:
     """The place of every rank: the nodes are filled one after the other."""
     per_node = resources.ranks_per_node
     return [Place(rank, rank % per_node, rank // per_node, resources) for rank in range(resources.world_size)]
-
-
-def nodes_to_use(config: Config, usable: int) -> int:
-    """On how many of so many nodes the ranks of a run can be started; 0 where they are too few."""
-    resources = config.resources
-    for nodes in range(min(usable, resources.nodes), resources.fewest_nodes - 1, -1):
-        with contextlib.suppress(ValueError):
-            layout.check(config.parallel, config.comm, replace(resources, nodes=nodes), config.precision)
-            return nodes
-    return 0
 
 
 class Nodes(Protocol):
@@ -266,29 +257,22 @@ class SlurmNodes:
 
     def can_start_again(self, without: Sequence[str] = ()) -> bool:
         """Whether enough nodes are left to start the ranks on, beside some that are not to be used."""
-        usable = set(self._names) - self._lost
-        good = usable - self._excluded - set(without)
-        return self._count(good) > 0 or (not without and self._count(usable) > 0)
+        return self._placement().can_start_again(without)
 
-    def _count(self, usable: set[str]) -> int:
-        """How many of some usable nodes the ranks can be started on; 0 where they are too few."""
-        return nodes_to_use(self.run.config(), len(usable))
+    def _placement(self) -> Placement:
+        return Placement(self._names, self._lost, self._excluded, partial(nodes_to_use, self.run.config()))
 
     def _choose(self) -> list[str]:
         """The nodes for an attempt: those of the last one, with spares in the places of those that are lost."""
-        usable = [name for name in self._names if name not in self._lost]
-        good = [name for name in usable if name not in self._excluded]
-        if not self._count(set(good)) and len(good) < len(usable) and self._count(set(usable)):
+        placement = self._placement()
+        usable = placement.usable
+        if self._excluded.intersection(usable):
             log.warning("%s: too few other nodes: an excluded one is used", self.run.name)
-            good = usable
-        usable, count = good, self._count(set(good))
-        if count == 0:
+        # Spares that need not start a parent first come first.
+        used = placement.choose(self._used, self.run.config().resources.nodes, self._connected)
+        if not used:
             raise ParentError(f"too few nodes are left: {', '.join(usable) or 'none'}")
-        used = self._used or usable[: self.run.config().resources.nodes]
-        spares = [name for name in usable if name not in used]
-        spares.sort(key=lambda name: name not in self._connected)  # those that need not start a parent first
-        chosen = [name if name in usable else spares.pop(0) if spares else None for name in used]
-        return [name for name in chosen if name is not None][:count]
+        return used
 
     # The parents
 

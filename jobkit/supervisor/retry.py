@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,14 +92,15 @@ def decide(
     only_node = _only_node_tried(own) if never_began else None
     if never_began and only_node is None:
         return _not_retried(last)
-    if words := _reason_to_stop(own, fruitless, retry):
+    if words := _reason_to_stop(own, fruitless, retry, excluded):
         return Decision("stop", words, failed=True)
     bad = _bad_nodes(own, retry.exclude_after, excluded)
     if only_node is not None and only_node not in (*excluded, *bad):
         bad = (*bad, only_node)
     in_place = retry.in_place and cause in LEAVES_NODES
-    goes_on = in_place and keeps_nodes(bad)
-    if bad and not goes_on and not (replaceable := can_replace([*excluded, *bad])):
+    avoided = (*excluded, *bad)
+    goes_on = in_place and keeps_nodes(avoided)
+    if avoided and not goes_on and not (replaceable := can_replace(avoided)):
         if only_node in bad and replaceable is False:
             return _not_retried(last)
         bad = ()  # a run that no node is left for would wait for ever
@@ -136,19 +137,21 @@ def _what_happened(attempt: Attempt) -> str:
     return (attempt.failure.error if attempt.failure else None) or str(attempt.cause)
 
 
-def _reason_to_stop(attempts: Sequence[Attempt], fruitless: Sequence[Attempt], retry: RetryConfig) -> str | None:
+def _reason_to_stop(
+    attempts: Sequence[Attempt], fruitless: Sequence[Attempt], retry: RetryConfig, excluded: Collection[str]
+) -> str | None:
     """Why one more attempt would end like the last ones; None where it may not. `fruitless` are those since the last
-    progress."""
+    progress; `excluded` are the nodes excluded before."""
     last = attempts[-1]
-    kind = BUDGETS[last.cause or "lost"]
+    kind = _budget_of(last, attempts, excluded)
     failure = last.failure or Failure()
     what = _what_happened(last)
     advice = f": {_ADVICE[str(last.cause)]}" if last.cause in _ADVICE else ""
-    budget = getattr(retry, kind)
+    budget = getattr(retry, str(kind))
     if budget != UNLIMITED:
         if budget == 0:
             return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
-        without_progress = sum(BUDGETS.get(attempt.cause or "lost") == kind for attempt in fruitless)
+        without_progress = sum(_budget_of(attempt, attempts, excluded) == kind for attempt in fruitless)
         if without_progress >= budget:
             return f"{what}; {without_progress} attempt(s) without progress (retry.{kind}: {budget}){advice}"
     if kind == "crash" and retry.crash != UNLIMITED and failure.step is not None:
@@ -156,6 +159,21 @@ def _reason_to_stop(attempts: Sequence[Attempt], fruitless: Sequence[Attempt], r
         if same >= int(retry.crash):
             return f"{what}; step {failure.step} failed {same} times (retry.crash: {retry.crash}){advice}"
     return None
+
+
+def _budget_of(attempt: Attempt, attempts: Sequence[Attempt], excluded: Collection[str]) -> str | None:
+    """Which budget an attempt's end counts for.
+
+    A crash on a node that is excluded since counts as that node's failure, as long as the same rank has crashed on no
+    other node: several broken GPUs of a large job are not the run's fault. What follows a rank from node to node is.
+    """
+    kind = BUDGETS.get(attempt.cause or "lost")
+    failure = attempt.failure
+    if kind != "crash" or failure is None or failure.rank is None or failure.node not in excluded:
+        return kind
+    failures = [one.failure for one in attempts if one.failure is not None and one.cause in BLAMES_NODE]
+    follows_rank = any(one.rank == failure.rank and one.node != failure.node for one in failures)
+    return kind if follows_rank else "node_failure"
 
 
 def _has_trained(attempt: Attempt) -> bool:

@@ -30,7 +30,8 @@ from jobkit.run.status import State, Status
 from jobkit.supervisor.attempt import ask, end, notice_margin, request_stop
 from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.diagnosis import FirstFailure, first_failure_of_job, srun_said_about
-from jobkit.supervisor.nodes import end_steps, nodes_to_use
+from jobkit.supervisor.nodes import end_steps
+from jobkit.supervisor.placement import nodes_to_use
 from jobkit.supervisor.presence import Presence, RunRemoved, clear_up
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jobkit.run.duration import format_seconds, parse_seconds
 from jobkit.run.records import Progress, StopRequest
 from jobkit.run.rundir import RunDir
+from jobkit.run.status import Attempt
 from jobkit.supervisor.attempt import request_stop
 
 LEAST_SECONDS = 300.0
@@ -36,12 +37,26 @@ STACKS_SECONDS = 2.0
 """What the ranks get to write down their stacks, which faulthandler does in milliseconds where a disk takes them."""
 
 
+def false_alarms(attempts: Sequence[Attempt]) -> int:
+    """How many of some attempts in a row ended as hung though they may have been at work.
+
+    Those that no later attempt has come further than: a step that takes long is not done sooner by starting again, and
+    what a real hang stood at is.
+    """
+    furthest, alarms = 0, 0
+    for attempt in reversed(attempts):
+        reached = attempt.last_step or 0
+        alarms += attempt.cause == "hang" and reached >= furthest
+        furthest = max(furthest, reached)
+    return alarms
+
+
 class Watch:
     """Finds from the progress reports of one attempt whether its ranks hang; `setting` is the YAML's `watchdog`.
 
-    `false_alarms`: how many attempts ended as hung before: `auto`, and what is outside the loop, gets twice the time
-    for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end. `may_be_silent`: ranks
-    that never report, as those of a command without jobkit.init, are left alone.
+    `alarms`: how many attempts ended as hung before, by `false_alarms`: `auto`, and what is outside the loop, gets
+    twice the time for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end.
+    `may_be_silent`: ranks that never report, as those of a command without jobkit.init, are left alone.
     """
 
     def __init__(
@@ -49,13 +64,13 @@ class Watch:
         run: RunDir,
         attempt: int,
         setting: str | int | bool,
-        false_alarms: int = 0,
+        alarms: int = 0,
         may_be_silent: bool = False,
     ) -> None:
         self.run = run
         self.attempt = attempt
         self.setting = setting
-        self.factor = min(2.0**false_alarms, MAX_FACTOR)
+        self.factor = min(2.0**alarms, MAX_FACTOR)
         self.may_be_silent = may_be_silent
         self._beats: object = None
         self._since = self._looked = time.monotonic()
@@ -63,9 +78,9 @@ class Watch:
     @classmethod
     def of(cls, run: RunDir, attempt: int) -> Watch:
         now = run.status()
-        hangs = sum(one.cause == "hang" and one.submission == now.submissions for one in now.attempts)
+        own = [one for one in now.attempts if one.submission == now.submissions]
         config = run.config()
-        return cls(run, attempt, config.watchdog, hangs, may_be_silent=bool(config.command))
+        return cls(run, attempt, config.watchdog, false_alarms(own), may_be_silent=bool(config.command))
 
     def limit(self, training: bool, slowest: float) -> float:
         """Seconds without a beat that count as hung; `slowest` is 0 before the first step is done."""

@@ -18,7 +18,8 @@ MAX_SECONDS = 1800.0
 """However rarely it dies: more than this nobody wants to compute again."""
 
 MAX_OVERHEAD = 0.01
-"""Of the training's time, what checkpoints may cost at most, and what snapshots in memory may."""
+"""Of the training's time, what snapshots in memory may cost at most; and checkpoints, where MAX_SECONDS is what makes
+them so frequent."""
 
 MIN_MEMORY_SECONDS = 2.0
 """Between two snapshots of `auto`: for each TensorBoard's file is made durable, and two seconds are soon repeated."""
@@ -57,10 +58,15 @@ class CheckpointSchedule:
         """Whether the number of steps done calls for a checkpoint: the same on every rank."""
         return self._steps is not None and step % self._steps == 0
 
-    def is_due_by_time(self) -> bool:
-        """Whether the clock calls for a checkpoint: this process's clock, which no other rank shares."""
+    @property
+    def seconds_left(self) -> float:
+        """Until the clock calls for a checkpoint: this process's clock, which no other rank shares."""
         seconds = self.auto.seconds if self.auto is not None else self._seconds
-        return seconds is not None and time.monotonic() - self._since >= seconds
+        return math.inf if seconds is None else self._since + seconds - time.monotonic()
+
+    def is_due_by_time(self) -> bool:
+        """Whether it does so now."""
+        return self.seconds_left <= 0
 
     def observe(self, stall: float, seconds: float) -> bool:
         """A checkpoint held up the training for `stall` and was durable after `seconds`; whether that changes `auto`.
@@ -77,9 +83,14 @@ class CheckpointSchedule:
 
 
 class MemorySchedule:
-    """When a snapshot in memory is due, as `checkpoint.memory` says; by steps and by time as CheckpointSchedule."""
+    """When a snapshot in memory is due, as `checkpoint.memory` says; by steps and by time as CheckpointSchedule.
 
-    def __init__(self, every: str | int | bool) -> None:
+    `auto` spends MAX_OVERHEAD on them at the beginning, when nobody knows how often the run dies. The longer it lives
+    for each of its failures, the less they are worth: Young's interval then, which is longer. `earlier` are the run's
+    attempts before this one.
+    """
+
+    def __init__(self, every: str | int | bool, earlier: Sequence[Attempt] = ()) -> None:
         self._steps = every if isinstance(every, int) and not isinstance(every, bool) else None
         self.seconds: float | None = None
         """Between two snapshots; None where the clock does not decide."""
@@ -88,11 +99,17 @@ class MemorySchedule:
             self.seconds = parse_seconds(every)
         elif self._auto:
             self.seconds = 0.0  # the first one at once: its cost is then known
-        self._since = time.monotonic()
+        self._lived, self._failures = _lived(earlier), _failures(earlier)
+        self._began = self._since = time.monotonic()
 
     @property
     def is_off(self) -> bool:
         return self._steps is None and self.seconds is None
+
+    @property
+    def margin(self) -> float:
+        """For how long before a checkpoint, which lies in memory too, none is due."""
+        return (self.seconds or 0.0) / 2 if self._auto else 0.0
 
     def restart(self) -> None:
         """Time counts from here: a snapshot has been taken, alone or with a checkpoint."""
@@ -102,24 +119,40 @@ class MemorySchedule:
         """Whether the number of steps done calls for a snapshot: the same on every rank."""
         return self._steps is not None and step % self._steps == 0
 
-    def is_due_by_time(self) -> bool:
-        """Whether the clock calls for a snapshot: this process's clock, which no other rank shares."""
-        return self.seconds is not None and time.monotonic() - self._since >= self.seconds
+    def is_due_by_time(self, until_checkpoint: float = math.inf) -> bool:
+        """Whether the clock calls for a snapshot, by this process's clock, which no other rank shares; not where in
+        `until_checkpoint` seconds, soon, a checkpoint is due."""
+        is_due = self.seconds is not None and time.monotonic() - self._since >= self.seconds
+        return is_due and until_checkpoint >= self.margin
 
     def observe(self, stall: float) -> None:
         """One held up the training for `stall` seconds."""
         if self._auto:
-            self.seconds = max(stall / MAX_OVERHEAD, MIN_MEMORY_SECONDS)
+            lived = (self._lived + time.monotonic() - self._began) / (1 + self._failures)
+            young = min(_young(stall, lived), MAX_SECONDS)
+            self.seconds = max(young, stall / MAX_OVERHEAD, MIN_MEMORY_SECONDS)
 
 
 def mean_time_between_failures(attempts: Sequence[Attempt]) -> float:
     """Seconds of run for each end that left no time to save, as far as seen, weighed with PRIOR_SECONDS once."""
-    lived = sum(max(0.0, (attempt.ended or attempt.started) - attempt.started) for attempt in attempts)
-    return (PRIOR_SECONDS + lived) / (1 + sum(attempt.ended_hard for attempt in attempts))
+    return (PRIOR_SECONDS + _lived(attempts)) / (1 + _failures(attempts))
+
+
+def _lived(attempts: Sequence[Attempt]) -> float:
+    return sum(max(0.0, (attempt.ended or attempt.started) - attempt.started) for attempt in attempts)
+
+
+def _failures(attempts: Sequence[Attempt]) -> int:
+    return sum(attempt.ended_hard for attempt in attempts)
+
+
+def _young(cost: float, mtbf: float) -> float:
+    """J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; all in seconds."""
+    return math.sqrt(2 * cost * mtbf)
 
 
 def _how_often_known(attempts: Sequence[Attempt]) -> str:
-    failures = sum(attempt.ended_hard for attempt in attempts)
+    failures = _failures(attempts)
     if failures == 0:
         return "assumed until this run has had one"
     return f"estimated: this run has had {failures}"
@@ -127,10 +160,7 @@ def _how_often_known(attempts: Sequence[Attempt]) -> str:
 
 @dataclass
 class AutoInterval:
-    """`checkpoint.every: auto`: the interval between two checkpoints, from what one costs and how often the run dies.
-
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974: sqrt(2 * cost * MTBF).
-    """
+    """`checkpoint.every: auto`: the time between two checkpoints, from what one costs and how often the run dies."""
 
     mtbf: float
     """Mean time between failures, in seconds."""
@@ -147,11 +177,11 @@ class AutoInterval:
 
     @property
     def seconds(self) -> float:
-        """Young's interval, within what MAX_OVERHEAD, the disk and MAX_SECONDS allow."""
+        """Young's interval, at most MAX_SECONDS or what MAX_OVERHEAD asks for, at least what the disk can take."""
         if self.cost is None:
             return FIRST_SECONDS
-        ideal = math.sqrt(2 * self.cost * self.mtbf)
-        return max(min(ideal, MAX_SECONDS), self.cost / MAX_OVERHEAD, 2 * self.durable)
+        longest = max(MAX_SECONDS, self.cost / MAX_OVERHEAD)
+        return max(min(_young(self.cost, self.mtbf), longest), 2 * self.durable)
 
     def explain(self) -> str:
         """What a person is told of the interval and its reasons, in a line."""

@@ -102,7 +102,7 @@ class Context:
         skipped, suspect = rank.group.broadcast(found)
         disks = Disks(everyone, several=bool(rank.disks))
         owner = rank.group.on_main(lambda: owner_of(run))
-        memory_schedule = MemorySchedule(config.checkpoint.memory)
+        memory_schedule = MemorySchedule(config.checkpoint.memory, earlier)
         self._checkpointer = Checkpointer(
             store,
             ranks,

@@ -439,7 +439,7 @@ class TrainingLoop:
             -stands,
             self._signals.pending,
             main and self._schedule.is_due_by_time(),
-            main and self._memory_schedule.is_due_by_time(),
+            main and self._memory_schedule.is_due_by_time(self._schedule.seconds_left),
             seconds,
             peak_bytes(),
             self.stragglers.is_due(),

@@ -109,6 +109,14 @@ RUN_BY = {
     ".venv/bin/python tools/bench/restart.py --cred-expire 120": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/start.py": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/start.py --slurm": "test_chaos_and_benches",
+    **dict.fromkeys(
+        (
+            ".venv/bin/python tools/bench/simulate.py --draw docs/goodput.png",
+            ".venv/bin/python tools/bench/simulate.py --settings --queue 1",
+            ".venv/bin/python tools/bench/simulate.py --spares",
+        ),
+        "test_the_comparisons_of_the_docs_are_made",
+    ),
     "tools/test cuda": "test_without_a_gpu_the_tests_for_one_say_so_in_a_line",
     "tools/test cuda --json FILE": "test_without_a_gpu_the_tests_for_one_say_so_in_a_line",
     "JOBKIT_TEST_DEVICE=cpu .venv/bin/python -m pytest tests/cuda": "test_chaos_and_benches",

@@ -40,10 +40,11 @@ YOUNG = [
     ("half a second, every 2 hours", 2 * HOUR, [(0.5, 2.0)], math.sqrt(2 * 0.5 * 7200)),
     ("100 ms, every 8 hours", 8 * HOUR, [(0.1, 1.0)], math.sqrt(2 * 0.1 * 28800)),
     ("a run that hardly ever dies", 1e6 * HOUR, [(1.0, 1.0)], MAX_SECONDS),
-    ("a run that dies all the time costs no more than a hundredth", 60.0, [(2.0, 2.0)], 2.0 / MAX_OVERHEAD),
+    ("a run that dies all the time, though that takes more than a hundredth", 60.0, [(2.0, 2.0)], math.sqrt(240)),
     ("a checkpoint that costs nothing, on a slow disk", 8 * HOUR, [(0.0, 20.0)], 40.0),
     ("a checkpoint that costs nothing at all", 8 * HOUR, [(0.0, 0.0)], 0.0),
-    ("a hundredth is kept even where that is more than half an hour", 8 * HOUR, [(60.0, 60.0)], 6000.0),
+    ("more than half an hour, where that would take more than a hundredth", 40 * HOUR, [(20.0, 20.0)], 2000.0),
+    ("more than half an hour, if that is best", 8 * HOUR, [(60.0, 60.0)], math.sqrt(2 * 60 * 28800)),
     ("a disk that takes an hour", 8 * HOUR, [(1.0, HOUR)], 2 * HOUR),
 ]
 
@@ -59,7 +60,7 @@ def test_a_cost_that_changes_is_followed() -> None:
     for _ in range(20):
         auto.observe(8.0, 8.0)
     assert auto.cost == pytest.approx(8.0, rel=1e-4)
-    assert auto.seconds == pytest.approx(8.0 / MAX_OVERHEAD, rel=1e-3)
+    assert auto.seconds == pytest.approx(math.sqrt(2 * 8 * 7200), rel=1e-3)
 
 
 def test_a_disk_that_has_become_slow_counts_at_once_and_is_forgiven_slowly() -> None:
@@ -72,7 +73,7 @@ def test_a_disk_that_has_become_slow_counts_at_once_and_is_forgiven_slowly() -> 
 def test_the_interval_and_its_reasons_are_told() -> None:
     assert "not known yet" in interval(8 * HOUR).explain()
     text = interval(2 * HOUR, (2.0, 2.0)).explain()
-    assert "every 200 s" in text
+    assert "every 170 s" in text
     assert "2 s" in text
     assert "One failure in 2:00:00 is assumed until this run has had one" in text
 
@@ -127,6 +128,40 @@ def test_snapshots_of_auto_hold_up_the_training_a_hundredth_of_the_time(stall: f
     schedule.observe(3.0)
     schedule.observe(stall)
     assert schedule.seconds == pytest.approx(seconds)
+
+
+LIVED = [
+    ("a day without a failure", [24 * HOUR], [], math.sqrt(2 * 0.5 * 86400)),
+    ("a week without one", [7 * 24 * HOUR], [], math.sqrt(2 * 0.5 * 7 * 86400)),
+    ("a day and a failure", [12 * HOUR], [12 * HOUR], math.sqrt(2 * 0.5 * 43200)),
+    ("a failure every minute: never more than a hundredth", [], [60.0] * 30, 0.5 / MAX_OVERHEAD),
+    ("ten years without one", [87600 * HOUR], [], MAX_SECONDS),
+]
+
+
+@pytest.mark.parametrize(("quiet", "failed", "seconds"), [row[1:] for row in LIVED], ids=[row[0] for row in LIVED])
+def test_snapshots_of_auto_are_rarer_the_longer_the_run_lives(
+    quiet: list[float], failed: list[float], seconds: float
+) -> None:
+    earlier = [*[lived(one) for one in quiet], *[lived(one, hard=True) for one in failed]]
+    schedule = MemorySchedule("auto", earlier)
+    schedule.observe(0.5)
+    assert schedule.seconds == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("every", "until_checkpoint", "due"), [("auto", 24.0, False), ("auto", 26.0, True), ("1s", 0.1, True)]
+)
+def test_no_snapshot_of_auto_is_taken_soon_before_a_checkpoint_that_lies_in_memory_too(
+    monkeypatch: pytest.MonkeyPatch, every: str, until_checkpoint: float, due: bool
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("jobkit.worker.checkpoint_schedule.time.monotonic", lambda: now)
+    schedule = MemorySchedule(every)
+    schedule.observe(0.5)
+    now += 60.0
+    assert schedule.is_due_by_time(until_checkpoint) is due
+    assert schedule.is_due_by_time()
 
 
 # How often it dies

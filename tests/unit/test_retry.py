@@ -490,6 +490,52 @@ def test_a_bad_node_that_nothing_could_replace_is_kept() -> None:
     assert (decision.action, decision.exclude) == ("requeue", ())
 
 
+def test_an_excluded_node_is_not_gone_back_to_while_the_job_could_have_another_one() -> None:
+    lost = ended("node_failure", 0, 5, node="node3")
+    asked: list[Sequence[str]] = []
+
+    def keeps(without: Sequence[str]) -> bool:
+        asked.append(without)
+        return not without  # with the excluded one there are enough
+
+    decision = decide([lost], excluded=["node2"], keeps_nodes=keeps)
+    assert (decision.action, asked) == ("requeue", [("node2",)])
+    for answer in (False, None):  # no other node, or nobody to ask
+        decision = decide(
+            [lost], excluded=["node2"], keeps_nodes=keeps, can_replace=lambda nodes, answer=answer: answer
+        )
+        assert decision.action == "in_place"
+
+
+def crashed_on(node: str, rank: int | None) -> Attempt:
+    return ended("crashed", None, node=node, rank=rank)
+
+
+BROKEN = [
+    ("another node's GPU, after one that is excluded", [("a", 0), ("a", 0), ("b", 8)], ["a"], True),
+    ("two of another one's", [("a", 0), ("a", 0), ("b", 8), ("b", 8)], ["a", "b"], True),
+    ("an error that follows its rank to another node", [("a", 0), ("a", 0), ("b", 0)], ["a"], False),
+    ("an error of a rank that nobody knows", [("a", None), ("a", None), ("b", None)], ["a"], False),
+    ("a node that is not excluded", [("a", 0), ("a", 0), ("a", 0)], [], False),
+    (
+        "five nodes, one after the other",
+        [(node, rank) for rank, node in enumerate("abcde") for _ in "12"],
+        "abcde",
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("crashes", "excluded", "goes_on"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN]
+)
+def test_crashes_on_nodes_that_are_excluded_since_count_as_failures_of_nodes(
+    crashes: Sequence[tuple[str, int | None]], excluded: Sequence[str], goes_on: bool
+) -> None:
+    decision = decide([crashed_on(*one) for one in crashes], excluded=excluded)
+    assert (decision.action != "stop") is goes_on
+
+
 def test_a_node_that_has_computed_wrongly_is_excluded_at_once() -> None:
     fault = ended("crashed", 4, 5, node="b", faulty_node="b", error="HardwareFault")
     decision = decide([fault], keeps_nodes=lambda without: "b" in without)

@@ -211,6 +211,28 @@ def test_each_attempt_after_a_hang_gets_twice_the_time(run: RunDir, causes: Sequ
     assert (watch.setting, watch.limit(True, 0.1)) == ("auto", factor * LEAST_SECONDS)
 
 
+@pytest.mark.parametrize(
+    ("ends", "factor"),
+    [
+        ([("hang", 5), ("killed", 9)], 1),
+        ([("hang", 5), ("hang", 9)], 2),
+        ([("hang", 5), ("hang", 5)], 4),
+        ([("hang", 5), ("killed", 3)], 2),
+        ([("hang", 5 * number) for number in range(1, 9)], 2),
+    ],
+)
+def test_a_hang_that_a_later_attempt_has_come_past_was_a_real_one(
+    run: RunDir, ends: Sequence[tuple[str, int]], factor: int
+) -> None:
+    run.record("submitting", cluster="local", scheduler="local")
+    for number, (cause, reached) in enumerate(ends, start=1):
+        run.record("started", attempt=number, job_id="7")
+        run.record("resumed", attempt=number, step=0)
+        run.record("interrupted", attempt=number, cause=cause, reached=reached)
+    run.record("started", attempt=len(ends) + 1, job_id="7")
+    assert Watch.of(run, len(ends) + 1).limit(True, 0.1) == factor * LEAST_SECONDS
+
+
 # What a rank counts
 
 
