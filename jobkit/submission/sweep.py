@@ -145,8 +145,9 @@ def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -
 
 
 def _kind(plan: LaunchPlan) -> str:
-    """What decides which code a plan runs."""
-    return json.dumps([plan.config.task, plan.config.command, _array_kind(plan)])
+    """What decides which code a plan runs, and on what."""
+    config = plan.config
+    return json.dumps([config.task, config.command, config.check, config.inputs, _array_kind(plan)])
 
 
 def _array_kind(plan: LaunchPlan) -> str:

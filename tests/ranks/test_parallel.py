@@ -41,6 +41,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero1": {"data": "zero1"},
     "zero2": {"data": "zero2"},
     "zero3": {"data": "zero3"},
+    "zero3 offloaded": {"data": "zero3", "offload": True},
     "hsdp": {"data": "hsdp", "shards": 2},
     "tensor": {"tensor": "all"},
     "ddp x tensor": {"tensor": 2},
@@ -223,6 +224,12 @@ def test_every_strategy_trains_as_one_process_does(trained: tuple[Path, list[Any
     for name, (found, found_averages) in zip(STRATEGIES, trained[1], strict=True):
         assert difference(found, weights) < TOLERANCE, name
         assert difference(found_averages, averages) < TOLERANCE, name
+
+
+def test_with_shards_on_the_host_the_weights_are_those_without_to_the_last_bit(trained: tuple[Path, list[Any]]) -> None:
+    found = dict(zip(STRATEGIES, trained[1], strict=True))
+    for here, there in zip(found["zero3 offloaded"], found["zero3"], strict=True):
+        assert difference(here, there) == 0.0
 
 
 def test_every_strategy_resumes_bit_for_bit_on_the_same_ranks(trained: tuple[Path, list[Any]]) -> None:
@@ -627,6 +634,11 @@ def test_the_axes_follow_from_the_yaml_and_the_world(parallel: dict[str, Any], e
         ({"tensor": 4}, {}, "at most resources.tasks_per_node"),
         ({"shards": 2}, {}, "shards is for data: hsdp"),
         ({"microbatches": 2}, {}, "microbatches is for a pipeline"),
+        ({"offload": True}, {}, "offload moves the shards of zero2, zero3, hsdp to the host; ddp has none"),
+        ({"data": "zero1", "offload": True}, {}, "to the host; zero1 has none"),
+        ({"data": "zero3", "offload": True, "tensor": 2}, {}, "to the host; zero3 x tensor has none, or others"),
+        ({"data": "zero3", "offload": True, "pipeline": 2}, {}, "to the host; zero3 x pipeline has none, or others"),
+        ({"data": "hsdp", "offload": True, "shards": 1}, {}, "offload .* needs 2 ranks or more that share a model"),
         ({"data": "zero2"}, {"hook": "fp16"}, "zero2 does not use DDP"),
         ({}, {"hook": "bf16"}, "gloo cannot add bfloat16"),
         ({"data": "zero1"}, {"local_sgd": 4}, "only with ddp"),
