@@ -88,9 +88,8 @@ def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources, prec
 
 def _check_offload(parallel: ParallelConfig, layout: Layout) -> None:
     if parallel.data not in SHARDED or layout.tensor > 1 or layout.pipeline > 1:
-        raise ValueError(
-            f"offload moves the shards of {', '.join(SHARDED)} to the host; {_name(parallel, layout)} has none, or others"
-        )
+        kinds, own = ", ".join(SHARDED), _name(parallel, layout)
+        raise ValueError(f"offload moves the shards of {kinds} to the host; {own} has none, or others")
     if layout.shards == 1:
         raise ValueError("offload moves shards to the host: it needs 2 ranks or more that share a model")
 

@@ -58,8 +58,10 @@ def run_check(config: Config, source: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Call the function `arguments[2]` with the mapping on standard input, imported from the folder `arguments[0]`; what
-    it finds wrong, as [key, problem], or null, goes to the file `arguments[1]`."""
+    """Call the function `arguments[2]`, imported from the folder `arguments[0]`, with the mapping on standard input.
+
+    What it finds wrong, as [key, problem], or null, goes to the file `arguments[1]`.
+    """
     source, report, check = arguments
     params = json.load(sys.stdin)
     sys.path[:] = [source, *filter(None, sys.path)]

@@ -35,7 +35,7 @@ def shard(
     autocast or not; the shards and their gradients are in the parameters' own type, sums over ranks in float32. Norms
     and embeddings, which autocast computes in their own type, are gathered in it.
 
-    With `offload` shards, their gradients and so the optimizer's state are on the host; the device has what is gathered.
+    With `offload` shards and their gradients are on the host, and so is the optimizer's state.
     """
     _check_can_be_sharded(module)
     keeping = CPUOffloadPolicy(pin_memory=device_kinds.has_streams(mesh.device_type)) if offload else OffloadPolicy()
