@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import multiprocessing
@@ -30,6 +31,7 @@ from experiments.minimind.train import cross_entropy
 from jobkit.errors import InputError
 from jobkit.run.config import Config
 from jobkit.run.experiment import load
+from jobkit.train import schedule
 from jobkit.train.exported import load_weights
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -81,6 +83,63 @@ def test_the_full_recipe_has_63_9_million_parameters(monkeypatch: pytest.MonkeyP
         net = MiniMind(**config.params["model"])
     assert sum(parameter.numel() for parameter in net.parameters()) == 63_912_192
     assert config.inputs == ["/data/text.jsonl", "/data/tokenizer.json"]
+
+
+PUBLISHED = {
+    # trainer/train_pretrain.py: the defaults of its options
+    "epochs": 2,  # --epochs
+    "steps": None,
+    "micro_batch": 32,  # --batch_size
+    "batch": 32 * 8,  # --accumulation_steps
+    "lr": 5e-4,  # --learning_rate
+    "max_norm": 1.0,  # --grad_clip
+    "length": 340,  # --max_seq_len
+    # dataset/lm_dataset.py: PretrainDataset; model/tokenizer_config.json: bos_token, eos_token
+    "packed": False,
+    "begin_of_text": "<|im_start|>",
+    "end_of_text": "<|im_end|>",
+    # trainer/trainer_utils.py: get_lr, lr * (0.1 + 0.45 * (1 + cos(pi * step / steps)))
+    "warmup": 0,
+    "floor": 0.1,
+    # model/model_minimind.py: MiniMindConfig
+    "model": {
+        "vocabulary": 6400,
+        "dim": 768,
+        "layers": 8,
+        "heads": 8,
+        "kv_heads": 4,
+        "hidden": math.ceil(768 * math.pi / 64) * 64,
+        "theta": 1e6,
+        "tie": True,
+        "std": 0.02,  # initializer_range of transformers' PreTrainedModel
+    },
+}
+"""Options of github.com/jingyaogong/minimind at commit d65ef2c, each with where it stands there."""
+
+
+def test_every_option_of_the_full_recipe_is_the_published_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(monkeypatch, MINIMIND_DATA="/data/text.jsonl", MINIMIND_TOKENIZER="/data/tokenizer.json")
+    assert {key: config.params[key] for key in PUBLISHED} == PUBLISHED
+    adamw = inspect.signature(torch.optim.AdamW).parameters  # optim.AdamW(model.parameters(), lr=args.learning_rate)
+    assert tuple(config.params["betas"]) == adamw["betas"].default
+    assert config.params["weight_decay"] == adamw["weight_decay"].default
+    assert config.precision == "bf16"  # --dtype
+
+
+def test_the_learning_rate_falls_as_minimind_has_it() -> None:
+    for update in (0, 1, 250, 500, 999, 1000):
+        published = 0.1 + 0.45 * (1 + math.cos(math.pi * update / 1000))
+        assert schedule.cosine_at(update, steps=1000, floor=0.1) == pytest.approx(published, abs=1e-12)
+
+
+def test_weights_begin_as_minimind_has_them() -> None:
+    torch.manual_seed(0)
+    net = MiniMind(**{**TINY, "dim": 128, "hidden": 256})
+    for name, parameter in net.named_parameters():
+        if parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05) and abs(parameter.mean().item()) < 1e-3, name
+        else:
+            assert (parameter == 1).all(), name
 
 
 def test_without_data_the_small_recipe_reads_pythons_help_texts_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
