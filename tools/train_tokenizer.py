@@ -24,7 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.minimind.documents import text_of
+from experiments.minimind.documents import lines_of, text_of
 from jobkit.errors import InputError
 from jobkit.run.files import write_atomic
 
@@ -51,8 +51,8 @@ class Documents:
 
     def __iter__(self) -> Iterator[str]:
         every = self._every()
-        with self.file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+        with self.file.open("rb") as opened:
+            for number, line in enumerate(lines_of(opened), start=1):
                 self.bytes_read += len(line)
                 if (number - 1) % every or line.isspace():
                     continue
@@ -65,8 +65,8 @@ class Documents:
                 yield text
 
     def _every(self) -> int:
-        with self.file.open("rb") as lines:
-            sizes = [len(line) for line in islice(lines, LOOKED_AT)]
+        with self.file.open("rb") as opened:
+            sizes = [len(line) for line in islice(lines_of(opened), LOOKED_AT)]
         if not sizes or not self.wanted:
             return 1
         return max(1, round(self.file.stat().st_size / (sum(sizes) / len(sizes)) / self.wanted))

@@ -16,6 +16,10 @@ FIRST = 1000
 
 def check(params: dict[str, Any]) -> None:
     """Raise InvalidValue where the data are no documents, or the tokenizer is none for them or for the model."""
+    if params["length"] < 3:
+        raise InvalidValue("params.length", f"found {params['length']}, expected 3 tokens or more: begin, one, end")
+    if not 0 < params["held_out"] < 1:
+        raise InvalidValue("params.held_out", f"found {params['held_out']}, expected a part: more than 0, less than 1")
     try:
         ends = params["begin_of_text"], params["end_of_text"]
         open_tokenizer(params["tokenizer"], *ends, params["model"]["vocabulary"])

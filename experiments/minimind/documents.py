@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from jobkit.errors import InputError
+
+LONGEST = 64 << 20
+"""Bytes of a line: a file that is one array of documents would else be read as one line, into memory."""
 
 
 def documents(file: Path) -> Iterator[str]:
@@ -14,10 +18,15 @@ def documents(file: Path) -> Iterator[str]:
 
     Raises InputError, naming file and line, at one that is not `{"text": ...}`.
     """
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with file.open("rb") as opened:
+        for number, line in enumerate(lines_of(opened), start=1):
             if not line.isspace():
                 yield text_of(line, f"{file}:{number}")
+
+
+def lines_of(opened: BinaryIO) -> Iterator[bytes]:
+    """Its lines; of one that is longer than any document may be, parts, which are none."""
+    return iter(lambda: opened.readline(LONGEST), b"")
 
 
 def text_of(line: bytes, place: str) -> str:

@@ -358,6 +358,15 @@ def test_held_out_documents_go_on_in_the_next_sample_and_each_token_is_a_target_
         assert {samples[i][0][0].item() for i in range(len(samples))} == {256}
 
 
+def test_a_document_without_a_token_is_a_begin_and_an_end(texts: Path) -> None:
+    with texts.open("a") as file:
+        file.write('{"text": ""}\n')
+    corpus = open_corpus(texts, ByteTokenizer(), 0.3)
+    both = (corpus.training(6, packed=False), corpus.validation(6, packed=False))
+    targets = [samples[i][1].tolist() for samples in both for i in range(len(samples))]
+    assert [target for target in targets if target[0] == 257] == [[257, *[IGNORED] * 4]]
+
+
 def test_what_fills_a_sample_up_costs_nothing_and_moves_nothing() -> None:
     net = tiny()
     tokens = torch.tensor([[256, 1, 2, 3, 0, 0]])

@@ -14,7 +14,9 @@ import pytest
 from harness.in_process import jobkit
 from harness.project import Project, status
 
+from experiments.minimind import documents
 from experiments.minimind.tokens import FileTokenizer, open_tokenizer
+from jobkit.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "train_tokenizer.py"
@@ -134,6 +136,16 @@ def test_an_interrupted_one_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in said and sorted(path.name for path in tmp_path.iterdir()) == ["slow.py", "text.jsonl"]
 
 
+def test_one_long_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps([{"text": document(number)} for number in range(50)]))
+    monkeypatch.setattr(documents, "LONGEST", 100)
+    with array.open("rb") as opened:
+        assert max(map(len, documents.lines_of(opened))) == 100
+    with pytest.raises(InputError, match=r'array\.json:1: expected \{"text": "\.\.\."\}, found \[\{"text"'):
+        list(documents.documents(array))
+
+
 # Before anything is queued
 
 SMALL = (
@@ -178,6 +190,9 @@ def test_data_of_another_format_are_refused_with_file_and_line(project: Project,
         said = refused(project)
         assert f'params.data: {data}:{number}: expected {{"text": "..."}}, found {line}' in said
         assert said.startswith(f"error: {Path('experiments/minimind.yaml')}:")
+    write(data, *lines)
+    for override, said in (("params.held_out=0", "params.held_out: found 0, "), ("params.length=2", "expected 3")):
+        assert said in refused(project, override)
     write(data)
     assert f"params.data: {data}: no document in it" in refused(project)
     data.unlink()
