@@ -140,6 +140,9 @@ def test_weights_begin_as_minimind_has_them() -> None:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05) and abs(parameter.mean().item()) < 1e-3, name
         else:
             assert (parameter == 1).all(), name
+    parts = list(net.modules())
+    assert {part.eps for part in parts if isinstance(part, torch.nn.RMSNorm)} == {1e-6}  # rms_norm_eps
+    assert not any(isinstance(part, torch.nn.Dropout) for part in parts)  # dropout: 0.0
 
 
 def test_without_data_the_small_recipe_reads_pythons_help_texts_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
