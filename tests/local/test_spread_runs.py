@@ -87,4 +87,4 @@ def test_a_run_with_its_shards_on_the_host_is_stopped_and_ends_as_one_without(tm
     (plain,) = project.path.glob("runs/plain-*")
     assert difference(run, plain) == 0.0
     refused = project.jobkit("submit", "toy.yaml", "--local", "parallel={offload: true}", *two, expect=2).stderr
-    assert "parallel: offload moves the shards of zero2, zero3, hsdp to the host; ddp has none" in refused
+    assert "parallel: offload is for zero2, zero3, hsdp, without tensor and pipeline; found ddp" in refused
