@@ -416,7 +416,7 @@ def _dry_run(begun: Start, given: GivenValues, cluster: str, runs_dir: Path, fre
 
         print(f"---\n{script(plan.masked())}")
     if checks_model:
-        print("---", *describe(found, plan.config.resources.world_size), sep="\n")
+        print("---", *describe(found, plan.config), sep="\n")
     return EXIT_FINISHED
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jobkit.submission.start_from import Start
     from jobkit.submission.sweep import Point, SweepOutcome
 
-FREE_SECTIONS = ("resources", "clusters", "checkpoint", "retry", "watchdog", "inputs", "device", "backend")
+FREE_SECTIONS = ("resources", "clusters", "checkpoint", "retry", "watchdog", "inputs", "check", "device", "backend")
 """Keys that do not tell one sweep from another: a run moves between machines."""
 
 SHOWN_PROGRESS = 50

@@ -1,12 +1,12 @@
-"""Documents in a .jsonl file, `{"text": ...}` a line, and a packed copy of their tokens beside it.
+"""Documents in a .jsonl file, and a copy of their tokens beside it.
 
     text.jsonl                          the documents
-    text.jsonl.tokens/<fingerprint>/    training.bin, held_out.bin, corpus.json
+    text.jsonl.tokens/<fingerprint>/    training.bin, training.starts, held_out.bin, held_out.starts, corpus.json
 
-A .bin file is the tokens of documents, each document once, with the end-of-text token before the first and after every
-one. It is read through memmap: its size does not matter for memory, nor does that of the .jsonl, which is packed in one
-pass. The copy's name is a fingerprint of what it was made from, so one that no longer fits is never opened; a new one
-is made beside it, because a running job may still read the old one.
+A .bin file is the tokens of documents, each document once, between the tokens of its begin and its end; .starts says
+where each begins, and where the last ends. They are read through memmap: their size does not matter for memory, nor
+does that of the .jsonl, which is read in one pass. The copy's name is a fingerprint of what it was made from, so one
+that no longer fits is never opened; a new one is made beside it, because a running job may still read the old one.
 """
 
 from __future__ import annotations
@@ -14,28 +14,34 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from experiments.minimind.documents import documents
 from experiments.minimind.tokens import Tokenizer
+from jobkit.errors import InputError
 from jobkit.train.prepared import prepare_folder
 
 CHUNK = 1024
 """Documents that the tokenizer is given at a time."""
 IGNORED = -100
 """The target that cross_entropy leaves out: there is no token."""
+FORM = "begin, tokens, end; starts"
+"""What the files of a copy hold: one of another form is not opened."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A packed copy, and what corpus.json says about it."""
+    """A copy of the tokens, and what corpus.json says about it."""
 
     folder: Path
     dtype: str
@@ -48,52 +54,107 @@ class Corpus:
     sha256: str
     """Of all documents, in order."""
 
-    def training(self, length: int) -> Windows:
-        """The training tokens in windows of `length`; the few at the end that fill none are left out."""
-        return Windows(self.folder / "training.bin", self.dtype, length, pad=False)
+    def training(self, length: int, packed: bool) -> Samples:
+        """The training documents in samples of `length` tokens.
 
-    def validation(self, length: int) -> Windows:
-        """The held-out tokens, all of them: the last window is filled up."""
-        return Windows(self.folder / "held_out.bin", self.dtype, length, pad=True)
+        `packed`: windows of all documents one after the other; the few tokens at the end that fill none are left out.
+        Else a document each: its end is cut off, or the sample filled up.
+        """
+        return Windows(self._part("training"), length, pad=False) if packed else Cut(self._part("training"), length)
+
+    def validation(self, length: int, packed: bool) -> Samples:
+        """The held-out documents, all of their tokens; else as `training`: a long one goes on in the next sample."""
+        part = self._part("held_out")
+        return Windows(part, length, pad=True) if packed else Cut(part, length, goes_on=True)
+
+    def _part(self, name: str) -> Part:
+        return Part(self.folder, name, self.dtype)
+
+
+class Part:
+    """The training or the held-out documents of a copy."""
+
+    def __init__(self, folder: Path, name: str, dtype: str) -> None:
+        self._made_of = folder, name, dtype
+        self.tokens = np.memmap(folder / f"{name}.bin", dtype, "r")
+        self.starts = np.memmap(folder / f"{name}.starts", "uint64", "r")
+
+    def __reduce__(self) -> tuple[type[Part], tuple[Path, str, str]]:
+        # A memmap would be sent to a data loader's worker as a whole array.
+        return Part, self._made_of
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """(tokens int64 [length], the token after each of them [length]); each token but the first is a target once.
+    """(tokens int64 [length - 1], the token after each of them [length - 1]) of all documents one after the other.
 
-    Where the last window is filled up, its targets there are IGNORED.
+    Each token but the first is a target once. Where the last window is filled up, its targets there are IGNORED.
     """
 
-    def __init__(self, file: Path, dtype: str, length: int, pad: bool) -> None:
-        self.file, self.dtype, self.length, self.pad = file, dtype, length, pad
-        self.tokens = np.memmap(file, dtype, "r")
-        self.targets = len(self.tokens) - 1
+    def __init__(self, part: Part, length: int, pad: bool) -> None:
+        self._part, self._step, self._pad = part, length - 1, pad
+        self.targets = len(part.tokens) - 1
+        """How many tokens are a target."""
 
     def __len__(self) -> int:
-        return (self.targets + (self.length - 1 if self.pad else 0)) // self.length
+        return (self.targets + (self._step - 1 if self._pad else 0)) // self._step
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        start = i * self.length
-        window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
-        missing = self.length + 1 - len(window)
-        tokens, target = window[:-1], window[1:]
-        if missing:
-            tokens = torch.nn.functional.pad(tokens, (0, missing))
-            target = torch.nn.functional.pad(target, (0, missing), value=IGNORED)
-        return tokens, target
+        start = i * self._step
+        return _filled_up(self._part.tokens[start : start + self._step + 1], self._step)
 
-    def __reduce__(self) -> tuple[type[Windows], tuple[Path, str, int, bool]]:
-        # A memmap would be sent to a data loader's worker as a whole array.
-        return Windows, (self.file, self.dtype, self.length, self.pad)
+
+class Cut(Dataset[tuple[Tensor, Tensor]]):
+    """As Windows, but a document each: begin, at most `length - 2` tokens, end, as in minimind's PretrainDataset.
+
+    With `goes_on` what is cut off is in samples of its own, and the end comes after the last: so each token of each
+    document is a target once.
+    """
+
+    def __init__(self, part: Part, length: int, goes_on: bool = False) -> None:
+        self._part, self._room, self._goes_on = part, length - 2, goes_on
+        if goes_on:
+            sizes = np.diff(part.starts).astype(np.int64) - 2
+            self._firsts = np.concatenate([[0], np.cumsum(np.maximum(1, -(-sizes // self._room)))])
+            self.targets = int(sizes.sum()) + len(sizes)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1]) if self._goes_on else len(self._part.starts) - 1
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        document, piece = i, 0
+        if self._goes_on:
+            document = int(np.searchsorted(self._firsts, i, side="right")) - 1
+            piece = i - int(self._firsts[document])
+        start, stop = (int(self._part.starts[document + one]) for one in (0, 1))
+        begin, tokens, end = np.split(self._part.tokens[start:stop], [1, -1])
+        first = piece * self._room
+        goes_on = self._goes_on and first + self._room < len(tokens)
+        found = [begin, tokens[first : first + self._room], *([] if goes_on else [end])]
+        return _filled_up(np.concatenate(found), self._room + 1)
+
+
+Samples = Windows | Cut
+
+
+def _filled_up(found: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    """At most `length + 1` tokens as `length` tokens and their targets."""
+    window = torch.from_numpy(found.astype(np.int64))
+    missing = length + 1 - len(window)
+    tokens, target = window[:-1], window[1:]
+    if missing:
+        tokens = torch.nn.functional.pad(tokens, (0, missing))
+        target = torch.nn.functional.pad(target, (0, missing), value=IGNORED)
+    return tokens, target
 
 
 def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float) -> Corpus:
-    """The packed copy of a .jsonl file, which the first process to come makes while the others wait.
+    """The copy of a .jsonl file's tokens, which the first process to come makes while the others wait.
 
     About the part `held_out` of the documents is for validation: which ones depends on their texts alone.
-    Raises ValueError naming file and line of one that is not `{"text": ...}`.
+    Raises InputError naming file and line of one that is not `{"text": ...}`.
     """
     state = file.stat()
-    made_from = (state.st_size, state.st_mtime_ns, tokenizer.fingerprint, held_out)
+    made_from = (FORM, state.st_size, state.st_mtime_ns, tokenizer.fingerprint, held_out)
     folder = file.with_name(file.name + ".tokens") / hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]
 
     def pack(temporary: Path) -> None:
@@ -105,34 +166,40 @@ def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float) -> Corpus:
     return Corpus(folder, **json.loads((folder / "corpus.json").read_text()))
 
 
-def documents(file: Path) -> Iterator[str]:
-    """The text of each line; empty lines count as none."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.isspace():
-                continue
-            try:
-                text = json.loads(line)["text"]
-                text.encode()  # half of a surrogate pair is text for JSON, but not for UTF-8
-            except (ValueError, KeyError, TypeError, AttributeError):
-                found = line[:60].decode(errors="replace").strip()
-                raise ValueError(f'{file}:{number}: expected {{"text": "..."}}, found {found}') from None
-            yield text
+class _Writer:
+    """Writes the documents of one part."""
+
+    def __init__(self, tokens: BinaryIO, starts: BinaryIO, tokenizer: Tokenizer, dtype: str) -> None:
+        self._tokens, self._starts, self._tokenizer, self._dtype = tokens, starts, tokenizer, dtype
+        self._end = 0
+        self._note_start()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        document = np.array([self._tokenizer.begin, *tokens, self._tokenizer.end], self._dtype)
+        self._tokens.write(document.tobytes())
+        self._end += len(document)
+        self._note_start()
+
+    def _note_start(self) -> None:
+        self._starts.write(np.uint64(self._end).tobytes())
 
 
 def _write_tokens(file: Path, tokenizer: Tokenizer, held_out: float, folder: Path) -> dict[str, str | int]:
-    """Write the .bin files and return what belongs into corpus.json."""
+    """Write the files of both parts and return what belongs into corpus.json."""
     dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
     kept = kept_out = kept_out_bytes = 0
     sha256 = hashlib.sha256()
-    with (folder / "training.bin").open("wb") as training, (folder / "held_out.bin").open("wb") as validation:
-        for opened in (training, validation):
-            opened.write(np.array([tokenizer.end], dtype).tobytes())
+    with ExitStack() as files:
+
+        def writer(part: str) -> _Writer:
+            opened = [files.enter_context((folder / f"{part}.{kind}").open("wb")) for kind in ("bin", "starts")]
+            return _Writer(opened[0], opened[1], tokenizer, dtype)
+
+        training, validation = writer("training"), writer("held_out")
         texts = _distinct(documents(file))
         while chunk := list(islice(texts, CHUNK)):
             for (text, draw), tokens in zip(chunk, tokenizer.encode([text for text, _ in chunk]), strict=True):
-                part = validation if draw < held_out else training
-                part.write(np.array([*tokens, tokenizer.end], dtype).tobytes())
+                (validation if draw < held_out else training).add(tokens)
                 data = text.encode()
                 sha256.update(len(data).to_bytes(8, "little") + data)
                 kept += 1
@@ -140,7 +207,7 @@ def _write_tokens(file: Path, tokenizer: Tokenizer, held_out: float, folder: Pat
                     kept_out += 1
                     kept_out_bytes += len(data)
     if kept_out in (0, kept):
-        raise ValueError(f"{file}: with held_out {held_out}, {kept_out} of {kept} documents are for validation")
+        raise InputError(f"{file}: with held_out {held_out}, {kept_out} of {kept} documents are for validation")
     return {
         "dtype": dtype,
         "documents": kept,

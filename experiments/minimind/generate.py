@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import jobkit
-from experiments.minimind import held_out_costs, open_data
 from experiments.minimind.model import MiniMind
 from experiments.minimind.sampling import complete, write_text
+from experiments.minimind.train import held_out_costs, open_data
 from jobkit.train.exported import load_weights
 from jobkit.train.seeds import derive_seed
 
@@ -54,4 +54,4 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
         print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
         for number, texts in enumerate(written):
             ctx.log_text(f"samples/{number:04d}", f"```\n{texts[0]}\n```")
-    return {**held_out_costs(ctx, net, corpus, trained.length, trained.validate_batch), "corpus": corpus.sha256}
+    return {**held_out_costs(ctx, net, corpus, trained), "corpus": corpus.sha256}

@@ -26,10 +26,20 @@ class MiniMind(nn.Sequential):
         hidden: features inside SwiGLU (Shazeer 2020, arXiv:2002.05202).
         theta: base of the rotary embedding's wavelengths.
         tie: whether the head's matrix is the embedding's.
+        std: of the normal distribution that all matrices are drawn from.
     """
 
     def __init__(
-        self, vocabulary: int, dim: int, layers: int, heads: int, kv_heads: int, hidden: int, theta: float, tie: bool
+        self,
+        vocabulary: int,
+        dim: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        hidden: int,
+        theta: float,
+        tie: bool,
+        std: float = 0.02,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, dim)
@@ -37,12 +47,9 @@ class MiniMind(nn.Sequential):
             self.add_module(f"block_{i}", Block(dim, heads, kv_heads, hidden, theta))
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, vocabulary, bias=False)
-        std = (3 * dim) ** -0.5  # 0.02 for 768 features
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.dim() == 2:
-                # Each block adds to the stream twice; so the stream's size does not grow with their number.
-                added = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=std / (2 * layers) ** 0.5 if added else std)
+                nn.init.normal_(parameter, std=std)
         if tie:
             self.head.weight = self.embed.weight
 

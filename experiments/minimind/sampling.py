@@ -32,7 +32,7 @@ def complete(
     last `window` tokens at most. Random numbers come from `seed` alone.
     """
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers whatever the device
-    start = [tokenizer.end, *tokenizer.encode([prompt])[0]]
+    start = [tokenizer.begin, *tokenizer.encode([prompt])[0]]
     tokens = torch.tensor(start, device=device).repeat(samples, 1)
     ended = torch.zeros(samples, dtype=torch.bool)
     while tokens.shape[1] < len(start) + new_tokens and not ended.all():

@@ -1,4 +1,4 @@
-"""Text as numbers: a Hugging Face tokenizer.json, or plain bytes where there is none."""
+"""Text as numbers: a Hugging Face tokenizer.json, or plain bytes where there is none. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from jobkit.errors import InputError
 
 BYTES = "bytes"
 
@@ -15,13 +17,15 @@ class Tokenizer(Protocol):
 
     vocabulary: int
     """Number of tokens, special ones included."""
+    begin: int
+    """The token before every document."""
     end: int
-    """The token after every document, and before the first."""
+    """The token after it."""
     fingerprint: str
     """Differs where the same text gives other tokens."""
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The tokens of each text, no special ones among them."""
+        """The tokens of each text, no special ones among them unless the text has their names in it."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -29,16 +33,23 @@ class Tokenizer(Protocol):
         ...
 
 
-def open_tokenizer(name: str, end_of_text: str) -> Tokenizer:
-    """`bytes`, or a tokenizer.json whose token `end_of_text` ends a document."""
-    return ByteTokenizer() if name == BYTES else FileTokenizer(Path(name), end_of_text)
+def open_tokenizer(name: str, begin_of_text: str, end_of_text: str, vocabulary: int) -> Tokenizer:
+    """`bytes`, or a tokenizer.json with these two tokens, for a model that knows `vocabulary` tokens.
+
+    Raises InputError for one that cannot be used.
+    """
+    tokenizer = ByteTokenizer() if name == BYTES else FileTokenizer(Path(name), begin_of_text, end_of_text)
+    if tokenizer.vocabulary > vocabulary:
+        raise InputError(f"{name} has {tokenizer.vocabulary} tokens, and params.model.vocabulary is {vocabulary}")
+    return tokenizer
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8, and one for the end of a text."""
+    """A token a byte of UTF-8, and two for the ends of a text."""
 
-    vocabulary = 257
-    end = 256
+    vocabulary = 258
+    begin = 256
+    end = 257
     fingerprint = BYTES
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
@@ -49,22 +60,27 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json, read by Hugging Face's `tokenizers`; ValueError where it has no token `end_of_text`."""
+    """A tokenizer.json, read by Hugging Face's `tokenizers`."""
 
-    def __init__(self, file: Path, end_of_text: str) -> None:
+    def __init__(self, file: Path, begin_of_text: str, end_of_text: str) -> None:
         try:
             import tokenizers
         except ImportError:
-            raise ModuleNotFoundError(
-                f"{file} is read by the package `tokenizers`, which is not installed: pip install tokenizers"
+            raise InputError(
+                f"{file} is read by the package `tokenizers`, which is not installed: pip install 'jobkit[tokenizers]'"
             ) from None
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        end = self._tokenizer.token_to_id(end_of_text)
-        if end is None:
-            raise ValueError(f"{file}: no token {end_of_text!r}: params.end_of_text names the one that ends a document")
-        self.end: int = end
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # what the library raises for a wrong file is a plain Exception
+            raise InputError(f"{file}: not a tokenizer.json: {' '.join(str(error).split())}") from None
+        ends = []
+        for key, token in (("begin_of_text", begin_of_text), ("end_of_text", end_of_text)):
+            ends.append(self._tokenizer.token_to_id(token))
+            if ends[-1] is None:
+                raise InputError(f"{file}: no token {token!r}, which params.{key} names")
+        self.begin, self.end = ends
         self.vocabulary: int = self._tokenizer.get_vocab_size()
-        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest() + end_of_text
+        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest() + begin_of_text + end_of_text
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]

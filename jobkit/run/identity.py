@@ -71,8 +71,13 @@ def _digest(config: Config, params: Mapping[str, Any]) -> str:
         decides["start_from"] = dataclasses.asdict(config.start_from)
     # Only where they differ from plain DDP, of which there are runs from before there was anything else.
     for key, default in (("parallel", ParallelConfig()), ("comm", CommConfig())):
-        value = dataclasses.asdict(getattr(config, key))
-        if value != dataclasses.asdict(default):
+        value = _keys_of(getattr(config, key))
+        if value != _keys_of(default):
             decides[key] = value
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _keys_of(section: ParallelConfig | CommConfig) -> dict[str, object]:
+    """A section's keys; without `offload` where it is off, as in runs from before there was such a key."""
+    return {key: value for key, value in dataclasses.asdict(section).items() if key != "offload" or value}

@@ -73,6 +73,8 @@ def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources, prec
         raise ValueError(f"shards is for data: hsdp; {parallel.data} has one way to divide its ranks")
     if parallel.microbatches != "auto" and layout.pipeline == 1:
         raise ValueError("microbatches is for a pipeline; for accumulation pass micro_batch_size to ctx.backward")
+    if parallel.offload:
+        _check_offload(parallel, layout)
     if parallel.data == "zero1" and layout.tensor > 1:
         raise ValueError("zero1 x tensor: ZeroRedundancyOptimizer takes no DTensors; use zero2 or ddp with tensor")
     if layout.tensor > resources.ranks_per_node:
@@ -82,6 +84,14 @@ def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources, prec
         )
     _check_comm(parallel, comm, layout, resources, precision)
     return layout
+
+
+def _check_offload(parallel: ParallelConfig, layout: Layout) -> None:
+    if parallel.data not in SHARDED or layout.tensor > 1 or layout.pipeline > 1:
+        found = _name(parallel, layout) or parallel.data
+        raise ValueError(f"offload is for {', '.join(SHARDED)}, without tensor and pipeline; found {found}")
+    if layout.shards == 1:
+        raise ValueError("offload moves shards to the host: it needs 2 ranks or more that share a model")
 
 
 def check_verification(config: Config) -> None:

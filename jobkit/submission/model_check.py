@@ -76,8 +76,9 @@ def _run(config: Config, source: Path, device: str) -> list[ModelCheck]:
     ]
 
 
-def describe(found: Sequence[ModelCheck], world_size: int) -> Iterator[str]:
+def describe(found: Sequence[ModelCheck], config: Config) -> Iterator[str]:
     """Lines about a check that has found nothing wrong."""
+    world_size, where = config.resources.world_size, ", in host memory" if config.parallel.offload else ""
     for one in found:
         for model in one.models:
             state = (
@@ -85,7 +86,7 @@ def describe(found: Sequence[ModelCheck], world_size: int) -> Iterator[str]:
             )
             yield (
                 f"{model.name}: {model.parameters:,} parameters; rank {one.rank} of {world_size} has {model.own:,}: "
-                f"{_size(model.weights)} weights, {_size(model.gradients)} gradients, {state}"
+                f"{_size(model.weights)} weights, {_size(model.gradients)} gradients, {state}{where}"
             )
     if any(one.models for one in found):
         yield "(without activations, and without what is gathered of other ranks for a moment)"

@@ -26,6 +26,7 @@ from jobkit.run.status import Status
 from jobkit.submission import chains, job, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.mirror_check import check_mirrors
+from jobkit.submission.own_check import run_check
 from jobkit.submission.partition_check import refuse_impossible
 from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
@@ -74,6 +75,7 @@ def check(plan: LaunchPlan, source: Path, told: set[str] | None = None) -> list[
         checked = check_command(config.command, source, has_setup=has_setup)
     else:
         checked = check_task(config.task, source, has_setup=has_setup)
+    run_check(config, source)
     told = set() if told is None else told
     for line in (*plan.notes, *checked.warnings):
         if line not in told:

@@ -145,8 +145,10 @@ def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -
 
 
 def _kind(plan: LaunchPlan) -> str:
-    """What decides which code a plan runs."""
-    return json.dumps([plan.config.task, plan.config.command, _array_kind(plan)])
+    """What decides which code a plan runs, and what its `check` looks at."""
+    config = plan.config
+    looked_at = [config.check, config.inputs] if config.check else []
+    return json.dumps([config.task, config.command, looked_at, _array_kind(plan)])
 
 
 def _array_kind(plan: LaunchPlan) -> str:

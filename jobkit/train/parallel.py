@@ -109,7 +109,7 @@ class Parallel:
 
     def _with_weights(self, module: nn.Module, weights: Weights, options: Mapping[str, bool]) -> nn.Module:
         is_replicated = self._shares_gradients(module) and not self._is_sharded and not self.drifts
-        materialise(module, self.device)
+        materialise(module, self.device, torch.device("cpu") if self.parallel.offload else None)
         weights.fill(module, send=not is_replicated or self.data_group is not None)  # of all ranks, DDP sends them
         if is_replicated:
             module = self._replicated(module, options)
@@ -134,7 +134,13 @@ class Parallel:
             hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
             mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
             reshard_after_forward = self.parallel.data in ("zero3", "hsdp")
-            shard(module, mesh, reshard_after_forward=reshard_after_forward, dtype=AUTOCAST.get(self._precision))
+            shard(
+                module,
+                mesh,
+                reshard_after_forward=reshard_after_forward,
+                dtype=AUTOCAST.get(self._precision),
+                offload=self.parallel.offload,
+            )
         return module
 
     @property

@@ -9,15 +9,21 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
 from jobkit.errors import UsageError
+from jobkit.run import device_kinds
 from jobkit.train.hooks import uncompiled
 
 
 def shard(
-    module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, dtype: torch.dtype | None = None
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    dtype: torch.dtype | None = None,
+    offload: bool = False,
 ) -> None:
     """Shard a module's parameters over a mesh, in place, unit by unit (`shard_units`), and put them on its device.
 
@@ -28,9 +34,12 @@ def shard(
     With a `dtype` parameters are gathered in it, and the forward computes as under torch.autocast, called within
     autocast or not; the shards and their gradients are in the parameters' own type, sums over ranks in float32. Norms
     and embeddings, which autocast computes in their own type, are gathered in it.
+
+    With `offload` shards and their gradients are on the host, and so is the optimizer's state.
     """
     _check_can_be_sharded(module)
-    shared_out = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    keeping = CPUOffloadPolicy(pin_memory=device_kinds.has_streams(mesh.device_type)) if offload else OffloadPolicy()
+    shared_out = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=keeping)
     # The inputs of a unit are autocast's to convert: where it keeps a stream in float32, so do the sharded models.
     reduced = torch.float32 if dtype is not None else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)

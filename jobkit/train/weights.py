@@ -159,20 +159,27 @@ class Weights:
         return drawn
 
 
-def materialise(module: nn.Module, device: torch.device) -> None:
+def materialise(module: nn.Module, device: torch.device, shards_on: torch.device | None = None) -> None:
     """Put a module on `device`, in place: what is on meta becomes tensors without values, all else is moved.
 
-    Parameters remain the same objects, so that tied ones stay tied.
+    Shards go to `shards_on`, if that is another one. Parameters remain the same objects, so that tied ones stay tied.
     """
+
+    def place_of(tensor: Tensor) -> torch.device:
+        return shards_on if shards_on is not None and isinstance(tensor, DTensor) else device
+
     for tensor in dict.fromkeys(named_tensors(module).values()):
         if tensor.is_meta:
-            empty = torch.empty_like(tensor, device=device)
+            empty = torch.empty_like(tensor, device=place_of(tensor))
             is_parameter = isinstance(tensor, nn.Parameter)
             swap_tensors(  # type: ignore[no-untyped-call]
                 tensor, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             )
     if not is_spread_by_hand(module, device):
-        module.to(device)  # fully_shard looks at its parameters again
+        if shards_on is None:
+            module.to(device)  # fully_shard looks at its parameters again
+        else:  # as `to` does it, with another place for each
+            module._apply(lambda tensor: tensor.to(place_of(tensor)))  # type: ignore[no-untyped-call]
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,8 @@ from jobkit.train.gradients import clip_gradients, gradient_norm
 from jobkit.train.local_sgd import average_replicas
 from jobkit.train.optim import fused_ema_adam
 from jobkit.train.seeds import seed_generators
+from jobkit.train.sharding import shard
+from jobkit.train.weights import materialise
 from jobkit.worker.losses import LossWatch, is_harmed
 from jobkit.worker.timing import ComputeTimer, events_of
 
@@ -226,6 +228,34 @@ def test_one_rank_of_the_devices_own_backend(device: torch.device, one_rank: str
     torch.testing.assert_close(sharded(x), plain(x))
     sharded(x).sum().backward()
     assert gradient_norm(sharded.parameters()).item() > 0
+
+
+def test_shards_on_the_host_train_as_those_on_the_device(device: torch.device, one_rank: str) -> None:
+    found = []
+    mesh = init_device_mesh(device.type, (1,))
+    for offload in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)) for _ in range(3)))
+        shard(net, mesh, reshard_after_forward=True, offload=offload)
+        materialise(net, device, torch.device("cpu") if offload else None)
+        places = {(one.device.type, one.to_local().device.type) for one in net.parameters()}
+        kept = "cpu" if offload else device.type
+        assert places == {(kept, kept)} and {one.device.type for one in net.buffers()} == {device.type}
+        optimizer = fused_ema_adam(net.parameters(), lr=1e-2)
+        for step in range(4):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).to(device)
+            for part in x.chunk(2):  # the second is added to the first on the host
+                (net(part) - part).square().mean().backward()
+            norm = gradient_norm(net.parameters())
+            clip_gradients(net.parameters(), 0.1, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {value.device.type for state in optimizer.state.values() for value in state.values()} <= {kept, "cpu"}
+        with optimizer.averaged():
+            output = net(x)
+        found.append([output, norm, *(one.full_tensor() for one in net.parameters())])
+    for offloaded, plain in zip(*found, strict=True):
+        torch.testing.assert_close(offloaded.cpu(), plain.cpu(), rtol=1e-4, atol=1e-5)
 
 
 def two_on_one_device(team: Team, name: str) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -19,7 +20,7 @@ VARIABLES = ("IMAGENET_DIR", "MINIMIND_DATA", "COGVIDEO_DATA")
 TASK = """
 import time
 
-from experiments import {experiment}
+from {module} import train as recipe
 
 
 def train(ctx):
@@ -31,7 +32,7 @@ def train(ctx):
             yield step
 
     ctx.steps = slowly
-    return {experiment}.train(ctx)
+    return recipe(ctx)
 """
 """On a GPU the whole run would be over before it can be interrupted."""
 
@@ -53,7 +54,8 @@ def trained(device: torch.device, folder: Path, experiment: str, *, interrupted:
     for variable in VARIABLES:
         project.env.pop(variable, None)
     shutil.copytree(ROOT / "experiments", folder / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "slow.py").write_text(TASK.format(experiment=experiment, pause=0.4 if interrupted else 0.0))
+    (module,) = re.findall(r"^task: (.+):train$", (ROOT / f"experiments/{experiment}.yaml").read_text(), re.MULTILINE)
+    (folder / "slow.py").write_text(TASK.format(module=module, pause=0.4 if interrupted else 0.0))
     schedule = ["task=slow:train", f"params.steps={STEPS}", "params.validate_every=10", "deterministic=warn"]
     arguments = ["submit", f"experiments/{experiment}.yaml", *overrides(device), *schedule]
     if interrupted:

@@ -68,3 +68,23 @@ def test_a_spread_run_is_stopped_and_goes_on_here_or_on_fewer_ranks(
         assert logged_steps(found[name]) == list(range(STEPS))
     assert difference(found["whole"], found["same"]) == 0.0
     assert difference(found["whole"], found["fewer"]) < tolerance
+
+
+def test_a_run_with_its_shards_on_the_host_is_stopped_and_ends_as_one_without(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.path / "mytask.py").write_text(TASK)
+    two = ["resources.nodes=1", "resources.tasks_per_node=2"]
+    project.submit("--local", "name=plain", "parallel=zero3", *two)
+    offloaded = ["name=offloaded", "parallel={data: zero3, offload: true}", *two]
+    process = project.start("submit", "toy.yaml", "--local", *offloaded)
+    wait_for("a run directory", lambda: list(project.path.glob("runs/offloaded-*")))
+    (run,) = project.path.glob("runs/offloaded-*")
+    wait_for("some steps", lambda: step(run) >= 5 or process.poll() is not None, run)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=600)
+    project.submit("--local", *offloaded)
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["user", "finished"]
+    (plain,) = project.path.glob("runs/plain-*")
+    assert difference(run, plain) == 0.0
+    refused = project.jobkit("submit", "toy.yaml", "--local", "parallel={offload: true}", *two, expect=2).stderr
+    assert "parallel: offload is for zero2, zero3, hsdp, without tensor and pipeline; found ddp" in refused

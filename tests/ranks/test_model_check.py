@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -115,15 +116,21 @@ def test_what_a_rank_of_the_world_would_have_is_told(found: dict[str, ModelCheck
     assert (model.weights, model.gradients, model.optimizer) == (4 * own, 4 * own, 12 * own)  # two moments, an average
 
 
+WORLD = Config(name="a", task="m:f", resources=Resources(nodes=2, tasks_per_node=4))
+
+
 def test_it_is_told_in_lines(found: dict[str, ModelCheck]) -> None:
-    assert list(describe([found["zero3"]], 8)) == [
+    assert list(describe([found["zero3"]], WORLD)) == [
         "Net: 2,099,200 parameters; rank 7 of 8 has 262,400: 1.00 MiB weights, 1.00 MiB gradients, 3.00 MiB optimizer",
         "(without activations, and without what is gathered of other ranks for a moment)",
         "checked up to ctx.steps",
     ]
+    offloaded = dataclasses.replace(WORLD, parallel=ParallelConfig(data="zero3", offload=True))
+    first, *_ = describe([found["zero3"]], offloaded)
+    assert first.endswith(" 3.00 MiB optimizer, in host memory")
     nothing = ["no model was given to ctx.parallelize", "checked up to ctx.evaluate"]
-    assert list(describe([found["evaluation"]], 8)) == nothing
-    *_, last = describe([found["data later"]], 8)
+    assert list(describe([found["evaluation"]], WORLD)) == nothing
+    *_, last = describe([found["data later"]], WORLD)
     assert last.startswith(
         "not checked any further, for lack of data here or by a mistake: FileNotFoundError: /only/th"
     )

@@ -14,7 +14,8 @@ import torch
 from harness.ranks import Team, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from jobkit.checkpoint.whole import gather_whole
 from jobkit.errors import UsageError
@@ -41,6 +42,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero1": {"data": "zero1"},
     "zero2": {"data": "zero2"},
     "zero3": {"data": "zero3"},
+    "zero3 offloaded": {"data": "zero3", "offload": True},
     "hsdp": {"data": "hsdp", "shards": 2},
     "tensor": {"tensor": "all"},
     "ddp x tensor": {"tensor": 2},
@@ -225,6 +227,12 @@ def test_every_strategy_trains_as_one_process_does(trained: tuple[Path, list[Any
         assert difference(found_averages, averages) < TOLERANCE, name
 
 
+def test_with_shards_on_the_host_the_weights_are_those_without_to_the_last_bit(trained: tuple[Path, list[Any]]) -> None:
+    found = dict(zip(STRATEGIES, trained[1], strict=True))
+    for here, there in zip(found["zero3 offloaded"], found["zero3"], strict=True):
+        assert difference(here, there) == 0.0
+
+
 def test_every_strategy_resumes_bit_for_bit_on_the_same_ranks(trained: tuple[Path, list[Any]]) -> None:
     root, before = trained
     after = on_ranks(4, resume, list(STRATEGIES.values()), root)[0]
@@ -263,6 +271,64 @@ def test_products_on_eight_ranks_train_as_one_process_does_and_resume(tmp_path: 
         "hsdp x pipeline": ({"data": "hsdp", "shards": 2, "pipeline": 2}, {"data": "zero3"}),
     }
     check_products(cases, tmp_path)
+
+
+# Plans that divide the sequence, too
+
+
+class SequenceDivided(nn.Module):
+    """A transformer's feed-forward part, whose stream and norms are divided by tokens, and its matrices by features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(12, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.last, self.head = nn.LayerNorm(8), nn.Linear(8, 12, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        self.seen = x.shape[1]
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.head(self.last(x))
+
+    def tensor_plan(self) -> dict[str, Any]:
+        return {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+            "last": SequenceParallel(use_local_output=True),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+
+
+def train_by_sequence(team: Team) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    found, seen = [], 0
+    parallel = ParallelConfig(tensor="all")
+    layout = factor(parallel, team.world_size, team.world_size)
+    for is_divided in (True, False):
+        torch.manual_seed(0)
+        model: nn.Module = SequenceDivided()
+        if is_divided:
+            model = Parallel(layout, parallel, CommConfig(), torch.device("cpu"), team.rank).spread(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            tokens = torch.randint(12, (2, 6), generator=torch.Generator().manual_seed(step))
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            parameters = list(model.parameters())
+            clip_gradients(parameters, 0.1, gradient_norm(parameters))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = module_state(model)
+        found.append({name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()})
+        seen = model.seen if is_divided else seen
+    return seen, found[0], found[1]
+
+
+def test_a_tensor_plan_may_divide_the_sequence_between_the_matrices() -> None:
+    for seen, divided, dense in on_ranks(2, train_by_sequence):
+        assert seen == 3, "half of the tokens"
+        assert difference(divided, dense) < TOLERANCE
 
 
 # Pipelines of blocks with several inputs
@@ -627,6 +693,11 @@ def test_the_axes_follow_from_the_yaml_and_the_world(parallel: dict[str, Any], e
         ({"tensor": 4}, {}, "at most resources.tasks_per_node"),
         ({"shards": 2}, {}, "shards is for data: hsdp"),
         ({"microbatches": 2}, {}, "microbatches is for a pipeline"),
+        ({"offload": True}, {}, "offload is for zero2, zero3, hsdp, without tensor and pipeline; found ddp"),
+        ({"data": "zero1", "offload": True}, {}, "offload .*; found zero1"),
+        ({"data": "zero3", "offload": True, "tensor": 2}, {}, "offload .*; found zero3 x tensor"),
+        ({"data": "zero3", "offload": True, "pipeline": 2}, {}, "offload .*; found zero3 x pipeline"),
+        ({"data": "hsdp", "offload": True, "shards": 1}, {}, "offload .* needs 2 ranks or more that share a model"),
         ({"data": "zero2"}, {"hook": "fp16"}, "zero2 does not use DDP"),
         ({}, {"hook": "bf16"}, "gloo cannot add bfloat16"),
         ({"data": "zero1"}, {"local_sgd": 4}, "only with ddp"),

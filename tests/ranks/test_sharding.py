@@ -9,12 +9,13 @@ import pytest
 import torch
 from harness.ranks import Team, on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from jobkit.errors import UsageError
 from jobkit.run.config import Config, ParallelConfig
 from jobkit.train.engine import Engine
+from jobkit.train.optim import fused_ema_adam
 from jobkit.train.parallel import unwrapped
 from jobkit.train.sharding import reshard, shard_units
 
@@ -92,8 +93,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (2, 6), generator=generator).unbind()  # type: ignore[return-value]
 
 
-def engine_of(team: Team, kind: str, precision: Any) -> Engine:
-    config = Config(name="x", task="a:b", parallel=ParallelConfig(data=kind), precision=precision)
+def engine_of(team: Team, kind: str, precision: Any, offload: bool = False) -> Engine:
+    config = Config(name="x", task="a:b", parallel=ParallelConfig(data=kind, offload=offload), precision=precision)
     return Engine(config, torch.device("cpu"), team.rank, team.world_size, team.world_size)
 
 
@@ -170,6 +171,47 @@ def test_tied_weights_stay_tied_within_units_and_between_them() -> None:
             torch.testing.assert_close(zero3[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
         assert torch.equal(zero3["head.weight"], zero3["embed.weight"])
         assert torch.equal(zero3["layers.0.up.weight"], zero3["layers.2.up.weight"])
+
+
+# On the host
+
+
+def train_offloaded(team: Team) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Weights with and without, of a model that was real and of one on meta, with clipping and averages."""
+    found = {}
+    for kind, precision, device in (("zero2", "fp32", "cpu"), ("zero3", "fp16", "cpu"), ("hsdp", "bf16", "meta")):
+        both = []
+        for offload in (True, False):
+            engine = engine_of(team, kind, precision, offload)
+            torch.manual_seed(0)
+            with torch.device(device):
+                net = Transformer()
+            model = engine.parallelize(net)
+            groups = [state._fsdp_param_group for state in map(fsdp_state, model.modules()) if state is not None]
+            policies = {type(group.offload_policy) for group in groups}
+            assert policies == {CPUOffloadPolicy if offload else OffloadPolicy} and len(groups) > 3
+            optimizer = engine.optimizer(model, fused_ema_adam, lr=0.1)
+            for step in range(4):
+                inputs, target = (part[3 * team.rank : 3 * team.rank + 3] for part in batch(step))
+                for _ in range(2):  # gradients that are added to those on the host
+                    engine.backward(model, inputs, nn.functional.cross_entropy, target, global_batch_size=6)
+                engine.update(optimizer, max_norm=0.1)
+            with engine.averaged(optimizer):
+                both.append({**weights(model), "output": model(batch(0)[0]).detach()})
+            reshard(model)
+        found[f"{kind} {precision} {device}"] = both[0], both[1]
+    return found
+
+
+def fsdp_state(part: nn.Module) -> Any:
+    state = part._get_fsdp_state() if isinstance(part, FSDPModule) else None
+    return state if state is not None and state._fsdp_param_group is not None else None
+
+
+def test_the_policy_of_the_host_reaches_every_unit_and_changes_no_bit() -> None:
+    for found in on_ranks(2, train_offloaded):
+        for name, (offloaded, plain) in found.items():
+            assert difference(offloaded, plain) == 0.0, name
 
 
 # What fully_shard does not take

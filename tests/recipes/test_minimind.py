@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import multiprocessing
@@ -11,27 +12,30 @@ import signal
 import socket
 import time
 import tracemalloc
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from harness.project import Project, events, logged_steps, status, step, wait_for, weights
 
-from experiments.minimind import cross_entropy
-from experiments.minimind.data import IGNORED, Corpus, documents, open_corpus
+from experiments.minimind.data import IGNORED, Corpus, Samples, open_corpus
+from experiments.minimind.documents import documents
 from experiments.minimind.model import Block, MiniMind, rotate
 from experiments.minimind.sampling import complete, draw
 from experiments.minimind.tokens import ByteTokenizer, open_tokenizer
 from experiments.minimind.topics import write_topics
+from experiments.minimind.train import cross_entropy
+from jobkit.errors import InputError
 from jobkit.run.config import Config
 from jobkit.run.experiment import load
+from jobkit.train import schedule
 from jobkit.train.exported import load_weights
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-TINY = {"vocabulary": 257, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "theta": 1e4, "tie": True}
+TINY = {"vocabulary": 258, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64, "theta": 1e4, "tie": True}
 
 
 def recipe(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Config:
@@ -63,9 +67,10 @@ def read(corpus: Corpus) -> tuple[list[str], list[str]]:
     both = []
     for name in ("training", "held_out"):
         tokens = np.fromfile(corpus.folder / f"{name}.bin", corpus.dtype)
-        ends = np.flatnonzero(tokens == 256)
-        assert ends[0] == 0 and ends[-1] == len(tokens) - 1
-        both.append([ByteTokenizer().decode(tokens[a + 1 : b]) for a, b in pairwise(ends)])
+        starts = np.fromfile(corpus.folder / f"{name}.starts", "uint64").astype(int)
+        assert starts[0] == 0 and starts[-1] == len(tokens)
+        assert (tokens[starts[:-1]] == 256).all() and (tokens[starts[1:] - 1] == 257).all()
+        both.append([ByteTokenizer().decode(tokens[a + 1 : b - 1]) for a, b in pairwise(starts)])
     return both[0], both[1]
 
 
@@ -78,8 +83,66 @@ def test_the_full_recipe_has_63_9_million_parameters(monkeypatch: pytest.MonkeyP
         net = MiniMind(**config.params["model"])
     assert sum(parameter.numel() for parameter in net.parameters()) == 63_912_192
     assert config.inputs == ["/data/text.jsonl", "/data/tokenizer.json"]
-    assert config.params["batch"] == 256 and config.params["micro_batch"] == 32
-    assert config.precision == "bf16"
+
+
+PUBLISHED = {
+    # trainer/train_pretrain.py: the defaults of its options
+    "epochs": 2,  # --epochs
+    "steps": None,
+    "micro_batch": 32,  # --batch_size
+    "batch": 32 * 8,  # --accumulation_steps
+    "lr": 5e-4,  # --learning_rate
+    "max_norm": 1.0,  # --grad_clip
+    "length": 340,  # --max_seq_len
+    # dataset/lm_dataset.py: PretrainDataset; model/tokenizer_config.json: bos_token, eos_token
+    "packed": False,
+    "begin_of_text": "<|im_start|>",
+    "end_of_text": "<|im_end|>",
+    # trainer/trainer_utils.py: get_lr, lr * (0.1 + 0.45 * (1 + cos(pi * step / steps)))
+    "warmup": 0,
+    "floor": 0.1,
+    # model/model_minimind.py: MiniMindConfig
+    "model": {
+        "vocabulary": 6400,
+        "dim": 768,
+        "layers": 8,
+        "heads": 8,
+        "kv_heads": 4,
+        "hidden": math.ceil(768 * math.pi / 64) * 64,
+        "theta": 1e6,
+        "tie": True,
+        "std": 0.02,  # initializer_range of transformers' PreTrainedModel
+    },
+}
+"""Options of github.com/jingyaogong/minimind at commit d65ef2c, each with where it stands there."""
+
+
+def test_every_option_of_the_full_recipe_is_the_published_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(monkeypatch, MINIMIND_DATA="/data/text.jsonl", MINIMIND_TOKENIZER="/data/tokenizer.json")
+    assert {key: config.params[key] for key in PUBLISHED} == PUBLISHED
+    adamw = inspect.signature(torch.optim.AdamW).parameters  # optim.AdamW(model.parameters(), lr=args.learning_rate)
+    assert tuple(config.params["betas"]) == adamw["betas"].default
+    assert config.params["weight_decay"] == adamw["weight_decay"].default
+    assert config.precision == "bf16"  # --dtype
+
+
+def test_the_learning_rate_falls_as_minimind_has_it() -> None:
+    for update in (0, 1, 250, 500, 999, 1000):
+        published = 0.1 + 0.45 * (1 + math.cos(math.pi * update / 1000))
+        assert schedule.cosine_at(update, steps=1000, floor=0.1) == pytest.approx(published, abs=1e-12)
+
+
+def test_weights_begin_as_minimind_has_them() -> None:
+    torch.manual_seed(0)
+    net = MiniMind(**{**TINY, "dim": 128, "hidden": 256})
+    for name, parameter in net.named_parameters():
+        if parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05) and abs(parameter.mean().item()) < 1e-3, name
+        else:
+            assert (parameter == 1).all(), name
+    parts = list(net.modules())
+    assert {part.eps for part in parts if isinstance(part, torch.nn.RMSNorm)} == {1e-6}  # rms_norm_eps
+    assert not any(isinstance(part, torch.nn.Dropout) for part in parts)  # dropout: 0.0
 
 
 def test_without_data_the_small_recipe_reads_pythons_help_texts_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +163,7 @@ def test_what_comes_later_does_not_change_the_logits_before_it(tie: bool) -> Non
     other[:, 12:] = (other[:, 12:] + 1) % 257
     with torch.no_grad():
         a, b = net(tokens), net(other)
-    assert a.shape == (2, 20, 257)
+    assert a.shape == (2, 20, 258)
     assert torch.allclose(a[:, :12], b[:, :12], atol=1e-6)
     assert not torch.allclose(a[:, 12], b[:, 12], atol=1e-3)
 
@@ -163,34 +226,30 @@ def test_under_bf16_the_norms_and_the_stream_stay_fp32(recwarn: pytest.WarningsR
 
 
 def test_bytes_are_tokens_and_back(tmp_path: Path) -> None:
-    tokenizer = open_tokenizer("bytes", "unused")
+    tokenizer = open_tokenizer("bytes", "unused", "unused", 258)
     (tokens,) = tokenizer.encode(["naïve 中"])
     assert list(tokens) == list("naïve 中".encode())
     assert tokenizer.decode([*tokens, tokenizer.end]) == "naïve 中"
-    assert tokenizer.vocabulary == tokenizer.end + 1
+    assert (tokenizer.begin, tokenizer.end, tokenizer.vocabulary) == (256, 257, 258)
 
 
-@pytest.mark.skipif(find_spec("tokenizers") is not None, reason="tokenizers is installed")
-def test_a_tokenizer_file_without_the_package_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"^\S*tokenizer.json is read by .*: pip install tokenizers$"):
-        open_tokenizer(str(tmp_path / "tokenizer.json"), "<|endoftext|>")
-
-
-def test_a_hugging_face_tokenizer_is_read_from_its_file(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+def made_tokenizer(file: Path, *special: str) -> Path:
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=[*special], initial_alphabet=alphabet)
     made.train_from_iterator(["the quick brown fox"] * 9, trainer)
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"), "<end>")
+    made.save(str(file))
+    return file
+
+
+def test_a_hugging_face_tokenizer_is_read_from_its_file(tmp_path: Path) -> None:
+    file = str(made_tokenizer(tmp_path / "tokenizer.json", "<begin>", "<end>"))
+    tokenizer = open_tokenizer(file, "<begin>", "<end>", 300)
     (tokens,) = tokenizer.encode(["the quick 中"])
-    assert len(tokens) < len("the quick 中".encode()) and tokenizer.end == 0
-    assert tokenizer.decode([*tokens, tokenizer.end]) == "the quick 中"
-    with pytest.raises(ValueError, match=r"tokenizer.json: no token '<eos>'"):
-        open_tokenizer(str(tmp_path / "tokenizer.json"), "<eos>")
+    assert len(tokens) < len("the quick 中".encode()) and (tokenizer.begin, tokenizer.end) == (0, 1)
+    assert tokenizer.decode([tokenizer.begin, *tokens, tokenizer.end]) == "the quick 中"
 
 
 # The data
@@ -230,40 +289,104 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str | bytes) 
     file = write(tmp_path / "a.jsonl", "good", "too")
     with file.open("ab") as opened:
         opened.write(b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl:4: expected \{\"text\": \"\.\.\.\"\}, found ") as caught:
+    with pytest.raises(InputError, match=r"a\.jsonl:4: expected \{\"text\": \"\.\.\.\"\}, found ") as caught:
         open_corpus(file, ByteTokenizer(), 0.5)
     assert "\n" not in str(caught.value)
     assert not list(file.with_name("a.jsonl.tokens").glob("*/corpus.json"))
 
 
 def test_a_file_with_nothing_on_one_side_of_the_split_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.jsonl: with held_out 0\.5, [01] of 1 documents are for validation"):
+    with pytest.raises(InputError, match=r"a\.jsonl: with held_out 0\.5, [01] of 1 documents are for validation"):
         open_corpus(write(tmp_path / "a.jsonl", "one"), ByteTokenizer(), 0.5)
+
+
+def all_of(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, target = zip(*(samples[i] for i in range(len(samples))), strict=True)
+    return torch.cat(tokens), torch.cat(target)
 
 
 def test_each_token_is_a_target_once(texts: Path) -> None:
     corpus = open_corpus(texts, ByteTokenizer(), 0.3)
     stream = np.fromfile(corpus.folder / "held_out.bin", corpus.dtype).astype(np.int64)
-    for length in (7, 16, len(stream) - 1, len(stream) + 5):
-        windows = corpus.validation(length)
-        tokens, target = (torch.cat(part) for part in zip(*(windows[i] for i in range(len(windows))), strict=True))
-        assert len(tokens) == len(target) == length * len(windows)
+    for length in (8, 17, len(stream), len(stream) + 6):
+        windows = corpus.validation(length, packed=True)
+        tokens, target = all_of(windows)
+        assert len(tokens) == len(target) == (length - 1) * len(windows)
         assert torch.equal(tokens[: windows.targets], torch.from_numpy(stream[:-1]))
         assert torch.equal(target[: windows.targets], torch.from_numpy(stream[1:]))
         assert (target[windows.targets :] == IGNORED).all()
 
 
 def test_training_windows_are_all_full(texts: Path) -> None:
-    windows = open_corpus(texts, ByteTokenizer(), 0.3).training(16)
+    windows = open_corpus(texts, ByteTokenizer(), 0.3).training(17, packed=True)
     assert len(windows) == windows.targets // 16 > 5
     assert all((target != IGNORED).all() and len(tokens) == 16 for tokens, target in map(windows.__getitem__, range(5)))
 
 
+# A document a sample, as minimind has it
+
+
+def published_sample(text: str, length: int) -> tuple[list[int], list[int]]:
+    """Inputs and labels of dataset/lm_dataset.py's PretrainDataset, written down anew, shifted as the model does it."""
+    tokens = [256, *list(text.encode())[: length - 2], 257]
+    ids = tokens + [0] * (length - len(tokens))
+    labels = [token if place < len(tokens) else -100 for place, token in enumerate(ids)]
+    return ids[:-1], labels[1:]
+
+
+def test_a_sample_is_a_document_that_is_cut_or_filled_up_as_minimind_has_it(texts: Path) -> None:
+    corpus = open_corpus(texts, ByteTokenizer(), 0.3)
+    training, _ = read(corpus)
+    assert {len(text) for text in training} == {10, 11}
+    for length in (6, 12, 13, 20):
+        samples = corpus.training(length, packed=False)
+        assert len(samples) == len(training)
+        for i, text in enumerate(training):
+            tokens, target = samples[i]
+            expected, labels = published_sample(text, length)
+            assert target.tolist() == labels
+            known = [place for place, label in enumerate(labels) if label != IGNORED]
+            assert [tokens[place].item() for place in known] == [expected[place] for place in known]
+
+
+def test_held_out_documents_go_on_in_the_next_sample_and_each_token_is_a_target_once(texts: Path) -> None:
+    corpus = open_corpus(texts, ByteTokenizer(), 0.3)
+    _, held_out = read(corpus)
+    for length in (3, 6, 12, 13, 40):
+        samples = corpus.validation(length, packed=False)
+        _, target = all_of(samples)
+        targets = target[target != IGNORED].tolist()
+        assert targets == [token for text in held_out for token in (*text.encode(), 257)]
+        assert samples.targets == len(targets)
+        assert {samples[i][0][0].item() for i in range(len(samples))} == {256}
+
+
+def test_a_document_without_a_token_is_a_begin_and_an_end(texts: Path) -> None:
+    with texts.open("a") as file:
+        file.write('{"text": ""}\n')
+    corpus = open_corpus(texts, ByteTokenizer(), 0.3)
+    both = (corpus.training(6, packed=False), corpus.validation(6, packed=False))
+    targets = [samples[i][1].tolist() for samples in both for i in range(len(samples))]
+    assert [target for target in targets if target[0] == 257] == [[257, *[IGNORED] * 4]]
+
+
+def test_what_fills_a_sample_up_costs_nothing_and_moves_nothing() -> None:
+    net = tiny()
+    tokens = torch.tensor([[256, 1, 2, 3, 0, 0]])
+    target = torch.tensor([[1, 2, 3, 257, IGNORED, IGNORED]])
+    filled_up, plain = cross_entropy(net(tokens), target), cross_entropy(net(tokens[:, :4]), target[:, :4])
+    assert torch.allclose(filled_up, plain, atol=1e-6)
+
+
+# Windows and their workers
+
+
 def test_windows_travel_to_a_loader_worker_as_a_path(texts: Path) -> None:
-    windows = open_corpus(texts, ByteTokenizer(), 0.3).training(16)
-    pickled = pickle.dumps(windows)
-    assert len(pickled) < 500
-    assert torch.equal(pickle.loads(pickled)[1][0], windows[1][0])
+    for packed in (True, False):
+        windows = open_corpus(texts, ByteTokenizer(), 0.3).training(16, packed)
+        pickled = pickle.dumps(windows)
+        assert len(pickled) < 500
+        assert torch.equal(pickle.loads(pickled)[1][0], windows[1][0])
 
 
 def test_a_changed_file_is_packed_anew_and_an_unchanged_one_is_not(texts: Path) -> None:
@@ -344,16 +467,16 @@ def test_draws_are_among_the_likeliest_and_as_often_as_they_are_likely() -> None
 
 
 def test_a_text_goes_on_from_its_prompt_and_ends_where_the_model_ends_it() -> None:
-    wanted = [*b" to market", 256, *b"never seen"]
+    wanted = [*b" to market", 257, *b"never seen"]
     seen = []
 
     def model(tokens: torch.Tensor) -> torch.Tensor:
         seen.append(tokens.shape[1])
-        return torch.nn.functional.one_hot(torch.full_like(tokens, wanted[len(seen) - 1]), 257) * 100.0
+        return torch.nn.functional.one_hot(torch.full_like(tokens, wanted[len(seen) - 1]), 258) * 100.0
 
     options = {"temperature": 1.0, "top_k": 0, "window": 8, "seed": 0, "device": torch.device("cpu")}
     assert complete(model, ByteTokenizer(), "We go", new_tokens=50, samples=2, **options) == ["We go to market"] * 2
-    assert seen == [6, 7, *[8] * 9]  # the end of another text, the prompt, and at most 8 in all
+    assert seen == [6, 7, *[8] * 9]  # the begin of a text, the prompt, and at most 8 in all
     seen.clear()
     assert complete(model, ByteTokenizer(), "We go", new_tokens=3, **options) == ["We go to"]
 
@@ -373,7 +496,7 @@ def test_samples_are_repeatable_differ_and_leave_the_random_numbers_alone() -> N
 STEPS = 40
 OVERRIDES = (
     f"params.steps={STEPS}",
-    "params.model={vocabulary: 257, dim: 32, layers: 2, heads: 4, kv_heads: 2, hidden: 64, theta: 1e4, tie: true}",
+    "params.model={vocabulary: 258, dim: 32, layers: 2, heads: 4, kv_heads: 2, hidden: 64, theta: 1e4, tie: true}",
     "params.length=32",
     "params.batch=7",  # uneven shares, and micro-batches that do not divide them
     "params.micro_batch=3",
@@ -454,7 +577,7 @@ def test_generation_writes_every_sample_and_finds_the_trainings_own_cost(finishe
     net = tiny()
     load_weights(net, run)
     corpus = open_corpus(project.path / "data" / "topics" / "topics.jsonl", ByteTokenizer(), 0.05)
-    windows, nats = corpus.validation(32), 0.0
+    windows, nats = corpus.validation(32, packed=True), 0.0
     with torch.no_grad():
         for i in range(len(windows)):
             tokens, target = windows[i]

@@ -97,7 +97,7 @@ def test_the_small_recipes(tmp_path: Path) -> None:
     shell = Shell(tmp_path / "jobkit")
     shell.type("tools/run experiments/imagenet64.yaml --local", timeout=1800)
     for line in commands(RECIPES):
-        if line.startswith("tools/run"):
+        if line.startswith("tools/run") and "--local" in line and "..." not in line:  # else for data, or a cluster
             shell.type(line, timeout=1800)
     for experiment in ("cogvideo_sample", "minimind_generate", "imagenet64_sample"):
         assert list(shell.path.glob(f"runs/{experiment}-*/samples/*")), experiment

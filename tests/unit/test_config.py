@@ -532,9 +532,10 @@ def test_every_field_is_read_back_from_the_resolved_config(tmp_path: Path) -> No
         name="toy",
         task="m:f",
         inputs=["/data"],
+        check="m:look",
         seed=3,
         precision="bf16",
-        parallel=ParallelConfig(data="hsdp", shards=2, tensor=3, pipeline="all", microbatches=4),
+        parallel=ParallelConfig(data="hsdp", offload=True, shards=2, tensor=3, pipeline="all", microbatches=4),
         deterministic="warn",
         comm=CommConfig(hook="powersgd", powersgd_rank=2, powersgd_start=5, bucket_cap_mb=50, local_sgd=8),
         device="cuda",
@@ -678,6 +679,7 @@ def test_what_decides_the_result_makes_another_run(changed: dict[str, Any]) -> N
         {"clusters": {"slurm": {"partition": "high"}}},
         {"checkpoint": CheckpointConfig(every=5, memory=False, keep=1)},
         {"inputs": ["/data"]},
+        {"check": "m:look"},
         {"params": {"net": {"depth": 2, "width": 8}, "lr": 0.001}},
     ],
     ids=str,
@@ -687,7 +689,12 @@ def test_what_only_says_where_and_how_it_runs_makes_the_same_run(changed: dict[s
 
 
 def test_a_run_from_before_a_key_was_there_keeps_its_directory() -> None:
-    assert run_name(Config(name="toy", task="mytask:train", params={"steps": 3})) == "toy-759c531a"
+    toy = Config(name="toy", task="mytask:train", params={"steps": 3})
+    assert run_name(toy) == "toy-759c531a"
+    zero3 = dataclasses.replace(toy, parallel=ParallelConfig(data="zero3"))
+    assert run_name(zero3) == "toy-4dac41d3"
+    offloaded = dataclasses.replace(toy, parallel=ParallelConfig(data="zero3", offload=True))
+    assert run_name(offloaded) not in (run_name(toy), run_name(zero3))
 
 
 def test_a_run_is_called_by_its_name_and_eight_digits(tmp_path: Path) -> None:

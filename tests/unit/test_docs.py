@@ -171,6 +171,17 @@ RUN_BY = {
     "tools/run experiments/minimind_generate.yaml --local params.run=$(echo runs/minimind-*)": (
         "test_the_small_recipes"
     ),
+    ".venv/bin/python -m pip install 'jobkit[tokenizers]'": "test_without_the_package_the_refusal_names_the_extra",
+    ".venv/bin/python tools/train_tokenizer.py .../pretrain_t2t_mini.jsonl .../tokenizer.json --vocabulary 6400": (
+        "test_a_tokenizer_is_built_from_the_data"
+    ),
+    "export MINIMIND_DATA=.../pretrain_t2t_mini.jsonl MINIMIND_TOKENIZER=.../tokenizer.json": (
+        "test_a_model_trains_on_the_data_with_the_tokenizer_that_was_built"
+    ),
+    "tools/run experiments/minimind.yaml --cluster slurm": "test_the_full_recipe_is_planned_for_slurm",
+    "tools/run experiments/minimind_generate.yaml --cluster slurm params.run=runs/minimind-...": (
+        "test_the_full_recipe_is_planned_for_slurm"
+    ),
     "tools/run experiments/imagenet64_sample.yaml --local params.run=$(echo runs/imagenet64-*)": (
         "test_the_small_recipes"
     ),

@@ -117,8 +117,8 @@ def parts(name: str, small: bool, device: Any) -> tuple[Any, Callable[[int], Any
 
         return net, images, lambda output, target: F.mse_loss(output.float(), target)
 
-    from experiments.minimind import cross_entropy
     from experiments.minimind.model import MiniMind
+    from experiments.minimind.train import cross_entropy
 
     sizes = {"vocabulary": 6400, "dim": 768, "layers": 8, "heads": 8, "kv_heads": 4, "hidden": 2432}
     if small:

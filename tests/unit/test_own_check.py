@@ -1,0 +1,102 @@
+"""`check:`: a function of the user's own refuses what a run needs before anything is queued."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from harness.in_process import Done, jobkit
+from harness.project import Project
+
+from jobkit.errors import InvalidValue
+from jobkit.run.config import Config
+from jobkit.submission import own_check
+
+YAML = """\
+name: toy
+task: mytask:train
+check: looks:look
+params: {data: good, lr: 1e-3}
+"""
+
+LOOKS = """\
+import sys
+from pathlib import Path
+from jobkit.errors import InputError, InvalidValue
+
+def look(params):
+    with Path("calls").open("a") as file:
+        print(params["data"], "torch" in sys.modules, file=file)
+    print("what it prints")
+    if params["data"] == "bad":
+        raise InvalidValue("params.data", "found bad, expected good")
+    if params["data"] == "none":
+        raise InputError("there are no data")
+    return 1 / params["lr"]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    made = Project(tmp_path / "project")
+    (made.path / "toy.yaml").write_text(YAML)
+    (made.path / "looks.py").write_text(LOOKS)
+    return made
+
+
+def dry_run(project: Project, *arguments: str, expect: int = 0) -> Done:
+    return jobkit(project, "submit", "toy.yaml", "--dry-run", "--local", *arguments, expect=expect)
+
+
+def calls(project: Project) -> list[str]:
+    return (project.path / "calls").read_text().splitlines()
+
+
+def test_what_it_finds_right_is_submitted_without_a_word_and_without_torch(project: Project) -> None:
+    done = dry_run(project)
+    assert done.stderr == "" and "what it prints" not in done.stdout
+    assert calls(project) == ["good False"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("params.data=bad", "command line: params.data: found bad, expected good"),
+        ("params.data=none", "toy.yaml:3: check: there are no data"),
+        ("params.lr=0", "toy.yaml:3: check: looks:look: ZeroDivisionError: "),
+        ("check=looks:lok", "check: looks:lok: "),
+        ("check=lookss:look", "check: lookss:look: no module 'lookss'"),
+        ("check=looks", "check: found 'looks', expected module:callable"),
+    ],
+)
+def test_what_it_finds_wrong_is_one_line_at_its_key_and_nothing_is_started(
+    project: Project, override: str, said: str
+) -> None:
+    for mode in (["--dry-run"], []):
+        done = jobkit(project, "submit", "toy.yaml", "--local", override, *mode, expect=2)
+        assert said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (project.path / "runs").exists()
+
+
+def test_one_that_dies_or_does_not_end_is_a_refusal(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project.path / "looks.py").write_text("import os\ndef look(params):\n    print('last words')\n    os._exit(7)\n")
+    assert "check: looks:look: its process ended with 7: last words" in dry_run(project, expect=2).stderr
+    monkeypatch.setattr(own_check, "PATIENCE_SECONDS", 0.2)
+    (project.path / "looks.py").write_text("import time\ndef look(params):\n    time.sleep(60)\n")
+    assert "check: looks:look: not done within 0.2 s" in dry_run(project, expect=2).stderr
+
+
+def test_a_sweep_asks_once_for_each_choice_of_inputs(project: Project) -> None:
+    for name in ("a", "b"):
+        (project.path / name).touch()
+    (project.path / "toy.yaml").write_text(f"{YAML}inputs: ['${{params.data}}']\n")
+    dry_run(project, "--sweep", "params.lr=1,2,3", "params.data=a,b")
+    assert calls(project) == ["a False", "b False"]
+
+
+def test_what_waits_for_another_runs_values_is_not_checked(tmp_path: Path) -> None:
+    config = Config(name="toy", task="mytask:train", check="nosuch:look", params={"data": "${run:toy-12345678}/x"})
+    own_check.run_check(config, tmp_path)
+    with pytest.raises(InvalidValue, match="no module 'nosuch'"):
+        own_check.run_check(dataclasses.replace(config, params={}), tmp_path)
