@@ -29,9 +29,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))  # from wherever this is called
-
-from experiments.cogvideo.decoder import load_vae
 from jobkit import JobkitError
 from jobkit.run.files import write_atomic
 
@@ -129,6 +126,9 @@ def write(path: Path, tensors: dict[str, Tensor], made_of: str) -> None:
 @cache
 def autoencoder(weights: Path, precision: str, tiling: bool) -> Any:
     """The video autoencoder, on this process's device."""
+    sys.path.append(str(Path(__file__).parents[1]))  # from wherever this is called
+    from experiments.cogvideo.decoder import load_vae
+
     return load_vae(weights / "vae", processes.device, processes.PRECISIONS[precision], tiling)
 
 
@@ -158,7 +158,7 @@ def find_clips(arguments: argparse.Namespace, settings: Settings) -> tuple[list[
         text = arguments.destination / ".texts" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
         target = arguments.destination / f"{video.name}.safetensors"
         clip = Clip(video, target, text, arguments.weights, settings)
-        if not video.path.is_file():
+        if not video.path.exists():
             broken.append((video.path, "no such file"))
         elif video.caption is None:
             broken.append((video.path, "no caption"))

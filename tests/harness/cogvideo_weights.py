@@ -25,8 +25,8 @@ def write_encoders(folder: Path) -> Path:
         latent_channels=CHANNELS,
         layers_per_block=1,
         norm_num_groups=4,
-        sample_height=32,
-        sample_width=48,
+        sample_height=96,
+        sample_width=80,  # tiles of 6 x 5 positions: the fewest that overlap by whole ones
     ).save_pretrained(folder / "vae")
     pieces = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -74,13 +74,13 @@ def small_transformer(**changes: object) -> CogVideoXTransformer3DModel:
 
 
 def write_video(path: Path, frames: int, size: tuple[int, int] = (48, 64), per_second: int = 8) -> None:
-    """A video of `frames` grey frames, each a little lighter than the one before, with a bright edge on the left."""
+    """A video of at most 50 grey frames, each lighter than the one before, with a bright edge on the left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=per_second, options={"crf": "1"})
         stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
         for number in range(frames):
-            picture = np.full((*size, 3), 40 + 2 * number, np.uint8)
+            picture = np.full((*size, 3), 40 + 4 * number, np.uint8)
             picture[:, :4] = 255
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
