@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import preparing
 import processes
 from preparing import Done, Failure
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))  # from wherever this is called
-
-from experiments.cogvideo.decoder import decode, load_vae
 from jobkit.run.files import write_atomic
 from jobkit.train.video import FRAMES_PER_SECOND, gif, mp4
 
@@ -44,11 +42,11 @@ def watchable(latent: Latent) -> Done:
     """Decode a latent to a video; a file that holds none is reported and passed over."""
     if latent.target.exists() and latent.target.stat().st_mtime >= latent.source.stat().st_mtime:
         return Done(kept=1)
-    vae = autoencoder(latent.weights, latent.precision, latent.tiling)
+    decoder = decoder_of(latent.weights, latent.precision, latent.tiling)
     try:
         with safe_open(latent.source, "pt") as opened:
             tensor = opened.get_tensor("latent")
-        frames = decode(vae, tensor)
+        frames = decoder(tensor)
     except (OSError, ValueError, SafetensorError) as error:
         return Done(broken=[(latent.source, preparing.reason(error))])
     latent.target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,13 +56,18 @@ def watchable(latent: Latent) -> Done:
 
 
 @cache
-def autoencoder(weights: Path, precision: str, tiling: bool) -> Any:
-    """The video autoencoder, on this process's device."""
-    return load_vae(weights / "vae", processes.device, processes.PRECISIONS[precision], tiling)
+def decoder_of(weights: Path, precision: str, tiling: bool) -> Callable[[Tensor], Tensor]:
+    """What makes frames of a latent, on this process's device."""
+    sys.path.append(str(Path(__file__).parents[1]))  # from wherever this is called
+    from experiments.cogvideo.decoder import decode, load_vae
+
+    vae = load_vae(weights / "vae", processes.device, processes.PRECISIONS[precision], tiling)
+    return partial(decode, vae)
 
 
 def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path, Path]:
     """Decode all latents: what was done, where, and where broken ones are to be listed."""
+    processes.check_packages("av", "diffusers", "PIL")
     source, destination = arguments.source, arguments.destination
     if not (arguments.weights / "vae" / "config.json").is_file():
         raise Failure(f"{arguments.weights}: no vae/config.json in it; --weights is CogVideoX as diffusers keeps it")

@@ -171,6 +171,7 @@ def find_clips(arguments: argparse.Namespace, settings: Settings) -> tuple[list[
 
 def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path, Path]:
     """Encode all captions, then all videos: what was done, where, and where broken ones are to be listed."""
+    processes.check_packages("av", "diffusers", "PIL", "sentencepiece", "transformers")
     settings = Settings(**{name: getattr(arguments, name) for name in Settings.__dataclass_fields__})
     check_weights(arguments.weights, settings)
     try:

@@ -6,6 +6,7 @@ import argparse
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import TypeVar
@@ -56,6 +57,15 @@ def _begin(devices: SimpleQueue[str], threads: int) -> None:
     global device
     device = torch.device(devices.get())
     torch.set_num_threads(threads)
+
+
+def check_packages(*names: str) -> None:
+    """Failure where a package of the extras is not installed."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise Failure(
+            f"not installed: {', '.join(missing)}; in the clone of jobkit: pip install '.[experiments,video]'"
+        )
 
 
 def add_options(parser: argparse.ArgumentParser, parts: str) -> None:

@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import av
 import torch
 from preparing import Failure
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    import av
 
 SUFFIXES = (".mp4", ".avi", ".m4v", ".mkv", ".mov", ".webm")
 PROMPTS = ("prompts.txt", "prompt.txt")
@@ -44,7 +47,10 @@ class Video:
 def find_videos(source: Path) -> list[Video]:
     """All videos of a folder or of a list, by name; Failure where it is none of the forms above."""
     if source.is_file() and source.suffix in (".jsonl", ".csv"):
-        found, root = list(_listed(source)), source.parent
+        try:
+            found, root = list(_listed(source)), source.parent
+        except csv.Error as error:
+            raise Failure(f"{source}: no CSV: {error}") from None
     elif not source.is_dir():
         raise Failure(f"{source}: no such folder, .jsonl or .csv file; SRC holds videos and captions, see --help")
     else:
@@ -142,7 +148,7 @@ def read_frames(path: Path, count: int, per_second: int, size: tuple[int, int], 
     return torch.stack(pictures + pictures[-1:] * (count - len(pictures)))
 
 
-Frames = Iterator[tuple[float, av.VideoFrame]]
+Frames = Iterator[tuple[float, "av.VideoFrame"]]
 """Frames, each with its time in seconds."""
 
 
@@ -150,6 +156,8 @@ def _pictures(
     path: Path, size: tuple[int, int], skip: int, choose: Callable[[Frames], Iterator[av.VideoFrame]]
 ) -> tuple[list[Tensor], int]:
     """The frames of a video that are chosen, [3, height, width] each, and how many were looked at."""
+    import av  # an extra, which a list is read without
+
     pictures: list[Tensor] = []
     looked_at = 0
 

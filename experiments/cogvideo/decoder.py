@@ -18,9 +18,10 @@ def load_vae(folder: Path | str, device: torch.device, precision: torch.dtype, t
     JobkitError for a folder that holds no such model.
     """
     try:
+        import av  # noqa: F401  # for what is decoded
         from diffusers import AutoencoderKLCogVideoX
     except ImportError as error:
-        raise JobkitError(f"diffusers is needed for {folder}: pip install 'jobkit[video]' ({error})") from None
+        raise JobkitError(f"{error}: to decode with {folder}: pip install '.[video]' in the clone of jobkit") from None
     try:
         vae = AutoencoderKLCogVideoX.from_pretrained(str(folder), torch_dtype=precision, local_files_only=True)
     except Exception as error:  # whatever it finds wrong with the folder
