@@ -6,7 +6,6 @@ A file appears whole or not at all, so the same command continues: what is there
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.process
 import os
 import signal
 import sys
@@ -99,6 +98,7 @@ _ending = threading.Event()
 
 def _begin(initialize: Callable[..., None] | None, *arguments: object) -> None:
     signal.signal(signal.SIGTERM, _end)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if initialize is not None:
         initialize(*arguments)
 
@@ -106,6 +106,13 @@ def _begin(initialize: Callable[..., None] | None, *arguments: object) -> None:
 def _end(*_: object) -> None:
     _ending.set()
     raise SystemExit  # so that a file that is being written is taken away again
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)  # it was killed, and would be waited for, with the memory of a GPU
 
 
 def _call(function: Callable[[Item], Result], item: Item) -> Result:

@@ -187,14 +187,15 @@ def test_a_second_run_makes_what_is_missing_not_whole_or_of_another_caption(
     assert "0 made, 4 already there, 0 broken" in prepare(rows)
 
 
-def test_ctrl_c_ends_it_at_once_and_the_same_command_continues(
-    source: Path, weights: Path, prepared: Path, tmp_path: Path, here: Callable[..., str]
+@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9"])
+def test_what_ends_it_ends_its_processes_at_once_and_the_same_command_continues(
+    how: str, source: Path, weights: Path, prepared: Path, tmp_path: Path, here: Callable[..., str]
 ) -> None:
     for name in ("videos", "labels"):
         (tmp_path / "source" / name).mkdir(parents=True)
         for file in (source / name).glob("[0-9].*"):
             os.link(file, tmp_path / "source" / name / file.name)
-    # A video that never comes: the tool cannot have ended before Ctrl-C.
+    # A video that never comes: the tool cannot have ended before we say so.
     stuck = tmp_path / "source" / "videos" / "2.mp4"
     stuck.unlink()
     os.mkfifo(stuck)
@@ -210,10 +211,14 @@ def test_ctrl_c_ends_it_at_once_and_the_same_command_continues(
     deadline = time.monotonic() + 200
     while not (tmp_path / "out" / "videos" / "1.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    _, message = process.communicate(timeout=200)
-    assert process.returncode == 130, message
-    assert message.endswith("prepare_video: interrupted; the same command continues\n") and "Traceback" not in message
+    if how == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.kill()
+    _, message = process.communicate(timeout=200)  # until the last of its processes has closed it
+    assert process.returncode == (130 if how == "Ctrl-C" else -signal.SIGKILL), message
+    assert message.endswith("prepare_video: interrupted; the same command continues\n") is (how == "Ctrl-C")
+    assert "Traceback" not in message
     assert sorted(path.name for path in (tmp_path / "out" / "videos").iterdir()) == ["0.safetensors", "1.safetensors"]
     stuck.unlink()
     os.link(source / "videos" / "2.mp4", stuck)
