@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
+from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_sincos_pos_embed
 from harness.cogvideo_weights import CHANNELS, FEATURES, WORDS, small_transformer
 from omegaconf import OmegaConf
@@ -156,3 +156,20 @@ def test_a_broken_or_missing_file_of_weights_is_named(folder: Path) -> None:
     (folder / "diffusion_pytorch_model.safetensors.index.json").unlink()
     with pytest.raises(JobkitError, match=r"diffusion_pytorch_model\.safetensors cannot be read"):
         load_published(small_net(), folder)
+
+
+def test_the_published_autoencoder_makes_latents_of_the_recipes_size_and_videos_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COGVIDEO_DATA", "/data")
+    latent = load(ROOT / "experiments" / "cogvideo.yaml").config.params["latent"]
+    with torch.device("meta"):
+        vae = AutoencoderKLCogVideoX(
+            down_block_types=4 * ("CogVideoXDownBlock3D",),
+            up_block_types=4 * ("CogVideoXUpBlock3D",),
+            block_out_channels=(128, 256, 256, 512),
+            latent_channels=16,
+            layers_per_block=3,
+        )
+        assert list(vae.encode(torch.empty(1, 3, 49, 480, 720)).latent_dist.mean.shape) == [1, *latent]
+        assert vae.decode(torch.empty(1, *latent)).sample.shape == (1, 3, 49, 480, 720)
