@@ -2,8 +2,8 @@
 
     python -m jobkit.submit experiments/cogvideo.yaml --local
 
-`train` is all of the training; what it calls is the model (transformer), the method (diffusion), the data (clips,
-digits) and what is looked at (show). sample.py makes clips from a finished run.
+`train` is all of the training; what it calls is the model (transformer; published: weights to start from), the method
+(diffusion), the data (clips, digits) and what is looked at (decoder, show). sample.py makes clips from a finished run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from torch.utils.data import Subset
 
 import jobkit
 from experiments.cogvideo.clips import Clips, split, write_index
+from experiments.cogvideo.decoder import decode, load_vae
 from experiments.cogvideo.diffusion import NoiseSchedule, denoise, fixed_noise, guided, spread_steps
 from experiments.cogvideo.digits import write_moving_digits
-from experiments.cogvideo.show import side_by_side, strips, to_frames, write_shown
+from experiments.cogvideo.published import load_published
+from experiments.cogvideo.show import side_by_side, strips, to_frames, write_mp4, write_shown
 from experiments.cogvideo.transformer import VideoTransformer
 from jobkit.train import schedule
 from jobkit.train.optim import fused_ema_adam
@@ -31,7 +33,9 @@ from jobkit.train.optim import fused_ema_adam
 def train(ctx: jobkit.Context) -> dict[str, float]:
     """Train as the YAML's params say; the result is the loss on held-out clips."""
     p = ctx.params
-    model = net = ctx.parallelize(network(p))  # before data are read: one that cannot be spread fails at once
+    model = net = ctx.parallelize(
+        starting_network(ctx, p)
+    )  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(
         model,
         fused_ema_adam,
@@ -40,23 +44,27 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
         weight_decay=p.weight_decay,
         ema_decay=p.ema_decay,
     )
-    scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=min(p.warmup, p.steps // 2), floor=0.1)
+    scheduler = schedule.cosine(optimizer, steps=p.steps, warmup=min(p.warmup, p.steps // 2), floor=p.floor)
     noise_schedule = NoiseSchedule(p.snr_shift, ctx.device)
     training, held_out = open_data(ctx, p, ctx.run_dir / "clips.npy")
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    frames_of = viewer(ctx, p.vae, p.digits)
 
     def validate() -> float:
         with ctx.averaged(optimizer):
             options = {"batch_size": p.validate_batch, "num_workers": p.workers}
             loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, **options)
-            latents = ctx.map(drawn_clips(ctx, noise_schedule, net, p), Subset(held_out, range(p.samples)), to="main")
+            draw = drawn_clips(ctx, noise_schedule, net, p, frames_of)
+            videos = ctx.map(draw, Subset(held_out, range(p.samples)), to="main")
         ctx.log({"validation/loss": loss})
         if ctx.is_main:
-            videos = [to_frames(latent, p.digits) for latent in latents]
             ctx.log_image("strips", strips(videos))
             ctx.log_video("clips", side_by_side(videos))
-            write_shown(ctx.run_dir / "samples" / f"step_{ctx.step:08d}", videos)
+            shown = ctx.run_dir / "samples" / f"step_{ctx.step:08d}"
+            for k, video in enumerate(videos if p.vae else ()):
+                write_mp4(shown.with_name(f"{shown.name}_{k}.mp4"), video)
+            write_shown(shown, videos)
         return loss
 
     for step in ctx.steps(p.steps):
@@ -76,6 +84,26 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
 def network(p: DictConfig) -> VideoTransformer:
     """The model of a recipe."""
     return VideoTransformer(channels=p.latent[0], text=p.text[1], **p.model)
+
+
+def starting_network(ctx: jobkit.Context, p: DictConfig) -> VideoTransformer:
+    """The model with random weights, or the published ones of params.start: rank 0 reads them, the others get them."""
+    if p.start and not ctx.is_main:
+        with torch.device("meta"):
+            return network(p)
+    net = network(p)
+    if p.start:
+        load_published(net, p.start)
+    return net
+
+
+def viewer(ctx: jobkit.Context, vae: str, digits: bool) -> Callable[[Tensor], Tensor]:
+    """What makes frames of a latent: the autoencoder in the folder `vae`, or, where that is "", to_frames."""
+    if not vae:
+        return lambda latent: to_frames(latent, digits)
+    precision = torch.float32 if ctx.device.type == "cpu" else torch.bfloat16
+    decoder = load_vae(vae, ctx.device, precision, tiling=True)
+    return lambda latent: decode(decoder, latent)
 
 
 def open_data(ctx: jobkit.Context, p: DictConfig, index: Path) -> tuple[Subset, Subset]:
@@ -108,14 +136,19 @@ def errors(ctx: jobkit.Context, noise_schedule: NoiseSchedule, net: nn.Module) -
 
 
 def drawn_clips(
-    ctx: jobkit.Context, noise_schedule: NoiseSchedule, net: nn.Module, p: DictConfig
-) -> Callable[[Any, Tensor], Tensor]:
-    """What ctx.map calls: latents for the texts of clips, each drawn once, on whichever rank is free."""
+    ctx: jobkit.Context,
+    noise_schedule: NoiseSchedule,
+    net: nn.Module,
+    p: DictConfig,
+    frames_of: Callable[[Tensor], Tensor],
+) -> Callable[[Any, Tensor], list[Tensor]]:
+    """What ctx.map calls: clips for the texts of others, each drawn once, and decoded, on whichever rank is free."""
 
-    def function(batch: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
+    def function(batch: tuple[Tensor, Tensor], ids: Tensor) -> list[Tensor]:
         _, texts = batch
         with ctx.autocast():
-            return sample_clips(net, noise_schedule, texts, ids.tolist(), p)
+            latents = sample_clips(net, noise_schedule, texts, ids.tolist(), p)
+        return [frames_of(latent) for latent in latents]
 
     return function
 

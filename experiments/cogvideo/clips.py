@@ -91,7 +91,8 @@ def write_index(folder: Path, index: Path) -> None:
 
 
 def _found(folder: Path) -> Iterator[bytes]:
-    for parent, _, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name[0] != "."]  # the captions of tools/prepare_video.py
         for file in files:
             if file.endswith(SUFFIXES) and file[0] != ".":
                 yield os.fsencode(os.path.relpath(Path(parent, file), folder))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from sklearn.datasets import load_digits
 
 from jobkit.train.prepared import prepare_folder
 
@@ -30,6 +29,8 @@ def write_moving_digits(folder: Path) -> None:
 
 
 def _write(folder: Path) -> None:
+    from sklearn.datasets import load_digits  # which takes a second, and clips of one's own do without
+
     digits = load_digits()
     random = np.random.default_rng(0)
     for number, (image, digit) in enumerate(zip(digits.images, digits.target, strict=True)):

@@ -1,4 +1,4 @@
-"""Clips from a finished run of cogvideo, as samples/<number>.safetensors, .png and .gif.
+"""Clips from a finished run of cogvideo, as samples/<number>.safetensors, .png and .gif; as .mp4 with a decoder.
 
     python -m jobkit.submit experiments/cogvideo_sample.yaml --local params.run=runs/cogvideo-...
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 import jobkit
-from experiments.cogvideo import errors, network, open_data, sample_clips
+from experiments.cogvideo import errors, network, open_data, sample_clips, viewer
 from experiments.cogvideo.diffusion import NoiseSchedule
-from experiments.cogvideo.show import side_by_side, strips, to_frames, write_latent, write_shown
+from experiments.cogvideo.show import side_by_side, strips, write_latent, write_mp4, write_shown
 from jobkit.train.exported import load_weights
 
 
@@ -33,6 +33,7 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
     net = network(trained).to(ctx.device).eval()
     load_weights(net, p.run)
     recipe = OmegaConf.merge(trained, p)
+    frames_of = viewer(ctx, p.vae, trained.digits)
 
     def file(number: int) -> Path:
         return ctx.run_dir / "samples" / f"{number:06d}"
@@ -46,7 +47,10 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
                 latents = sample_clips(net, noise_schedule, texts[missing], numbers, recipe)
             for number, latent in zip(numbers, latents, strict=True):
                 write_latent(file(number).with_suffix(".safetensors"), latent)
-                write_shown(file(number), [to_frames(latent, trained.digits)])
+                video = frames_of(latent)
+                if p.vae:
+                    write_mp4(file(number).with_suffix(".mp4"), video)
+                write_shown(file(number), [video])
 
     ctx.map(make, Subset(held_out, [number % len(held_out) for number in range(p.clips)]), batch_size=p.batch)
     if ctx.is_main:
@@ -54,7 +58,7 @@ def sample(ctx: jobkit.Context) -> dict[str, float]:
     loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, batch_size=trained.validate_batch)
     if ctx.is_main:
         latents = [load_file(file(number).with_suffix(".safetensors"))["latent"] for number in range(min(p.clips, 8))]
-        videos = [to_frames(latent, trained.digits) for latent in latents]
+        videos = [frames_of(latent) for latent in latents]
         ctx.log_image("strips", strips(videos))
         ctx.log_video("clips", side_by_side(videos))
     return {"validation_loss": loss}

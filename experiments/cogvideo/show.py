@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import torch
@@ -13,14 +14,17 @@ from torch.nn import functional as F
 
 from experiments.cogvideo.digits import to_pixels
 from jobkit.run.files import write_atomic
-from jobkit.train.video import gif
+from jobkit.train.video import gif, mp4
+
+ROWS, COLUMNS = 160, 13
+"""The most pixels of a frame's height, and the most frames of a strip, in what gives an overview."""
 
 
 def to_frames(latent: Tensor, digits: bool) -> Tensor:
     """A latent [C, T, H, W] as frames, uint8 [T, 1 or 3, H', W'].
 
-    Those of digits are pixels rearranged. For others a decoder is needed that is not part of this experiment: shown is
-    the latent itself, its first three channels as red, green and blue, three standard deviations either way.
+    Those of digits are pixels rearranged. Others are for decoder.py; what is shown without it is the latent itself, its
+    first three channels as red, green and blue, three standard deviations either way.
     """
     latent = latent.float().cpu()
     if digits:
@@ -32,13 +36,21 @@ def to_frames(latent: Tensor, digits: bool) -> Tensor:
 
 
 def side_by_side(videos: list[Tensor]) -> Tensor:
-    """Videos [T, C, H, W] framed and beside each other: one video."""
-    return torch.cat([_framed(video) for video in videos], dim=3)
+    """Videos [T, C, H, W] framed and beside each other: one video, of large ones a smaller one."""
+    return torch.cat([_framed(_small(video)) for video in videos], dim=3)
 
 
 def strips(videos: list[Tensor]) -> Tensor:
-    """The frames of each video [T, C, H, W] from left to right, the videos below each other: one image [C, H', W']."""
-    return torch.cat([torch.cat(list(_framed(video)), dim=2) for video in videos], dim=1)
+    """Frames of each video [T, C, H, W] from left to right, the videos below each other: one image [C, H', W']."""
+    some = [_small(video[:: math.ceil(len(video) / COLUMNS)]) for video in videos]
+    return torch.cat([torch.cat(list(_framed(video)), dim=2) for video in some], dim=1)
+
+
+def _small(video: Tensor) -> Tensor:
+    factor = math.ceil(video.shape[2] / ROWS)
+    if factor == 1:
+        return video
+    return F.avg_pool2d(video.float(), factor).round().to(torch.uint8)
 
 
 def _framed(video: Tensor) -> Tensor:
@@ -52,6 +64,12 @@ def write_shown(path: Path, videos: list[Tensor]) -> None:
     Image.fromarray(strips(videos).permute(1, 2, 0).squeeze(-1).numpy()).save(png, format="png")
     write_atomic(path.with_suffix(".png"), png.getvalue())
     write_atomic(path.with_suffix(".gif"), gif(side_by_side(videos)))
+
+
+def write_mp4(path: Path, video: Tensor) -> None:
+    """Write a video [T, 3, H, W] to be watched."""
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, mp4(video))
 
 
 def write_latent(path: Path, latent: Tensor) -> None:

@@ -29,6 +29,8 @@ class VideoTransformer(Blocks):
         heads: of attention, of dim / heads features each.
         time: features of the time embedding.
         patch: a token is patch x patch positions of one latent frame.
+        rescale: what rows and columns are divided by in the embedding of positions: 1.875 lets a transformer that was
+            begun at a smaller size go on at 60 x 90.
         recompute: forget activations inside the blocks and compute them again for the gradients.
     """
 
@@ -41,10 +43,11 @@ class VideoTransformer(Blocks):
         heads: int,
         time: int,
         patch: int = 2,
+        rescale: float = 1.0,
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.embed = Embedding(channels, text, dim, time, patch)
+        self.embed = Embedding(channels, text, dim, time, patch, rescale)
         for i in range(layers):
             self.add_module(f"block_{i}", Block(dim, heads, time, recompute))
         self.velocity = Velocity(channels, dim, time, patch)
@@ -79,16 +82,16 @@ class VideoTransformer(Blocks):
 class Embedding(nn.Module):
     """Tokens of the text [N, L, dim] and of the latents [N, T, H/patch, W/patch, dim], and the time [N, time]."""
 
-    def __init__(self, channels: int, text: int, dim: int, time: int, patch: int) -> None:
+    def __init__(self, channels: int, text: int, dim: int, time: int, patch: int, rescale: float) -> None:
         super().__init__()
-        self.dim, self.patch = dim, patch
+        self.dim, self.patch, self.rescale = dim, patch, rescale
         self.video = nn.Linear(channels * patch**2, dim)
         self.text = nn.Linear(text, dim)
         self.time = nn.Sequential(nn.Linear(dim, time), nn.SiLU(), nn.Linear(time, time))
 
     def forward(self, latent: Tensor, t: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         patches, grid = patchify(latent, self.patch)
-        video = self.video(patches) + positions(*grid, self.dim, latent.device)
+        video = self.video(patches) + positions(*grid, self.dim, latent.device, self.rescale)
         words = self.text(text).float()  # under autocast the streams stay fp32, as what is added to them adds up
         return words, video.unflatten(1, grid), self.time(sinusoids(t, self.dim))
 
@@ -190,15 +193,19 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int, int], patch: int) -> Tensor
     return cut.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)
 
 
-def positions(frames: int, rows: int, columns: int, dim: int, device: torch.device) -> Tensor:
+def positions(frames: int, rows: int, columns: int, dim: int, device: torch.device, rescale: float = 1.0) -> Tensor:
     """Where each video token is, [frames * rows * columns, dim]: sinusoids of its frame, its column and its row.
 
-    About 3/8 of the features are for each axis of space, the rest for time.
+    About 3/8 of the features are for each axis of space, the rest for time. Rows and columns are divided by `rescale`.
     """
     space = 2 * (3 * dim // 16)
     frame, column, row = (
-        sinusoids(torch.arange(count, device=device), features)
-        for count, features in ((frames, dim - 2 * space), (columns, space), (rows, space))
+        torch.cat(_angles(torch.arange(count, device=device) / divided_by, features), dim=1)
+        for count, features, divided_by in (
+            (frames, dim - 2 * space, 1.0),
+            (columns, space, rescale),
+            (rows, space, rescale),
+        )
     )
     size = (frames, rows, columns, -1)
     axes = [frame[:, None, None].expand(size), column[None, None].expand(size), row[None, :, None].expand(size)]
@@ -206,10 +213,15 @@ def positions(frames: int, rows: int, columns: int, dim: int, device: torch.devi
 
 
 def sinusoids(t: Tensor, features: int) -> Tensor:
-    """Numbers [N] as [N, features]: cosines and sines of wavelengths from 2 pi to 2 pi x 10000."""
+    """Steps [N] as [N, features]: cosines and then sines of wavelengths from 2 pi to 2 pi x 10000."""
+    sines, cosines = _angles(t, features)
+    return torch.cat([cosines, sines], dim=1)
+
+
+def _angles(t: Tensor, features: int) -> tuple[Tensor, Tensor]:
     frequencies = torch.exp(torch.arange(features // 2, device=t.device) * (-2 * math.log(10000) / features))
     angles = t[:, None].float() * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
+    return angles.sin(), angles.cos()
 
 
 def _zero(layer: nn.Linear) -> nn.Linear:

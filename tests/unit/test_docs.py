@@ -188,6 +188,24 @@ RUN_BY = {
     ".venv/bin/python tools/prepare_imagenet.py .../ILSVRC2012/train $IMAGENET_DIR --res 64": (
         "test_the_layout_the_pixels_and_the_broken_images"
     ),
+    ".venv/bin/python tools/prepare_video.py .../videos $COGVIDEO_DATA --weights $COGVIDEO_WEIGHTS": (
+        "test_commands_at_once_make_the_same_bytes_as_one_alone"
+    ),
+    **dict.fromkeys(
+        (
+            "COGVIDEO_DATA=... tools/run experiments/cogvideo.yaml --cluster slurm",
+            "COGVIDEO_DATA=... tools/run experiments/cogvideo_sample.yaml --cluster slurm params.run=RUN "
+            "params.vae=$COGVIDEO_WEIGHTS/vae",
+            ".venv/bin/python tools/decode_video.py RUN/samples clips --weights $COGVIDEO_WEIGHTS",
+        ),
+        "test_from_videos_over_training_and_sampling_to_clips_that_can_be_watched",
+    ),
+    **{
+        f"COGVIDEO_DATA=... COGVIDEO_WEIGHTS=... tools/run experiments/cogvideo_finetune.yaml {where}": (
+            "test_fine_tuning_begins_with_the_published_weights_and_validates_by_clips_that_can_be_watched"
+        )
+        for where in ("--cluster slurm", "--local resources.tasks_per_node=auto")
+    },
     "IMAGENET_DIR=... tools/run experiments/imagenet64.yaml --cluster slurm": (
         "test_the_full_recipe_is_submitted_as_64_ranks"
     ),

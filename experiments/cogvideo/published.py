@@ -1,0 +1,128 @@
+"""The published weights of CogVideoX-2b, a folder `transformer` that diffusers wrote, as those of VideoTransformer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from experiments.cogvideo.transformer import VideoTransformer
+from jobkit import JobkitError
+
+MODULES = (
+    (r"patch_embed\.proj", "embed.video"),
+    (r"patch_embed\.text_proj", "embed.text"),
+    (r"time_embedding\.linear_1", "embed.time.0"),
+    (r"time_embedding\.linear_2", "embed.time.2"),
+    (r"transformer_blocks\.(\d+)\.(norm[12])\.norm", r"block_\1.\2.norm"),
+    (r"transformer_blocks\.(\d+)\.(norm[12])\.linear", r"block_\1.\2.modulation"),
+    (r"transformer_blocks\.(\d+)\.attn1\.to_q", r"block_\1.attention.query"),
+    (r"transformer_blocks\.(\d+)\.attn1\.to_k", r"block_\1.attention.key"),
+    (r"transformer_blocks\.(\d+)\.attn1\.to_v", r"block_\1.attention.value"),
+    (r"transformer_blocks\.(\d+)\.attn1\.norm_q", r"block_\1.attention.norm_query"),
+    (r"transformer_blocks\.(\d+)\.attn1\.norm_k", r"block_\1.attention.norm_key"),
+    (r"transformer_blocks\.(\d+)\.attn1\.to_out\.0", r"block_\1.attention.out"),
+    (r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj", r"block_\1.feed_forward.0"),
+    (r"transformer_blocks\.(\d+)\.ff\.net\.2", r"block_\1.feed_forward.2"),
+    (r"norm_final", "velocity.norm"),
+    (r"norm_out\.norm", "velocity.out_norm"),
+    (r"norm_out\.linear", "velocity.modulation"),
+    (r"proj_out", "velocity.out"),
+)
+"""Modules of diffusers' CogVideoXTransformer3DModel, and ours."""
+FILE = "diffusion_pytorch_model.safetensors"
+"""Or, for weights in several files, that name with .index.json, which says which tensor is in which."""
+ALWAYS = {
+    "use_rotary_positional_embeddings": False,
+    "use_learned_positional_embeddings": False,
+    "patch_size_t": None,
+    "ofs_embed_dim": None,
+    "attention_bias": True,
+    "patch_bias": True,
+    "norm_elementwise_affine": True,
+    "norm_eps": 1e-5,
+    "activation_fn": "gelu-approximate",
+    "timestep_activation_fn": "silu",
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "temporal_interpolation_scale": 1.0,
+}
+"""What a model's config.json may say, where it says it: of the 5b and of version 1.5 some of this is different."""
+
+
+def our_name(name: str) -> str | None:
+    """Our parameter of one of diffusers' model; None where there is none."""
+    module, _, kind = name.rpartition(".")
+    for pattern, ours in MODULES:
+        if re.fullmatch(pattern, module):
+            return f"{re.sub(pattern, ours, module)}.{kind}"
+    return None
+
+
+def load_published(net: VideoTransformer, folder: Path | str) -> None:
+    """Copy the weights of a folder (config.json and .safetensors) into a model, one tensor after the other.
+
+    Raises JobkitError for a folder that is not there, is of another model, or lacks weights, and names the first.
+    """
+    folder = Path(folder)
+    check_config(net, _json(folder / "config.json"))
+    own = dict(net.named_parameters())
+    for name, file in _files(folder).items():
+        ours = our_name(name)
+        if ours is None or ours not in own:
+            raise JobkitError(
+                f"{file}: {name} is nothing that this model has: it is not CogVideoX-2b's, or has more layers"
+            )
+        tensor = _tensor(file, name)
+        if ours == "embed.video.weight":
+            tensor = tensor.flatten(1)  # a convolution's, of one patch
+        parameter = own.pop(ours)
+        if tensor.shape != parameter.shape:
+            found, expected = (" x ".join(map(str, shape)) for shape in (tensor.shape, parameter.shape))
+            raise JobkitError(f"{file}: {name} is {found}, expected {expected} ({ours})")
+        with torch.no_grad():
+            parameter.copy_(tensor)
+    if own:
+        raise JobkitError(f"{folder}: no weights for {next(iter(own))} in it, and for {len(own) - 1} more")
+
+
+def check_config(net: VideoTransformer, config: Mapping[str, Any]) -> None:
+    """JobkitError where a config.json describes a model that computes something else than ours."""
+    expected = ALWAYS | {"spatial_interpolation_scale": net.embed.rescale, "patch_size": net.embed.patch}
+    expected["num_attention_heads"] = net.embed.dim // net.block_0.attention.head
+    for key, value in expected.items():
+        if key in config and config[key] != value:
+            raise JobkitError(f"config.json of the published weights: {key}: found {config[key]}, expected {value}")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Which file has which tensor."""
+    index = folder / f"{FILE}.index.json"
+    if index.exists():
+        return {name: folder / file for name, file in _json(index)["weight_map"].items()}
+    try:
+        with safe_open(folder / FILE, "pt") as opened:
+            return dict.fromkeys(opened.keys(), folder / FILE)
+    except (OSError, SafetensorError) as error:
+        raise JobkitError(f"{folder / FILE} cannot be read: {error}") from None
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    try:
+        with safe_open(file, "pt") as opened:
+            return opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise JobkitError(f"{file}: no {name} can be read from it: {error}") from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise JobkitError(f"{path} cannot be read: {error}") from None

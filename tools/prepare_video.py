@@ -1,0 +1,258 @@
+"""Turn videos and captions into latents and text embeddings, as experiments/cogvideo.yaml reads them.
+
+    python tools/prepare_video.py .../videos $COGVIDEO_DATA --weights .../CogVideoX-2b
+
+makes DST/<video>.safetensors, each with `latent` [16, 13, 60, 90] of CogVideoX's video autoencoder, times its scaling
+factor, and `text` [226, 4096] of T5; the weights are a folder that diffusers wrote (DIR/vae, DIR/text_encoder,
+DIR/tokenizer). The latent is drawn from the encoder's distribution, as in CogVideo's training, by random numbers that
+follow from the video's name: a second run makes the same. tools/decode_video.py is the way back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import preparing
+import processes
+import torch
+import videos
+from preparing import Done, Failure
+from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from jobkit import JobkitError
+from jobkit.run.files import write_atomic
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the bytes of a file, besides its video and caption."""
+
+    frames: int
+    fps: int
+    height: int
+    width: int
+    skip: int
+    words: int
+    precision: str
+    tiling: bool
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video to be encoded: where it goes, and where the embedding of its caption is."""
+
+    video: videos.Video
+    target: Path
+    text: Path
+    weights: Path
+    settings: Settings
+
+    @property
+    def about(self) -> str:
+        """What its file says that it was made of, in JSON: one that says something else is made again."""
+        size = self.video.path.stat().st_size
+        made_of = {"video": self.video.name, "bytes": size, "caption": self.video.caption, **asdict(self.settings)}
+        return json.dumps(made_of, sort_keys=True)
+
+    def is_made(self) -> bool:
+        """Whether the file is there, whole and of this."""
+        return says(self.target) == self.about
+
+
+def says(path: Path) -> str | None:
+    """What a safetensors file says that it was made of; None where there is no such file, or not all of it."""
+    try:
+        with safe_open(path, "pt") as opened:  # which compares the file's length with what its header says
+            return (opened.metadata() or {}).get("made_of")
+    except (OSError, SafetensorError):
+        return None
+
+
+def embed(clip: Clip) -> Done:
+    """Make the embedding of a caption [words, features] unless it is there."""
+    if says(clip.text) is not None:
+        return Done(kept=1)
+    tokenizer, encoder = text_encoder(clip.weights, clip.settings.precision)
+    # Padded, and padding not masked, as the published model was trained.
+    words = clip.settings.words
+    ids = tokenizer(clip.video.caption, padding="max_length", max_length=words, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        (text,) = encoder(ids.input_ids.to(encoder.device))[0]
+    write(clip.text, {"text": text}, clip.video.caption)
+    return Done(made=1)
+
+
+def encode(clip: Clip) -> Done:
+    """Make the file of a clip; a video that cannot be read is reported and passed over."""
+    if clip.is_made():  # by another process, since this one looked
+        return Done(kept=1)
+    of = clip.settings
+    try:
+        frames = videos.read_frames(clip.video.path, of.frames, of.fps, (of.height, of.width), of.skip)
+    except Exception as error:  # a decoder may raise anything for a file that is no video
+        return Done(broken=[(clip.video.path, preparing.reason(error))])
+    vae = autoencoder(clip.weights, of.precision, of.tiling)
+    pixels = (frames.to(vae.device, torch.float32) / 127.5 - 1).to(vae.dtype)
+    with torch.no_grad():
+        drawn = vae.encode(pixels.transpose(0, 1)[None]).latent_dist.sample(generator=random(clip.video.name))
+    with safe_open(clip.text, "pt") as opened:
+        text = opened.get_tensor("text")
+    write(clip.target, {"latent": drawn[0] * vae.config.scaling_factor, "text": text}, clip.about)
+    return Done(made=1)
+
+
+def random(name: str) -> torch.Generator:
+    """Random numbers that follow from a name."""
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+
+
+def write(path: Path, tensors: dict[str, Tensor], made_of: str) -> None:
+    """Write a safetensors file whole, which says what it was made of."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomic(path, save(whole, metadata={"made_of": made_of}), durable=False)
+
+
+@cache
+def autoencoder(weights: Path, precision: str, tiling: bool) -> Any:
+    """The video autoencoder, on this process's device."""
+    sys.path.append(str(Path(__file__).parents[1]))  # from wherever this is called
+    from experiments.cogvideo.decoder import load_vae
+
+    return load_vae(weights / "vae", processes.device, processes.PRECISIONS[precision], tiling)
+
+
+@cache
+def text_encoder(weights: Path, precision: str) -> tuple[Any, Any]:
+    """The tokenizer and T5's encoder, on this process's device."""
+    from transformers import AutoTokenizer, T5EncoderModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    dtype = processes.PRECISIONS[precision]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(weights / "tokenizer", local_files_only=True)
+        encoder = T5EncoderModel.from_pretrained(weights / "text_encoder", dtype=dtype, local_files_only=True)
+    except Exception as error:  # whatever is wrong with the folders
+        raise JobkitError(f"{weights}: no T5 can be loaded from it: {preparing.reason(error)[:300]}") from error
+    return tokenizer, encoder.to(processes.device).eval()
+
+
+def find_clips(arguments: argparse.Namespace, settings: Settings) -> tuple[list[Clip], Done]:
+    """The clips of this part that are still to be made; and what is there already, and what has no file or caption."""
+    found = videos.find_videos(arguments.source)
+    part, parts = arguments.part
+    missing, kept, broken = [], 0, []
+    for video in found[part - 1 :: parts]:
+        key = json.dumps([video.caption, settings.words, settings.precision])
+        text = arguments.destination / ".texts" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+        target = arguments.destination / f"{video.name}.safetensors"
+        clip = Clip(video, target, text, arguments.weights, settings)
+        if not video.path.exists():
+            broken.append((video.path, "no such file"))
+        elif video.caption is None:
+            broken.append((video.path, "no caption"))
+        elif clip.is_made():
+            kept += 1
+        else:
+            missing.append(clip)
+    return missing, Done(0, kept, broken)
+
+
+def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path, Path]:
+    """Encode all captions, then all videos: what was done, where, and where broken ones are to be listed."""
+    processes.check_packages("av", "diffusers", "PIL", "sentencepiece", "transformers")
+    settings = Settings(**{name: getattr(arguments, name) for name in Settings.__dataclass_fields__})
+    check_weights(arguments.weights, settings)
+    try:
+        with console.status(f"looking for videos in {arguments.source}"):
+            clips, done = find_clips(arguments, settings)
+    except OSError as error:
+        raise Failure(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise Failure(f"{arguments.source}: captions are no UTF-8 text: {error}") from None
+    preparing.check_writable(arguments.destination)
+    captions = list({clip.text: clip for clip in clips}.values())
+    # The two models one after the other: T5 alone is of 9.5 GB. On a CPU it is one process's, with all of the cores.
+    one = 1 if arguments.devices == ["cpu"] else arguments.workers
+    processes.spread(embed, captions, "captions", one, arguments.devices, console)
+    done += processes.spread(encode, clips, "videos", arguments.workers, arguments.devices, console)
+    part, parts = arguments.part
+    report = "broken.txt" if parts == 1 else f"broken_{part}_of_{parts}.txt"
+    return done, arguments.destination, arguments.destination / report
+
+
+def check_weights(weights: Path, settings: Settings) -> None:
+    """Failure where a model's folder is missing, or the size is none of its sizes."""
+    for part in ("vae/config.json", "text_encoder/config.json", "tokenizer/tokenizer_config.json"):
+        if not (weights / part).is_file():
+            raise Failure(f"{weights}: no {part} in it; --weights is a folder of CogVideoX as diffusers keeps it")
+    try:
+        vae = json.loads((weights / "vae" / "config.json").read_text())
+        times, space = vae["temporal_compression_ratio"], 2 ** len(vae["block_out_channels"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Failure(f"{weights}/vae/config.json: not AutoencoderKLCogVideoX's: {preparing.reason(error)}") from None
+    if settings.frames % times != 1:
+        raise Failure(f"--frames: found {settings.frames}, expected a multiple of {times} and one more, as 49")
+    for side in ("height", "width"):  # the autoencoder halves them for each of its levels but one, a patch once more
+        if getattr(settings, side) % space:
+            raise Failure(f"--{side}: found {getattr(settings, side)}, expected a multiple of {space}")
+
+
+def part(text: str) -> tuple[int, int]:
+    """I/N as (I, N)."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"found {text}, expected I/N with I from 1 to N, as 2/4")
+    return int(number), int(of)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Encode videos and captions to DST/<video>.safetensors (latent, text), in parallel.",
+        epilog="The same command continues an interrupted run: files that are there already, of the same caption and "
+        "options, are not made again. " + preparing.EXIT_CODES,
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SRC",
+        help="videos.txt and prompts.txt; or videos/*.mp4 and labels/*.txt; or a .jsonl or .csv file of video, caption",
+    )
+    parser.add_argument("destination", type=Path, metavar="DST", help="what COGVIDEO_DATA is to be")
+    processes.add_options(parser, "vae, text_encoder and tokenizer")
+    parser.add_argument("--frames", type=int, default=49, help="of a clip (default: 49)")
+    parser.add_argument("--fps", type=int, default=8, help="frames a second (default: 8)")
+    parser.add_argument("--height", type=int, default=480, help="pixels (default: 480)")
+    parser.add_argument("--width", type=int, default=720, help="pixels (default: 720)")
+    parser.add_argument("--skip", type=int, default=3, help="frames passed over at both ends (default: 3)")
+    parser.add_argument("--words", type=int, default=226, help="tokens of a caption (default: 226)")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="part of the videos, for N machines")
+    arguments = processes.parse(parser)
+    for option in ("frames", "fps", "height", "width", "words"):
+        if getattr(arguments, option) < 1:
+            parser.error(f"--{option}: found {getattr(arguments, option)}, expected 1 or more")
+    if arguments.skip < 0:
+        parser.error(f"--skip: found {arguments.skip}, expected 0 or more")
+    return arguments
+
+
+def main() -> int:
+    """Exit code of the program."""
+    arguments = parse_arguments()
+    return preparing.main("prepare_video", lambda console: prepare(arguments, console))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
