@@ -40,7 +40,7 @@ A cluster entry is chosen by `--cluster NAME`. It holds
 
 - `scheduler`: `slurm` (default) or `local`;
 - any option of `man sbatch`, spelled with `-` or `_`: `partition`, `account`, `qos`, `constraint`, `mem` ...;
-- any key of `resources`, which then replaces the YAML's for this cluster;
+- any key of `resources`, which then replaces the YAML's for this cluster, unless the command line gives that key;
 - Submitit's `setup` and `teardown` (shell lines before and after the ranks; a line of `setup` that fails ends the
   attempt before it trains) and `srun_args`. Where the job goes into the queue again, `teardown` is cut off when its
   time is over. A `trap ... EXIT` of `setup` is run at the end; a line that fails after it is not tried on another node.

@@ -2,8 +2,8 @@
 
     python -m jobkit.submit experiments/imagenet64.yaml --local
 
-`train` is all of the training; what it calls is the model (unet), the method (flow, discrete) and the data (data,
-digits). sample.py draws images from a finished run, and says how good they are.
+`train` is all of the training; what it calls is the model (unet), the method (flow, discrete), the data (data, digits)
+and FID (fid). sample.py draws images from a finished run, and says how good they are.
 """
 
 from __future__ import annotations
@@ -16,42 +16,58 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import jobkit
 from experiments.imagenet64.data import Part, open_images, split, write_png
 from experiments.imagenet64.digits import write_digits
 from experiments.imagenet64.discrete import DiscreteFlowMatching
+from experiments.imagenet64.fid import Fid, Inception
 from experiments.imagenet64.flow import FlowMatching, fixed_noise, random_times
+from jobkit.errors import UsageError
 from jobkit.train import schedule
 from jobkit.train.optim import fused_ema_adam
+from jobkit.train.seeds import derive_seed
 
 Method = FlowMatching | DiscreteFlowMatching
 
 
-def train(ctx: jobkit.Context) -> dict[str, float]:
-    """Train as the YAML's params say; the result is the loss on held-out images."""
+def train(ctx: jobkit.Context, network: Callable[[str], nn.Module] = Inception) -> dict[str, float | None]:
+    """Train as the YAML's params say; the result is the loss on held-out images and FID, where there are any.
+
+    `network` is what FID's features are of, made of `params.inception`.
+    """
     p = ctx.params
     method = method_of(p)
     net = method.network(p.channels, p.classes, p.unet)
     model = ctx.parallelize(net)  # before data are read: one that cannot be spread fails at once
-    optimizer = ctx.optimizer(model, fused_ema_adam, lr=p.lr, betas=tuple(p.betas), ema_decay=p.ema_decay)
-    scheduler = schedule.linear(optimizer, steps=p.steps)
+    optimizer = make_optimizer(ctx, model, p)
+    scheduler = schedule.linear(optimizer, steps=p.steps, floor=p.floor)
+    is_shared = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if is_shared and p.fid_every and p.solver == "dopri5":
+        raise UsageError("params.solver: dopri5 takes other numbers of steps on ranks that share a model: take heun2")
     training, held_out = open_data(ctx, p)
+    fid = Fid(ctx, network, p.inception, training, Path(p.data)) if p.fid_every else None
     loader = ctx.loader(training, global_batch_size=p.batch, num_workers=p.workers)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
 
     def mean_error(output: Tensor, target: Tensor) -> Tensor:
         return method.error(output, target).mean()
 
-    def validate() -> float:
+    def validate() -> dict[str, float]:
+        loss = None
         with ctx.averaged(optimizer):
             net.eval()
-            options = {"batch_size": p.validate_batch, "num_workers": p.workers}
-            loss = ctx.evaluate(errors(method, net, ctx.autocast), held_out, **options)
+            if len(held_out):
+                options = {"batch_size": p.validate_batch, "num_workers": p.workers}
+                loss = ctx.evaluate(errors(method, net, ctx.autocast), held_out, **options)
             shown = torch.linspace(0, net.null_label - 1, 10).long()  # classes, spread over all of them
             # dopri5 takes as many steps as a row needs, and ranks that share a model must take equally many.
             images = ctx.map(
-                rows(method, net, p, ctx.autocast), shown, batch_size=10 if p.solver == "dopri5" else 1, to="main"
+                rows(method, net, p, ctx.autocast),
+                shown,
+                batch_size=10 if is_shared and p.solver == "dopri5" else 1,
+                to="main",
             )
             net.train()
         ctx.log({"validation/loss": loss})
@@ -59,20 +75,47 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
             grid = tiled(images.flatten(0, 1), images.shape[1])
             ctx.log_image("samples", grid)
             write_png(ctx.run_dir / "samples" / f"step_{ctx.step:08d}.png", grid)
-        return loss
+        return {} if loss is None else {"validation_loss": loss}
 
+    def measure(fid: Fid) -> float | None:
+        with ctx.averaged(optimizer):
+            net.eval()
+            labels = [number % p.classes for number in range(p.fid_samples)]
+            found = fid.of(draws(ctx, method, net, (p.channels, p.res, p.res)), labels, p.fid_batch)
+            net.train()
+        ctx.log({"validation/fid": found})
+        return found
+
+    epoch = max(1, len(training) // p.batch)  # steps
     for step in ctx.steps(p.steps):
-        if step % p.validate_every == 0:  # before a batch is drawn: a stop meanwhile leaves the step to be taken again
+        # Before a batch is drawn: a stop meanwhile leaves the step to be taken again.
+        if step % p.validate_every == 0:
             validate()
+        if fid is not None and step > 0 and step % (p.fid_every * epoch) == 0:
+            measure(fid)
         image, label = next(loader)
-        label = label.masked_fill(torch.rand(len(label), device=ctx.device) < p.drop_label, net.null_label)
+        label = label.masked_fill(withheld(len(label), p.drop_label, p.drop_together, ctx.device), net.null_label)
         t = random_times(len(image), ctx.device, p.skewed)
         x_t, target = method.path(image, method.noise(image.shape, device=ctx.device), t)
         loss = ctx.backward(model, (x_t, t, label), mean_error, target, micro_batch_size=p.micro_batch)
         ctx.update(optimizer)
         scheduler.step()
         ctx.log({"train/loss": loss})
-    return {"validation_loss": validate()}
+    return {**validate(), **({"fid": measure(fid)} if fid is not None else {})}
+
+
+def make_optimizer(ctx: jobkit.Context, model: nn.Module, p: DictConfig) -> torch.optim.Optimizer:
+    """AdamW, with moving averages of the weights where `params.ema_decay` is given."""
+    options = {"lr": p.lr, "betas": tuple(p.betas), "weight_decay": p.weight_decay}
+    if p.ema_decay is None:
+        return ctx.optimizer(model, torch.optim.AdamW, **options)
+    return ctx.optimizer(model, fused_ema_adam, ema_decay=p.ema_decay, **options)
+
+
+def withheld(n: int, probability: float, together: int, device: torch.device) -> Tensor:
+    """Which of n labels are withheld, bool [n]: `together` of them at a time, with a probability."""
+    drawn = torch.rand(-(-n // together), device=device) < probability
+    return drawn.repeat_interleave(together)[:n]
 
 
 def open_data(ctx: jobkit.Context, p: DictConfig) -> tuple[Part, Part]:
@@ -104,6 +147,22 @@ def errors(
         x_t, target = method.path(image, noise, t)
         with autocast():
             return method.error(net(x_t, t, label), target)
+
+    return function
+
+
+def draws(
+    ctx: jobkit.Context, method: Method, net: nn.Module, shape: tuple[int, int, int]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """What ctx.map calls: an image of each label, uint8 [N, *shape], by the solver that the YAML's params name.
+
+    Their noise is that of the batch, by its first number: dopri5 chooses its steps for a batch as a whole.
+    """
+
+    def function(labels: Tensor, ids: Tensor) -> Tensor:
+        generator = torch.Generator(labels.device).manual_seed(derive_seed(ctx.seed, "sample", int(ids[0])))
+        with ctx.autocast():
+            return method.sample(net, labels, shape, ctx.params, generator)
 
     return function
 

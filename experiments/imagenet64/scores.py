@@ -29,10 +29,18 @@ def pixel_frechet_distance(images: Tensor, others: Tensor) -> float:
     Images above 8 x 8 are averaged down to that. It is not FID, whose Gaussians are fitted to a classifier's features:
     it sees layout and colour but no detail, and compares with itself alone.
     """
-    first, second = (
-        F.adaptive_avg_pool2d(to_unit(one), min(8, one.shape[-1])).flatten(1).double() for one in (images, others)
-    )
-    covariances = first.T.cov(), second.T.cov()
-    roots = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp(min=0).sqrt()
-    means = (first.mean(0) - second.mean(0)).square().sum()
-    return float(means + covariances[0].trace() + covariances[1].trace() - 2 * roots.sum())
+    gaussians = []
+    for one in (images, others):
+        pixels = F.adaptive_avg_pool2d(to_unit(one), min(8, one.shape[-1])).flatten(1).double()
+        gaussians += [pixels.mean(0), pixels.T.cov()]
+    return frechet_distance(*gaussians)
+
+
+def frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
+    """Of two Gaussians, means [F] and covariances [F, F] in float64: Dowson and Landau 1982.
+
+    It is |m1 - m2|^2 + trace(C1 + C2 - 2 (C1 C2)^(1/2)). Where a covariance is singular, as that of fewer samples than
+    features, eigenvalues of the product that rounding makes negative have no real root and count as 0.
+    """
+    roots = torch.linalg.eigvals(covariance @ other_covariance).sqrt().real.sum()
+    return float((mean - other_mean).square().sum() + covariance.trace() + other_covariance.trace() - 2 * roots)

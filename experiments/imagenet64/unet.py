@@ -30,6 +30,8 @@ class UNet(nn.Module):
         head: features of one attention head.
         dropout: probability in every residual block.
         outputs: channels of the output, where they are not those of the input.
+        time_scale: what times are multiplied by before they are embedded.
+        learn_null: whether "no label" has an embedding of its own, which is trained, or adds nothing.
     """
 
     def __init__(
@@ -43,13 +45,16 @@ class UNet(nn.Module):
         head: int,
         dropout: float,
         outputs: int | None = None,
+        time_scale: float = 1000,
+        learn_null: bool = True,
     ) -> None:
         super().__init__()
         self.null_label = classes
         self.width = width
+        self.time_scale = time_scale
         embedding = 4 * width
         self.embed_time = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
-        self.embed_label = nn.Embedding(classes + 1, embedding)
+        self.embed_label = nn.Embedding(classes + 1, embedding, padding_idx=None if learn_null else classes)
 
         def layer(inputs: int, outputs: int, factor: int) -> Layer:
             return Layer(inputs, outputs, embedding, dropout, head if factor in attention else None)
@@ -86,7 +91,7 @@ class UNet(nn.Module):
         self.head = nn.Sequential(_norm(features), nn.SiLU(), last)
 
     def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
-        embedding = self.embed_time(sinusoids(t, self.width)) + self.embed_label(label)
+        embedding = self.embed_time(sinusoids(t, self.width, self.time_scale)) + self.embed_label(label)
         h = self.stem(x)
         skips = [h]
         for stage in self.down:
@@ -176,9 +181,9 @@ class Attention(nn.Module):
         return x + self.out(h.transpose(1, 2).flatten(2)).transpose(1, 2).reshape(x.shape)
 
 
-def sinusoids(t: Tensor, features: int) -> Tensor:
-    """Times [N] in [0, 1] as [N, features]: cosines and sines of wavelengths from 2 pi / 1000 up."""
-    frequencies = 1000 * torch.exp(torch.arange(features // 2, device=t.device) * (-2 * math.log(10000) / features))
+def sinusoids(t: Tensor, features: int, scale: float) -> Tensor:
+    """Times [N] as [N, features]: cosines and sines of wavelengths from 2 pi / scale up to 10,000 times that."""
+    frequencies = scale * torch.exp(torch.arange(features // 2, device=t.device) * (-2 * math.log(10000) / features))
     angles = t[:, None].float() * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from jobkit.errors import InputError, InvalidValue
 from jobkit.run import secrets
 from jobkit.run.config import SECTIONS, Config
-from jobkit.run.overrides import Given, refuse_sections_in_params
+from jobkit.run.overrides import Given, Override, refuse_sections_in_params
 from jobkit.run.overrides import check as check_override
 from jobkit.run.overrides import parse as parse_override
 from jobkit.run.places import Places
@@ -59,8 +59,10 @@ class Experiment:
             if self.pipeline is not None:
                 raise InvalidValue("pipeline", "its stages are several runs: `jobkit submit` starts them")
             merged = as_omegaconf(self.values)
+            typed: list[Override] = []
             for given in (*map(Given, overrides), *point):
                 override = parse_override(given.text, given.place)
+                typed.append(override)
                 places.overridden[override.key] = given.place
                 check_override(override, OmegaConf.to_container(merged), SECTIONS)  # type: ignore[arg-type]
                 try:
@@ -75,9 +77,23 @@ class Experiment:
                 raise InvalidValue("command", "there is a task as well; a run is one of them")
             if not (config.task or config.command):
                 raise InvalidValue("task", "missing; it is required (or command: [python, train.py])")
-        return LoadedConfig(
-            dataclasses.replace(config, clusters=self.own_clusters | config.clusters), self.notes, places
-        )
+        clusters = _without_typed(self.own_clusters | config.clusters, typed)
+        return LoadedConfig(dataclasses.replace(config, clusters=clusters), self.notes, places)
+
+
+def _without_typed(clusters: Mapping[str, Mapping[str, Any]], typed: Sequence[Override]) -> dict[str, dict[str, Any]]:
+    """The entries of clusters without the keys of `resources` that were typed: those count wherever the run goes."""
+    keys = {one.key for one in typed}
+    names = {key.removeprefix("resources.") for key in keys if key.startswith("resources.")}
+    names.update(name for one in typed if one.key == "resources" and isinstance(one.value, dict) for name in one.value)
+    return {
+        cluster: {
+            name: value
+            for name, value in entry.items()
+            if str(name).replace("-", "_") not in names or f"clusters.{cluster}.{name}" in keys
+        }
+        for cluster, entry in clusters.items()
+    }
 
 
 def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) -> LoadedConfig:

@@ -75,18 +75,47 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_full_recipe_is_the_published_model_of_296_million_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe(monkeypatch, IMAGENET_DIR="/data")
-    assert config.params["data"] == "/data/train_64/box"
-    assert config.inputs == ["/data/train_64/box"]
+    assert config.params["data"] == "/data/train_blurred_64/box"
+    assert config.inputs == ["/data/train_blurred_64/box", ""]
     assert config.resources.world_size == 64
-    assert config.precision == "bf16"
     assert parameters(config, classes=1000) == 295_900_035
+
+
+def test_the_full_recipe_has_the_published_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the row ImageNet64 (Blurred) in flow_matching's examples/image/README.md; where its command is silent,
+    the defaults of train_arg_parser.py and submitit_train.py, and models/model_configs.py."""
+    config = recipe(monkeypatch, IMAGENET_DIR="/data")
+    p = config.params
+    assert (p["images"], p["held_out"], p["flip"]) == ("train_blurred", 0, True)  # get_train_transform
+    assert config.resources.world_size == 8 * 8  # --nodes=8, --ngpus of 8
+    assert (p["batch"], p["micro_batch"]) == (32 * 64, 32)  # --batch_size=32 --accum_iter=1
+    epoch = 1_281_167 // 64 // 32  # batches of a rank, the last one dropped
+    assert p["steps"] == 900 * epoch  # checkpoint-899
+    assert (p["lr"], p["betas"], p["weight_decay"]) == (1e-4, [0.9, 0.95], 0.01)  # the last is torch's AdamW's
+    assert p["floor"] == pytest.approx(1 - (1 - 1e-8 / 1e-4) * 900 / 921, abs=1e-6)  # --decay_lr over --epochs of 921
+    assert p["ema_decay"] is None  # no --use_ema
+    assert (p["drop_label"], p["drop_together"]) == (0.2, 32)  # --class_drop_prob, of a rank's batch
+    assert not p["skewed"]
+    assert config.precision == "fp16"  # torch.cuda.amp.autocast and GradScaler
+    assert (p["fid_every"], p["fid_samples"], p["fid_batch"]) == (100, 50_000, 32)  # --eval_frequency=100
+    assert (p["guidance"], p["solver"]) == (0.2, "dopri5")
+    unet = {"width": 192, "multipliers": [1, 2, 3, 4], "blocks": 3, "attention": [2, 4, 8], "head": 64, "dropout": 0.1}
+    assert p["unet"] == {**unet, "time_scale": 1, "learn_null": False}
+    sampling = load(SAMPLING, ["params.run=a"], demo=False).config
+    same = {"samples": 50_000, "batch": 32, "guidance": 0.2, "solver": "dopri5"}
+    assert {key: sampling.params[key] for key in same} == same and sampling.precision == "fp16"
+
+
+def test_a_label_that_is_withheld_adds_nothing_where_it_has_no_embedding() -> None:
+    net = UNet(1, 10, 8, [1], 1, [], 8, 0.0, learn_null=False)
+    assert not net.embed_label(torch.tensor([net.null_label])).any()
 
 
 def test_resolution_and_blurred_release_are_chosen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe(monkeypatch, IMAGENET_DIR="/data", IMAGENET_RES="32")
-    params = load(RECIPE, ["params.images=train_blurred"]).config.params
+    params = load(RECIPE, ["params.images=train"]).config.params
     assert params["res"] == 32
-    assert params["data"] == "/data/train_blurred_32/box"
+    assert params["data"] == "/data/train_32/box"
 
 
 def test_without_imagenet_the_small_recipe_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:

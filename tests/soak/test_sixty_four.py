@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_full_recipe_is_submitted_as_64_ranks(tmp_path: Path) -> None:
-    (tmp_path / "train_64" / "box").mkdir(parents=True)
+    (tmp_path / "train_blurred_64" / "box").mkdir(parents=True)
     environment = {**os.environ, "IMAGENET_DIR": str(tmp_path), "JOBKIT_CONFIG": str(tmp_path / "none.yaml")}
     command = [sys.executable, "-m", "jobkit.submit", "experiments/imagenet64.yaml", "--cluster", "slurm", "--dry-run"]
     done = subprocess.run(

@@ -572,6 +572,26 @@ def test_the_users_own_file_adds_clusters_and_the_yaml_beats_it(
     assert found == {"h100": {"partition": "h100"}, "slurm": {"partition": "low"}}
 
 
+@pytest.mark.parametrize(
+    ("typed", "left"),
+    [
+        ([], {"nodes": 8, "cpus-per-task": 4, "partition": "low"}),
+        (["resources.nodes=2"], {"cpus-per-task": 4, "partition": "low"}),
+        (["resources={nodes: 2, cpus_per_task: 1}"], {"partition": "low"}),
+        (["resources.nodes=2", "clusters.a.nodes=3"], {"nodes": 3, "cpus-per-task": 4, "partition": "low"}),
+    ],
+)
+def test_what_is_typed_of_resources_beats_an_entry_of_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], left: dict[str, Any]
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("clusters: {mine: {nodes: 5}}\n")
+    monkeypatch.setenv("JOBKIT_CONFIG", str(own))
+    text = BASE + "clusters: {a: {nodes: 8, cpus-per-task: 4, partition: low}}\n"
+    found = loaded(tmp_path, text, *typed).config.clusters
+    assert found == {"a": left, "mine": {} if typed else {"nodes": 5}}
+
+
 def test_the_users_own_file_is_looked_for_where_the_desktop_standard_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,7 +185,7 @@ RUN_BY = {
     "tools/run experiments/imagenet64_sample.yaml --local params.run=$(echo runs/imagenet64-*)": (
         "test_the_small_recipes"
     ),
-    ".venv/bin/python tools/prepare_imagenet.py .../ILSVRC2012/train $IMAGENET_DIR --res 64": (
+    ".venv/bin/python tools/prepare_imagenet.py .../train_blurred $IMAGENET_DIR --name train_blurred": (
         "test_the_layout_the_pixels_and_the_broken_images"
     ),
     ".venv/bin/python tools/prepare_video.py .../videos $COGVIDEO_DATA --weights $COGVIDEO_WEIGHTS": (
@@ -206,6 +206,11 @@ RUN_BY = {
         )
         for where in ("--cluster slurm", "--local resources.tasks_per_node=auto")
     },
+    "IMAGENET_DIR=... tools/run experiments/imagenet64.yaml --local": (
+        "test_the_full_recipes_run_on_a_workstations_gpus_and_keep_their_size_on_slurm"
+    ),
+    "IMAGENET_DIR=... tools/run experiments/imagenet64_sample.yaml --local params.run=$(echo runs/imagenet64-*) "
+    "params.fid=true": "test_samples_have_the_fid_that_training_ended_with_on_any_number_of_ranks",
     "IMAGENET_DIR=... tools/run experiments/imagenet64.yaml --cluster slurm": (
         "test_the_full_recipe_is_submitted_as_64_ranks"
     ),

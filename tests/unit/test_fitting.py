@@ -124,6 +124,33 @@ def test_the_small_recipes_use_a_gpu_that_is_there(
     assert numbers(on_slurm) == (1, 2, 0)
 
 
+FULL = ("IMAGENET_DIR", "INCEPTION", "MINIMIND_DATA", "MINIMIND_TOKENIZER", "COGVIDEO_DATA")
+
+
+def full(experiment: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Config:
+    for variable in FULL:
+        monkeypatch.setenv(variable, "/data")
+    run = ["params.run=/runs/a"] if experiment.stem.endswith(("_sample", "_generate")) else []
+    return load(experiment, [*run, *overrides], demo=False).config
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.stem)
+def test_the_full_recipes_run_on_a_workstations_gpus_and_keep_their_size_on_slurm(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = full(experiment, monkeypatch)
+    wanted = config.resources.nodes, config.resources.tasks_per_node
+    assert numbers(make_plan(Path("/runs/a-1"), config, "slurm")) == (*wanted, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    here = make_plan(Path("/runs/a-1"), config, "local")
+    assert numbers(here) == (1, min(2, int(wanted[1])), 1)
+    one = make_plan(Path("/runs/a-1"), full(experiment, monkeypatch, "resources.tasks_per_node=1"), "local")
+    assert numbers(one) == (1, 1, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(InputError, match=r"allows 0; .*add: resources.gpus_per_task=0 .*is the CPU"):
+        make_plan(Path("/runs/a-1"), config, "local")
+
+
 # On Slurm, where the submitting machine sees no node
 
 

@@ -1,0 +1,404 @@
+"""FID of imagenet64: the libraries' arithmetic, each sample drawn once, the training images' features kept once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from harness.experiment_folder import Folder
+from harness.project import causes, logged_steps, status, weights
+from torch import Tensor, nn
+from torchmetrics.image.fid import FrechetInceptionDistance
+
+from experiments.imagenet64 import withheld
+from experiments.imagenet64.fid import Gaussian, Inception, features_of, hash_of, read, sums_of, write
+from experiments.imagenet64.scores import frechet_distance
+from jobkit.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "experiments" / "imagenet64.yaml"
+SAMPLING = ROOT / "experiments" / "imagenet64_sample.yaml"
+CPU = torch.device("cpu")
+
+STAND_IN = """
+import os, signal
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from experiments import imagenet64
+from experiments.imagenet64 import sample as sampling
+
+done = {"drawn": 0, "seen": 0}
+
+
+def note(what, line):
+    with Path(os.environ["NOTES"]).open("a") as file:
+        file.write(f"{what} {line}\\n")
+    done[what] += 1
+    if os.environ["STOP"] == f"{what} {done[what]}":
+        with suppress(FileExistsError):
+            Path(os.environ["NOTES"] + ".stopped").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StandIn(nn.Module):
+    \"\"\"Takes the place of Inception: 16 features of pixels, the same in every process.\"\"\"
+
+    def __init__(self, weights):
+        super().__init__()
+        self.register_buffer("weight", torch.randn(64, 16, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, images):
+        note("seen", len(images))
+        return torch.relu(images.flatten(1).float() @ self.weight / 255)
+
+
+def noted(ctx, *arguments, draws=imagenet64.draws):
+    function = draws(ctx, *arguments)
+
+    def noting(labels, ids):
+        images = function(labels, ids)
+        note("drawn", f"{ctx.step}: {' '.join(map(str, ids.tolist()))}")
+        return images
+
+    return noting
+
+
+imagenet64.draws = sampling.draws = noted
+
+
+def train(ctx):
+    return imagenet64.train(ctx, StandIn)
+
+
+def sample(ctx):
+    return sampling.sample(ctx, StandIn)
+"""
+
+TRAINING = (
+    "params={steps: 6, batch: 600, micro_batch: 300, held_out: 30, validate_every: 100, validate_batch: 30, "
+    "fid_every: 1, fid_samples: 45, fid_batch: 8, solver: euler, solver_steps: 2, "
+    "unet: {width: 8, multipliers: [1, 2], blocks: 1, attention: [2], head: 8, dropout: 0.0}}"
+)
+"""Two steps are an epoch: FID at steps 2 and 4, and at the end."""
+
+DRAWING = "params={samples: 45, batch: 8, solver: euler, solver_steps: 2, fid: true}"
+
+
+class Place(Folder):
+    """A folder in which the recipes are run with the stand-in, and notes are taken of what it is asked."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "imagenet64", "write_png")
+        (path / "stand_in.py").write_text(STAND_IN)
+
+    def start(
+        self, name: str, recipe: Path, ranks: int, *overrides: str, stop: str = "", notes: str = ""
+    ) -> subprocess.Popen[str]:
+        """A run of so many ranks, the first of which to come by `stop`, as in `drawn 3`, gets SIGTERM."""
+        task = "train" if recipe == RECIPE else "sample"
+        where = (f"name={name}", f"task=stand_in:{task}", f"resources.tasks_per_node={ranks}")
+        submit = ("-m", "jobkit", "submit", f"experiments/{recipe.name}", "--local", "--demo")
+        environment = {
+            **os.environ,
+            **{"OMP_NUM_THREADS": "1", "JOBKIT_CONFIG": "none", "JOBKIT_RUNS": "runs"},
+            **{"NOTES": str(self.path.parent / f"{notes or name}.txt"), "STOP": stop},
+        }
+        return subprocess.Popen(
+            [sys.executable, *submit, *where, *overrides],
+            cwd=self.path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def _notes(self, what: str, *names: str) -> list[str]:
+        lines = "".join((self.path.parent / f"{name}.txt").read_text() for name in names).splitlines()
+        return [line.partition(" ")[2] for line in lines if line.startswith(what)]
+
+    def drawn(self, *names: str) -> Counter[tuple[int, int]]:
+        """How often each image was drawn: (step, its number)."""
+        lines = [line.split(":") for line in self._notes("drawn", *names)]
+        return Counter((int(step), int(number)) for step, numbers in lines for number in numbers.split())
+
+    def seen(self, *names: str) -> int:
+        """How many images the stand-in was given."""
+        return sum(map(int, self._notes("seen", *names)))
+
+    def statistics(self) -> list[Path]:
+        """What is kept beside the data."""
+        return sorted(self.path.glob("data/digits/train_8/box.fid/*"))
+
+
+def ended(process: subprocess.Popen[str], expect: int = 0) -> str:
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == expect, printed
+    return printed
+
+
+class Small(nn.Module):
+    """A stand-in within this process: 6 features of images [N, 3, 4, 4]."""
+
+    num_features = 6
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("weight", scale * torch.randn(48, self.num_features, generator=generator))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.relu(images.flatten(1).float() @ self.weight / 255)
+
+
+def images(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.randint(60, 200, (3, 4, 4), generator=generator)
+    return (mean + 40 * torch.randn(count, 3, 4, 4, generator=generator)).clamp(0, 255).to(torch.uint8)
+
+
+def gaussian(of: Tensor) -> Gaussian:
+    return Gaussian.of(sums_of(features_of(of, Small()), CPU))
+
+
+# The arithmetic
+
+
+@pytest.mark.parametrize("counts", [(500, 700), (100, 4), (3, 5), (2, 2)], ids=str)
+def test_the_distance_is_torchmetrics(counts: tuple[int, int]) -> None:
+    drawn, real = images(counts[0], 1), images(counts[1], 2)
+    library = FrechetInceptionDistance(feature=Small())
+    for some, is_real in ((drawn, False), (real, True)):
+        for part in some.split(90):
+            library.update(part, real=is_real)
+    expected = library.compute().item()
+    assert gaussian(drawn).distance(gaussian(real)) == pytest.approx(expected, rel=1e-6)
+    assert expected > 0.01
+
+
+@pytest.mark.parametrize("counts", [(500, 700), (100, 4)], ids=str)
+def test_mean_covariance_and_distance_are_torch_fidelitys(counts: tuple[int, int]) -> None:
+    library = pytest.importorskip("torch_fidelity.metric_fid", exc_type=Exception)
+    features = [features_of(images(count, seed), Small()) for seed, count in enumerate(counts)]
+    own = [Gaussian.of(sums_of(one, CPU)) for one in features]
+    theirs = [library.fid_features_to_statistics(one.double()) for one in features]
+    for one, other in zip(own, theirs, strict=True):
+        assert np.allclose(one.mean, other["mu"], rtol=1e-9)
+        assert np.allclose(one.covariance, other["sigma"], rtol=1e-9, atol=1e-12)
+    expected = library.fid_statistics_to_metric(*theirs, verbose=False)["frechet_inception_distance"]
+    assert own[0].distance(own[1]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_sums_of_parts_add_up_to_the_moments_of_the_whole() -> None:
+    features = features_of(images(10_000, 3), Small())
+    whole = Gaussian.of(sums_of(features, CPU))
+    parts = Gaussian.of(torch.stack([sums_of(one, CPU) for one in features.split(777)]).sum(0))
+    assert parts.count == whole.count == 10_000
+    assert torch.allclose(whole.mean, features.double().mean(0), rtol=1e-12)
+    for one in (whole, parts):
+        assert torch.allclose(one.covariance, features.double().T.cov(), rtol=1e-9, atol=1e-12)
+    assert whole.distance(parts) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_distance_of_known_gaussians() -> None:
+    mean, other = torch.zeros(2, dtype=torch.float64), torch.tensor([3.0, 4.0], dtype=torch.float64)
+    narrow, wide = torch.eye(2, dtype=torch.float64), 4 * torch.eye(2, dtype=torch.float64)
+    assert frechet_distance(mean, narrow, other, wide) == pytest.approx(25 + 2 * (2 - 1) ** 2)
+    assert frechet_distance(mean, 0 * narrow, mean, wide) == pytest.approx(8)
+
+
+def test_one_image_has_no_covariance() -> None:
+    with pytest.raises(UsageError, match="two images or more, found 1"):
+        gaussian(images(1, 0))
+
+
+# The network
+
+
+def test_a_network_is_known_by_its_weights() -> None:
+    assert hash_of(Small()) == hash_of(Small())
+    assert hash_of(Small()) != hash_of(Small(scale=1.001))
+
+
+def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
+    written = gaussian(images(50, 0))
+    write(tmp_path / "new" / "a.npz", written)
+    found = read(tmp_path / "new" / "a.npz")
+    assert torch.equal(found.mean, written.mean) and torch.equal(found.covariance, written.covariance)
+    assert found.count == 50
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["a.npz"]
+
+
+def test_without_torch_fidelity_one_line_says_what_to_install_and_nothing_is_trained(tmp_path: Path) -> None:
+    place = Place(tmp_path / "folder")
+    (place.path / "without.py").write_text(
+        "import sys\nsys.modules['torch_fidelity'] = None\nfrom experiments.imagenet64 import train\n"
+    )
+    printed = ended(place.start("without", RECIPE, 2, TRAINING, "task=without:train"), expect=1)
+    said = [line for line in printed.splitlines() if "pip install torch-fidelity" in line]
+    assert said and "Traceback" not in printed
+    (run,) = place.path.glob("runs/without-*")
+    assert causes(run) == ["crashed"] and status(run)["step"] == 0
+
+
+def test_weights_that_are_not_there_are_refused_at_submission(tmp_path: Path) -> None:
+    place = Place(tmp_path / "folder")
+    (place.path / "train_blurred_64" / "box").mkdir(parents=True)
+    command = ("-m", "jobkit", "submit", "experiments/imagenet64.yaml", "--local", "--no-demo", "--dry-run")
+    environment = {"IMAGENET_DIR": ".", "CUDA_VISIBLE_DEVICES": "0", "INCEPTION": "missing.pth"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=place.path, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "inputs: missing.pth: no such file or directory" in done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def random_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights for torch-fidelity's network, which cannot be downloaded here, drawn at random."""
+    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3", exc_type=Exception)
+    file = tmp_path_factory.mktemp("weights") / "inception.pth"
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fidelity.FeatureExtractorInceptionV3, "load_state_dict", lambda self, state: None)
+        patch.setattr(fidelity, "load_state_dict_from_url", lambda *_, **__: {})
+        network = fidelity.FeatureExtractorInceptionV3("inception", ["2048"])
+    torch.save(network.state_dict(), file)
+    return file
+
+
+def test_features_are_those_of_torch_fidelitys_network(random_weights: Path) -> None:
+    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3", exc_type=Exception)
+    pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
+    theirs = fidelity.FeatureExtractorInceptionV3("inception", ["2048"], str(random_weights))
+    own = Inception(str(random_weights))
+    assert features_of(pixels, own).shape == (3, 2048)
+    assert torch.equal(features_of(pixels, own), theirs(pixels)[0])
+    grey = features_of(pixels[:, :1], own)
+    assert torch.equal(grey, theirs(pixels[:, :1].repeat(1, 3, 1, 1))[0])
+
+
+def test_weights_that_cannot_be_had_are_named_with_what_to_do(
+    random_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3", exc_type=Exception)
+
+    def offline(*_: object, **__: object) -> None:
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr(fidelity, "load_state_dict_from_url", offline)
+    with pytest.raises(
+        UsageError, match=r"cannot be downloaded: .*save https://.*6726825d.pth .*params.inception=PATH"
+    ):
+        Inception("")
+    (tmp_path / "wrong.pth").write_bytes(b"no weights")
+    with pytest.raises(UsageError, match=r"params.inception: .*wrong.pth: .*save https://"):
+        Inception(str(tmp_path / "wrong.pth"))
+
+
+# Whole runs, of a tiny model and with the stand-in
+
+KNOWN = 1797 - 30
+"""Training images."""
+
+ONCE = Counter({(step, number): 1 for step in (2, 4, 6) for number in range(45)})
+"""What is drawn for FID, each image once."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Two finished trainings that began at once, of one rank and of two, on the same data."""
+    place = Place(tmp_path_factory.mktemp("trained") / "folder")
+    for process in [place.start(name, RECIPE, ranks, TRAINING) for name, ranks in (("one", 1), ("two", 2))]:
+        ended(process)
+    return place
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Two trainings of two ranks, one stopped among the training images, one in an FID; beside the data is no room."""
+    place = Place(tmp_path_factory.mktemp("interrupted") / "folder")
+    (place.path / "data/digits/train_8").mkdir(parents=True)
+    (place.path / "data/digits/train_8/box.fid").write_text("a file where the folder would be")
+    stops = {"looking": "seen 10", "drawing": "drawn 2"}
+    first = [place.start(name, RECIPE, 2, TRAINING, stop=stop, notes=f"{name}1") for name, stop in stops.items()]
+    for process in first:
+        ended(process, expect=75)
+    assert not list(place.run("looking").glob("fid"))
+    for process in [place.start(name, RECIPE, 2, TRAINING, notes=f"{name}2") for name in stops]:
+        ended(process)
+    return place
+
+
+def test_fid_is_measured_every_epoch_and_at_the_end_and_each_image_is_drawn_once(trained: Place) -> None:
+    for name in ("one", "two"):
+        assert logged_steps(trained.run(name), "validation/fid") == [2, 4, 6]
+        assert trained.drawn(name) == ONCE
+    results = [status(trained.run(name))["result"]["fid"] for name in ("one", "two")]
+    assert results[0] > 0
+    assert results[1] == pytest.approx(results[0], rel=1e-2)  # two ranks add up gradients in another order than one
+
+
+def test_runs_that_begin_at_once_leave_one_file_of_the_training_images(trained: Place) -> None:
+    (file,) = trained.statistics()
+    assert read(file).count == KNOWN
+    assert not list(trained.path.glob("runs/*/fid"))
+
+
+def test_samples_have_the_fid_that_training_ended_with_on_any_number_of_ranks(trained: Place) -> None:
+    run, before = trained.run("one"), [file.stat().st_mtime_ns for file in trained.statistics()]
+    names = {"alone": 1, "three": 3}
+    started = [trained.start(name, SAMPLING, ranks, DRAWING, f"params.run={run}") for name, ranks in names.items()]
+    printed = [ended(process) for process in started]
+    found = [status(trained.run(name))["result"]["fid"] for name in names]
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+    assert found[0] == pytest.approx(status(run)["result"]["fid"], rel=1e-6)
+    for name, text, fid in zip(names, printed, found, strict=True):
+        assert f"FID of 45 samples against 1,767 training images: {fid}" in text
+        assert trained.seen(name) == 45, "the training images' features are those in the file"
+    assert [file.stat().st_mtime_ns for file in trained.statistics()] == before
+
+
+@pytest.mark.parametrize(("name", "step"), [("looking", 0), ("drawing", 2)])
+def test_a_stop_draws_and_looks_at_nothing_twice_and_changes_nothing(
+    interrupted: Place, trained: Place, name: str, step: int
+) -> None:
+    run, expected = interrupted.run(name), trained.run("two")
+    assert [attempt["last_step"] for attempt in status(run)["attempts"]] == [step, 6]
+    assert interrupted.seen(f"{name}1") > 0 and interrupted.seen(f"{name}2") > 0
+    assert interrupted.drawn(f"{name}2") != ONCE or name == "looking"
+    assert interrupted.drawn(f"{name}1", f"{name}2") == ONCE
+    assert interrupted.seen(f"{name}1", f"{name}2") == KNOWN + 3 * 45
+    assert logged_steps(run, "validation/fid") == [2, 4, 6]
+    assert status(run)["result"] == status(expected)["result"]
+    assert weights(run) == weights(expected)
+
+
+def test_where_nothing_can_be_written_beside_the_data_the_file_is_kept_in_the_run(
+    interrupted: Place, trained: Place
+) -> None:
+    (file,), (expected,) = interrupted.run("looking").glob("fid/*"), trained.statistics()
+    assert torch.equal(read(file).covariance, read(expected).covariance), "interrupted or not"
+
+
+# The recipe
+
+
+def test_labels_are_withheld_together_as_often_as_told() -> None:
+    torch.manual_seed(0)
+    one = withheld(20_000, 0.2, 1, CPU)
+    together = withheld(20_001, 0.2, 32, CPU)
+    assert one.double().mean().item() == pytest.approx(0.2, abs=0.01)
+    assert together.double().mean().item() == pytest.approx(0.2, abs=0.06)
+    assert len(together) == 20_001
+    assert all(len(part.unique()) == 1 for part in together.split(32))
