@@ -204,7 +204,7 @@ RUN_BY = {
         f"COGVIDEO_DATA=... COGVIDEO_WEIGHTS=... tools/run experiments/cogvideo_finetune.yaml {where}": (
             "test_fine_tuning_begins_with_the_published_weights_and_validates_by_clips_that_can_be_watched"
         )
-        for where in ("--cluster slurm", "--local resources.tasks_per_node=auto")
+        for where in ("--cluster slurm", "--local")
     },
     "IMAGENET_DIR=... tools/run experiments/imagenet64.yaml --local": (
         "test_the_full_recipes_run_on_a_workstations_gpus_and_keep_their_size_on_slurm"

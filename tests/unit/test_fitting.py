@@ -19,6 +19,7 @@ from jobkit.submission.plan import LaunchPlan, make_plan
 from jobkit.submission.sbatch import script
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
+SMALL = [path for path in EXPERIMENTS if "\ndemo:" in path.read_text()]
 
 
 def plan(
@@ -111,7 +112,7 @@ def test_tasks_per_node_auto_alone_means_gpus_too_and_is_not_part_of_the_runs_na
 
 
 @pytest.mark.parametrize("visible", ["", "3", "0,1,2,3"])
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("experiment", SMALL, ids=lambda path: path.stem)
 def test_the_small_recipes_use_a_gpu_that_is_there(
     experiment: Path, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +125,7 @@ def test_the_small_recipes_use_a_gpu_that_is_there(
     assert numbers(on_slurm) == (1, 2, 0)
 
 
-FULL = ("IMAGENET_DIR", "INCEPTION", "MINIMIND_DATA", "MINIMIND_TOKENIZER", "COGVIDEO_DATA")
+FULL = ("IMAGENET_DIR", "INCEPTION", "MINIMIND_DATA", "MINIMIND_TOKENIZER", "COGVIDEO_DATA", "COGVIDEO_WEIGHTS")
 
 
 def full(experiment: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Config:
