@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import measured
+from measured import Row, tell
 
 YAML = """\
 name: evaluate
@@ -84,7 +87,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder:
         project = Path(folder)
-        (project / "evaluate.py").write_text(Path(__file__).read_text())
+        for file in (__file__, measured.__file__):
+            shutil.copy(file, project)
         (project / "evaluate.yaml").write_text(YAML.format(**vars(arguments)))
         command = [sys.executable, "-m", "jobkit.submit", "evaluate.yaml", "--local"]
         done = subprocess.run(command, cwd=project, capture_output=True, text=True)
@@ -92,21 +96,16 @@ def main() -> None:
             raise SystemExit(done.stderr)
         (status,) = project.glob("runs/*/status.json")
         result = json.loads(status.read_text())["result"]
-    print(
-        f"{arguments.ranks} ranks, one {arguments.slowdown:g} times slower, {arguments.batches} batches of "
-        f"{arguments.milliseconds:g} ms: ideally {result['ideal']:.2f} s"
-    )
-    for way, target in (
-        ("dynamic", 1.15),
-        ("static", None),
-        ("decoded_between", None),
-        ("decoded_ahead", 1.5),
-        ("outputs", 1.25),
+    what = f"evaluation on {arguments.ranks} ranks, one {arguments.slowdown:g} times slower"
+    note = f"{arguments.batches} batches of {arguments.milliseconds:g} ms: ideally {result['ideal']:.2f} s"
+    for way, words, bound in (
+        ("dynamic", "", 1.1),
+        ("static", ", divided beforehand", None),
+        ("decoded_between", ", samples decoded between batches", None),
+        ("decoded_ahead", ", samples decoded ahead by two workers", 1.5),
+        ("outputs", ", with the outputs of all samples", 1.25),
     ):
-        ratios = result[way]
-        spread = [round(min(ratios), 3), round(max(ratios), 3)]
-        line = {f"{way}_over_ideal": round(statistics.median(ratios), 3), "target": target, "spread": spread}
-        print(json.dumps({**line, "repeats": len(ratios)}))
+        tell(Row(f"{what}{words}", "ideal", result[way], bound, note=note))
 
 
 if __name__ == "__main__":
