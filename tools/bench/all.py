@@ -36,6 +36,10 @@ BUSY = 0.15
 """Of the machine's cores: with more of them at work before a bench begins, somebody else has them."""
 
 
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+"""Slurm's daemons are there."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """A bench, as it is run for the table."""
@@ -134,16 +138,17 @@ def machine() -> dict[str, str]:
             described[package] = version(package)
         except PackageNotFoundError:
             described[package] = "not installed"
-    described["Slurm"] = answer("sinfo", "--version").removeprefix("slurm-wlm ") or "not installed"
+    # Not sbatch, which does not say it without a cluster.
+    described["Slurm"] = answer("slurmctld", "-V").removeprefix("slurm-wlm ") or "not installed"
     described["jobkit"] = answer("git", "-C", str(ROOT), "describe", "--always", "--dirty") or version("jobkit")
     return described
 
 
 def answer(*command: str) -> str:
     """What a program prints, or nothing where there is none."""
-    if shutil.which(command[0]) is None:
+    if (program := shutil.which(command[0], path=PATH)) is None:
         return ""
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False).stdout.strip()
 
 
 # The benches
@@ -151,7 +156,7 @@ def answer(*command: str) -> str:
 
 def environment() -> dict[str, str]:
     """As a user has it: nothing of the developer's own configuration, and Python keeps what it has compiled."""
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "JOBKIT_CONFIG": os.devnull}
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "JOBKIT_CONFIG": str(ROOT / "build/none.yaml")}
     for name in ("JOBKIT_RUNS", "PYTHONDONTWRITEBYTECODE"):
         own.pop(name, None)
     return own
@@ -161,15 +166,13 @@ def run(name: str, bench: Bench, *, quick: bool, patience: float) -> Result:
     """Run a bench; what goes wrong is in the result."""
     if not bench.file.exists():
         return Result(name, [missing(bench.what, "", f"there is no tools/bench/{bench.file.name}")])
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-    if absent := [program for program in bench.needs if shutil.which(program, path=path) is None]:
+    if absent := [program for program in bench.needs if shutil.which(program, path=PATH) is None]:
         return Result(name, [missing(bench.what, "", f"{', '.join(absent)} not installed")])
     busy = 0.0 if quick else wait_until_idle(patience)
     _, *arguments = f"{bench.command} {bench.quick if quick else ''}".split()
     before, began = os.getloadavg()[0], time.monotonic()
-    say(
-        f"{name}: tools/bench/{bench.file.name} {' '.join(arguments)}   (load {before:.1f}, others have {busy:.0%} of the cores)"
-    )
+    others = f", others have {busy:.0%} of the cores" if busy > BUSY else ""
+    say(f"{name}: tools/bench/{bench.file.name} {' '.join(arguments)}   (load {before:.1f}{others})")
     code, printed, errors = ended([sys.executable, str(bench.file), *arguments], 60 * bench.minutes)
     rows = parse(printed)
     problem = ""
@@ -252,7 +255,7 @@ def bound(row: Row) -> str:
 
 def line_of(row: Row) -> str:
     against = f", against {row.against}" if row.against else ""
-    asked = f"; at most: {bound(row)}: {VERDICTS[row.met]}" if row.bound is not None else ""
+    asked = f"; bound {bound(row)}: {VERDICTS[row.met]}" if row.met is not None else ""
     return f"{row.row}{against}: {measurement(row)}{asked}"
 
 
@@ -262,11 +265,11 @@ VERDICTS = {True: "met", False: "**missed**", None: ""}
 def markdown(results: Sequence[Result], described: Mapping[str, str]) -> str:
     """The table, with what it was measured on, and what there is to say about how."""
     lines = ["; ".join(f"{name} {value}" for name, value in described.items()) + ".", ""]
-    lines += ["| what | against | measured: median (spread) | at most | | |", "|---|---|---|---|---|---|"]
+    lines += ["| what | against | measured: median (spread) | at most | | note |", "|---|---|---|---|---|---|"]
     for result in results:
         for row in result.rows:
             cells = [row.row, row.against, measurement(row), bound(row), VERDICTS[row.met], row.note]
-            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |".replace("|  |", "| |"))
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     remarks = [f"{result.name} failed: {result.problem}" for result in results if result.problem]
     remarks += [
         f"while {result.name} began, others had {result.busy:.0%} of the cores"

@@ -149,6 +149,7 @@ def save(state):
 class Trainer:
     def __call__(self):
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # the names of a private Slurm's nodes do not resolve
         dist.init_process_group("gloo")
         state = torch.load("last.pt") if os.path.exists("last.pt") else None
         plain.loop(dist.get_rank(), dist.get_world_size(), state["step"] if state else 0, save, state)
