@@ -210,8 +210,9 @@ class Stager:
         staged.layout = {key: (part.shape, part.dtype) for key, part in parts.items()}
         devices = dict.fromkeys(part.device for part in parts.values())  # few, of many thousand tensors
         staged.device = next((device for device in devices if has_streams(device.type)), None)
-        for key, tensor in tensors.items():
-            staged.items.extend((item, copies[key]) for item in self._items_of(key, tensor))
+        staged.items.extend(
+            (item, copies[key]) for key, tensor in tensors.items() for item in self._items_of(key, tensor)
+        )
 
     def _node(self, rank: int) -> int:
         return rank // self._ranks_per_node

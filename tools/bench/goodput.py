@@ -176,6 +176,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 import steps
 
+os.environ["MASTER_ADDR"] = "127.0.0.1"  # the names of a private Slurm's nodes do not resolve
+
 
 class Batches(torch.utils.data.IterableDataset):
     def __iter__(self):
