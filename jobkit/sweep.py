@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, InputError, JobkitError
-from jobkit.run import grid, sweeps
 from jobkit.run.command_line import to_type
+from jobkit.run.usage import AXIS_FORMS
 
 if TYPE_CHECKING:
+    from jobkit.run import grid
     from jobkit.run.experiment import Experiment
     from jobkit.run.rundir import RunDir
     from jobkit.submission.start_from import Start
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a sweep."""
     group = parser.add_argument_group("sweeps")
     group.add_argument(
-        "--sweep", nargs="+", action="extend", metavar="key=v1,v2", help=f"a run for each combination: key={grid.FORMS}"
+        "--sweep", nargs="+", action="extend", metavar="key=v1,v2", help=f"a run for each combination: key={AXIS_FORMS}"
     )
     group.add_argument("--sweep-file", type=Path, metavar="FILE", help="a CSV: a line of keys, then a line a run")
     group.add_argument("--no-sweep", action="store_true", help="one run, though the YAML has `sweep:`")
@@ -44,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def points_of(arguments: argparse.Namespace, experiment: Experiment) -> list[grid.Point] | None:
     """The points that a command line and a YAML ask for; None where they ask for one run. Raises InputError."""
+    from jobkit.run import grid  # not above: `--help` needs nothing of it
+
     parts = []
     if arguments.sweep:
         parts.append(grid.grid_of_words(arguments.sweep))
@@ -104,6 +107,7 @@ def run(
     `continuing` makes the command that continues what some words, after the YAML's path, stand for; `begin` gives the
     config of a point.
     """
+    from jobkit.run import sweeps
     from jobkit.run.given import given_values
     from jobkit.submission import sweep as submission
     from jobkit.submission.plan import Turn
@@ -151,6 +155,8 @@ def run(
 
 def _key(arguments: argparse.Namespace, experiment: Experiment) -> str:
     """What tells this sweep from others of its name: which file has its points, or which axes were typed."""
+    from jobkit.run import sweeps
+
     axes = sorted(word.partition("=")[0] for word in arguments.sweep or ())
     table = [str(arguments.sweep_file.absolute())] if arguments.sweep_file else []
     fixed = sorted(text for text in arguments.overrides if not text.lstrip("+").startswith(FREE_SECTIONS))

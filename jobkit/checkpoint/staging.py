@@ -54,7 +54,7 @@ class HostBuffers:
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of the tensors, complete on return, valid until the next call."""
-        devices = {tensor.device for tensor in tensors.values() if has_streams(tensor.device.type)}
+        devices = {device for device in {tensor.device for tensor in tensors.values()} if has_streams(device.type)}
         self.lay_out({key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}, next(iter(devices), None))
         for device in devices:  # also of streams that the program has made itself
             torch.get_device_module(device).synchronize(device)
@@ -208,9 +208,11 @@ class Stager:
         copies = buffers.copy(parts)
         staged.nbytes = sum(copy.nbytes for copy in copies.values())
         staged.layout = {key: (part.shape, part.dtype) for key, part in parts.items()}
-        staged.device = next((part.device for part in parts.values() if has_streams(part.device.type)), None)
-        for key, tensor in tensors.items():
-            staged.items.extend((item, copies[key]) for item in self._items_of(key, tensor))
+        devices = dict.fromkeys(part.device for part in parts.values())  # few, of many thousand tensors
+        staged.device = next((device for device in devices if has_streams(device.type)), None)
+        staged.items.extend(
+            (item, copies[key]) for key, tensor in tensors.items() for item in self._items_of(key, tensor)
+        )
 
     def _node(self, rank: int) -> int:
         return rank // self._ranks_per_node

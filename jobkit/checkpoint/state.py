@@ -87,9 +87,11 @@ class _Pickler(pickle.Pickler):
         self._names = {id(tensor): name for name, tensor in named.items()}
 
     def persistent_id(self, value: Any) -> tuple[str, bool, bool] | None:
-        if not isinstance(value, torch.Tensor) or not is_raw(value):
+        if type(value) not in _TENSORS:  # asked of each object of a tree: the type alone decides for most
             return None
         name = self._names.get(id(value))
+        if name is None and not is_raw(value):
+            return None
         if name is None:
             name = f"~object/{len(self.tensors)}"
             self._names[id(value)], self.tensors[name] = name, value

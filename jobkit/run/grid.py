@@ -14,6 +14,7 @@ from typing import Any
 
 from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run.overrides import Given
+from jobkit.run.usage import AXIS_FORMS
 from jobkit.run.yamlfile import read_text
 
 Point = tuple[Given, ...]
@@ -24,8 +25,6 @@ SIGNIFICANT_DIGITS = 4
 
 MOST_POINTS = 100_000
 """More are a slip, as a factor too many: a run directory would be made for each."""
-
-FORMS = "v1,v2 or range(4), range(2,10,2), log(1e-4,1e-1,7)"
 
 _KEY = re.compile(r"\+?[A-Za-z_][\w.\-]*(\[\d+\])?")
 _CALL = re.compile(r"(range|log)\((.*)\)")
@@ -41,7 +40,7 @@ def grid_of_words(words: Sequence[str]) -> list[Point]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not _KEY.fullmatch(key):
-            raise InputError(f"--sweep {word}: expected key={FORMS}, as in params.lr=.003,.01")
+            raise InputError(f"--sweep {word}: expected key={AXIS_FORMS}, as in params.lr=.003,.01")
         if key in axes:
             raise InputError(f"--sweep {word}: {key} is there twice; one list of all its values")
         try:
@@ -75,7 +74,8 @@ def grid_of_yaml(sweep: Any, place_of: Callable[[str], str] = str) -> list[Point
             tuple(given(f"sweep.{number}", key, _text(value)) for key, value in one.items())
             for number, one in enumerate(sweep)
         ]
-    expected = f"a mapping, as params.lr: [.003, .01] or params.lr: {FORMS.partition(' or ')[2]}, or a list of mappings"
+    calls = AXIS_FORMS.partition(" or ")[2]
+    expected = f"a mapping, as params.lr: [.003, .01] or params.lr: {calls}, or a list of mappings"
     raise InvalidValue("sweep", f"found {sweep!r}, expected {expected}")
 
 
@@ -108,7 +108,7 @@ def points_of_table(path: Path) -> list[Point]:
 
 def _product(axes: Mapping[str, Sequence[str]], given: Callable[[str, str], Given] | None = None) -> list[Point]:
     if not axes:
-        raise ValueError(f"no axis; expected key: {FORMS}")
+        raise ValueError(f"no axis; expected key: {AXIS_FORMS}")
     count = math.prod(len(values) for values in axes.values())
     if count > MOST_POINTS:
         raise ValueError(f"{count} points; at most {MOST_POINTS} are taken for what was meant")
@@ -144,10 +144,10 @@ def _values(text: str) -> list[str]:
         return _called(call[1], [one.strip() for one in call[2].split(",")])
     values = [one.strip() for one in _split(text)]
     if not all(values):
-        raise ValueError(f"a value is empty (blanks separate axes: no blank behind a comma); expected {FORMS}")
+        raise ValueError(f"a value is empty (blanks separate axes: no blank behind a comma); expected {AXIS_FORMS}")
     if unknown := next(filter(_ANY_CALL.fullmatch, values), None):  # Hydra's choice(...), a misspelt range(...)
         hint = nearest(unknown.partition("(")[0], ("range", "log"))
-        raise ValueError(f"found {unknown}; expected {FORMS}; a text in quotes: '\"{unknown}\"'{hint}")
+        raise ValueError(f"found {unknown}; expected {AXIS_FORMS}; a text in quotes: '\"{unknown}\"'{hint}")
     return values
 
 

@@ -16,6 +16,9 @@ from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
 HELP_WIDTH = 78
 """Columns of what `--help` says besides the options."""
 
+AXIS_FORMS = "v1,v2 or range(4), range(2,10,2), log(1e-4,1e-1,7)"
+"""How the values of a sweep's axis are written. It stands here, where `--help` has it without importing what sweeps."""
+
 
 def program(verb: str = "") -> str:
     """How jobkit was typed, for usage lines: `jobkit`, `python -m jobkit` or `python -m jobkit.submit`."""

@@ -84,7 +84,7 @@ def test_chaos_and_benches(tmp_path: Path, place: dict[str, str]) -> None:
     shell = Shell(tmp_path / "jobkit", place)
     for line in commands(EVIDENCE):
         if not line.endswith(("--soak", "sixty_four.py")) and not line.startswith("tools/test cuda"):
-            shell.type(line, timeout=1800)
+            shell.type(line, timeout=4 * 3600 if line.endswith("bench/all.py") else 1800)
 
 
 def test_sixty_four_ranks(tmp_path: Path, place: dict[str, str]) -> None:

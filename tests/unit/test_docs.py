@@ -96,6 +96,7 @@ RUN_BY = {
     "tests/soak/chaos.py --soak": "test_the_plan_of_the_soak_can_be_seen",
     "tests/soak/adopted.py --only preempted": "test_chaos_and_benches",
     "tests/soak/chaos.py --seed 7 --events 5 --local": "test_chaos_and_benches",
+    ".venv/bin/python tools/bench/all.py": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/submit.py --repeats 9": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/step.py --ranks 1 2": "test_chaos_and_benches",
     ".venv/bin/python tools/bench/checkpoint.py --megabytes 512 --repeats 7": "test_chaos_and_benches",

@@ -7,7 +7,6 @@ Each trains in a process of its own; they take turns, a block of steps each, so 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import Row, is_installed, missing, tell
 
 TARGET = 1.02
 TOLD = "turn: "
@@ -162,6 +162,8 @@ def lightning(products: int, with_jobkit: bool) -> None:
 
 
 FRAMEWORKS = {"huggingface": huggingface, "lightning": lightning}
+NAMES = {"huggingface": "Hugging Face's Trainer", "lightning": "Lightning's Trainer"}
+PACKAGES = {"huggingface": "transformers", "lightning": "lightning"}
 
 
 def start(framework: str, kind: str, products: int, folder: Path) -> subprocess.Popen[str]:
@@ -181,8 +183,8 @@ def answer(process: subprocess.Popen[str]) -> list[float]:
     raise SystemExit("a training ended early")
 
 
-def measure(framework: str, milliseconds: float) -> dict[str, Any]:
-    """The ratio of the blocks with the callback to those without."""
+def measure(framework: str, milliseconds: float) -> Row:
+    """The ratios of the blocks with the callback to those without."""
     products = products_in(milliseconds)
     times: dict[str, list[list[float]]] = {"alone": [], "jobkit": []}
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder:
@@ -200,15 +202,12 @@ def measure(framework: str, milliseconds: float) -> dict[str, Any]:
             process.kill()
             process.wait()
     pairs = list(zip(times["jobkit"], times["alone"], strict=True))
-    ratios = [ours[0] / alone[0] for ours, alone in pairs]
-    return {
-        "framework": framework,
-        "step_ms_alone": round(1e3 * statistics.median(wall for wall, _ in times["alone"]), 3),
-        "with_over_alone": round(statistics.median(ratios), 4),
-        "target": TARGET,
-        "of_the_processors_time": round(statistics.median(ours[1] / alone[1] for ours, alone in pairs), 4),
-        "quartiles": [round(value, 4) for value in statistics.quantiles(ratios, n=4)],
-    }
+    alone, of_processor = (
+        statistics.median(one) for one in ([wall for wall, _ in times["alone"]], [a[1] / b[1] for a, b in pairs])
+    )
+    note = f"a step of {1e3 * alone:.1f} ms; of the processor's time {of_processor:.3f}"
+    what, against = f"step of {NAMES[framework]} with jobkit's callback", f"{NAMES[framework]} alone"
+    return Row(what, against, [ours[0] / other[0] for ours, other in pairs], TARGET, note=note)
 
 
 def main() -> None:
@@ -223,7 +222,13 @@ def main() -> None:
         if arguments.train:
             FRAMEWORKS[framework](arguments.products, arguments.train == "jobkit")
         else:
-            print(json.dumps(measure(framework, arguments.milliseconds)))
+            there = is_installed(PACKAGES[framework])
+            row = f"step of {NAMES[framework]} with jobkit's callback"
+            tell(
+                measure(framework, arguments.milliseconds)
+                if there
+                else missing(row, f"{NAMES[framework]} alone", f"{PACKAGES[framework]} is not installed")
+            )
 
 
 if __name__ == "__main__":

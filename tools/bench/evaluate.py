@@ -15,13 +15,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import measured
+from measured import Row, tell
 
 YAML = """\
 name: evaluate
@@ -123,7 +126,8 @@ def run(function: str, **values: Any) -> dict[str, Any]:
     """What a task of this file returns."""
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder:
         project = Path(folder)
-        (project / "evaluate.py").write_text(Path(__file__).read_text())
+        for file in (__file__, measured.__file__):
+            shutil.copy(file, project)
         (project / "evaluate.yaml").write_text(YAML.format(function=function, **values))
         command = [sys.executable, "-m", "jobkit.submit", "evaluate.yaml", "--local"]
         done = subprocess.run(command, cwd=project, capture_output=True, text=True)
@@ -139,33 +143,25 @@ def validation(arguments: argparse.Namespace) -> None:
     checksums = set()
     for ranks in (1, 2, 4):
         result = run("draw", **{**vars(arguments), "ranks": ranks, "milliseconds": 500.0})
-        ratios, ideal = result["ratios"], result["ideal"]
         checksums.add(result["checksum"])
-        ratio, spread = round(statistics.median(ratios), 3), [round(min(ratios), 3), round(max(ratios), 3)]
-        line = {"ranks": ranks, "clips": arguments.clips, "seconds": round(ratio * ideal, 2), "ideal": round(ideal, 2)}
-        print(json.dumps({**line, "drawn_over_ideal": ratio, "target": 1.1, "spread": spread, "repeats": len(ratios)}))
+        note = f"{arguments.clips} clips of 500 ms: ideally {result['ideal']:.2f} s; the same bits on 1, 2 and 4 ranks"
+        tell(Row(f"validation that draws clips on {ranks} rank(s)", "ideal", result["ratios"], 1.1, note=note))
     assert len(checksums) == 1, checksums
-    print(json.dumps({"outputs_of_1_2_and_4_ranks": "bit-identical", "sha256": checksums.pop()[:16]}))
 
 
 def evaluation(arguments: argparse.Namespace) -> None:
     """Hand batches out to ranks of which one is slow, against a split made beforehand."""
     result = run("measure", **vars(arguments))
-    print(
-        f"{arguments.ranks} ranks, one {arguments.slowdown:g} times slower, {arguments.batches} batches of "
-        f"{arguments.milliseconds:g} ms: ideally {result['ideal']:.2f} s"
-    )
-    for way, target in (
-        ("dynamic", 1.15),
-        ("static", None),
-        ("decoded_between", None),
-        ("decoded_ahead", 1.5),
-        ("outputs", 1.25),
+    what = f"evaluation on {arguments.ranks} ranks, one {arguments.slowdown:g} times slower"
+    note = f"{arguments.batches} batches of {arguments.milliseconds:g} ms: ideally {result['ideal']:.2f} s"
+    for way, words, bound in (
+        ("dynamic", "", 1.1),
+        ("static", ", divided beforehand", None),
+        ("decoded_between", ", samples decoded between batches", None),
+        ("decoded_ahead", ", samples decoded ahead by two workers", 1.5),
+        ("outputs", ", with the outputs of all samples", 1.25),
     ):
-        ratios = result[way]
-        spread = [round(min(ratios), 3), round(max(ratios), 3)]
-        line = {f"{way}_over_ideal": round(statistics.median(ratios), 3), "target": target, "spread": spread}
-        print(json.dumps({**line, "repeats": len(ratios)}))
+        tell(Row(f"{what}{words}", "ideal", result[way], bound, note=note))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from measured import Row, tell
 from slurm_cluster import Cluster
 
 from jobkit.run.config import Config
@@ -98,6 +99,8 @@ def bench_list(count: int, repeats: int) -> None:
                     times[name].append(taken)
         for name, found in times.items():
             told(f"{count} runs: {name}", found)
+        for name in ("without an index", "with the index"):
+            tell(Row(f"`jobkit list` of {count:,} runs, {name}", "", times[f"list, {name}"], 1.0, "s"))
 
 
 # Cancelling
@@ -205,8 +208,9 @@ def bench_sweep(count: int, bare: int) -> None:
         loop = f"for i in $(seq {bare}); do sbatch {options} bare.sh; done"
         told(f"{bare} times sbatch", [seconds(["bash", "-ec", loop], environment, project)])
         subprocess.run(["scancel", "--me"], env=environment, check=True)
-        ratio = (submitit / bare) / (first / count)
-        print(json.dumps({"Submitit over jobkit, a run": round(ratio, 1)}), flush=True)
+        of_submitit = [first / count / (submitit / bare)]
+        note = f"{first:.1f} s against {submitit:.1f} s for {bare:,}"
+        tell(Row(f"sweep of {count:,} runs", "as many submissions of Submitit", of_submitit, 0.1, note=note))
 
 
 def main() -> None:

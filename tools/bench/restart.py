@@ -1,6 +1,8 @@
 """What a death costs: from the kill of a rank, or of a node, to the first new step, part by part.
 
-In place, beside a requeue of the same job and a plain srun of the same function from nothing, 2 nodes x 2 ranks.
+In place, beside a requeue of the same job and a plain srun of the same function from nothing, 2 nodes x 2 ranks. And
+what a preemption costs, without the wait in the queue: from the signal until the job has asked to be requeued, and from
+the prolog of its next start to the first new step.
 Starts a private Slurm for itself, with the times that Slurm has by default:
     python tools/bench/restart.py --repeats 5
     python tools/bench/restart.py --repeats 5 --cred-expire 5
@@ -23,7 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from slurm_cluster import Cluster
+from measured import Row, absolute, ratios, tell
+from slurm_cluster import Cluster, wait_until
 
 TASK = """\
 import os
@@ -113,14 +116,29 @@ class Run:
         self.attempt += 1
         return self.first_step(self.attempt) - started
 
+    def seconds_of_a_preemption(self, cluster: Cluster, starts: Path) -> float:
+        """From the loss of its nodes to a job of higher priority until the first new step, without the queue."""
+        time.sleep(2.5)
+        job_id = self.status()["job_id"]
+        cluster.preempt(job_id)
+        signalled = time.time()
+        self.attempt += 1
+        first_step = self.first_step(self.attempt)
+        lines = (self.path / "events.jsonl").read_text().splitlines()
+        requeued = max(one["time"] for one in map(json.loads, lines) if one["event"] == "requeued")
+        begun = [float(when) for job, when in map(str.split, starts.read_text().splitlines()) if job == job_id]
+        return requeued - signalled + first_step - min(when for when in begun if when > requeued)
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.jobkit("status", self.path.name, "--json"))  # type: ignore[no-any-return]
+
     def kill_rank(self, rank: int) -> None:
         os.kill(int(read(self.path / f"pid_{self.attempt}_{rank}")), signal.SIGKILL)
 
     def parts(self) -> list[dict[str, float]]:
         """What each restart took, part by part."""
         time.sleep(1.0)  # the journal gets the first step's event within that
-        attempts = json.loads(self.jobkit("status", self.path.name, "--json"))["attempts"]
-        return [one["restart"] for one in attempts if one["restart"]]
+        return [one["restart"] for one in self.status()["attempts"] if one["restart"]]
 
 
 def read(file: Path, seconds: float = 600.0) -> str:
@@ -152,38 +170,83 @@ def report(name: str, seconds: list[float], parts: list[dict[str, Any]]) -> None
     print(f"{name:28} {spread}   {', '.join(words)}", flush=True)
 
 
+PROLOG = """\
+#!/bin/sh
+echo $SLURM_JOB_ID $(date +%s.%N) >> {starts}
+"""
+
+
+def preempted(project: Path, folder: Path, repeats: int) -> None:
+    """What the queue waits for is taken out, so a requeued job need not wait for two minutes here."""
+    prolog, starts = folder / "prolog", folder / "starts"
+    prolog.write_text(PROLOG.format(starts=starts))
+    prolog.chmod(0o755)
+    with Cluster(folder / "slurm", nodes=2, cred_expire=5, prolog=str(prolog)) as cluster:
+        environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
+        run = Run(project, environment)
+        seconds = [run.seconds_of_a_preemption(cluster, starts) for _ in range(repeats)]
+        run.jobkit("cancel", run.path.name)
+        wait_until(lambda: not cluster.command("squeue", "--noheader"), "the queue to be empty")
+        bare = [plain(project, environment, repeat) for repeat in range(repeats)]
+    report("preempted, without the queue", seconds, [])
+    report("plain srun, from nothing", bare, [])
+    note = absolute(seconds, bare)
+    tell(Row("preempted to next step, queue taken out", PLAIN_SRUN, ratios(seconds, bare), 1.2, note=note))
+
+
+PLAIN_SRUN = "plain srun of the same function, from nothing"
+
+
+def deaths(project: Path, folder: Path, repeats: int, cred_expire: int) -> None:
+    with Cluster(folder / "slurm", nodes=3, cred_expire=cred_expire) as cluster:
+        environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
+        run = Run(project, environment, "resources.spares=1")
+        in_place = [run.seconds_after(lambda: run.kill_rank(3)) for _ in range(repeats)]
+        parts = run.parts()
+        report("a rank, in place", in_place, parts)
+        lost = run.seconds_after(lambda: cluster.kill_node("node2"))
+        report("a node, with a spare", [lost], run.parts()[repeats:])
+        restarts = int(cluster.job(run.status()["job_id"])["Restarts"])
+        run.jobkit("cancel", run.path.name)
+        cluster.restart_node("node2")
+        bare = [plain(project, environment, repeat) for repeat in range(repeats)]
+        report("plain srun, from nothing", bare, [])
+        note = f"{absolute(in_place, bare)}; the job was requeued {restarts} times"
+        tell(Row("dead rank to next step", PLAIN_SRUN, ratios(in_place, bare), 0.5, note=note))
+        tell(
+            Row(
+                "lost node to next step, with a spare",
+                PLAIN_SRUN,
+                [lost / statistics.median(bare)],
+                note=f"{lost:.2f} s",
+            )
+        )
+        run = Run(project, environment, "retry.in_place=false")
+        requeued = run.seconds_after(lambda: run.kill_rank(3))
+        report("a rank, requeued", [requeued], run.parts())
+        run.jobkit("cancel", run.path.name)
+        note = f"{requeued:.1f} s with cred_expire={cred_expire}"
+        tell(
+            Row("dead rank to next step by a requeue", "in place", [requeued / statistics.median(in_place)], note=note)
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=["deaths", "preempted"], help="default: both")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cred-expire", type=int, default=120)
+    parser.add_argument("--cred-expire", type=int, default=120, help="where ranks and nodes die")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
-        project = Path(folder) / "project"
-        project.mkdir()
-        for name, text in (("mytask.py", TASK), ("plain.py", PLAIN), ("bench.yaml", YAML)):
-            (project / name).write_text(text)
-        with Cluster(Path(folder) / "slurm", nodes=3, cred_expire=options.cred_expire) as cluster:
-            environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
-            run = Run(project, environment, "resources.spares=1")
-            in_place = [run.seconds_after(lambda: run.kill_rank(3)) for _ in range(options.repeats)]
-            parts = run.parts()
-            report("a rank, in place", in_place, parts)
-            lost = run.seconds_after(lambda: cluster.kill_node("node2"))
-            report("a node, with a spare", [lost], run.parts()[options.repeats :])
-            restarts = cluster.job(json.loads(run.jobkit("status", run.path.name, "--json"))["job_id"])["Restarts"]
-            run.jobkit("cancel", run.path.name)
-            cluster.restart_node("node2")
-            bare = [plain(project, environment, repeat) for repeat in range(options.repeats)]
-            report("plain srun, from nothing", bare, [])
-            run = Run(project, environment, "retry.in_place=false")
-            requeued = run.seconds_after(lambda: run.kill_rank(3))
-            report("a rank, requeued", [requeued], run.parts())
-            run.jobkit("cancel", run.path.name)
-    median = statistics.median(in_place)
-    print(json.dumps({"in_place_seconds": round(median, 2), "target": 1.0, "restarts_of_the_job": int(restarts)}))
-    print(json.dumps({"spare_seconds": round(lost, 2), "target": 3.0}))
-    print(json.dumps({"in_place_over_plain": round(median / statistics.median(bare), 3)}))
-    print(json.dumps({"requeued_over_in_place": round(requeued / median, 1), "cred_expire": options.cred_expire}))
+    for part in [options.part] if options.part else ["deaths", "preempted"]:
+        with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
+            project = Path(folder) / "project"
+            project.mkdir()
+            for name, text in (("mytask.py", TASK), ("plain.py", PLAIN), ("bench.yaml", YAML)):
+                (project / name).write_text(text)
+            if part == "deaths":
+                deaths(project, Path(folder), options.repeats, options.cred_expire)
+            else:
+                preempted(project, Path(folder), options.repeats)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import measured
+from measured import Row, tell
+
 YAML = """\
 name: step
 task: step:train
-params: {{milliseconds: {milliseconds}, blocks: 24, block_steps: 50}}
+params: {{milliseconds: {milliseconds}, blocks: {blocks}, block_steps: 50}}
 resources: {{tasks_per_node: {ranks}}}
 """
 
@@ -111,31 +114,37 @@ def train(ctx: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--milliseconds", type=float, default=10.0)
     arguments = parser.parse_args()
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder:
             project = Path(folder)
-            shutil.copy(__file__, project / "step.py")
-            (project / "step.yaml").write_text(YAML.format(milliseconds=arguments.milliseconds, ranks=ranks))
+            for file in (__file__, measured.__file__):
+                shutil.copy(file, project)
+            (project / "step.yaml").write_text(YAML.format(**{**vars(arguments), "ranks": ranks}))
             command = [sys.executable, "-m", "jobkit.submit", "step.yaml", "--local"]
             done = subprocess.run(command, cwd=project, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(done.stderr)
             (status,) = project.glob("runs/*/status.json")
             result = json.loads(status.read_text())["result"]
-        ratios, boundary = sorted(result["ratios"]), result["boundary_us"]
-        print(f"{ranks} rank(s), a step of {statistics.median(result['step_ms']):.1f} ms by hand:")
-        target = 1.02 if ranks == 1 else 1.03
-        quartiles = [round(value, 4) for value in statistics.quantiles(ratios, n=4)]
-        print(
-            json.dumps(
-                {"step_over_hand": round(statistics.median(ratios), 4), "target": target, "quartiles": quartiles}
+        what, by_hand = (
+            f"step, {ranks} rank{'s' * (ranks > 1)}, logging every step",
+            statistics.median(result["step_ms"]),
+        )
+        note, bound = f"a step of {by_hand:.1f} ms", 1.02 if ranks == 1 else 1.03
+        tell(Row(what, "the loop by hand, which logs nothing", result["ratios"], bound, note=note))
+        tell(Row(f"{what}, `ctx.backward`", "`loss.backward()`", result["backward"], note=note))
+        tell(
+            Row(
+                f"a step boundary, {ranks} rank{'s' * (ranks > 1)}",
+                "",
+                [statistics.median(result["boundary_us"][one::5]) for one in range(5)],
+                unit="us",
             )
         )
-        print(json.dumps({"with_ctx_backward_over_without": round(statistics.median(result["backward"]), 4)}))
-        print(json.dumps({"boundary_us": round(statistics.median(boundary), 1), "target": 50 if ranks == 1 else None}))
 
 
 if __name__ == "__main__":

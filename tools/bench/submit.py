@@ -1,4 +1,4 @@
-"""What a submission costs: `jobkit.submit` until the job id, against ten lines of bare Submitit; and `--help`.
+"""What a submission costs: `jobkit.submit` until the job id, against bare Submitit and `sbatch`; and `--help`.
 
 Starts a private Slurm for itself:
     python tools/bench/submit.py --repeats 9
@@ -7,9 +7,7 @@ Starts a private Slurm for itself:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from measured import Row, absolute, ratios, tell
 from slurm_cluster import Cluster
 
 TASK = "def train(ctx):\n    return None\n"
@@ -42,6 +41,8 @@ executor.update_parameters(
 print(executor.submit(train, None).job_id)
 """
 
+SBATCH = ["sbatch", "--hold", "--partition=low", "--nodes=2", "--output=/dev/null", "--wrap=true"]
+
 
 def seconds(command: list[str], folder: Path, environment: dict[str, str]) -> float:
     """Wall time of a command that must succeed."""
@@ -53,10 +54,6 @@ def seconds(command: list[str], folder: Path, environment: dict[str, str]) -> fl
     return elapsed
 
 
-def spread(values: list[float]) -> str:
-    return f"median {statistics.median(values):.3f} s, {min(values):.3f} to {max(values):.3f}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
@@ -65,6 +62,7 @@ def main() -> None:
     ours: list[float] = []
     bare: list[float] = []
     help_: list[float] = []
+    sbatch: list[float] = []
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
         project = Path(folder) / "project"
         project.mkdir()
@@ -79,23 +77,15 @@ def main() -> None:
                     seconds(submit, project, environment),
                     seconds([python, "bare.py"], project, environment),
                     seconds([python, "-m", "jobkit.submit", "--help"], project, environment),
+                    seconds(SBATCH, project, environment),
                 )
                 if repeat:  # the first warms the disk's cache
-                    for values, value in zip((ours, bare, help_), times, strict=True):
+                    for values, value in zip((ours, bare, help_, sbatch), times, strict=True):
                         values.append(value)
-    print(f"jobkit.submit: {spread(ours)}\nbare Submitit: {spread(bare)}\n--help:        {spread(help_)}")
-    ratios = [one / other for one, other in zip(ours, bare, strict=True)]
-    print(
-        json.dumps(
-            {
-                "submit_over_bare": round(statistics.median(ratios), 2),
-                "target": 4.0,
-                "spread": [round(min(ratios), 2), round(max(ratios), 2)],
-            }
-        )
-    )
-    print(json.dumps({"submit_seconds": round(statistics.median(ours), 3), "target": 0.5}))
-    print(json.dumps({"help_seconds": round(statistics.median(help_), 3), "target": 0.25}))
+    tell(Row("submission until the job id", "bare Submitit", ratios(ours, bare), 3.0, note=absolute(ours, bare)))
+    tell(Row("submission until the job id", "sbatch alone", ratios(ours, sbatch), note=absolute(ours, sbatch)))
+    tell(Row("submission until the job id", "", ours, 0.4, "s"))
+    tell(Row("`jobkit submit --help`", "", help_, 0.1, "s"))
 
 
 if __name__ == "__main__":
