@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 import jobkit
-from experiments.cogvideo import errors, network, open_data, sample_clips, viewer
 from experiments.cogvideo.diffusion import NoiseSchedule
 from experiments.cogvideo.show import side_by_side, strips, write_latent, write_mp4, write_shown
+from experiments.cogvideo.train import errors, network, open_data, sample_clips, viewer
 from jobkit.train.exported import load_weights
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import jobkit
-from experiments.imagenet64 import draws, errors, method_of, tiled
 from experiments.imagenet64.data import Part, open_images, read_png, split, write_png
 from experiments.imagenet64.fid import BATCH, Fid, Inception
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
+from experiments.imagenet64.train import draws, errors, method_of, tiled
 from jobkit.train.exported import load_weights
 
 

@@ -16,13 +16,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """\
 import json, os, signal, sys
 import jobkit
-from experiments import {experiment}
-from experiments.{experiment} import sample
+from experiments.{experiment} import sample, train
 
 name, params, stop_after = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 
 
-def {writer}(*arguments, {writer}={experiment}.{writer}):
+def {writer}(*arguments, {writer}=train.{writer}):
     global stop_after
     {writer}(*arguments)
     stop_after -= 1
@@ -30,9 +29,9 @@ def {writer}(*arguments, {writer}={experiment}.{writer}):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-{experiment}.{writer} = sample.{writer} = {writer}
+train.{writer} = sample.{writer} = {writer}
 ctx = jobkit.init(name=name, params=params, runs_dir="runs")
-ctx.finish({experiment}.train(ctx) if name == "train" else sample.sample(ctx))
+ctx.finish(train.train(ctx) if name == "train" else sample.sample(ctx))
 """
 
 

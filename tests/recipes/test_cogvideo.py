@@ -20,11 +20,11 @@ from PIL import Image, ImageSequence
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from experiments.cogvideo import drawn_clips, network, sample_clips
 from experiments.cogvideo.clips import Clips, split, write_index
 from experiments.cogvideo.diffusion import STEPS, NoiseSchedule, denoise, fixed_noise, guided, spread_steps
 from experiments.cogvideo.digits import moving, to_latent, to_pixels, write_moving_digits
 from experiments.cogvideo.show import side_by_side, strips, to_frames, write_shown
+from experiments.cogvideo.train import drawn_clips, network, sample_clips
 from experiments.cogvideo.transformer import VideoTransformer, patchify, positions, unpatchify
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.experiment import load

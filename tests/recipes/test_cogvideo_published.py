@@ -14,9 +14,9 @@ from harness.cogvideo_weights import CHANNELS, FEATURES, WORDS, small_transforme
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from experiments.cogvideo import network
 from experiments.cogvideo.diffusion import NoiseSchedule, denoise
 from experiments.cogvideo.published import load_published, our_name
+from experiments.cogvideo.train import network
 from experiments.cogvideo.transformer import VideoTransformer, positions
 from jobkit import JobkitError
 from jobkit.run.experiment import load

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
 
@@ -17,9 +18,9 @@ from harness.project import causes, logged_steps, status, weights
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from experiments.imagenet64 import withheld
 from experiments.imagenet64.fid import Gaussian, Inception, features_of, hash_of, read, sums_of, write
 from experiments.imagenet64.scores import frechet_distance
+from experiments.imagenet64.train import withheld
 from jobkit.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +36,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from experiments import imagenet64
 from experiments.imagenet64 import sample as sampling
+from experiments.imagenet64 import train as training
 
 done = {"drawn": 0, "seen": 0}
 
@@ -63,7 +64,7 @@ class StandIn(nn.Module):
         return torch.relu(images.flatten(1).float() @ self.weight / 255)
 
 
-def noted(ctx, *arguments, draws=imagenet64.draws):
+def noted(ctx, *arguments, draws=training.draws):
     function = draws(ctx, *arguments)
 
     def noting(labels, ids):
@@ -74,11 +75,11 @@ def noted(ctx, *arguments, draws=imagenet64.draws):
     return noting
 
 
-imagenet64.draws = sampling.draws = noted
+training.draws = sampling.draws = noted
 
 
 def train(ctx):
-    return imagenet64.train(ctx, StandIn)
+    return training.train(ctx, StandIn)
 
 
 def sample(ctx):
@@ -107,7 +108,7 @@ class Place(Folder):
     ) -> subprocess.Popen[str]:
         """A run of so many ranks, the first of which to come by `stop`, as in `drawn 3`, gets SIGTERM."""
         task = "train" if recipe == RECIPE else "sample"
-        where = (f"name={name}", f"task=stand_in:{task}", f"resources.tasks_per_node={ranks}")
+        where = (f"name={name}", f"task=stand_in:{task}", 'check=""', f"resources.tasks_per_node={ranks}")
         submit = ("-m", "jobkit", "submit", f"experiments/{recipe.name}", "--local", "--demo")
         environment = {
             **os.environ,
@@ -242,13 +243,22 @@ def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_without_torch_fidelity_one_line_says_what_to_install_and_nothing_is_trained(tmp_path: Path) -> None:
     place = Place(tmp_path / "folder")
     (place.path / "without.py").write_text(
-        "import sys\nsys.modules['torch_fidelity'] = None\nfrom experiments.imagenet64 import train\n"
+        "import sys\nsys.modules['torch_fidelity'] = None\nfrom experiments.imagenet64.train import train\n"
     )
     printed = ended(place.start("without", RECIPE, 2, TRAINING, "task=without:train"), expect=1)
     said = [line for line in printed.splitlines() if "pip install torch-fidelity" in line]
     assert said and "Traceback" not in printed
     (run,) = place.path.glob("runs/without-*")
     assert causes(run) == ["crashed"] and status(run)["step"] == 0
+
+
+def test_without_its_packages_a_run_that_asks_for_fid_is_refused_at_submission(tmp_path: Path) -> None:
+    if find_spec("torch_fidelity") is not None and find_spec("torchvision") is not None:
+        pytest.skip("both are installed")
+    place = Place(tmp_path / "folder")
+    printed = place.submit(RECIPE, "params.fid_every=1", expect=2)
+    assert "params.fid_every: FID needs torch_fidelity" in printed and "pip install 'jobkit[fid]'" in printed
+    assert not (place.path / "runs").exists()
 
 
 def test_weights_that_are_not_there_are_refused_at_submission(tmp_path: Path) -> None:

@@ -20,12 +20,13 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
-from experiments.imagenet64 import data, errors, method_of, rows, tiled
+from experiments.imagenet64 import data
 from experiments.imagenet64.data import PackedImages, PngImages, open_images, split, write_png
 from experiments.imagenet64.digits import write_digits
 from experiments.imagenet64.discrete import DiscreteFlowMatching
 from experiments.imagenet64.flow import FlowMatching, fixed_noise, guided, integrate, random_times, to_uint8, to_unit
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
+from experiments.imagenet64.train import errors, method_of, rows, tiled
 from experiments.imagenet64.unet import UNet
 from jobkit.run.config import Config
 from jobkit.run.experiment import load

@@ -22,12 +22,13 @@ def test_the_full_recipe_is_submitted_as_64_ranks(tmp_path: Path) -> None:
     (tmp_path / "train_blurred_64" / "box").mkdir(parents=True)
     environment = {**os.environ, "IMAGENET_DIR": str(tmp_path), "JOBKIT_CONFIG": str(tmp_path / "none.yaml")}
     command = [sys.executable, "-m", "jobkit.submit", "experiments/imagenet64.yaml", "--cluster", "slurm", "--dry-run"]
+    command.append("params.fid_every=0")  # which needs packages
     done = subprocess.run(
         [*command, "--runs-dir", str(tmp_path / "runs")], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "8 node(s) x 8 task(s) = 64 rank(s), 1 GPU(s) and 8 core(s) each" in done.stdout
-    for option in ("--nodes=8", "--ntasks-per-node=8", "--gpus-per-task=1", "--cpus-per-task=8"):
+    for option in ("--nodes=8", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=8"):
         assert f"#SBATCH {option}" in done.stdout
 
 
