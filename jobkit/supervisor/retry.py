@@ -27,6 +27,9 @@ BUDGETS = {
 }
 """Which budget of `retry:` an attempt's cause draws on; any other cause is final, or for a person to decide."""
 
+NODE_FAILURE = "node_failure"
+"""The budget of what was a node's fault."""
+
 BLAMES_NODE = frozenset({"node_failure", "killed", "crashed", "out_of_memory", "hang"})
 """Causes that count against a node, where one node was the first to fail."""
 
@@ -143,19 +146,22 @@ def _reason_to_stop(
     """Why one more attempt would end like the last ones; None where it may not. `fruitless` are those since the last
     progress; `excluded` are the nodes excluded before."""
     last = attempts[-1]
-    kind = _budget_of(last, attempts, excluded)
+    kinds = [_budget_of(attempt, attempts, excluded) for attempt in attempts]
+    kind = kinds[-1]
     failure = last.failure or Failure()
     what = _what_happened(last)
     advice = f": {_ADVICE[str(last.cause)]}" if last.cause in _ADVICE else ""
-    budget = getattr(retry, str(kind))
-    if budget != UNLIMITED:
-        if budget == 0:
-            return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
-        without_progress = sum(_budget_of(attempt, attempts, excluded) == kind for attempt in fruitless)
-        if without_progress >= budget:
-            return f"{what}; {without_progress} attempt(s) without progress (retry.{kind}: {budget}){advice}"
+    if getattr(retry, str(kind)) == 0:
+        return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
+    # Of a node's budget too, whatever came last: what crashes there counts for it only when the node is excluded.
+    for name in dict.fromkeys((kind, NODE_FAILURE)):
+        budget = getattr(retry, str(name))
+        without_progress = kinds[len(kinds) - len(fruitless) :].count(name)
+        if budget != UNLIMITED and 0 < without_progress >= budget:
+            return f"{what}; {without_progress} attempt(s) without progress (retry.{name}: {budget}){advice}"
     if kind == "crash" and retry.crash != UNLIMITED and failure.step is not None:
-        same = sum(attempt.failure is not None and attempt.failure.step == failure.step for attempt in attempts)
+        crashes = [one for one, of in zip(attempts, kinds, strict=True) if of != NODE_FAILURE]
+        same = sum(one.failure is not None and one.failure.step == failure.step for one in crashes)
         if same >= int(retry.crash):
             return f"{what}; step {failure.step} failed {same} times (retry.crash: {retry.crash}){advice}"
     return None
@@ -165,15 +171,18 @@ def _budget_of(attempt: Attempt, attempts: Sequence[Attempt], excluded: Collecti
     """Which budget an attempt's end counts for.
 
     A crash on a node that is excluded since counts as that node's failure, as long as the same rank has crashed on no
-    other node: several broken GPUs of a large job are not the run's fault. What follows a rank from node to node is.
+    other node: several broken GPUs of a large job are not the run's fault. What follows a rank from node to node is,
+    and what all nodes failed of; and memory that is too small, since any of the ranks may be the first to say so.
     """
     kind = BUDGETS.get(attempt.cause or "lost")
     failure = attempt.failure
     if kind != "crash" or failure is None or failure.rank is None or failure.node not in excluded:
         return kind
+    if failure.everywhere or attempt.cause == "out_of_memory":
+        return kind
     failures = [one.failure for one in attempts if one.failure is not None and one.cause in BLAMES_NODE]
     follows_rank = any(one.rank == failure.rank and one.node != failure.node for one in failures)
-    return kind if follows_rank else "node_failure"
+    return kind if follows_rank else NODE_FAILURE
 
 
 def _has_trained(attempt: Attempt) -> bool:

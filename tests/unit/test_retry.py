@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -534,6 +534,43 @@ def test_crashes_on_nodes_that_are_excluded_since_count_as_failures_of_nodes(
 ) -> None:
     decision = decide([crashed_on(*one) for one in crashes], excluded=excluded)
     assert (decision.action != "stop") is goes_on
+
+
+def until_it_stops(crashes: Iterable[tuple[str, int]], cause: str = "crashed", **retry: Any) -> list[str]:
+    """The nodes that were excluded when crashes without progress, on (node, rank), have come to an end."""
+    attempts: list[Attempt] = []
+    excluded: list[str] = []
+    for node, rank in crashes:
+        attempts.append(ended(cause, 5, node=node, rank=rank, step=None))
+        decision = decide(attempts, RetryConfig(**retry), excluded=excluded)
+        if decision.action == "stop":
+            return excluded
+        excluded += decision.exclude
+    raise AssertionError(f"goes on after {len(attempts)} attempts")
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_crashes_that_wander_over_the_nodes_end_when_those_have_spent_their_budget(after: int) -> None:
+    wandering = [(f"node{number // after}", number) for number in range(100)]
+    excluded = until_it_stops(wandering, exclude_after=after)
+    assert len(excluded) * after == RetryConfig().node_failure
+    assert len(until_it_stops(wandering, exclude_after=after, node_failure=4)) * after == 4
+
+
+def test_memory_that_is_too_small_is_the_runs_fault_on_every_node() -> None:
+    wandering = [(f"node{number // 2}", number) for number in range(100)]
+    assert until_it_stops(wandering, "out_of_memory") == ["node0"]
+
+
+def test_what_fails_on_every_node_alike_is_not_the_fault_of_an_excluded_one() -> None:
+    attempts = [ended("crashed", 5, node="a", rank=0, everywhere=True)] * 3
+    assert decide(attempts, excluded=["a"]).failed
+
+
+def test_broken_gpus_of_two_nodes_may_fail_in_the_same_step() -> None:
+    attempts = [ended("crashed", 5, node=node, rank=rank, step=5) for node, rank in [("a", 0), ("a", 0), ("b", 8)]]
+    assert not decide(attempts, excluded=["a"]).failed
+    assert decide([*attempts, attempts[-1], ended("crashed", 5, node="c", rank=8, step=5)], excluded=["a", "b"]).failed
 
 
 def test_a_node_that_has_computed_wrongly_is_excluded_at_once() -> None:
