@@ -103,11 +103,13 @@ def decide(
     in_place = retry.in_place and cause in LEAVES_NODES
     avoided = (*excluded, *bad)
     goes_on = in_place and keeps_nodes(avoided)
-    if avoided and not goes_on and not (replaceable := can_replace(avoided)):
-        if only_node in bad and replaceable is False:
-            return _not_retried(last)
-        bad = ()  # a run that no node is left for would wait for ever
-        goes_on = in_place and keeps_nodes(bad)
+    if avoided and not goes_on:
+        goes_back = in_place and keeps_nodes(())  # to a node that is to be avoided
+        # Not asked where it changes nothing: a Slurm that is ending the job may take longer to answer than it leaves.
+        if (bad or goes_back) and not (replaceable := can_replace(avoided)):
+            if only_node in bad and replaceable is False:
+                return _not_retried(last)
+            bad, goes_on = (), goes_back  # a run that no node is left for would wait for ever
     if goes_on:
         pause = PAUSES[min(max(len(fruitless) - 1, 0), len(PAUSES) - 1)]
         return Decision("in_place", cause, exclude=bad, pause=pause)

@@ -478,7 +478,7 @@ def test_a_bad_node_is_left_out_where_there_is_another_one() -> None:
     assert kept(*failures) == ("in_place", 2.0, ("node2",))
     asked: list[Sequence[str]] = []
     decision = decide(failures, keeps_nodes=lambda without: bool(asked.append(without)))
-    assert (decision.action, decision.exclude, asked) == ("requeue", ("node2",), [("node2",)])
+    assert (decision.action, decision.exclude, asked[0]) == ("requeue", ("node2",), ("node2",))
 
 
 def test_a_bad_node_that_nothing_could_replace_is_kept() -> None:
@@ -499,12 +499,24 @@ def test_an_excluded_node_is_not_gone_back_to_while_the_job_could_have_another_o
         return not without  # with the excluded one there are enough
 
     decision = decide([lost], excluded=["node2"], keeps_nodes=keeps)
-    assert (decision.action, asked) == ("requeue", [("node2",)])
+    assert (decision.action, asked) == ("requeue", [("node2",), ()])
     for answer in (False, None):  # no other node, or nobody to ask
         decision = decide(
             [lost], excluded=["node2"], keeps_nodes=keeps, can_replace=lambda nodes, answer=answer: answer
         )
         assert decision.action == "in_place"
+
+
+@pytest.mark.parametrize("cause", ["timeout", "preempted", "node_failure"])
+def test_a_scheduler_that_is_ending_the_job_is_not_asked_what_changes_nothing(cause: str) -> None:
+    asked: list[Sequence[str]] = []
+
+    def replace(nodes: Sequence[str]) -> bool:
+        return bool(asked.append(nodes))
+
+    ends = {"keeps_nodes": lambda without: False, "can_replace": replace}
+    assert decide([ended(cause, 0, 5)], excluded=["node2"], **ends).action == "requeue"  # type: ignore[arg-type]
+    assert not asked
 
 
 def crashed_on(node: str, rank: int | None) -> Attempt:
