@@ -352,8 +352,9 @@ class Config:
     retry: RetryConfig = field(default_factory=RetryConfig)
     watchdog: str | int | bool = _field(_check_watchdog, "auto")
     """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
-    minutes, doubled for each attempt that ended as hung (up to 8 times) until the run has come past that step. Before
-    the first step and after the last it is at least 30 minutes."""
+    minutes, doubled for each attempt that ended as hung (up to 8 times) until the run has come past that step, and at
+    least twice what a step took in attempts before. Before the first step and after the last it is at least 30 minutes,
+    and twice what the start of an attempt before took."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. See [below](#clusters)."""
 
