@@ -207,9 +207,9 @@ class RetryConfig:
     node_failure: str | int = _field(_check_budget, 10)
     """A node died, or nothing could be started on it."""
     crash: str | int = _field(_check_budget, 3)
-    """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total. What a node
-    did that is excluded since counts for `node_failure`, unless the same rank has crashed on another node too, or there
-    was too little memory."""
+    """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total. In a job of
+    8 nodes or more, what a node did that is excluded since counts for `node_failure`, unless the same rank has crashed
+    on another node too, or there was too little memory."""
     exclude_after: int = _field(_at_least(1), 2)
     """After this many failures on one node the run excludes it (`ExcNodeList`)."""
     in_place: bool = True

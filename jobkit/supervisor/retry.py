@@ -36,6 +36,10 @@ BLAMES_NODE = frozenset({"node_failure", "killed", "crashed", "out_of_memory", "
 LEAVES_NODES = frozenset({"node_failure", "killed", "crashed", "out_of_memory", "hang", "lost", "signal"})
 """Causes after which the job may still have its nodes."""
 
+MANY_NODES = 8
+"""Of how many nodes an attempt has to be for two crashes on the same one to tell of that node: on a single node every
+crash is there, on two every other."""
+
 PAUSES = (0.0, 2.0, 5.0, 15.0, 30.0, 60.0)
 """Seconds before a restart in place, by how many attempts in a row were without progress before: what fails at once is
 not mended by trying faster, and may be mended by time."""
@@ -172,15 +176,15 @@ def _reason_to_stop(
 def _budget_of(attempt: Attempt, attempts: Sequence[Attempt], excluded: Collection[str]) -> str | None:
     """Which budget an attempt's end counts for.
 
-    A crash on a node that is excluded since counts as that node's failure, as long as the same rank has crashed on no
-    other node: several broken GPUs of a large job are not the run's fault. What follows a rank from node to node is,
-    and what all nodes failed of; and memory that is too small, since any of the ranks may be the first to say so.
+    A crash on a node of many that is excluded since counts as that node's failure, as long as the same rank has crashed
+    on no other node: several broken GPUs of a large job are not the run's fault. What follows a rank from node to node
+    is, and what all nodes failed of; and memory that is too small, since any of the ranks may be the first to say so.
     """
     kind = BUDGETS.get(attempt.cause or "lost")
     failure = attempt.failure
     if kind != "crash" or failure is None or failure.rank is None or failure.node not in excluded:
         return kind
-    if failure.everywhere or attempt.cause == "out_of_memory":
+    if failure.everywhere or attempt.cause == "out_of_memory" or len(attempt.nodes) < MANY_NODES:
         return kind
     failures = [one.failure for one in attempts if one.failure is not None and one.cause in BLAMES_NODE]
     follows_rank = any(one.rank == failure.rank and one.node != failure.node for one in failures)

@@ -10,7 +10,7 @@ import pytest
 from jobkit.run.config import UNLIMITED, RetryConfig
 from jobkit.run.records import Failure
 from jobkit.run.status import CAUSES, Attempt
-from jobkit.supervisor.retry import BLAMES_NODE, BUDGETS, decide
+from jobkit.supervisor.retry import BLAMES_NODE, BUDGETS, MANY_NODES, decide
 from jobkit.worker.losses import Suspect, suspect_of
 
 # The decision
@@ -519,8 +519,11 @@ def test_a_scheduler_that_is_ending_the_job_is_not_asked_what_changes_nothing(ca
     assert not asked
 
 
-def crashed_on(node: str, rank: int | None) -> Attempt:
-    return ended("crashed", None, node=node, rank=rank)
+MANY = [f"node{number}" for number in range(MANY_NODES)]
+
+
+def crashed_on(node: str, rank: int | None, **more: Any) -> Attempt:
+    return ended("crashed", None, nodes=MANY, node=node, rank=rank, **more)
 
 
 BROKEN = [
@@ -548,12 +551,14 @@ def test_crashes_on_nodes_that_are_excluded_since_count_as_failures_of_nodes(
     assert (decision.action != "stop") is goes_on
 
 
-def until_it_stops(crashes: Iterable[tuple[str, int]], cause: str = "crashed", **retry: Any) -> list[str]:
+def until_it_stops(
+    crashes: Iterable[tuple[str, int]], cause: str = "crashed", nodes: Sequence[str] = MANY, **retry: Any
+) -> list[str]:
     """The nodes that were excluded when crashes without progress, on (node, rank), have come to an end."""
     attempts: list[Attempt] = []
     excluded: list[str] = []
     for node, rank in crashes:
-        attempts.append(ended(cause, 5, node=node, rank=rank, step=None))
+        attempts.append(ended(cause, 5, nodes=nodes, node=node, rank=rank))
         decision = decide(attempts, RetryConfig(**retry), excluded=excluded)
         if decision.action == "stop":
             return excluded
@@ -575,14 +580,20 @@ def test_memory_that_is_too_small_is_the_runs_fault_on_every_node() -> None:
 
 
 def test_what_fails_on_every_node_alike_is_not_the_fault_of_an_excluded_one() -> None:
-    attempts = [ended("crashed", 5, node="a", rank=0, everywhere=True)] * 3
-    assert decide(attempts, excluded=["a"]).failed
+    assert decide([crashed_on("a", 0, everywhere=True)] * 3, excluded=["a"]).failed
+
+
+@pytest.mark.parametrize("nodes", [["a"], ["a", "b"]])
+def test_where_a_job_of_few_nodes_crashes_tells_nothing_of_them(nodes: Sequence[str]) -> None:
+    """As a `command:` of eight ranks with a mistake, any of which is the first to exit."""
+    wandering = [(f"node{number // 2}", number) for number in range(100)]
+    assert until_it_stops(wandering, nodes=nodes) == ["node0"]
 
 
 def test_broken_gpus_of_two_nodes_may_fail_in_the_same_step() -> None:
-    attempts = [ended("crashed", 5, node=node, rank=rank, step=5) for node, rank in [("a", 0), ("a", 0), ("b", 8)]]
+    attempts = [crashed_on(*one, step=5) for one in [("a", 0), ("a", 0), ("b", 8)]]
     assert not decide(attempts, excluded=["a"]).failed
-    assert decide([*attempts, attempts[-1], ended("crashed", 5, node="c", rank=8, step=5)], excluded=["a", "b"]).failed
+    assert decide([*attempts, attempts[-1], crashed_on("c", 8, step=5)], excluded=["a", "b"]).failed
 
 
 def test_a_node_that_has_computed_wrongly_is_excluded_at_once() -> None:
