@@ -207,8 +207,9 @@ class RetryConfig:
     node_failure: str | int = _field(_check_budget, 10)
     """A node died, or nothing could be started on it."""
     crash: str | int = _field(_check_budget, 3)
-    """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total. What a node
-    did that is excluded since counts for `node_failure`, unless the same rank has crashed on another node too."""
+    """An exception, a killed rank, out of memory, a hang. It is also how often one step may fail in total. In a job of
+    8 nodes or more, what a node did that is excluded since counts for `node_failure`, unless the same rank has crashed
+    on another node too, or there was too little memory."""
     exclude_after: int = _field(_at_least(1), 2)
     """After this many failures on one node the run excludes it (`ExcNodeList`)."""
     in_place: bool = True
@@ -359,8 +360,9 @@ class Config:
     retry: RetryConfig = field(default_factory=RetryConfig)
     watchdog: str | int | bool = _field(_check_watchdog, "auto")
     """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
-    minutes, doubled for each attempt that ended as hung (up to 8 times) until the run has come past that step. Before
-    the first step and after the last it is at least 30 minutes."""
+    minutes, doubled for each attempt that ended as hung (up to 8 times) until the run has come past that step, and at
+    least twice what a step took in attempts before. Before the first step and after the last it is at least 30 minutes,
+    and twice what the start of an attempt before took."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. See [below](#clusters)."""
 

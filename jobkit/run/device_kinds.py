@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -129,7 +130,12 @@ def has_streams(name: str) -> bool:
 
 def none_visible() -> dict[str, str]:
     """The environment of a process that is to see none of a machine's devices."""
-    return {one.visible: "" for one in map(kind, names()) if one is not None and one.visible is not None}
+    hidden = {}
+    for name in names():
+        with suppress(InputError):  # what another package declares wrongly, which may be none of the run's
+            if (one := kind(name)) is not None and one.visible is not None:
+                hidden[one.visible] = ""
+    return hidden
 
 
 def listed(one: DeviceKind, environ: Mapping[str, str]) -> list[str] | None:

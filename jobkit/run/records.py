@@ -70,13 +70,16 @@ class Progress:
     """Whether the loop is under way: before and after it nothing is known of how long things take."""
     slowest: float = 0.0
     """The longest time between two heartbeats in the loop, in seconds."""
+    slowest_before: float = 0.0
+    """That of the attempts before."""
     stopping: bool = False
     """Whether the ranks have agreed to stop, and are writing the last checkpoint."""
     idle: float = 0.0
     """Seconds since the last heartbeat."""
 
     def __post_init__(self) -> None:
-        numbers = (self.attempt, self.time, self.idle, self.step or 0, self.total_steps or 0)
+        times = (self.time, self.idle, self.slowest, self.slowest_before)
+        numbers = (self.attempt, *times, self.step or 0, self.total_steps or 0)
         if not (isinstance(self.values, dict) and all(isinstance(one, (int, float)) for one in numbers)):
             raise TypeError("progress of another shape")
 

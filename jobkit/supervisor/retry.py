@@ -27,11 +27,18 @@ BUDGETS = {
 }
 """Which budget of `retry:` an attempt's cause draws on; any other cause is final, or for a person to decide."""
 
+NODE_FAILURE = "node_failure"
+"""The budget of what was a node's fault."""
+
 BLAMES_NODE = frozenset({"node_failure", "killed", "crashed", "out_of_memory", "hang"})
 """Causes that count against a node, where one node was the first to fail."""
 
 LEAVES_NODES = frozenset({"node_failure", "killed", "crashed", "out_of_memory", "hang", "lost", "signal"})
 """Causes after which the job may still have its nodes."""
+
+MANY_NODES = 8
+"""Of how many nodes an attempt has to be for two crashes on the same one to tell of that node: on a single node every
+crash is there, on two every other."""
 
 PAUSES = (0.0, 2.0, 5.0, 15.0, 30.0, 60.0)
 """Seconds before a restart in place, by how many attempts in a row were without progress before: what fails at once is
@@ -100,11 +107,13 @@ def decide(
     in_place = retry.in_place and cause in LEAVES_NODES
     avoided = (*excluded, *bad)
     goes_on = in_place and keeps_nodes(avoided)
-    if avoided and not goes_on and not (replaceable := can_replace(avoided)):
-        if only_node in bad and replaceable is False:
-            return _not_retried(last)
-        bad = ()  # a run that no node is left for would wait for ever
-        goes_on = in_place and keeps_nodes(bad)
+    if avoided and not goes_on:
+        goes_back = in_place and keeps_nodes(())  # to a node that is to be avoided
+        # Not asked where it changes nothing: a Slurm that is ending the job may take longer to answer than it leaves.
+        if (bad or goes_back) and not (replaceable := can_replace(avoided)):
+            if only_node in bad and replaceable is False:
+                return _not_retried(last)
+            bad, goes_on = (), goes_back  # a run that no node is left for would wait for ever
     if goes_on:
         pause = PAUSES[min(max(len(fruitless) - 1, 0), len(PAUSES) - 1)]
         return Decision("in_place", cause, exclude=bad, pause=pause)
@@ -143,19 +152,22 @@ def _reason_to_stop(
     """Why one more attempt would end like the last ones; None where it may not. `fruitless` are those since the last
     progress; `excluded` are the nodes excluded before."""
     last = attempts[-1]
-    kind = _budget_of(last, attempts, excluded)
+    kinds = [_budget_of(attempt, attempts, excluded) for attempt in attempts]
+    kind = kinds[-1]
     failure = last.failure or Failure()
     what = _what_happened(last)
     advice = f": {_ADVICE[str(last.cause)]}" if last.cause in _ADVICE else ""
-    budget = getattr(retry, str(kind))
-    if budget != UNLIMITED:
-        if budget == 0:
-            return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
-        without_progress = sum(_budget_of(attempt, attempts, excluded) == kind for attempt in fruitless)
-        if without_progress >= budget:
-            return f"{what}; {without_progress} attempt(s) without progress (retry.{kind}: {budget}){advice}"
+    if getattr(retry, str(kind)) == 0:
+        return f"{what}; never to be restarted (retry.{kind}: 0){advice}"
+    # Of a node's budget too, whatever came last: what crashes there counts for it only when the node is excluded.
+    for name in dict.fromkeys((kind, NODE_FAILURE)):
+        budget = getattr(retry, str(name))
+        without_progress = kinds[len(kinds) - len(fruitless) :].count(name)
+        if budget != UNLIMITED and 0 < without_progress >= budget:
+            return f"{what}; {without_progress} attempt(s) without progress (retry.{name}: {budget}){advice}"
     if kind == "crash" and retry.crash != UNLIMITED and failure.step is not None:
-        same = sum(attempt.failure is not None and attempt.failure.step == failure.step for attempt in attempts)
+        crashes = [one for one, of in zip(attempts, kinds, strict=True) if of != NODE_FAILURE]
+        same = sum(one.failure is not None and one.failure.step == failure.step for one in crashes)
         if same >= int(retry.crash):
             return f"{what}; step {failure.step} failed {same} times (retry.crash: {retry.crash}){advice}"
     return None
@@ -164,16 +176,19 @@ def _reason_to_stop(
 def _budget_of(attempt: Attempt, attempts: Sequence[Attempt], excluded: Collection[str]) -> str | None:
     """Which budget an attempt's end counts for.
 
-    A crash on a node that is excluded since counts as that node's failure, as long as the same rank has crashed on no
-    other node: several broken GPUs of a large job are not the run's fault. What follows a rank from node to node is.
+    A crash on a node of many that is excluded since counts as that node's failure, as long as the same rank has crashed
+    on no other node: several broken GPUs of a large job are not the run's fault. What follows a rank from node to node
+    is, and what all nodes failed of; and memory that is too small, since any of the ranks may be the first to say so.
     """
     kind = BUDGETS.get(attempt.cause or "lost")
     failure = attempt.failure
     if kind != "crash" or failure is None or failure.rank is None or failure.node not in excluded:
         return kind
+    if failure.everywhere or attempt.cause == "out_of_memory" or len(attempt.nodes) < MANY_NODES:
+        return kind
     failures = [one.failure for one in attempts if one.failure is not None and one.cause in BLAMES_NODE]
     follows_rank = any(one.rank == failure.rank and one.node != failure.node for one in failures)
-    return kind if follows_rank else "node_failure"
+    return kind if follows_rank else NODE_FAILURE
 
 
 def _has_trained(attempt: Attempt) -> bool:

@@ -339,16 +339,19 @@ class SlurmJob:
     def _exclude(self, job: slurm.JobInfo | None) -> None:
         """Keep the job, which is in the queue by now, off the nodes that failed under it too often."""
         nodes = self.run.status().excluded_nodes
-        if not nodes:
-            return
+        if nodes and (listed := self._to_exclude(job, nodes)):
+            slurm.exclude(self.id, ",".join(listed))
+            log.info("%s: excluded from here on: %s", self.run.name, ", ".join(nodes))
+
+    def _to_exclude(self, job: slurm.JobInfo | None, nodes: Sequence[str]) -> list[str]:
+        """Some nodes, and those that the job may not get; none where too few others would be left: a job that no node
+        is left for would stay in the queue for ever."""
         listed = self._excluded_with(job, nodes)
-        names = ", ".join(nodes)
-        if job and not self._are_enough_without(job, listed):
-            # A job that no node is left for would stay in the queue for ever.
+        if nodes and job and not self._are_enough_without(job, listed):
+            names = ", ".join(nodes)
             log.warning("%s: not excluded, too few nodes of %s would be left: %s", self.run.name, job.partition, names)
-            return
-        slurm.exclude(self.id, ",".join(listed))
-        log.info("%s: excluded from here on: %s", self.run.name, names)
+            return []
+        return listed
 
     def _excluded_with(self, job: slurm.JobInfo | None, nodes: Sequence[str]) -> list[str]:
         """Some nodes, and those that the job may not get, as by the user's own `exclude`: a list replaces the other."""
@@ -390,7 +393,9 @@ class SlurmJob:
         successor = next((one for one in slurm.jobs_with(self.run.batch_script, task) if one != self.id), None)
         if successor is None:
             options = [f"--dependency=afterany:{self.id}"]
-            if exclude := self._excluded_with(job, self.run.status().excluded_nodes):
+            # `nodes` are left beside the excluded ones: that has been counted.
+            excluded = self.run.status().excluded_nodes
+            if exclude := self._to_exclude(job, excluded) if nodes is None else self._excluded_with(job, excluded):
                 options += [f"--exclude={','.join(exclude)}"]
             if nodes is not None:
                 options += [f"--nodes={nodes}"]

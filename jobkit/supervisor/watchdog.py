@@ -30,6 +30,10 @@ suspend, a disk that did not answer. They get the whole time again."""
 TIMES_SLOWEST = 20.0
 """`watchdog: auto` waits this many times as long as the slowest step so far took."""
 
+TIMES_BEFORE = 2.0
+"""And this many times as long as a step, or the start, took in attempts before: an evaluation in the user's code, of
+which no heartbeat tells, comes again."""
+
 OUTSIDE_LOOP_SECONDS = 1800.0
 """How long imports, the building of a model, the first step and what follows the loop may take, at the least."""
 
@@ -56,7 +60,8 @@ class Watch:
 
     `alarms`: how many attempts ended as hung before, by `false_alarms`: `auto`, and what is outside the loop, gets
     twice the time for each, up to MAX_FACTOR, so that a step which really takes that long is done in the end.
-    `may_be_silent`: ranks that never report, as those of a command without jobkit.init, are left alone.
+    `may_be_silent`: ranks that never report, as those of a command without jobkit.init, are left alone. `start` is the
+    longest that an attempt before took to its first step, in seconds.
     """
 
     def __init__(
@@ -66,12 +71,14 @@ class Watch:
         setting: str | int | bool,
         alarms: int = 0,
         may_be_silent: bool = False,
+        start: float = 0.0,
     ) -> None:
         self.run = run
         self.attempt = attempt
         self.setting = setting
         self.factor = min(2.0**alarms, MAX_FACTOR)
         self.may_be_silent = may_be_silent
+        self.start = start
         self._beats: object = None
         self._since = self._looked = time.monotonic()
 
@@ -80,16 +87,19 @@ class Watch:
         now = run.status()
         own = [one for one in now.attempts if one.submission == now.submissions]
         config = run.config()
-        return cls(run, attempt, config.watchdog, false_alarms(own), may_be_silent=bool(config.command))
+        starts = [one.stepped - one.started for one in now.attempts if one.stepped is not None]
+        silent, start = bool(config.command), max(starts, default=0.0)
+        return cls(run, attempt, config.watchdog, false_alarms(own), may_be_silent=silent, start=start)
 
-    def limit(self, training: bool, slowest: float) -> float:
-        """Seconds without a beat that count as hung; `slowest` is 0 before the first step is done."""
+    def limit(self, training: bool, slowest: float, before: float = 0.0) -> float:
+        """Seconds without a beat that count as hung; `slowest` is 0 before the first step is done, `before` is that of
+        the attempts before."""
         if self.setting == "auto":
-            limit = max(LEAST_SECONDS, TIMES_SLOWEST * slowest) * self.factor
+            limit = max(LEAST_SECONDS, TIMES_SLOWEST * slowest, TIMES_BEFORE * before) * self.factor
             known = training and slowest > 0
         else:
             limit, known = float(parse_seconds(self.setting)), training
-        return limit if known else max(limit, OUTSIDE_LOOP_SECONDS * self.factor)
+        return limit if known else max(limit, OUTSIDE_LOOP_SECONDS * self.factor, TIMES_BEFORE * self.start)
 
     def look(self) -> str | None:
         """What to tell about a hang, or None where there is none."""
@@ -106,7 +116,7 @@ class Watch:
         if beats != self._beats or now - looked > GAP_SECONDS:
             self._beats, self._since = beats, now
             return None
-        limit = self.limit(report.training, report.slowest)
+        limit = self.limit(report.training, report.slowest, report.slowest_before)
         if now - self._since < limit:
             return None
         if not self._can_be_written():

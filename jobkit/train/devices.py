@@ -94,13 +94,17 @@ def describe(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device | None = None) -> int | None:
-    """The most bytes that tensors have had on a device, as its own module counts; None where it does not (CPU, mps).
+    """The most bytes that tensors have had on a device, as its own module counts; None where it does not (CPU, mps), or
+    cannot.
 
-    None is this process's current device of the accelerator that torch knows.
+    `device` None is this process's current device of the accelerator that torch knows.
     """
     named = () if device is None else (device,)
     count: Callable[..., int] | None = getattr(torch.get_device_module(*named), "max_memory_allocated", None)
-    return None if count is None else int(count(*named))
+    try:
+        return None if count is None else int(count(*named))
+    except Exception:  # another's code, and the device may be broken: nobody's run is to end for a statistic
+        return None
 
 
 def report(device: torch.device, backend: str, rank: int, nodes: int, gather: Callable[[object], Iterable[Any]]) -> str:

@@ -125,7 +125,8 @@ def _memory(error: BaseException) -> dict[str, Any]:
 
 def _device_without_memory(torch: Any, error: BaseException) -> str | None:
     """What a person calls the accelerator whose memory was too small; None where that is not the error."""
-    accelerator = torch.accelerator.current_accelerator()
+    # Without a device of its kind torch names the one that it was built for.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # Older torch_npu's `NPU out of memory. Tried to allocate`, MPS's and drivers' errors have no class of their own.
     by_message = accelerator is not None and isinstance(error, RuntimeError) and "out of memory" in str(error)
     if not by_message and not isinstance(error, torch.OutOfMemoryError):

@@ -61,7 +61,10 @@ class RunReporter:
         self._run, self._attempt, self._is_main = run, attempt, is_main
         self._on_lost_lease = on_lost_lease
         self._display = display
-        self._progress: dict[str, Any] = {}
+        before = run.progress() if is_main else None
+        self._progress: dict[str, Any] = {
+            "slowest_before": max(before.slowest, before.slowest_before) if before else 0.0
+        }
         self._metrics: MetricLog | None = None
         self._mirrors: MirrorProcesses | None = None
         self._values: dict[str, Any] = {}

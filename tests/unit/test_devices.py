@@ -21,9 +21,12 @@ from jobkit.run import device_kinds
 from jobkit.run.config import Config, Resources
 from jobkit.run.device_kinds import KINDS, DeviceKind
 from jobkit.run.experiment import load
+from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import make_plan
-from jobkit.train.devices import check_precision, choose_device, group_backend, report
+from jobkit.train.devices import check_precision, choose_device, group_backend, peak_memory, report
 from jobkit.train.devices import describe as description
+from jobkit.worker.failure import write_report
+from jobkit.worker.launcher import Topology
 
 CPU = torch.device("cpu")
 NAMES = [kind.name for kind in KINDS]
@@ -132,6 +135,13 @@ def test_what_a_package_declares_wrongly_is_told_in_a_line(
     with pytest.raises(InputError, match=f"device: other: the entry point {value} {said}") as refused:
         load(tmp_path / "toy.yaml")
     assert "\n" not in str(refused.value)
+
+
+def test_what_a_package_declares_wrongly_is_no_matter_for_other_devices(
+    package: typing.Callable[[str, str], None],
+) -> None:
+    package("other", "no_such_package:KIND")
+    assert device_kinds.none_visible()["CUDA_VISIBLE_DEVICES"] == ""
 
 
 # What a machine has, before there is torch
@@ -298,3 +308,36 @@ def test_two_ranks_with_one_device_are_told_so_unless_they_asked_to_share(monkey
     assert "JOBKIT_SHARE_DEVICES=1" in message
     monkeypatch.setenv("JOBKIT_SHARE_DEVICES", "1")
     report(CPU, "gloo", 0, 1, gathered(same, same))
+
+
+# Its memory
+
+
+class Module:
+    """A device's module that cannot say how much memory has been used."""
+
+    @staticmethod
+    def max_memory_allocated(device: object = None) -> int:
+        raise RuntimeError("the allocator is not initialized")
+
+
+def test_a_device_that_cannot_tell_its_peak_does_not_end_the_run_nor_hide_why_it_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: Module)
+    assert peak_memory(CPU) is None
+    run = RunDir(tmp_path)
+    run.logs(1).mkdir(parents=True)
+    write_report(run, 1, Topology(), torch.OutOfMemoryError("CUDA out of memory"), 7, [])
+    (found,) = run.failure_reports(1)
+    assert (found.out_of_memory, found.peak_bytes, found.step) == ("GPU", None, 7)
+
+
+def test_a_device_that_torch_was_only_built_for_is_not_blamed_for_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    run = RunDir(tmp_path)
+    run.logs(1).mkdir(parents=True)
+    write_report(run, 1, Topology(), RuntimeError("the database is out of memory"), 7, [])
+    assert run.failure_reports(1)[0].out_of_memory is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from jobkit.run.config import UNLIMITED, RetryConfig
 from jobkit.run.records import Failure
 from jobkit.run.status import CAUSES, Attempt
-from jobkit.supervisor.retry import BLAMES_NODE, BUDGETS, decide
+from jobkit.supervisor.retry import BLAMES_NODE, BUDGETS, MANY_NODES, decide
 from jobkit.worker.losses import Suspect, suspect_of
 
 # The decision
@@ -478,7 +478,7 @@ def test_a_bad_node_is_left_out_where_there_is_another_one() -> None:
     assert kept(*failures) == ("in_place", 2.0, ("node2",))
     asked: list[Sequence[str]] = []
     decision = decide(failures, keeps_nodes=lambda without: bool(asked.append(without)))
-    assert (decision.action, decision.exclude, asked) == ("requeue", ("node2",), [("node2",)])
+    assert (decision.action, decision.exclude, asked[0]) == ("requeue", ("node2",), ("node2",))
 
 
 def test_a_bad_node_that_nothing_could_replace_is_kept() -> None:
@@ -499,7 +499,7 @@ def test_an_excluded_node_is_not_gone_back_to_while_the_job_could_have_another_o
         return not without  # with the excluded one there are enough
 
     decision = decide([lost], excluded=["node2"], keeps_nodes=keeps)
-    assert (decision.action, asked) == ("requeue", [("node2",)])
+    assert (decision.action, asked) == ("requeue", [("node2",), ()])
     for answer in (False, None):  # no other node, or nobody to ask
         decision = decide(
             [lost], excluded=["node2"], keeps_nodes=keeps, can_replace=lambda nodes, answer=answer: answer
@@ -507,8 +507,23 @@ def test_an_excluded_node_is_not_gone_back_to_while_the_job_could_have_another_o
         assert decision.action == "in_place"
 
 
-def crashed_on(node: str, rank: int | None) -> Attempt:
-    return ended("crashed", None, node=node, rank=rank)
+@pytest.mark.parametrize("cause", ["timeout", "preempted", "node_failure"])
+def test_a_scheduler_that_is_ending_the_job_is_not_asked_what_changes_nothing(cause: str) -> None:
+    asked: list[Sequence[str]] = []
+
+    def replace(nodes: Sequence[str]) -> bool:
+        return bool(asked.append(nodes))
+
+    ends = {"keeps_nodes": lambda without: False, "can_replace": replace}
+    assert decide([ended(cause, 0, 5)], excluded=["node2"], **ends).action == "requeue"  # type: ignore[arg-type]
+    assert not asked
+
+
+MANY = [f"node{number}" for number in range(MANY_NODES)]
+
+
+def crashed_on(node: str, rank: int | None, **more: Any) -> Attempt:
+    return ended("crashed", None, nodes=MANY, node=node, rank=rank, **more)
 
 
 BROKEN = [
@@ -534,6 +549,51 @@ def test_crashes_on_nodes_that_are_excluded_since_count_as_failures_of_nodes(
 ) -> None:
     decision = decide([crashed_on(*one) for one in crashes], excluded=excluded)
     assert (decision.action != "stop") is goes_on
+
+
+def until_it_stops(
+    crashes: Iterable[tuple[str, int]], cause: str = "crashed", nodes: Sequence[str] = MANY, **retry: Any
+) -> list[str]:
+    """The nodes that were excluded when crashes without progress, on (node, rank), have come to an end."""
+    attempts: list[Attempt] = []
+    excluded: list[str] = []
+    for node, rank in crashes:
+        attempts.append(ended(cause, 5, nodes=nodes, node=node, rank=rank))
+        decision = decide(attempts, RetryConfig(**retry), excluded=excluded)
+        if decision.action == "stop":
+            return excluded
+        excluded += decision.exclude
+    raise AssertionError(f"goes on after {len(attempts)} attempts")
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_crashes_that_wander_over_the_nodes_end_when_those_have_spent_their_budget(after: int) -> None:
+    wandering = [(f"node{number // after}", number) for number in range(100)]
+    excluded = until_it_stops(wandering, exclude_after=after)
+    assert len(excluded) * after == RetryConfig().node_failure
+    assert len(until_it_stops(wandering, exclude_after=after, node_failure=4)) * after == 4
+
+
+def test_memory_that_is_too_small_is_the_runs_fault_on_every_node() -> None:
+    wandering = [(f"node{number // 2}", number) for number in range(100)]
+    assert until_it_stops(wandering, "out_of_memory") == ["node0"]
+
+
+def test_what_fails_on_every_node_alike_is_not_the_fault_of_an_excluded_one() -> None:
+    assert decide([crashed_on("a", 0, everywhere=True)] * 3, excluded=["a"]).failed
+
+
+@pytest.mark.parametrize("nodes", [["a"], ["a", "b"]])
+def test_where_a_job_of_few_nodes_crashes_tells_nothing_of_them(nodes: Sequence[str]) -> None:
+    """As a `command:` of eight ranks with a mistake, any of which is the first to exit."""
+    wandering = [(f"node{number // 2}", number) for number in range(100)]
+    assert until_it_stops(wandering, nodes=nodes) == ["node0"]
+
+
+def test_broken_gpus_of_two_nodes_may_fail_in_the_same_step() -> None:
+    attempts = [crashed_on(*one, step=5) for one in [("a", 0), ("a", 0), ("b", 8)]]
+    assert not decide(attempts, excluded=["a"]).failed
+    assert decide([*attempts, attempts[-1], crashed_on("c", 8, step=5)], excluded=["a", "b"]).failed
 
 
 def test_a_node_that_has_computed_wrongly_is_excluded_at_once() -> None:

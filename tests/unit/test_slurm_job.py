@@ -191,8 +191,30 @@ def test_excluding_more_nodes_keeps_those_that_the_user_excludes(
     job.leave(Decision("resubmit", "killed"), now=True)
     assert asked == [
         ("--exclude=bad[1-2],node2,node3",),
+        ("--exclude=bad[1-2],node2",),
         ("--dependency=afterany:7", "--exclude=bad[1-2],node2"),
     ]
+
+
+def test_a_job_that_follows_excludes_nothing_where_too_few_nodes_would_be_left(
+    run: RunDir, away: Callable[[float], Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(run, job_id="7", scheduler="slurm")
+    run.record(Event.EXCLUDED, node="node2")
+    away(0.0)
+    monkeypatch.setattr(slurm, "show_job", lambda *_: info(excluded="bad1", partition="low"))
+    monkeypatch.setattr(slurm, "expand", lambda nodes: nodes.split(","))
+    monkeypatch.setattr(slurm, "jobs_with", lambda script, task: ["7"])
+    monkeypatch.setattr(slurm, "nodes_left", lambda partition, without: 0)
+    asked: list[tuple[str, ...]] = []
+
+    def take(script: str, *options: str, environment: object = None) -> str:
+        asked.append(options)
+        return "8"
+
+    monkeypatch.setattr(slurm, "submit", take)
+    SlurmJob(run, "7").leave(Decision("resubmit", "killed"), now=True)
+    assert asked == [("--dependency=afterany:7",)]  # the user's own are in the batch script
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM])

@@ -21,6 +21,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.supervisor import watchdog as watching
 from jobkit.supervisor.watchdog import GAP_SECONDS, LEAST_SECONDS, OUTSIDE_LOOP_SECONDS, TIMES_SLOWEST, Watch, end_hung
 from jobkit.worker.heartbeat import Heartbeat
+from jobkit.worker.reporter import RunReporter
 
 # How long is too long
 
@@ -231,6 +232,33 @@ def test_a_hang_that_a_later_attempt_has_come_past_was_a_real_one(
         run.record("interrupted", attempt=number, cause=cause, reached=reached)
     run.record("started", attempt=len(ends) + 1, job_id="7")
     assert Watch.of(run, len(ends) + 1).limit(True, 0.1) == factor * LEAST_SECONDS
+
+
+def test_a_long_evaluation_that_was_waited_for_once_is_waited_for_in_every_attempt(run: RunDir, clock: Clock) -> None:
+    report(run, 9, slowest=1200.0)
+    for attempt in (2, 3):  # the second has none
+        run.logs(attempt).mkdir()
+        reporter = RunReporter(run, attempt, is_main=True, on_lost_lease=lambda lost: None)
+        reporter.heartbeat.begin()
+        reporter.heartbeat.slowest = 1.0
+        reporter._report({})
+        reporter.close()
+    watch = Watch(run, 3, "auto")
+    assert watch.look() is None
+    assert told(run, clock, 2 * 1200 - 1, watch) is None
+    assert told(run, clock, 2.0, watch) is not None
+
+
+def test_a_start_that_took_long_once_is_waited_for_in_every_attempt(run: RunDir, clock: Clock) -> None:
+    run.record("submitting", cluster="local", scheduler="local")
+    run.record("started", attempt=1, job_id="7", time=1000.0)
+    run.record("resumed", attempt=1, step=0, time=1000.0)
+    run.record("stepped", attempt=1, time=1000.0 + 2 * OUTSIDE_LOOP_SECONDS)
+    run.record("interrupted", attempt=1, cause="preempted", reached=5)
+    run.record("started", attempt=2, job_id="7")
+    watch = Watch.of(run, 2)
+    assert watch.limit(False, 0.0) == 4 * OUTSIDE_LOOP_SECONDS
+    assert watch.limit(True, 0.1) == LEAST_SECONDS
 
 
 # What a rank counts
