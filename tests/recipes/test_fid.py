@@ -29,8 +29,7 @@ SAMPLING = ROOT / "experiments" / "imagenet64_sample.yaml"
 CPU = torch.device("cpu")
 
 STAND_IN = """
-import os, signal
-from contextlib import suppress
+import os, signal, time
 from pathlib import Path
 
 import torch
@@ -46,10 +45,13 @@ def note(what, line):
     with Path(os.environ["NOTES"]).open("a") as file:
         file.write(f"{what} {line}\\n")
     done[what] += 1
-    if os.environ["STOP"] == f"{what} {done[what]}":
-        with suppress(FileExistsError):
-            Path(os.environ["NOTES"] + ".stopped").touch(exist_ok=False)
-            os.kill(os.getpid(), signal.SIGTERM)
+    stop, stopped = os.environ["STOP"], Path(os.environ["NOTES"] + ".stopped")
+    if os.environ["RANK"] != "0":
+        while stop.startswith(what) and not stopped.exists():  # until the first rank has had its part
+            time.sleep(0.02)
+    elif stop == f"{what} {done[what]}":
+        os.kill(os.getpid(), signal.SIGTERM)
+        stopped.touch()
 
 
 class StandIn(nn.Module):
@@ -106,7 +108,7 @@ class Place(Folder):
     def start(
         self, name: str, recipe: Path, ranks: int, *overrides: str, stop: str = "", notes: str = ""
     ) -> subprocess.Popen[str]:
-        """A run of so many ranks, the first of which to come by `stop`, as in `drawn 3`, gets SIGTERM."""
+        """A run of so many ranks; the first gets SIGTERM when it comes by `stop`, as in `drawn 2`."""
         task = "train" if recipe == RECIPE else "sample"
         where = (f"name={name}", f"task=stand_in:{task}", 'check=""', f"resources.tasks_per_node={ranks}")
         submit = ("-m", "jobkit", "submit", f"experiments/{recipe.name}", "--local", "--demo")
