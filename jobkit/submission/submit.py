@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from jobkit import slurm
@@ -68,8 +68,7 @@ def check(plan: LaunchPlan, source: Path, told: set[str] | None = None) -> list[
     if plan.run.parent.resolve() == source.resolve():  # what is in it would be taken for runs, not for code
         raise InputError(f"runs directory {source}: it is the folder of the code; give one of its own: --runs-dir runs")
     config, has_setup = plan.config, bool(plan.parameters.get("setup"))
-    plugins = {entry.value for entry in entry_points(group="submitit")}
-    if PLUGIN not in plugins:
+    if not is_installed():
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
     if config.command:
         checked = check_command(config.command, source, has_setup=has_setup)
@@ -82,6 +81,15 @@ def check(plan: LaunchPlan, source: Path, told: set[str] | None = None) -> list[
             told.add(line)
             log.warning("%s", line)
     return checked.files
+
+
+def is_installed() -> bool:
+    """Whether Submitit, in a job, would find jobkit's environment."""
+    try:
+        entries = distribution("jobkit").entry_points  # all packages' take 8 ms
+    except PackageNotFoundError:
+        return False
+    return any(entry.group == "submitit" and entry.value == PLUGIN for entry in entries)
 
 
 def check_values(plan: LaunchPlan) -> None:
