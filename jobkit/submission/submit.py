@@ -32,8 +32,6 @@ from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
 from jobkit.submission.unapplied import unapplied
 from jobkit.supervisor import notifier
-from jobkit.supervisor.needs import need_of
-from jobkit.supervisor.tickets import PRIORITIES
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
 """The entry point through which Submitit, in the job, finds jobkit's environment."""
@@ -114,13 +112,18 @@ def check_values(plan: LaunchPlan) -> None:
 def _check_turn(plan: LaunchPlan) -> None:
     """Refuse a wait for this machine's queue where that is not used, and a priority that is none."""
     turn = plan.turn
-    if plan.scheduler != "local" and (turn.queues or turn.priority):
-        given = "--queue" if turn.queues else f"--priority {turn.priority}"
-        raise InputError(f"{given}: this is of the queue of this machine; add --local (Slurm's: `nice` under clusters)")
+    if plan.scheduler != "local":
+        if turn.queues or turn.priority:
+            given = "--queue" if turn.queues else f"--priority {turn.priority}"
+            where = "this is of the queue of this machine; add --local (Slurm's: `nice` under clusters)"
+            raise InputError(f"{given}: {where}")
+        return
+    from jobkit.supervisor.needs import need_of  # here: a submission to Slurm has no use for this machine's queue
+    from jobkit.supervisor.tickets import PRIORITIES
+
     if turn.priority not in PRIORITIES:
         raise InputError(f"--priority: found {turn.priority}, allowed: {PRIORITIES[0]} to {PRIORITIES[-1]}")
-    if plan.scheduler == "local":
-        need_of(plan.config, os.environ, queues=turn.queues)  # raises where the number of slots is none
+    need_of(plan.config, os.environ, queues=turn.queues)  # raises where the number of slots is none
 
 
 NOT_IN_PATHS = {"local": r"%[jtAa]", "slurm": r"%\d*[A-Za-z%]|\\"}
