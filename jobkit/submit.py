@@ -243,7 +243,7 @@ def start(
             return follow_local(outcome.run, supervisor, asked)
     if as_json:
         return _print_json(outcome)
-    return _report(outcome, command, follow=follow and not asked)
+    return _report(outcome, loaded.config.after, command, follow=follow and not asked)
 
 
 def _print_json(outcome: Outcome) -> int:
@@ -442,8 +442,8 @@ def _announce(outcome: Outcome) -> None:
         )
 
 
-def _report(outcome: Outcome, command: str, follow: bool) -> int:
-    """Say what the submission did, and stay with the run where that was asked for."""
+def _report(outcome: Outcome, after: Sequence[str], command: str, follow: bool) -> int:
+    """Say what the submission did, and stay with the run where that was asked for; `after` is the config's."""
     from jobkit.run.status import State
 
     run, status = outcome.run, outcome.status
@@ -453,7 +453,7 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
         print(f"{where}\nrun directory {run.path}", flush=True)
         from jobkit.run.command_line import to_type
 
-        if standing := _standing(run, is_local=outcome.started.supervisor is not None):
+        if standing := _standing(run, after, is_local=outcome.started.supervisor is not None):
             print(f"queued: {standing}", file=sys.stderr)
         print(f"{to_type('logs', '-f', run.name)}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
@@ -476,15 +476,14 @@ def _report(outcome: Outcome, command: str, follow: bool) -> int:
     return follow_slurm(run)
 
 
-def _standing(run: RunDir, *, is_local: bool) -> str:
+def _standing(run: RunDir, after: Sequence[str], *, is_local: bool) -> str:
     """What the run waits for that jobkit itself knows: other runs, or its place in the line of this machine."""
-    from jobkit.submission.observer import runs_before_now
-    from jobkit.supervisor.line import Line
+    from jobkit.submission.observer import line_here, runs_before_now
 
-    before = runs_before_now(run, run.config().after)
+    before = runs_before_now(run, after)
     if before.unfinished:
         return f"after {before.text}"
-    found = Line().find(run.path, os.getuid()) if is_local else None
+    found = line_here().find(run.path, os.getuid()) if is_local else None
     return str(found) if found is not None and found.text else ""
 
 

@@ -104,10 +104,17 @@ def parse_value(text: str) -> Any:
 
     Raises YAMLError, also for a comment: what was meant to be a value, as `#3`, would be lost.
     """
-    node = yaml.compose(text, _Loader)
+    node, value = _load(text)
     if text[node.end_mark.index if node else 0 :].strip():
         raise yaml.YAMLError("a comment")
-    return yaml.load(text, _Loader)
+    return value
+
+
+def _load(text: str) -> tuple[yaml.Node | None, Any]:
+    """What a text says, and the node of it, which knows the lines: PyYAML's own functions read it once for each."""
+    loader = _Loader(text)
+    node: yaml.Node | None = loader.get_single_node()
+    return node, None if node is None else loader.construct_document(node)
 
 
 def read_text(path: Path) -> str:
@@ -134,8 +141,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     with file and line."""
     text = read_text(path)
     try:
-        node = yaml.compose(text, _Loader)
-        value = yaml.load(text, _Loader)
+        node, value = _load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else f"{path}"

@@ -11,14 +11,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jobkit import slurm
 from jobkit.errors import SchedulerError, nearest
 from jobkit.run.locks import NoLocks, file_system, is_free, lock_at
 from jobkit.submission.devices import visible_gpus
-from jobkit.submission.submit import PLUGIN
+from jobkit.submission.submit import is_installed
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
@@ -46,9 +46,8 @@ def check_machine(gpus_per_task: int) -> Iterator[Check]:
     python = f"Python {platform.python_version()} ({sys.executable})"
     yield Check("python", OK, f"{python}, {os.cpu_count()} cores here")
     yield _check_torch(gpus_per_task)
-    plugin = any(entry.value == PLUGIN for entry in entry_points(group="submitit"))
     found = f"submitit {_version('submitit') or 'is not installed'}, jobkit {_version('jobkit') or 'is not installed'}"
-    if plugin:
+    if is_installed():
         yield Check("submitit", OK, f"{found}, which is its plugin")
     else:
         yield Check("submitit", PROBLEM, f"{found}; it is not Submitit's plugin", f"pip install it in {sys.prefix}")

@@ -11,7 +11,7 @@ import pwd
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobkit import slurm
 from jobkit.run import sweeps
@@ -20,7 +20,9 @@ from jobkit.run.events import Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status, apply
 from jobkit.run.tail import Tail
-from jobkit.supervisor.line import Line
+
+if TYPE_CHECKING:
+    from jobkit.supervisor.line import Line
 
 ASK_SECONDS = 10.0
 """How often one run's job is asked about: all share a slurmctld, which answers one request at a time. The run's own
@@ -67,7 +69,7 @@ def observe_all(found: Sequence[tuple[RunDir, Status]]) -> list[Status]:
     on_slurm = [run for run, status in found if status.scheduler == "slurm" and _is_asked_about(status, LIST_SECONDS)]
     listed = slurm.jobs_of(_owners(on_slurm), LIST_SECONDS) if on_slurm else ()
     jobs = _by_id(listed)
-    line = Line() if any(status.waiting or status.waits_in_sweep for _, status in found) else None
+    line = line_here() if any(status.waiting or status.waits_in_sweep for _, status in found) else None
     return [_looked_at(run, status, jobs.get, LIST_SECONDS, line) for run, status in found]
 
 
@@ -93,10 +95,17 @@ def _looked_at(
     return _with_job(run, status, job, was_cancelled=job is None and waited and slurm.left_its_array(job_id, find_job))
 
 
+def line_here() -> Line:
+    """Who waits on this machine."""
+    from jobkit.supervisor.line import Line  # here: a run on Slurm has no use for this machine's queue
+
+    return Line()
+
+
 def _with_turn(run: RunDir, status: Status, line: Line | None) -> Status:
     """The status of a local run, with its place in the line where it waits for its turn."""
     if status.state == State.QUEUED and (status.waiting or status.waits_in_sweep):
-        found = (line or Line()).find(run.path, _owner_of_run(run))
+        found = (line or line_here()).find(run.path, _owner_of_run(run))
         before = runs_before_now(run, status.after).text
         turn = status.waiting or f"its turn in sweep {status.sweep}"
         status.waits_for = before or (turn if found is None else f"{found.text}, {found.ordinal} in line")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobkit.errors import InputError, InvalidValue, nearest
 from jobkit.run import device_kinds, layout, secrets
@@ -16,7 +16,9 @@ from jobkit.run.duration import format_seconds
 from jobkit.run.strict import build
 from jobkit.slurm import stop_margin
 from jobkit.submission import devices, options
-from jobkit.supervisor.device_leases import Leases
+
+if TYPE_CHECKING:
+    from jobkit.supervisor.device_leases import Leases
 
 SCHEDULERS = ("slurm", "local")
 

@@ -25,7 +25,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.submission.options import with_dependency
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.signals import hand_over, take_back
-from jobkit.supervisor.slurm_job import BLIND_RESTARTS, EXIT_DECIDED, EXIT_START_AGAIN
+from jobkit.supervisor.batch_script import BLIND_RESTARTS, EXIT_DECIDED, EXIT_START_AGAIN
 from jobkit.worker.main import Worker
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from jobkit import slurm
@@ -32,8 +32,6 @@ from jobkit.submission.plan import LaunchPlan, Turn, make_plan
 from jobkit.submission.task_check import check_command, check_task
 from jobkit.submission.unapplied import unapplied
 from jobkit.supervisor import notifier
-from jobkit.supervisor.needs import need_of
-from jobkit.supervisor.tickets import PRIORITIES
 
 PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
 """The entry point through which Submitit, in the job, finds jobkit's environment."""
@@ -68,8 +66,7 @@ def check(plan: LaunchPlan, source: Path, told: set[str] | None = None) -> list[
     if plan.run.parent.resolve() == source.resolve():  # what is in it would be taken for runs, not for code
         raise InputError(f"runs directory {source}: it is the folder of the code; give one of its own: --runs-dir runs")
     config, has_setup = plan.config, bool(plan.parameters.get("setup"))
-    plugins = {entry.value for entry in entry_points(group="submitit")}
-    if PLUGIN not in plugins:
+    if not is_installed():
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start: pip install it")
     if config.command:
         checked = check_command(config.command, source, has_setup=has_setup)
@@ -82,6 +79,15 @@ def check(plan: LaunchPlan, source: Path, told: set[str] | None = None) -> list[
             told.add(line)
             log.warning("%s", line)
     return checked.files
+
+
+def is_installed() -> bool:
+    """Whether Submitit, in a job, would find jobkit's environment."""
+    try:
+        entries = distribution("jobkit").entry_points  # all packages' take 8 ms
+    except PackageNotFoundError:
+        return False
+    return any(entry.group == "submitit" and entry.value == PLUGIN for entry in entries)
 
 
 def check_values(plan: LaunchPlan) -> None:
@@ -106,13 +112,18 @@ def check_values(plan: LaunchPlan) -> None:
 def _check_turn(plan: LaunchPlan) -> None:
     """Refuse a wait for this machine's queue where that is not used, and a priority that is none."""
     turn = plan.turn
-    if plan.scheduler != "local" and (turn.queues or turn.priority):
-        given = "--queue" if turn.queues else f"--priority {turn.priority}"
-        raise InputError(f"{given}: this is of the queue of this machine; add --local (Slurm's: `nice` under clusters)")
+    if plan.scheduler != "local":
+        if turn.queues or turn.priority:
+            given = "--queue" if turn.queues else f"--priority {turn.priority}"
+            where = "this is of the queue of this machine; add --local (Slurm's: `nice` under clusters)"
+            raise InputError(f"{given}: {where}")
+        return
+    from jobkit.supervisor.needs import need_of  # here: a submission to Slurm has no use for this machine's queue
+    from jobkit.supervisor.tickets import PRIORITIES
+
     if turn.priority not in PRIORITIES:
         raise InputError(f"--priority: found {turn.priority}, allowed: {PRIORITIES[0]} to {PRIORITIES[-1]}")
-    if plan.scheduler == "local":
-        need_of(plan.config, os.environ, queues=turn.queues)  # raises where the number of slots is none
+    need_of(plan.config, os.environ, queues=turn.queues)  # raises where the number of slots is none
 
 
 NOT_IN_PATHS = {"local": r"%[jtAa]", "slurm": r"%\d*[A-Za-z%]|\\"}

@@ -22,6 +22,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.supervisor import queue
 from jobkit.supervisor.attempt import NotRunnable
+from jobkit.supervisor.batch_script import EXIT_DECIDED, EXIT_START_AGAIN
 from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.device_leases import Leases
 from jobkit.supervisor.local_job import LocalJob
@@ -29,7 +30,7 @@ from jobkit.supervisor.needs import need_of
 from jobkit.supervisor.nodes import LocalNodes, SlurmNodes
 from jobkit.supervisor.queue import Place
 from jobkit.supervisor.ranks import ForkedRanks
-from jobkit.supervisor.slurm_job import EXIT_DECIDED, EXIT_START_AGAIN, SlurmJob
+from jobkit.supervisor.slurm_job import SlurmJob
 from jobkit.supervisor.supervisor import Supervisor
 from jobkit.supervisor.waiting import is_after_others, may_start_in_job, wait_for_runs, wait_in_line
 

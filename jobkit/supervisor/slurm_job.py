@@ -28,6 +28,7 @@ from jobkit.run.records import StopRequest
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.supervisor.attempt import ask, end, notice_margin, request_stop
+from jobkit.supervisor.batch_script import BLIND_RESTARTS, EXIT_START_AGAIN
 from jobkit.supervisor.dependents import tell_dependents
 from jobkit.supervisor.diagnosis import FirstFailure, first_failure_of_job, srun_said_about
 from jobkit.supervisor.nodes import end_steps
@@ -37,18 +38,6 @@ from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.time_limit import SlurmTimeLimit, TimeLimit
 
 T = TypeVar("T")
-
-EXIT_DECIDED = 76
-"""The supervisor's exit code where the run has failed: nothing is left to try. Python itself exits with 1 for a bug."""
-
-EXIT_START_AGAIN = 77
-"""The supervisor's exit code where the job is to be started again: by `end`, after the user's teardown."""
-
-BLIND_RESTARTS = 50
-"""After how many restarts of a job, of whatever cause, it no longer starts again without knowing why.
-
-Each waits two minutes in the queue (AuthInfo cred_expire, 120 s): a file server may be away for more than an hour.
-"""
 
 MOUNT_SECONDS = 300.0
 """How long the beginning and the end of an attempt wait for a file server: a restart takes it minutes."""

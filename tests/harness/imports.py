@@ -22,7 +22,12 @@ atexit.register(tell)
 """
 
 
-def imported_by(project: Project, *arguments: str) -> dict[str, set[str]]:
+def heavy_in(modules: set[str]) -> dict[str, set[str]]:
+    """Of some modules those of each heavy package."""
+    return {name: {one for one in modules if one.split(".")[0] == name} for name in HEAVY}
+
+
+def imported_by(project: Project, *arguments: str) -> set[str]:
     """The modules that `python -m jobkit ARGUMENTS`, alone of all processes, had imported when it ended."""
     (project.path / "tell").mkdir()
     (project.path / "tell/sitecustomize.py").write_text(TELL)
@@ -34,5 +39,5 @@ def imported_by(project: Project, *arguments: str) -> dict[str, set[str]]:
     for line in found.read_text().splitlines():
         argv, names = json.loads(line)
         if argv[:2] == ["-m", "jobkit"]:
-            return {name: {one for one in names if one.split(".")[0] == name} for name in HEAVY}
+            return set(names)
     raise AssertionError("the command did not say what it imported")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.imports import HEAVY, imported_by
+from harness.imports import HEAVY, heavy_in, imported_by
 from harness.project import Project
 from slurm_cluster import Cluster
 
@@ -23,7 +23,7 @@ from slurm_cluster import Cluster
     ids=" ".join,
 )
 def test_a_command_imports_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
-    assert imported_by(Project(tmp_path), *arguments) == {name: set() for name in HEAVY}
+    assert heavy_in(imported_by(Project(tmp_path), *arguments)) == {name: set() for name in HEAVY}
 
 
 WITHOUT = """
@@ -42,10 +42,15 @@ def test_the_help_of_submit_imports_nothing_that_only_a_submission_needs() -> No
     assert done.stderr == "[]\n"
 
 
-def test_a_submission_to_slurm_imports_nothing_heavy(slurm: Cluster, tmp_path: Path) -> None:
+SUPERVISOR = {"batch_script", "dependents", "notifier"}
+"""What a submission to Slurm uses of the supervisor: the numbers in the batch script, and files that it writes."""
+
+
+def test_a_submission_to_slurm_imports_nothing_heavy_and_no_supervisor(slurm: Cluster, tmp_path: Path) -> None:
     project = Project(tmp_path, slurm.env)
     # The job is not to start: what it imports is its own affair.
-    heavy = imported_by(project, "submit", "toy.yaml", "--cluster", "slurm", "clusters.slurm.begin=now+1hour")
+    modules = imported_by(project, "submit", "toy.yaml", "--cluster", "slurm", "clusters.slurm.begin=now+1hour")
     (run,) = project.runs
     project.jobkit("cancel", run.name)
-    assert heavy == {name: set() for name in HEAVY}
+    assert heavy_in(modules) == {name: set() for name in HEAVY}
+    assert {name.split(".")[2] for name in modules if name.startswith("jobkit.supervisor.")} == SUPERVISOR

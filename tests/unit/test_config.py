@@ -27,7 +27,7 @@ from jobkit.run.config import (
 from jobkit.run.duration import format_seconds, parse_seconds
 from jobkit.run.experiment import LoadedConfig, load
 from jobkit.run.identity import name_in, run_name
-from jobkit.run.yamlfile import parse_value
+from jobkit.run.yamlfile import parse_value, read_yaml
 
 BASE = "name: toy\ntask: mytask:train\n"
 VARIABLE = "JOBKIT_TEST_DATA"
@@ -153,6 +153,13 @@ def test_an_unquoted_time_is_a_time(tmp_path: Path) -> None:
 def test_a_merge_key_takes_over_what_an_anchor_holds(tmp_path: Path) -> None:
     text = "params:\n  small: &small {width: 8, depth: 2}\n  large: {<<: *small, depth: 9}\n"
     assert params(tmp_path, text)["large"] == {"width": 8, "depth": 9}
+
+
+def test_what_a_merge_key_takes_over_has_the_line_where_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "toy.yaml"
+    file.write_text("small: &small\n  width: 8\n  depth: 2\nlarge:\n  <<: *small\n  depth: 9\n")
+    lines = read_yaml(file)[1]
+    assert (lines["large.width"], lines["large.depth"]) == (2, 6)
 
 
 # Overrides and interpolation

@@ -480,3 +480,17 @@ def test_a_file_server_that_is_away_is_named_in_one_line(
     done = jobkit(project, "list", expect=2)
     assert_said(done, [f"{project.path / 'runs'}: {os.strerror(number)}; repeat the command"])
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("entry_points", [None, "[submitit]\njob_environment = other:Environment\n"])
+def test_a_jobkit_that_submitit_would_not_find_in_a_job_is_refused(
+    project: Project, monkeypatch: pytest.MonkeyPatch, entry_points: str | None
+) -> None:
+    installed = project.path / "site/jobkit-0.0.1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: jobkit\nVersion: 0.0.1\n")
+    if entry_points is not None:
+        (installed / "entry_points.txt").write_text(entry_points)
+    monkeypatch.syspath_prepend(str(installed.parent))
+    done = jobkit(project, "submit", "toy.yaml", "--local", "--dry-run", expect=2)
+    assert f"jobkit is not installed in {sys.executable}" in done.stderr

@@ -23,13 +23,14 @@ from jobkit.supervisor import slurm_job
 from jobkit.supervisor import supervisor as supervising
 from jobkit.supervisor import time_limit as limits
 from jobkit.supervisor.attempt import begin, request_stop
+from jobkit.supervisor.batch_script import EXIT_START_AGAIN
 from jobkit.supervisor.diagnosis import FirstFailure
 from jobkit.supervisor.nodes import LaunchError
 from jobkit.supervisor.notifier import Notifier
 from jobkit.supervisor.parents import ParentError
 from jobkit.supervisor.presence import Presence
 from jobkit.supervisor.retry import Decision
-from jobkit.supervisor.slurm_job import EXIT_START_AGAIN, SlurmJob
+from jobkit.supervisor.slurm_job import SlurmJob
 from jobkit.supervisor.supervisor import Supervisor
 
 T = TypeVar("T")
