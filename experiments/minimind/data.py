@@ -28,14 +28,14 @@ from torch.utils.data import Dataset
 
 from experiments.minimind.documents import documents
 from experiments.minimind.tokens import Tokenizer
-from jobkit.errors import InputError
+from jobkit.errors import InputError, UsageError
 from jobkit.train.prepared import prepare_folder
 
 CHUNK = 1024
 """Documents that the tokenizer is given at a time."""
 IGNORED = -100
 """The target that cross_entropy leaves out: there is no token."""
-FORM = "begin, tokens, end; starts"
+FORM = "begin, tokens, end; starts; whole documents"
 """What the files of a copy hold: one of another form is not opened."""
 
 
@@ -53,6 +53,18 @@ class Corpus:
     """Their length as UTF-8."""
     sha256: str
     """Of all documents, in order."""
+    tokenizer: str
+    """Which tokenizer made the tokens: a digest."""
+
+    def state_dict(self) -> dict[str, str]:
+        """What a checkpoint says of the data, for a run that goes on."""
+        return {"documents": self.sha256, "tokenizer": self.tokenizer}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Raise UsageError where a run was trained on other documents, or on tokens of another tokenizer."""
+        for what, found in self.state_dict().items():
+            if state[what] != found:
+                raise UsageError(f"{what}: other than those that the run was trained on; --fresh begins anew")
 
     def training(self, length: int, packed: bool) -> Samples:
         """The training documents in samples of `length` tokens.
@@ -214,6 +226,7 @@ def _write_tokens(file: Path, tokenizer: Tokenizer, held_out: float, folder: Pat
         "held_out": kept_out,
         "held_out_bytes": kept_out_bytes,
         "sha256": sha256.hexdigest(),
+        "tokenizer": hashlib.sha256(tokenizer.fingerprint.encode()).hexdigest(),
     }
 
 

@@ -34,7 +34,7 @@ def text_of(line: bytes, place: str) -> str:
     try:
         text: str = json.loads(line)["text"]
         text.encode()  # half of a surrogate pair is text for JSON, but not for UTF-8
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         found = line[:60].decode(errors="replace").strip()
         raise InputError(f'{place}: expected {{"text": "..."}}, found {found}') from None
     return text

@@ -79,8 +79,10 @@ class FileTokenizer:
             if ends[-1] is None:
                 raise InputError(f"{file}: no token {token!r}, which params.{key} names")
         self.begin, self.end = ends
+        self._tokenizer.no_truncation()  # a tokenizer.json may hold either, of whoever used it last
+        self._tokenizer.no_padding()
         self.vocabulary: int = self._tokenizer.get_vocab_size()
-        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest() + begin_of_text + end_of_text
+        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest() + repr((begin_of_text, end_of_text))
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]

@@ -30,7 +30,7 @@ def train(ctx: jobkit.Context) -> dict[str, float | str]:
     steps = p.steps or math.ceil(p.epochs * len(samples) / p.batch)
     scheduler = schedule.cosine(optimizer, steps=steps, warmup=min(p.warmup, steps // 2), floor=p.floor)
     loader = ctx.loader(samples, global_batch_size=p.batch, num_workers=p.workers)
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, corpus=corpus)
 
     def write(prompts: list[str], ids: Tensor) -> list[str]:
         (prompt,) = prompts

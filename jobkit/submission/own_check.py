@@ -5,7 +5,10 @@ It runs in a process of its own, so that what it imports, prints or leaves behin
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,34 +39,47 @@ def run_check(config: Config, source: Path) -> None:
     except InvalidValue as error:
         raise InvalidValue("check", error.problem) from None
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        try:
-            done = subprocess.run(
-                words("jobkit.submission.own_check", str(source), str(report), config.check),
-                input=json.dumps(config.params),
-                cwd=source,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=PATIENCE_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise InvalidValue("check", f"{config.check}: not done within {PATIENCE_SECONDS:g} s") from None
+        params, report, output = (Path(folder, name) for name in ("params.json", "report.json", "output"))
+        params.write_text(json.dumps(config.params))
+        code = _code_of(words("jobkit.submission.own_check", str(source), folder, config.check), source, output)
+        if code is None:
+            raise InvalidValue("check", f"{config.check}: not done within {PATIENCE_SECONDS:g} s")
         if not report.exists():
-            said = " / ".join(done.stdout.strip().splitlines()[-3:])
-            raise InvalidValue("check", f"{config.check}: its process ended with {done.returncode}: {said}")
+            said = " / ".join(output.read_text(errors="replace").strip().splitlines()[-3:])
+            raise InvalidValue("check", f"{config.check}: its process ended with {code}: {said}")
         if (found := json.loads(report.read_text())) is not None:
             key, problem = found
             raise InvalidValue(key, problem)
 
 
-def main(arguments: list[str]) -> int:
-    """Call the function `arguments[2]`, imported from the folder `arguments[0]`, with the mapping on standard input.
+def _code_of(command: list[str], folder: Path, output: Path) -> int | None:
+    """The exit code of a command whose output goes to a file; None if it takes too long. What it began ends with it."""
+    with output.open("wb") as file:  # a pipe would be held open by whatever process it leaves behind
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # to end all of it
+        )
+    try:
+        return process.wait(PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
-    What it finds wrong, as [key, problem], or null, goes to the file `arguments[1]`.
+
+def main(arguments: list[str]) -> int:
+    """Call the function `arguments[2]`, imported from the folder `arguments[0]`, with the mapping in params.json.
+
+    That is in the folder `arguments[1]`, as is then report.json: what it finds wrong, as [key, problem], or null.
     """
-    source, report, check = arguments
-    params = json.load(sys.stdin)
+    source, folder, check = arguments
+    params = json.loads(Path(folder, "params.json").read_text())
     sys.path[:] = [source, *filter(None, sys.path)]
     module, _, name = check.partition(":")
     found = None
@@ -76,5 +92,6 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         found = "check", f"{check}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-    Path(report).write_text(json.dumps(found))
-    return 0
+    Path(folder, "report.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # else threads that it began would be waited for

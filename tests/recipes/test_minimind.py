@@ -252,6 +252,24 @@ def test_a_hugging_face_tokenizer_is_read_from_its_file(tmp_path: Path) -> None:
     assert tokenizer.decode([tokenizer.begin, *tokens, tokenizer.end]) == "the quick 中"
 
 
+def test_what_a_tokenizers_file_says_of_truncation_and_padding_is_not_done(tmp_path: Path) -> None:
+    file = made_tokenizer(tmp_path / "tokenizer.json", "<begin>", "<end>")
+    texts = ["the quick brown fox", "fox"]
+    expected = open_tokenizer(str(file), "<begin>", "<end>", 300).encode(texts)
+    used = tokenizers.Tokenizer.from_file(str(file))
+    used.enable_truncation(2)
+    used.enable_padding()
+    used.save(str(file))
+    assert open_tokenizer(str(file), "<begin>", "<end>", 300).encode(texts) == expected
+    assert len({len(tokens) for tokens in expected}) == 2
+
+
+def test_tokens_of_other_ends_are_another_copy(tmp_path: Path) -> None:
+    file = str(made_tokenizer(tmp_path / "tokenizer.json", "ab", "c", "a", "bc"))
+    one, other = (open_tokenizer(file, *ends, 300).fingerprint for ends in (("ab", "c"), ("a", "bc")))
+    assert one != other
+
+
 # The data
 
 

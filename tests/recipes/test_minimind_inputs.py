@@ -15,8 +15,9 @@ from harness.in_process import jobkit
 from harness.project import Project, status
 
 from experiments.minimind import documents
+from experiments.minimind.data import Corpus, open_corpus
 from experiments.minimind.tokens import FileTokenizer, open_tokenizer
-from jobkit.errors import InputError
+from jobkit.errors import InputError, UsageError
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "train_tokenizer.py"
@@ -225,6 +226,22 @@ def test_a_model_trains_on_the_data_with_the_tokenizer_that_was_built(project: P
     assert 0 < found["result"]["nats_per_token"] < 5.0  # ln 400 is 5.99
     assert found["result"]["corpus"] == corpus["sha256"]
     assert all(file.read_text().startswith("document") for file in (run / "samples").iterdir())
+
+
+def test_a_run_does_not_go_on_with_other_documents_or_another_tokenizer(data: Path, tmp_path: Path) -> None:
+    build(data, tmp_path / "one.json", "--vocabulary", 400)
+    build(data, tmp_path / "two.json", "--vocabulary", 399)
+
+    def opened(tokenizer: str) -> Corpus:
+        return open_corpus(data, open_tokenizer(str(tmp_path / tokenizer), *ENDS, vocabulary=400), 0.2)
+
+    trained = opened("one.json").state_dict()
+    opened("one.json").load_state_dict(trained)
+    with pytest.raises(UsageError, match="tokenizer: other than"):
+        opened("two.json").load_state_dict(trained)
+    write(data, *reversed(as_lines(400)))
+    with pytest.raises(UsageError, match="documents: other than"):
+        opened("one.json").load_state_dict(trained)
 
 
 def test_the_full_recipe_is_planned_for_slurm(project: Project, data: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
+import psutil
 import pytest
 from harness.in_process import Done, jobkit
-from harness.project import Project
+from harness.project import Project, wait_for
 
 from jobkit.errors import InvalidValue
 from jobkit.run.config import Config
@@ -100,3 +102,33 @@ def test_what_waits_for_another_runs_values_is_not_checked(tmp_path: Path) -> No
     own_check.run_check(config, tmp_path)
     with pytest.raises(InvalidValue, match="no module 'nosuch'"):
         own_check.run_check(dataclasses.replace(config, params={}), tmp_path)
+
+
+LEAVES = {
+    "a process": "import subprocess\nleft = lambda: subprocess.Popen(['sleep', '100'])\n",
+    "a thread": "import threading, time\nleft = lambda: threading.Thread(target=time.sleep, args=(100,)).start()\n",
+    "bytes": "import sys\nleft = lambda: sys.stdout.buffer.write(b'caf\\xe9')\n",
+}
+
+
+@pytest.mark.parametrize("what", LEAVES)
+def test_what_it_prints_or_leaves_behind_is_nothing_to_the_submission(
+    project: Project, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_check, "PATIENCE_SECONDS", 30)
+    (project.path / "looks.py").write_text(f"{LEAVES[what]}def look(params):\n    left()\n")
+    dry_run(project)
+
+
+def test_what_it_began_ends_with_it(project: Project) -> None:
+    (project.path / "looks.py").write_text(
+        "import subprocess\n"
+        "def look(params):\n"
+        "    process = subprocess.Popen(['sleep', '100'])\n"
+        "    open('number', 'w').write(str(process.pid))\n"
+    )
+    dry_run(project)
+    number = int((project.path / "number").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(number)
+        wait_for("its end", lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, seconds=30)
