@@ -21,11 +21,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from jobkit.errors import JobkitError, UsageError
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.layout import factor
+from jobkit.run.rundir import RunDir
 from jobkit.train.accumulation import backward
 from jobkit.train.engine import Engine
 from jobkit.train.parallel import Parallel
 from jobkit.worker.metrics import MetricLog
 from jobkit.worker.reporter import RunReporter
+
+NOWHERE = RunDir(Path("no-such-run"))
 
 WIDTH, BATCH = 4, 11
 
@@ -222,7 +225,7 @@ def test_ddps_options_pass_through() -> None:
 
 
 def log_dtensors(team: Team, folder: Path) -> list[str]:
-    reporter = RunReporter(None, 1, team.rank == 0, on_lost_lease=lambda error: None)  # type: ignore[arg-type]
+    reporter = RunReporter(NOWHERE, 1, team.rank == 0, on_lost_lease=lambda error: None)
     if team.rank == 0:
         reporter._metrics = MetricLog(folder, 0, lambda latest: None)
     mesh = init_device_mesh("cpu", (team.world_size,))
@@ -265,7 +268,7 @@ def test_a_dtensor_is_logged_if_a_rank_has_all_of_it_and_refused_on_every_rank_i
 )
 @pytest.mark.parametrize("is_main", [True, False], ids=["rank 0", "rank 1"])
 def test_what_is_no_number_is_refused_where_it_is_logged(value: Any, said: str, is_main: bool) -> None:
-    reporter = RunReporter(None, 1, is_main, on_lost_lease=lambda error: None)  # type: ignore[arg-type]
+    reporter = RunReporter(NOWHERE, 1, is_main, on_lost_lease=lambda error: None)
     assert said in refusal(lambda: reporter.log({"x": value}))
 
 

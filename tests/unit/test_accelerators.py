@@ -244,7 +244,8 @@ def test_the_peak_is_that_of_the_device_that_ran_out_of_memory(monkeypatch: pyte
 def test_a_device_whose_error_has_no_class_of_its_own_is_known_by_what_it_says(
     monkeypatch: pytest.MonkeyPatch, kind: str | None, message: str, where: str | None
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: kind and SimpleNamespace(type=kind))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and SimpleNamespace(type=kind))
     monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(max_memory_allocated=lambda: 5))
     found = failure._memory(RuntimeError(message))
     assert found.get("out_of_memory") == where
