@@ -75,7 +75,9 @@ BENCHES: Mapping[str, Bench] = {
     "preempted": Bench("preempted to next step", "restart.py preempted", "--repeats 1", 30, SLURM),
     "goodput": Bench("goodput", "goodput.py", "--seconds 60 --every 30", 40, SLURM),
     "simulate": Bench("simulated goodput at 1,024 GPUs", "simulate.py --table", "--quick", 20),
-    "input": Bench("images a second of the packed input pipeline", "input.py", "", 20),
+    "input": Bench(
+        "images a second of the packed input pipeline", "input.py", "--images 512 --batches 20 --repeats 1", 20
+    ),
     "evaluate": Bench("evaluation", "evaluate.py", "--ranks 2 --milliseconds 5 --batches 20 --repeats 1", 20),
     "validation": Bench("validation that draws clips", "evaluate.py --clips 16", "--clips 4 --repeats 1", 20),
     "many_ranks": Bench("64 ranks against 16", "many_ranks.py", "--many 2x2 --few 1x2 --repeats 1", 60, SLURM),

@@ -10,9 +10,7 @@ cache. Where torchvision is not installed its ImageFolder is written out here:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -27,6 +25,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from measured import Row, absolute, ratios, tell
 
 from experiments.imagenet64.data import open_images, split, write_png
 from jobkit.train.data import Loader
@@ -112,7 +112,7 @@ def main() -> None:
         png = write_images(folder, arguments.images, classes=16)
         packed, _ = split(open_images(folder, RES, 3), 0, flip=True)
         files, what = image_folder(folder)
-        print(f"{arguments.images} PNGs of {png:.0f} bytes; against {what}, with DataLoader", flush=True)
+        images = f"{arguments.images} PNGs of {png:.0f} bytes; {what}"
         for workers in arguments.workers:
 
             def ours(workers: int = workers) -> Iterator[Any]:
@@ -122,21 +122,17 @@ def main() -> None:
                 options = {"num_workers": workers, "persistent_workers": workers > 0}
                 return endless(DataLoader(files, size, shuffle=True, **options))
 
-            report(workers, [measure(ours, theirs, arguments.batches) for _ in range(arguments.repeats)])
+            found = [measure(ours, theirs, arguments.batches) for _ in range(arguments.repeats)]
+            packed_rates, folder_rates = zip(*found, strict=True)
+            times = ratios(packed_rates, folder_rates)
+            note = f"{absolute(packed_rates, folder_rates, 'images/s')}; {images}"
+            row = f"images a second of the packed input pipeline, {workers or 'no'} workers"
+            tell(Row(row, "ImageFolder + DataLoader", times, bound=5.0, better="higher", note=note))
 
 
 def measure(ours: Batches, theirs: Batches, batches: int) -> tuple[float, float]:
     """Images a second of both, one after the other."""
     return images_per_second(ours(), batches), images_per_second(theirs(), batches // 4)
-
-
-def report(workers: int, found: list[tuple[float, float]]) -> None:
-    """Print how many times as fast the packed copy is."""
-    ratios = [one / other for one, other in found]
-    packed, folder = (round(statistics.median(side)) for side in zip(*found, strict=True))
-    ratio, spread = round(statistics.median(ratios), 2), [round(min(ratios), 2), round(max(ratios), 2)]
-    line = {"workers": workers, "packed_images_a_second": packed, "image_folder": folder}
-    print(json.dumps({**line, "times_as_fast": ratio, "target": 5, "spread": spread, "repeats": len(found)}))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def main() -> None:
         (project / "bench.yaml").write_text(YAML)
         with Cluster(Path(folder) / "slurm", nodes=2) as cluster:
             environment = {**os.environ, **cluster.env}
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it jobkit is compiled anew at each start
             for repeat in range(repeats + 1):
                 submit = [python, "-m", "jobkit.submit", "bench.yaml", "--cluster", "slurm", f"params.number={repeat}"]
                 times = (
