@@ -56,7 +56,7 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
             options = {"batch_size": p.validate_batch, "num_workers": p.workers}
             loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, **options)
             draw = drawn_clips(ctx, noise_schedule, net, p, frames_of)
-            videos = ctx.map(draw, Subset(held_out, range(p.samples)), to="main")
+            videos = ctx.map(draw, Subset(held_out, range(min(p.samples, len(held_out)))), to="main")
         ctx.log({"validation/loss": loss})
         if ctx.is_main:
             ctx.log_image("strips", strips(videos))

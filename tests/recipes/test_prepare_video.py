@@ -424,7 +424,7 @@ def frames_of(video: Path) -> np.ndarray:
 
 SMALL = (
     f"params={{latent: {list(LATENT)}, text: [{WORDS}, {FEATURES}], held_out: 1, workers: 0, steps: 3, batch: 2,"
-    " warmup: 1, samples: 1, denoising_steps: 2,"
+    " warmup: 1, samples: 3, denoising_steps: 2,"
     " model: {dim: 32, layers: 2, heads: 4, time: 16, rescale: 1.875, recompute: false}}"
 )
 
