@@ -15,7 +15,7 @@ import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Settings:
     words: int
     precision: str
     tiling: bool
+    weights: str
+    """A digest, as of `digest_of`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def find_clips(arguments: argparse.Namespace, settings: Settings) -> tuple[list[
     part, parts = arguments.part
     missing, kept, broken = [], 0, []
     for video in found[part - 1 :: parts]:
-        key = json.dumps([video.caption, settings.words, settings.precision])
+        key = json.dumps([video.caption, settings.words, settings.precision, settings.weights])
         text = arguments.destination / ".texts" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
         target = arguments.destination / f"{video.name}.safetensors"
         clip = Clip(video, target, text, arguments.weights, settings)
@@ -172,8 +174,9 @@ def find_clips(arguments: argparse.Namespace, settings: Settings) -> tuple[list[
 def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path, Path]:
     """Encode all captions, then all videos: what was done, where, and where broken ones are to be listed."""
     processes.check_packages("av", "diffusers", "PIL", "sentencepiece", "transformers")
-    settings = Settings(**{name: getattr(arguments, name) for name in Settings.__dataclass_fields__})
-    check_weights(arguments.weights, settings)
+    options = {name: getattr(arguments, name) for name in Settings.__dataclass_fields__ if name != "weights"}
+    check_weights(arguments.weights, arguments.frames, {"height": arguments.height, "width": arguments.width})
+    settings = Settings(**options, weights=digest_of(arguments.weights))
     try:
         with console.status(f"looking for videos in {arguments.source}"):
             clips, done = find_clips(arguments, settings)
@@ -192,7 +195,18 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     return done, arguments.destination, arguments.destination / report
 
 
-def check_weights(weights: Path, settings: Settings) -> None:
+def digest_of(weights: Path) -> str:
+    """16 hex digits of the autoencoder, settings and weights, and of T5's settings: it is 20 times as large."""
+    found = hashlib.sha256((weights / "text_encoder" / "config.json").read_bytes())
+    for file in sorted((weights / "vae").iterdir()):
+        if file.suffix in (".json", ".safetensors", ".bin"):
+            with file.open("rb") as opened:
+                for piece in iter(partial(opened.read, 1 << 24), b""):
+                    found.update(piece)
+    return found.hexdigest()[:16]
+
+
+def check_weights(weights: Path, frames: int, sides: dict[str, int]) -> None:
     """Failure where a model's folder is missing, or the size is none of its sizes."""
     for part in ("vae/config.json", "text_encoder/config.json", "tokenizer/tokenizer_config.json"):
         if not (weights / part).is_file():
@@ -202,11 +216,11 @@ def check_weights(weights: Path, settings: Settings) -> None:
         times, space = vae["temporal_compression_ratio"], 2 ** len(vae["block_out_channels"])
     except (ValueError, KeyError, TypeError) as error:
         raise Failure(f"{weights}/vae/config.json: not AutoencoderKLCogVideoX's: {preparing.reason(error)}") from None
-    if settings.frames % times != 1:
-        raise Failure(f"--frames: found {settings.frames}, expected a multiple of {times} and one more, as 49")
-    for side in ("height", "width"):  # the autoencoder halves them for each of its levels but one, a patch once more
-        if getattr(settings, side) % space:
-            raise Failure(f"--{side}: found {getattr(settings, side)}, expected a multiple of {space}")
+    if frames % times != 1:
+        raise Failure(f"--frames: found {frames}, expected a multiple of {times} and one more, as 49")
+    for side, found in sides.items():  # the autoencoder halves them for each of its levels but one, a patch once more
+        if found % space:
+            raise Failure(f"--{side}: found {found}, expected a multiple of {space}")
 
 
 def part(text: str) -> tuple[int, int]:

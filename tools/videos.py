@@ -37,7 +37,10 @@ ROUNDED = 0.002
 
 @dataclass(frozen=True)
 class Video:
-    """A video, its caption (None if it has none), and a name of its own: a path without `..` and without a suffix."""
+    """A video, its caption (None if it has none), and a name of its own.
+
+    The name is a path without `..`, without dots at the beginning of its parts, and without a suffix.
+    """
 
     path: Path
     caption: str | None
@@ -69,7 +72,9 @@ def find_videos(source: Path) -> list[Video]:
 def _name(path: Path, root: Path) -> str:
     relative = Path(os.path.relpath(path, root))
     below = path.resolve().relative_to("/") if relative.parts[0] == ".." else relative
-    return str(below.with_suffix(""))
+    # The training takes what begins with a dot for a file that is being written, or for .texts.
+    shown = (f"_{part}" if part.startswith(".") else part for part in below.with_suffix("").parts)
+    return str(Path(*shown))
 
 
 def _listed(source: Path) -> Iterator[tuple[Path, str]]:

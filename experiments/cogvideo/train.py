@@ -27,9 +27,8 @@ from jobkit.train.optim import fused_ema_adam
 def train(ctx: jobkit.Context) -> dict[str, float]:
     """Train as the YAML's params say; the result is the loss on held-out clips."""
     p = ctx.params
-    model = net = ctx.parallelize(
-        starting_network(ctx, p)
-    )  # before data are read: one that cannot be spread fails at once
+    # Before data are read: one that cannot be spread fails at once.
+    model = net = ctx.parallelize(starting_network(ctx, p))
     optimizer = ctx.optimizer(
         model,
         fused_ema_adam,
@@ -50,7 +49,7 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
             options = {"batch_size": p.validate_batch, "num_workers": p.workers}
             loss = ctx.evaluate(errors(ctx, noise_schedule, net), held_out, **options)
             draw = drawn_clips(ctx, noise_schedule, net, p, frames_of)
-            videos = ctx.map(draw, Subset(held_out, range(p.samples)), to="main")
+            videos = ctx.map(draw, Subset(held_out, range(min(p.samples, len(held_out)))), to="main")
         ctx.log({"validation/loss": loss})
         if ctx.is_main:
             ctx.log_image("strips", strips(videos))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from experiments.minimind.documents import documents
+from experiments.minimind.documents import documents, tokens_of
 from experiments.minimind.tokens import open_tokenizer
 from jobkit.errors import InputError, InvalidValue
 
@@ -27,8 +28,12 @@ def check(params: dict[str, Any]) -> None:
         raise InvalidValue("params.tokenizer", str(error)) from None
     if params["topics"]:
         return  # they are written when the run begins
+    data = Path(params["data"])
     try:
-        if not list(islice(documents(Path(params["data"])), FIRST)):
-            raise InputError(f"{params['data']}: no document in it")
+        if not list(islice(documents(data), FIRST)):
+            raise InputError(f"{data}: no document in it")
     except (InputError, OSError) as error:
         raise InvalidValue("params.data", str(error)) from None
+    if not (tokens_of(data).exists() or os.access(data.parent, os.W_OK)):
+        problem = f"{data.parent} cannot be written, and the tokens go there: link the file into a folder of yours"
+        raise InvalidValue("params.data", problem)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from experiments.minimind.documents import documents
+from experiments.minimind.documents import documents, tokens_of
 from experiments.minimind.tokens import Tokenizer
 from jobkit.errors import InputError, UsageError
 from jobkit.train.prepared import prepare_folder
@@ -58,13 +58,13 @@ class Corpus:
 
     def state_dict(self) -> dict[str, str]:
         """What a checkpoint says of the data, for a run that goes on."""
-        return {"documents": self.sha256, "tokenizer": self.tokenizer}
+        return {"documents": self.sha256, "tokens (of another tokenizer)": self.tokenizer}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Raise UsageError where a run was trained on other documents, or on tokens of another tokenizer."""
         for what, found in self.state_dict().items():
             if state[what] != found:
-                raise UsageError(f"{what}: other than those that the run was trained on; --fresh begins anew")
+                raise UsageError(f"the run was trained on other {what}")
 
     def training(self, length: int, packed: bool) -> Samples:
         """The training documents in samples of `length` tokens.
@@ -167,7 +167,7 @@ def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float) -> Corpus:
     """
     state = file.stat()
     made_from = (FORM, state.st_size, state.st_mtime_ns, tokenizer.fingerprint, held_out)
-    folder = file.with_name(file.name + ".tokens") / hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]
+    folder = tokens_of(file) / hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]
 
     def pack(temporary: Path) -> None:
         print(f"packing {file} into {folder}, once", flush=True)

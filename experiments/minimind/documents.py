@@ -13,6 +13,11 @@ LONGEST = 64 << 20
 """Bytes of a line: a file that is one array of documents would else be read as one line, into memory."""
 
 
+def tokens_of(file: Path) -> Path:
+    """The folder of the copies of a file's tokens, beside it."""
+    return file.with_name(f"{file.name}.tokens")
+
+
 def documents(file: Path) -> Iterator[str]:
     """The text of each line; empty lines count as none.
 

@@ -15,9 +15,11 @@ from harness.in_process import jobkit
 from harness.project import Project, status
 
 from experiments.minimind import documents
+from experiments.minimind.check import check
 from experiments.minimind.data import Corpus, open_corpus
+from experiments.minimind.documents import tokens_of
 from experiments.minimind.tokens import FileTokenizer, open_tokenizer
-from jobkit.errors import InputError, UsageError
+from jobkit.errors import InputError, InvalidValue, UsageError
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "train_tokenizer.py"
@@ -200,6 +202,22 @@ def test_data_of_another_format_are_refused_with_file_and_line(project: Project,
     assert f"inputs: {data}: no such file" in refused(project)
 
 
+def test_data_beside_which_nothing_can_be_written_are_refused_and_a_link_to_them_is_not(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / "mine" / "text.jsonl"
+    link.symlink_to(data)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != data.parent)
+    params = {"length": 24, "held_out": 0.2, "topics": False, "tokenizer": "bytes", "model": {"vocabulary": 258}}
+    params |= {"begin_of_text": "", "end_of_text": ""}
+    with pytest.raises(InvalidValue, match="cannot be written, and the tokens go there: link the file"):
+        check(params | {"data": str(data)})
+    check(params | {"data": str(link)})
+    tokens_of(data).mkdir()
+    check(params | {"data": str(data)})
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused(project: Project, tmp_path: Path) -> None:
     tokenizer = project.env["MINIMIND_TOKENIZER"]
     said = refused(project, "params.end_of_text=<|eos|>")
@@ -237,10 +255,10 @@ def test_a_run_does_not_go_on_with_other_documents_or_another_tokenizer(data: Pa
 
     trained = opened("one.json").state_dict()
     opened("one.json").load_state_dict(trained)
-    with pytest.raises(UsageError, match="tokenizer: other than"):
+    with pytest.raises(UsageError, match="trained on other tokens"):
         opened("two.json").load_state_dict(trained)
     write(data, *reversed(as_lines(400)))
-    with pytest.raises(UsageError, match="documents: other than"):
+    with pytest.raises(UsageError, match="trained on other documents"):
         opened("one.json").load_state_dict(trained)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 from videos import find_videos, read_frames
 
+from experiments.cogvideo.clips import Clips, write_index
 from experiments.cogvideo.decoder import decode, load_vae
 from experiments.cogvideo.published import load_published
 from experiments.cogvideo.transformer import VideoTransformer
@@ -185,6 +187,36 @@ def test_a_second_run_makes_what_is_missing_not_whole_or_of_another_caption(
     assert one.read_bytes() == before[one]
     assert two.read_bytes() != before[two] and "the grey field" in prepare_video.says(two)
     assert "0 made, 4 already there, 0 broken" in prepare(rows)
+
+
+def test_what_other_weights_made_is_made_again(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    row = {"video": str(source / "videos" / "0.mp4"), "caption": CAPTIONS[0]}
+    (tmp_path / "clips.jsonl").write_text(json.dumps(row) + "\n")
+    other = shutil.copytree(weights, tmp_path / "other")
+    config = json.loads((other / "vae" / "config.json").read_text()) | {"scaling_factor": 0.7}  # as of the 5b
+    (other / "vae" / "config.json").write_text(json.dumps(config))
+    made = []
+    for folder in (weights, shutil.copytree(weights, tmp_path / "copied"), other):
+        said = here(prepare_video, tmp_path / "clips.jsonl", tmp_path / "out", "--weights", folder, *SIZE)
+        made.append(said.partition(": ")[2].partition(" made")[0])
+    assert made == ["1", "0", "1"]
+
+
+def test_each_video_that_is_made_is_one_that_is_trained_on(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    names = ("b/c.mp4", "b/.c.mp4", ".hidden/a.mp4", "中文 é/v.1.mp4")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(source / "videos" / "0.mp4", tmp_path / name)
+    rows = [json.dumps({"video": name, "caption": CAPTIONS[0]}) for name in names]
+    (tmp_path / "clips.jsonl").write_text("\n".join(rows))
+    here(prepare_video, tmp_path / "clips.jsonl", tmp_path / "out", "--weights", weights, *SIZE)
+    write_index(tmp_path / "out", tmp_path / "clips.npy")
+    clips = Clips(tmp_path / "out", tmp_path / "clips.npy", LATENT, (WORDS, FEATURES))
+    assert len(clips) == len({tuple(clips[k][0].flatten().tolist()) for k in range(len(clips))}) == len(names)
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "kill -9"])
@@ -392,7 +424,7 @@ def frames_of(video: Path) -> np.ndarray:
 
 SMALL = (
     f"params={{latent: {list(LATENT)}, text: [{WORDS}, {FEATURES}], held_out: 1, workers: 0, steps: 3, batch: 2,"
-    " warmup: 1, samples: 1, denoising_steps: 2,"
+    " warmup: 1, samples: 3, denoising_steps: 2,"
     " model: {dim: 32, layers: 2, heads: 4, time: 16, rescale: 1.875, recompute: false}}"
 )
 
