@@ -102,7 +102,10 @@ def check_values(plan: LaunchPlan) -> None:
     refers = {text for _, text in references.texts_with_references(config)}  # looked for when the run starts
     for path in (one for one in config.inputs if one not in refers):
         try:
-            problem = "" if Path(path).expanduser().exists() else "no such file or directory"
+            full = Path(path).expanduser()
+            problem = "" if full.exists() else "no such file or directory"
+            if path.startswith("~") and not problem:  # params have it as it stands, and open() takes no `~`
+                problem = f"`~` is not expanded in the job: write {full}"
         except (OSError, ValueError, RuntimeError) as error:  # too long, not to be looked at, or `~` of nobody
             problem = getattr(error, "strerror", None) or str(error)
         if problem:

@@ -160,6 +160,7 @@ MISTAKES = [
         ["mytask.py:1", "import .other", "relative"],
         files={"mytask.py": f"from . import other\n{TRAIN}", "other.py": ""},
     ),
+    Mistake("an input by ~", ["inputs", "~/: `~` is not expanded in the job: write /"], ["inputs=[~/]"]),
     Mistake("an input of nobody's", ["inputs", "~nosuchuser/x", "home"], ["inputs=[~nosuchuser/x]"]),
     Mistake("an input whose name is too long", ["inputs", "File name too long"], [f"inputs=[{'b' * 300}]"]),
     Mistake("a missing input", ["inputs", "/no/such/data"], ["inputs=[/no/such/data]"]),
