@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +237,7 @@ class Reader:
         return targets, left_out
 
 
+@lru_cache  # asked of each tensor, and there are few trees
 def _name(tree: str) -> str:
     return unescape(tree.removeprefix(f"{SHARED}."))
 

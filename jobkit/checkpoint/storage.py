@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,8 @@ INDEX = "index.pickle"
 
 _BLOCK = 8 << 20
 _BLOCKS = 4  # one filling, one being written, one in the checksum, one ready for whichever is faster
+
+_SMALL = 64 << 10  # bytes that are copied sooner than NumPy is asked to
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,12 @@ class ChecksummedFile:
         self.size += len(data)
         while data:
             count = min(len(data), _BLOCK - self._used)
-            # NumPy lets go of the GIL while it copies; assigning to a slice does not.
-            target = np.frombuffer(self._block, np.uint8, count, self._used)
-            np.copyto(target, np.frombuffer(data[:count], np.uint8))
+            if count <= _SMALL:
+                self._block[self._used : self._used + count] = data[:count]
+            else:
+                # NumPy lets go of the GIL while it copies; assigning to a slice does not.
+                target = np.frombuffer(self._block, np.uint8, count, self._used)
+                np.copyto(target, np.frombuffer(data[:count], np.uint8))
             self._used += count
             data = data[count:]
             if self._used == _BLOCK:
@@ -175,13 +180,15 @@ def write_items(
 
     torch's FileSystemWriter takes no checksum, goes through the page cache and pickles each tensor.
     """
-    extents = []
-    with ChecksummedFile(directory / file_of(rank)) as file:
+    name, extents = file_of(rank), []
+    with ChecksummedFile(directory / name) as file:
         for item, value in items:
-            data = memoryview(value) if isinstance(value, bytes) else _bytes_of(value)
-            extent = Extent(file_of(rank), file.size, len(data))
-            if isinstance(value, torch.Tensor):
-                extent = replace(extent, shape=tuple(value.shape), dtype=value.dtype)
+            if isinstance(value, bytes):
+                data = memoryview(value)
+                extent = Extent(name, file.size, len(data))
+            else:
+                data = _bytes_of(value)
+                extent = Extent(name, file.size, len(data), tuple(value.shape), value.dtype)
             extents.append((item.index, extent))
             file.write(data)
     return file.digest, extents
@@ -251,7 +258,8 @@ def read_exactly(file: io.RawIOBase | io.BytesIO, offset: int, target: memoryvie
 
 
 def _bytes_of(value: torch.Tensor) -> memoryview:
-    return raw(value.detach().cpu().resolve_conj().resolve_neg().contiguous())
+    is_plain = value.is_cpu and value.is_contiguous() and not (value.requires_grad or value.is_conj() or value.is_neg())
+    return raw(value if is_plain else value.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

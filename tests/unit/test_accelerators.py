@@ -66,7 +66,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def stream(device: torch.device) -> Any:
         return SimpleNamespace(synchronize=lambda: found.append("wait for the copies"))
 
+    def all_at_once(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            noted(target, source)
+
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    monkeypatch.setattr(torch, "_foreach_copy_", all_at_once)
     module = SimpleNamespace(synchronize=lambda device: found.append("wait for all streams"), current_stream=stream)
     monkeypatch.setattr(staging.torch, "get_device_module", lambda device: module)
     return found
