@@ -103,7 +103,8 @@ class HostBuffers:
             return
         if layout != self._layout:
             self._layout, self._views, self._ordered = {}, {}, []  # the old memory goes before the new comes
-            self._views = _allocate(layout, device, self._block)
+            with torch.inference_mode(False):  # what is made in it cannot be copied to once it is left
+                self._views = _allocate(layout, device, self._block)
         self._layout, self._ordered = layout, [self._views[key] for key in layout]
 
 

@@ -305,3 +305,40 @@ def test_a_known_state_in_memory_has_the_values_of_its_save(tmp_path: Path, last
     assert loaded is not None and loaded.snapshot is not None
     assert loaded.step == last
     assert bits(loaded.shared["state"]) == expected
+
+
+def test_a_save_within_inference_mode_leaves_memory_that_later_ones_can_copy_to(tmp_path: Path) -> None:
+    checkpointer, state = Checkpointer(Store(tmp_path)), a_state()
+    with torch.inference_mode():
+        checkpointer.save(1, {"state": state}).wait()
+    state["model"]["a"].add_(1)
+    checkpointer.save(2, {"state": state}).wait()
+    with torch.inference_mode():
+        state["model"]["a"] = torch.full((3,), 5.0)
+        checkpointer.save(3, {"state": state}).wait()
+    loaded = checkpointer.load_newest()
+    assert loaded is not None and loaded.step == 3
+    assert bits(loaded.shared["state"]) == bits(state)
+
+
+def save_and_differ(team: Team, root: Path) -> list[str | None]:
+    """The error of each of several saves, of which rank 1 has another state at the fifth and the seventh."""
+    checkpointer, found = team.checkpointer(root), list[str | None]()
+    for step in range(1, 9):
+        state = {"a": torch.ones(3) * step, "b": torch.ones(4), "c": torch.ones(5), "lr": 1 / step}
+        if team.rank == 1 and step == 5:
+            state["b"] = torch.ones(2, 2)
+        if team.rank == 1 and step == 7:
+            state["d"] = state.pop("c")
+        error = checkpointer.save(step, {"state": state}).outcome().error
+        found.append(None if error is None else str(error))
+    loaded = checkpointer.load_newest()
+    assert loaded is not None and bits(loaded.shared["state"]) == bits(state)
+    checkpointer.close()
+    return found
+
+
+def test_a_known_state_that_changes_on_one_rank_alone_is_not_saved_and_the_next_one_is(tmp_path: Path) -> None:
+    for found in on_ranks(2, save_and_differ, tmp_path):
+        assert [step for step, error in enumerate(found, 1) if error is not None] == [5, 7]
+        assert all("not the same on rank" in error for error in found if error is not None)
