@@ -22,7 +22,7 @@ import signal
 
 import torch
 
-from experiments import minimind
+from experiments.minimind import train as minimind
 
 
 def train(ctx):
