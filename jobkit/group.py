@@ -86,9 +86,7 @@ class RankGroup:
         """Every rank's value, by rank, on rank 0; on the others nothing: for values that are not small."""
         if self.group is None:
             return self.gather(value)
-        found: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, found, group=self.group, group_dst=0)
-        return found or []
+        return _gather_objects(self.group, value, on_main=True)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -203,20 +201,33 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, JobkitError) else f"{type(error).__name__}: {error}"
 
 
-def _gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """Every rank's value, by rank. torch's all_gather_object exchanges the lengths first, always, and takes 3 ms."""
+def _gather_objects(group: dist.ProcessGroup, value: Any, *, on_main: bool = False) -> list[Any]:
+    """Every rank's value, by rank; nothing on the others where it is for rank 0 alone.
+
+    torch's all_gather_object exchanges the lengths first, always, and takes 3 ms.
+    """
     data = pickle.dumps(value)
     message = len(data).to_bytes(8, "little") + data
     first = _gather_bytes(group, message[:_TOGETHER].ljust(_TOGETHER, b"\0"))
     lengths = [8 + int.from_bytes(one[:8], "little") for one in first]
+    rest = [b""] * len(first)
     if (most := max(lengths) - _TOGETHER) > 0:
-        rest = _gather_bytes(group, message[_TOGETHER:].ljust(most, b"\0"))
-        first = [one + other for one, other in zip(first, rest, strict=True)]
-    return [pickle.loads(one[8:length]) for one, length in zip(first, lengths, strict=True)]
+        rest = _gather_bytes(group, message[_TOGETHER:].ljust(most, b"\0"), on_main=on_main)
+    if on_main and dist.get_rank(group) != 0:
+        return []
+    return [pickle.loads((one + other)[8:end]) for one, other, end in zip(first, rest, lengths, strict=True)]
 
 
-def _gather_bytes(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
-    """Every rank's message, of one length."""
-    found = [torch.empty(len(message), dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, torch.frombuffer(bytearray(message), dtype=torch.uint8), group=group)
+def _gather_bytes(group: dist.ProcessGroup, message: bytes, *, on_main: bool = False) -> list[bytes]:
+    """Every rank's message, of one length, by way of rank 0; nothing on the others where it is for rank 0 alone.
+
+    gloo's all_gather passes them round in a ring: N (N - 1) messages, each of which waits for the one before. This
+    takes 2 (N - 1): of 64 ranks on two cores 27 ms instead of 350.
+    """
+    is_main, size = dist.get_rank(group) == 0, dist.get_world_size(group)
+    found = torch.empty(size if is_main or not on_main else 0, len(message), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    dist.gather(own, list(found) if is_main else None, group=group, group_dst=0)
+    if not on_main:
+        dist.broadcast(found, group=group, group_src=0)
     return [one.numpy().tobytes() for one in found]

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -140,17 +141,17 @@ class Sent:
 
     def __init__(self) -> None:
         self.nbytes = self.plans = 0
-        gather, plan = dist.gather_object, DefaultSavePlanner.create_global_plan
+        gather, plan = RankGroup.gather_on_main, DefaultSavePlanner.create_global_plan
 
-        def gather_object(obj: Any, *args: Any, **options: Any) -> None:
-            self.nbytes += len(pickle.dumps(obj))
-            gather(obj, *args, **options)
+        def gather_on_main(group: RankGroup, value: Any) -> list[Any]:
+            self.nbytes += len(pickle.dumps(value))
+            return gather(group, value)
 
         def create_global_plan(planner: DefaultSavePlanner, plans: Any) -> Any:
             self.plans += 1
             return plan(planner, plans)
 
-        dist.gather_object = gather_object
+        RankGroup.gather_on_main = gather_on_main  # type: ignore[method-assign]
         DefaultSavePlanner.create_global_plan = create_global_plan  # type: ignore[method-assign]
 
     def since(self) -> tuple[int, int]:

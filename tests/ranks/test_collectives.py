@@ -11,16 +11,19 @@ from jobkit.group import RankGroup
 from jobkit.train.data_parallel import send_first
 from jobkit.train.local_sgd import average_replicas
 
+Gathered = list[tuple[int, str]]
 
-def gathered(team: Team, sizes: list[int]) -> list[tuple[int, str]]:
+
+def gathered(team: Team, sizes: list[int]) -> tuple[Gathered, Gathered]:
     group = RankGroup.of_world()
-    return group.gather((team.rank, "x" * sizes[team.rank]))
+    value = team.rank, "x" * sizes[team.rank]
+    return group.gather(value), group.gather_on_main(value)
 
 
 @pytest.mark.parametrize("sizes", [[0, 1, 2], [5000, 0, 3], [1, 2, 1_000_000], [1007, 1008, 1009]])
-def test_values_of_any_size_are_gathered(sizes: list[int]) -> None:
+def test_values_of_any_size_are_gathered_on_all_ranks_or_on_the_first(sizes: list[int]) -> None:
     expected = [(rank, "x" * size) for rank, size in enumerate(sizes)]
-    assert on_ranks(3, gathered, sizes) == [expected] * 3
+    assert on_ranks(3, gathered, sizes) == [(expected, expected), (expected, []), (expected, [])]
 
 
 class Views(nn.Module):
