@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import socket
 import time
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous as connect
 from jobkit.addresses import RENDEZVOUS_SECONDS, announce, answering, free_port, interface_towards, new_token
 from jobkit.errors import DistributedError
 from jobkit.group import RankGroup
+from jobkit.log import log
 from jobkit.worker.launcher import Launch, Topology
 from jobkit.worker.restarts import outlives_ranks, store_of_this_start
 
@@ -29,6 +31,11 @@ that has come within RENDEZVOUS_SECONDS is only kept from it by a machine that i
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Of a collective: longer than the slowest checkpoint or compilation on one rank. Hangs are for the watchdog."""
+
+
+SOCKETS_PER_RANK, OTHER_FILES = 6, 512
+"""Open files of a rank: gloo connects it with every other one in each group, of which jobkit has three and the model
+some; and everything else, as the samples of data loaders."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Rendezvous:
         """Form the process group, unless there is one; `backend` is init_process_group's. Collective."""
         if self.store is None:
             return self.group
+        allow_open_files(SOCKETS_PER_RANK * self.topology.world_size + OTHER_FILES, self.topology.local_rank == 0)
         dist.init_process_group(
             backend,
             store=PrefixStore("jobkit", self.store),
@@ -82,6 +90,26 @@ def rendezvous(launch: Launch, file: Path, purpose: str = "jobkit") -> Rendezvou
     if topology.rank == 0:
         file.unlink(missing_ok=True)  # all are here: a later launch must not find it
     return Rendezvous(topology, group, store)
+
+
+def allow_open_files(needed: int, is_first: bool) -> None:
+    """Raise this process's limit of open files as far as it may: the usual 1,024 are too few for 350 ranks.
+
+    Where the hard limit is lower, the first rank of a node says so: gloo ends the process without a word.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed and is_first:
+        log.warning(
+            "%s allows a process %d open files (ulimit -Hn), and so many ranks may need %d: raise LimitNOFILE of "
+            "slurmd there, or the limit of its users",
+            socket.gethostname(),
+            allowed,
+            needed,
+        )
 
 
 _rendezvous = itertools.count()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,15 @@ def test_each_rank_of_a_run_says_once_what_it_computes_on(tmp_path: Path) -> Non
     for rank, line in ((0, "2 rank(s), gloo, cpu"), (1, "rank 1: cpu")):
         lines = (run / "logs" / "1" / f"rank_{rank}.out").read_text().splitlines()
         assert lines.count(line) == 1, describe(run)
+
+
+LIMITED = ["bash", "-c", 'ulimit -Sn 40 && exec "$0" "$@"', sys.executable, "-m", "jobkit", "submit", "toy.yaml"]
+
+
+def test_more_ranks_find_each_other_than_the_soft_limit_of_open_files_has_room_for(tmp_path: Path) -> None:
+    """Each needs three for every other one, and twenty."""
+    project = Project(tmp_path)
+    command = [*LIMITED, "--local", "params.steps=2", "resources.tasks_per_node=6"]
+    done = subprocess.run(command, cwd=project.path, env=project.env, capture_output=True, text=True, timeout=300)
+    (run,) = project.runs
+    assert done.returncode == 0, describe(run)
