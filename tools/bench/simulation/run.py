@@ -77,6 +77,7 @@ class Run:
         self._memory: float | None = None
         self._submission = 1
         self._excluded: list[str] = []
+        self._seen_broken: list[str] = []
         self._job: list[str] = []
         self._lost: set[str] = set()
         self._used: list[str] = []
@@ -228,13 +229,16 @@ class Run:
         if cause not in (PREEMPTED, "timeout"):
             attempt.failure = self._failure(cause, node)
         self.attempts.append(attempt)
+        if cause == "gpu" and node not in self._seen_broken:
+            self._seen_broken.append(node)
         action = self._next_action(cause, lost_batch_node)
         if action == "in_place":
             self._in_place = True
             return
         if action == "stop":
             self._submission += 1
-            self._excluded = [node] if cause == "gpu" else []  # a person sees which GPU is broken
+            # A person sees which GPUs broke, and whether they have been repaired.
+            self._excluded = [name for name in self._seen_broken if self._broken_until[self._number[name]] > self.now]
             self.resubmitted += 1
             self._spend("person", cluster.person)
         else:
