@@ -1,8 +1,13 @@
 """A step that logs its loss each time: jobkit's loop beside Lightning's and Hugging Face's Trainer, and one by hand.
 
-The same model, data, optimizer and DDP over gloo in each; by hand nothing is logged. Each kind trains in processes of
-its own, and they take turns, a block of steps each, so that a busy machine slows all:
+The same model, data in random order, optimizer and DDP over gloo in each, gradients not clipped; by hand nothing is
+logged. Each kind trains in processes of its own, and they take turns, a block of steps each, so that a busy machine
+slows all. The processor time of rank 0, which other processes lengthen less, is told beside:
     python tools/bench/frameworks.py --ranks 1 2 4 --milliseconds 10
+
+What cannot be made the same: Hugging Face's Trainer logs the learning rate and the epoch too, averages the loss over
+the ranks, steps a schedule, and flushes TensorBoard's file at each step; jobkit seeds the generators for each sample,
+looks whether losses are numbers, and takes snapshots of the state.
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import measured
 import torch
@@ -67,13 +73,13 @@ class Model(torch.nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Enough for each step of a run."""
+    """More than the blocks of a run take by default: none has an epoch's end in it."""
 
     def __init__(self) -> None:
         self.x = torch.randn(1024, WIDTH)
 
     def __len__(self) -> int:
-        return 10**7
+        return 10**6
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"x": self.x[index % 1024], "labels": self.x[(index + 1) % 1024]}
@@ -91,7 +97,7 @@ class Turns:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.steps, self.started = 0, 0.0
+        self.steps, self.started, self.cpu_started = 0, 0.0, 0.0
         self.is_main = os.environ.get("RANK", "0") == "0"
         if self.is_main:
             self.go, self.told = (folder / "go").open(), (folder / "told").open("w")
@@ -99,12 +105,12 @@ class Turns:
     def step_begins(self) -> None:
         """Called before each step."""
         if self.is_main and self.steps >= WARM_UP and (self.steps - WARM_UP) % BLOCK_STEPS == 0:
-            began = time.perf_counter()
-            self.told.write(f"{(began - self.started) / BLOCK_STEPS}\n")
+            began, cpu = time.perf_counter(), time.process_time() - self.cpu_started
+            self.told.write(f"{(began - self.started) / BLOCK_STEPS} {cpu / BLOCK_STEPS}\n")
             self.told.flush()
             if not self.go.readline():
                 self.is_over()
-            self.started = time.perf_counter()
+            self.started, self.cpu_started = time.perf_counter(), time.process_time()
             self.waited(self.started - began)
         self.steps += 1
 
@@ -158,8 +164,8 @@ def by_hand(products: int, folder: Path) -> None:
         torch.distributed.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer, turns = adamw(model), Turns(folder)
-    sampler = DistributedSampler(Samples(), world, int(os.environ["RANK"]), shuffle=False)
-    for batch in DataLoader(Samples(), BATCH, sampler=sampler):
+    loader = DataLoader(Samples(), BATCH, sampler=DistributedSampler(Samples(), world, int(os.environ["RANK"])))
+    for batch in chain.from_iterable(repeat(loader)):
         turns.step_begins()
         loss = model(**batch)["loss"]
         loss.backward()
@@ -180,7 +186,7 @@ def huggingface(products: int, folder: Path) -> None:
     arguments = TrainingArguments(
         output_dir="out",
         per_device_train_batch_size=BATCH,
-        max_steps=STEPS // int(os.environ["WORLD_SIZE"]) // BATCH,
+        max_steps=STEPS,
         report_to="tensorboard",
         logging_steps=1,
         save_strategy="no",
@@ -189,8 +195,11 @@ def huggingface(products: int, folder: Path) -> None:
         disable_tqdm=True,
         use_cpu=True,
         ddp_backend="gloo",
+        ddp_find_unused_parameters=False,  # for a model that is not its own it looks for them
     )
-    trainer = Trainer(model=Model(products), args=arguments, train_dataset=Samples())
+    model = Model(products)
+    # Its own optimizer would be the fused kernel, with two groups of parameters.
+    trainer = Trainer(model=model, args=arguments, train_dataset=Samples(), optimizers=(adamw(model), None))
     trainer.pop_callback(PrinterCallback)
     trainer.add_callback(InTurns())
     trainer.train()
@@ -232,12 +241,19 @@ def lightning(products: int, folder: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(Samples(), BATCH, shuffle=False))
+    trainer.fit(Module(), torch.utils.data.DataLoader(Samples(), BATCH, shuffle=True))
 
 
 KINDS: Mapping[str, Callable[[int, Path], None]] = {"hand": by_hand, "lightning": lightning, "huggingface": huggingface}
 PEERS = {"lightning": ("Lightning's Trainer", "lightning"), "huggingface": ("Hugging Face's Trainer", "transformers")}
 """What a peer is called, and its package."""
+
+
+class Times(NamedTuple):
+    """Seconds of a step, and those of a processor that rank 0 took for it, in all its threads."""
+
+    wall: float
+    cpu: float
 
 
 class Training:
@@ -294,15 +310,15 @@ class Training:
         if any(process.poll() is not None for process in self.processes):
             raise SystemExit(f"{self.kind}: ended: {self.log.read_text()[-2000:]}")
 
-    def answer(self) -> float:
-        """Seconds of a step in its last block; the first answer says that it is ready for one."""
+    def answer(self) -> Times:
+        """Of a step in its last block; the first answer says that it is ready for one."""
         while not (line := self.told.readline()):  # it has not opened its end yet, or is gone
             self._refuse_ended()
             time.sleep(0.05)
-        return float(line)
+        return Times(*map(float, line.split()))
 
-    def block(self) -> float:
-        """Train for a block; seconds of a step."""
+    def block(self) -> Times:
+        """Train for a block."""
         self.go.write("\n")
         return self.answer()
 
@@ -321,10 +337,10 @@ class Training:
                 process.wait()
 
 
-def measure(ranks: int, products: int, blocks: int) -> dict[str, list[float]]:
-    """Seconds of a step of each kind, block by block."""
+def measure(ranks: int, products: int, blocks: int) -> dict[str, list[Times]]:
+    """The times of a step of each kind, block by block."""
     kinds = ["jobkit", "hand", *(kind for kind, (_, package) in PEERS.items() if is_installed(package))]
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    times: dict[str, list[Times]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder, ExitStack() as ends:
         trainings = []
         for kind in kinds:
@@ -337,23 +353,23 @@ def measure(ranks: int, products: int, blocks: int) -> dict[str, list[float]]:
     return times
 
 
-def report(ranks: int, times: Mapping[str, list[float]]) -> None:
+def report(ranks: int, measured_times: Mapping[str, Sequence[Times]]) -> None:
     what = f"step, {ranks} rank{'s' * (ranks > 1)}, logging every step"
-    hand = times["hand"]
-    over = {kind: statistics.median(ratios(seconds, hand)) for kind, seconds in times.items()}
-    length = f"a step of {1e3 * statistics.median(hand):.1f} ms by hand"
-    note = f"{length}, with a DataLoader in each"
-    tell(
-        Row(
-            f"{what}, its data loaded", "the loop by hand, which logs nothing", ratios(times["jobkit"], hand), note=note
-        )
-    )
-    for kind, (name, package) in PEERS.items():
-        if kind not in times:
-            tell(missing(what, name, f"{package} is not installed", 1.0))
-            continue
-        note = f"{length}; over it: jobkit {over['jobkit']:.3f}, {name} {over[kind]:.3f}"
-        tell(Row(what, name, ratios(times["jobkit"], times[kind]), 1.0, below=True, note=note))
+    for name_of_time, suffix, is_bound in (("wall", "", True), ("cpu", ", processor time of rank 0", False)):
+        times = {kind: [getattr(one, name_of_time) for one in found] for kind, found in measured_times.items()}
+        hand = times["hand"]
+        over = {kind: statistics.median(ratios(seconds, hand)) for kind, seconds in times.items()}
+        length = f"a step of {1e3 * statistics.median(hand):.1f} ms by hand"
+        note = f"{length}, with a DataLoader in each"
+        by_hand = "the loop by hand, which logs nothing"
+        tell(Row(f"{what}, its data loaded{suffix}", by_hand, ratios(times["jobkit"], hand), note=note))
+        bound = 1.0 if is_bound else None
+        for kind, (name, package) in PEERS.items():
+            if kind not in times:
+                tell(missing(what + suffix, name, f"{package} is not installed", bound))
+                continue
+            note = f"{length}; over it: jobkit {over['jobkit']:.3f}, {name} {over[kind]:.3f}"
+            tell(Row(what + suffix, name, ratios(times["jobkit"], times[kind]), bound, below=is_bound, note=note))
 
 
 def main() -> None:
