@@ -2,7 +2,9 @@
 
 The same model, data in random order, optimizer and DDP over gloo in each, gradients not clipped; by hand nothing is
 logged. Each kind trains in processes of its own, and they take turns, a block of steps each, so that a busy machine
-slows all. The processor time of rank 0, which other processes lengthen less, is told beside:
+slows all; not alike, for one that waits for its disk at each step gets a processor sooner than one that computes. So
+two times of rank 0 are told beside, which other processes lengthen less: without what its training waited for a
+processor, and its processor time:
     python tools/bench/frameworks.py --ranks 1 2 4 --milliseconds 10
 
 What cannot be made the same: Hugging Face's Trainer logs the learning rate and the epoch too, averages the loss over
@@ -54,9 +56,9 @@ def products_in(milliseconds: float) -> int:
     """How many take so long."""
     matrix, product = torch.randn(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
     work(2000, matrix, product)  # a processor that has slept is slow at first
-    started = time.perf_counter()
+    started = time.thread_time()  # one thread computes them, and others may have its processor meanwhile
     work(500, matrix, product)
-    return max(1, round(milliseconds / 1e3 / ((time.perf_counter() - started) / 500)))
+    return max(1, round(milliseconds / 1e3 / ((time.thread_time() - started) / 500)))
 
 
 class Model(torch.nn.Module):
@@ -89,6 +91,25 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+class Times(NamedTuple):
+    """Seconds of a step: on the clock, without those in which the training's thread waited for a processor that others
+    had, and those of a processor, of all threads."""
+
+    wall: float
+    unqueued: float
+    cpu: float
+
+
+def now() -> Times:
+    """As far as this process is."""
+    wall = time.perf_counter()
+    try:
+        _, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:  # not Linux
+        queued = "0"
+    return Times(wall, wall - int(queued) / 1e9, time.process_time())
+
+
 class Turns:
     """In a training: times blocks of steps, each after a line from the process that gives the turns.
 
@@ -97,7 +118,7 @@ class Turns:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.steps, self.started, self.cpu_started = 0, 0.0, 0.0
+        self.steps, self.started = 0, Times(0.0, 0.0, 0.0)
         self.is_main = os.environ.get("RANK", "0") == "0"
         if self.is_main:
             self.go, self.told = (folder / "go").open(), (folder / "told").open("w")
@@ -105,13 +126,14 @@ class Turns:
     def step_begins(self) -> None:
         """Called before each step."""
         if self.is_main and self.steps >= WARM_UP and (self.steps - WARM_UP) % BLOCK_STEPS == 0:
-            began, cpu = time.perf_counter(), time.process_time() - self.cpu_started
-            self.told.write(f"{(began - self.started) / BLOCK_STEPS} {cpu / BLOCK_STEPS}\n")
+            began = now()
+            told = ((end - start) / BLOCK_STEPS for start, end in zip(self.started, began, strict=True))
+            self.told.write(f"{' '.join(map(str, told))}\n")
             self.told.flush()
             if not self.go.readline():
                 self.is_over()
-            self.started, self.cpu_started = time.perf_counter(), time.process_time()
-            self.waited(self.started - began)
+            self.started = now()
+            self.waited(self.started.wall - began.wall)
         self.steps += 1
 
     def waited(self, seconds: float) -> None:
@@ -249,13 +271,6 @@ PEERS = {"lightning": ("Lightning's Trainer", "lightning"), "huggingface": ("Hug
 """What a peer is called, and its package."""
 
 
-class Times(NamedTuple):
-    """Seconds of a step, and those of a processor that rank 0 took for it, in all its threads."""
-
-    wall: float
-    cpu: float
-
-
 class Training:
     """The processes of one kind, which train when they are told to."""
 
@@ -355,21 +370,23 @@ def measure(ranks: int, products: int, blocks: int) -> dict[str, list[Times]]:
 
 def report(ranks: int, measured_times: Mapping[str, Sequence[Times]]) -> None:
     what = f"step, {ranks} rank{'s' * (ranks > 1)}, logging every step"
-    for name_of_time, suffix, is_bound in (("wall", "", True), ("cpu", ", processor time of rank 0", False)):
-        times = {kind: [getattr(one, name_of_time) for one in found] for kind, found in measured_times.items()}
+    suffixes = "", ", without rank 0's waiting for a processor", ", processor time of rank 0"  # as in Times
+    for number, suffix in enumerate(suffixes):
+        times = {kind: [one[number] for one in found] for kind, found in measured_times.items()}
         hand = times["hand"]
         over = {kind: statistics.median(ratios(seconds, hand)) for kind, seconds in times.items()}
         length = f"a step of {1e3 * statistics.median(hand):.1f} ms by hand"
         note = f"{length}, with a DataLoader in each"
         by_hand = "the loop by hand, which logs nothing"
         tell(Row(f"{what}, its data loaded{suffix}", by_hand, ratios(times["jobkit"], hand), note=note))
-        bound = 1.0 if is_bound else None
+        bound = None if suffix else 1.0
         for kind, (name, package) in PEERS.items():
             if kind not in times:
                 tell(missing(what + suffix, name, f"{package} is not installed", bound))
                 continue
             note = f"{length}; over it: jobkit {over['jobkit']:.3f}, {name} {over[kind]:.3f}"
-            tell(Row(what + suffix, name, ratios(times["jobkit"], times[kind]), bound, below=is_bound, note=note))
+            ours = ratios(times["jobkit"], times[kind])
+            tell(Row(what + suffix, name, ours, bound, below=bound is not None, note=note))
 
 
 def main() -> None:
