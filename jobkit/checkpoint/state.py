@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 
+_WALKED = (torch.Tensor, dict, list, tuple)
+
 
 def flatten(tree: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
     """Split a tree into a pickled skeleton and its tensors, named by their path: `state/~0/exp_avg`.
@@ -53,7 +55,7 @@ def unescape(part: str) -> str:
 
 
 def _walk(node: Any, path: str, found: dict[str, torch.Tensor], seen: set[int]) -> None:
-    if not isinstance(node, (torch.Tensor, dict, list, tuple)) or id(node) in seen:
+    if not isinstance(node, _WALKED) or id(node) in seen:
         return
     seen.add(id(node))
     if isinstance(node, torch.Tensor):
@@ -64,7 +66,8 @@ def _walk(node: Any, path: str, found: dict[str, torch.Tensor], seen: set[int]) 
         return
     prefix = f"{path}/" if path else ""
     for key, child in node.items() if isinstance(node, dict) else enumerate(node):
-        _walk(child, prefix + escape(key), found, seen)
+        if isinstance(child, _WALKED):  # most are not: the state of Python's generator is 625 numbers
+            _walk(child, prefix + escape(key), found, seen)
 
 
 def is_raw(tensor: torch.Tensor) -> bool:

@@ -58,20 +58,21 @@ class SeededBatches(Dataset[Any]):
         """A batch, as DataLoader asks for it."""
         # To put the generators back takes longer than many a sample; a worker has nobody else's to spare.
         with nullcontext() if get_worker_info() is not None else preserved_generators():
-            samples = self._load(keys)
-            seed_cpu_generators(sample_seeds(self._of_batches, keys[:1])[0])
+            *of_samples, of_batch = sample_seeds([*[self._of_samples] * len(keys), self._of_batches], [*keys, keys[0]])
+            samples = self._load(keys, of_samples)
+            seed_cpu_generators(of_batch)
             return self._collate(samples)
 
-    def _load(self, keys: Sequence[tuple[int, int]]) -> Any:
+    def _load(self, keys: Sequence[tuple[int, int]], seeds: Sequence[int]) -> Any:
         dataset, ids = self.dataset, [sample for _, sample in keys]
         while type(dataset) is Subset:  # its own __getitems__ would load sample after sample with one seed
             ids, dataset = [dataset.indices[sample] for sample in ids], dataset.dataset
         if callable(load := getattr(dataset, "__getitems__", None)):
             self._begin(dataset, keys[0][0])
-            seed_cpu_generators(sample_seeds(self._of_samples, keys[:1])[0])
+            seed_cpu_generators(seeds[0])
             return load(ids)
         samples = []
-        for (epoch, _), seed, sample in zip(keys, sample_seeds(self._of_samples, keys), ids, strict=True):
+        for (epoch, _), seed, sample in zip(keys, seeds, ids, strict=True):
             self._begin(dataset, epoch)
             seed_cpu_generators(seed)
             samples.append(dataset[sample])

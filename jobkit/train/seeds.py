@@ -30,10 +30,11 @@ def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return np.asarray(values ^ (values >> np.uint64(31)), dtype=np.uint64)
 
 
-def sample_seeds(seed: int, keys: Sequence[tuple[int, int]]) -> list[int]:
-    """A 63-bit seed for each (epoch, sample): `derive_seed` of each takes longer than many a sample."""
+def sample_seeds(seeds: int | Sequence[int], keys: Sequence[tuple[int, int]]) -> list[int]:
+    """A 63-bit seed for each (epoch, sample), of one seed or one each: `derive_seed` takes longer than a sample."""
     epochs, samples = np.array(keys, dtype=np.uint64).reshape(-1, 2).T
-    return (mixed(mixed(epochs ^ np.uint64(seed)) ^ mixed(samples)) >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
+    own = np.array(seeds, dtype=np.uint64)
+    return (mixed(mixed(epochs ^ own) ^ mixed(samples)) >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
 
 
 def seed_cpu_generators(seed: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from jobkit.checkpoint.summary import digest
 from jobkit.worker.fingerprint import StateWatch
 
 
@@ -47,3 +48,10 @@ def test_a_forward_that_changes_an_attribute_in_an_evaluation_is_seen(change: An
     net.eval()
     net(torch.zeros(1, 2))
     assert (watch.take() != before) == is_seen
+
+
+def test_a_digest_tells_where_a_value_ends_and_the_next_path_begins() -> None:
+    first = {"a": ("int", b"1"), "b": ("int", b"2")}
+    parts = [repr((path, kind, len(value))).encode() + value for path, (kind, value) in first.items()]
+    second = {"a": ("int", b"1" + parts[1])}
+    assert digest(first) == digest(dict(reversed(first.items()))) != digest(second)

@@ -1,8 +1,15 @@
 """A step that logs its loss each time: jobkit's loop beside Lightning's and Hugging Face's Trainer, and one by hand.
 
-The same model, data, optimizer and DDP over gloo in each; by hand nothing is logged. Each kind trains in processes of
-its own, and they take turns, a block of steps each, so that a busy machine slows all:
+The same model, data in random order, optimizer and DDP over gloo in each, gradients not clipped; by hand nothing is
+logged. Each kind trains in processes of its own, and they take turns, a block of steps each, so that a busy machine
+slows all; not alike, for one that waits for its disk at each step gets a processor sooner than one that computes. So
+two times of rank 0 are told beside, which other processes lengthen less: without what its training waited for a
+processor, and its processor time:
     python tools/bench/frameworks.py --ranks 1 2 4 --milliseconds 10
+
+What cannot be made the same: Hugging Face's Trainer logs the learning rate and the epoch too, averages the loss over
+the ranks, steps a schedule, and flushes TensorBoard's file at each step; jobkit seeds the generators for each sample,
+looks whether losses are numbers, and takes snapshots of the state.
 """
 
 from __future__ import annotations
@@ -16,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import measured
 import torch
@@ -48,9 +56,9 @@ def products_in(milliseconds: float) -> int:
     """How many take so long."""
     matrix, product = torch.randn(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
     work(2000, matrix, product)  # a processor that has slept is slow at first
-    started = time.perf_counter()
+    started = time.thread_time()  # one thread computes them, and others may have its processor meanwhile
     work(500, matrix, product)
-    return max(1, round(milliseconds / 1e3 / ((time.perf_counter() - started) / 500)))
+    return max(1, round(milliseconds / 1e3 / ((time.thread_time() - started) / 500)))
 
 
 class Model(torch.nn.Module):
@@ -67,13 +75,13 @@ class Model(torch.nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Enough for each step of a run."""
+    """More than the blocks of a run take by default: none has an epoch's end in it."""
 
     def __init__(self) -> None:
         self.x = torch.randn(1024, WIDTH)
 
     def __len__(self) -> int:
-        return 10**7
+        return 10**6
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"x": self.x[index % 1024], "labels": self.x[(index + 1) % 1024]}
@@ -81,6 +89,25 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class Times(NamedTuple):
+    """Seconds of a step: on the clock, without those in which the training's thread waited for a processor that others
+    had, and those of a processor, of all threads."""
+
+    wall: float
+    unqueued: float
+    cpu: float
+
+
+def now() -> Times:
+    """As far as this process is."""
+    wall = time.perf_counter()
+    try:
+        _, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:  # not Linux
+        queued = "0"
+    return Times(wall, wall - int(queued) / 1e9, time.process_time())
 
 
 class Turns:
@@ -91,7 +118,7 @@ class Turns:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.steps, self.started = 0, 0.0
+        self.steps, self.started = 0, Times(0.0, 0.0, 0.0)
         self.is_main = os.environ.get("RANK", "0") == "0"
         if self.is_main:
             self.go, self.told = (folder / "go").open(), (folder / "told").open("w")
@@ -99,13 +126,14 @@ class Turns:
     def step_begins(self) -> None:
         """Called before each step."""
         if self.is_main and self.steps >= WARM_UP and (self.steps - WARM_UP) % BLOCK_STEPS == 0:
-            began = time.perf_counter()
-            self.told.write(f"{(began - self.started) / BLOCK_STEPS}\n")
+            began = now()
+            told = ((end - start) / BLOCK_STEPS for start, end in zip(self.started, began, strict=True))
+            self.told.write(f"{' '.join(map(str, told))}\n")
             self.told.flush()
             if not self.go.readline():
                 self.is_over()
-            self.started = time.perf_counter()
-            self.waited(self.started - began)
+            self.started = now()
+            self.waited(self.started.wall - began.wall)
         self.steps += 1
 
     def waited(self, seconds: float) -> None:
@@ -158,8 +186,8 @@ def by_hand(products: int, folder: Path) -> None:
         torch.distributed.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer, turns = adamw(model), Turns(folder)
-    sampler = DistributedSampler(Samples(), world, int(os.environ["RANK"]), shuffle=False)
-    for batch in DataLoader(Samples(), BATCH, sampler=sampler):
+    loader = DataLoader(Samples(), BATCH, sampler=DistributedSampler(Samples(), world, int(os.environ["RANK"])))
+    for batch in chain.from_iterable(repeat(loader)):
         turns.step_begins()
         loss = model(**batch)["loss"]
         loss.backward()
@@ -180,7 +208,7 @@ def huggingface(products: int, folder: Path) -> None:
     arguments = TrainingArguments(
         output_dir="out",
         per_device_train_batch_size=BATCH,
-        max_steps=STEPS // int(os.environ["WORLD_SIZE"]) // BATCH,
+        max_steps=STEPS,
         report_to="tensorboard",
         logging_steps=1,
         save_strategy="no",
@@ -189,8 +217,11 @@ def huggingface(products: int, folder: Path) -> None:
         disable_tqdm=True,
         use_cpu=True,
         ddp_backend="gloo",
+        ddp_find_unused_parameters=False,  # for a model that is not its own it looks for them
     )
-    trainer = Trainer(model=Model(products), args=arguments, train_dataset=Samples())
+    model = Model(products)
+    # Its own optimizer would be the fused kernel, with two groups of parameters.
+    trainer = Trainer(model=model, args=arguments, train_dataset=Samples(), optimizers=(adamw(model), None))
     trainer.pop_callback(PrinterCallback)
     trainer.add_callback(InTurns())
     trainer.train()
@@ -232,7 +263,7 @@ def lightning(products: int, folder: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(Samples(), BATCH, shuffle=False))
+    trainer.fit(Module(), torch.utils.data.DataLoader(Samples(), BATCH, shuffle=True))
 
 
 KINDS: Mapping[str, Callable[[int, Path], None]] = {"hand": by_hand, "lightning": lightning, "huggingface": huggingface}
@@ -294,15 +325,15 @@ class Training:
         if any(process.poll() is not None for process in self.processes):
             raise SystemExit(f"{self.kind}: ended: {self.log.read_text()[-2000:]}")
 
-    def answer(self) -> float:
-        """Seconds of a step in its last block; the first answer says that it is ready for one."""
+    def answer(self) -> Times:
+        """Of a step in its last block; the first answer says that it is ready for one."""
         while not (line := self.told.readline()):  # it has not opened its end yet, or is gone
             self._refuse_ended()
             time.sleep(0.05)
-        return float(line)
+        return Times(*map(float, line.split()))
 
-    def block(self) -> float:
-        """Train for a block; seconds of a step."""
+    def block(self) -> Times:
+        """Train for a block."""
         self.go.write("\n")
         return self.answer()
 
@@ -321,10 +352,10 @@ class Training:
                 process.wait()
 
 
-def measure(ranks: int, products: int, blocks: int) -> dict[str, list[float]]:
-    """Seconds of a step of each kind, block by block."""
+def measure(ranks: int, products: int, blocks: int) -> dict[str, list[Times]]:
+    """The times of a step of each kind, block by block."""
     kinds = ["jobkit", "hand", *(kind for kind, (_, package) in PEERS.items() if is_installed(package))]
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    times: dict[str, list[Times]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder, ExitStack() as ends:
         trainings = []
         for kind in kinds:
@@ -337,23 +368,25 @@ def measure(ranks: int, products: int, blocks: int) -> dict[str, list[float]]:
     return times
 
 
-def report(ranks: int, times: Mapping[str, list[float]]) -> None:
+def report(ranks: int, measured_times: Mapping[str, Sequence[Times]]) -> None:
     what = f"step, {ranks} rank{'s' * (ranks > 1)}, logging every step"
-    hand = times["hand"]
-    over = {kind: statistics.median(ratios(seconds, hand)) for kind, seconds in times.items()}
-    length = f"a step of {1e3 * statistics.median(hand):.1f} ms by hand"
-    note = f"{length}, with a DataLoader in each"
-    tell(
-        Row(
-            f"{what}, its data loaded", "the loop by hand, which logs nothing", ratios(times["jobkit"], hand), note=note
-        )
-    )
-    for kind, (name, package) in PEERS.items():
-        if kind not in times:
-            tell(missing(what, name, f"{package} is not installed", 1.0))
-            continue
-        note = f"{length}; over it: jobkit {over['jobkit']:.3f}, {name} {over[kind]:.3f}"
-        tell(Row(what, name, ratios(times["jobkit"], times[kind]), 1.0, below=True, note=note))
+    suffixes = "", ", without rank 0's waiting for a processor", ", processor time of rank 0"  # as in Times
+    for number, suffix in enumerate(suffixes):
+        times = {kind: [one[number] for one in found] for kind, found in measured_times.items()}
+        hand = times["hand"]
+        over = {kind: statistics.median(ratios(seconds, hand)) for kind, seconds in times.items()}
+        length = f"a step of {1e3 * statistics.median(hand):.1f} ms by hand"
+        note = f"{length}, with a DataLoader in each"
+        by_hand = "the loop by hand, which logs nothing"
+        tell(Row(f"{what}, its data loaded{suffix}", by_hand, ratios(times["jobkit"], hand), note=note))
+        bound = None if suffix else 1.0
+        for kind, (name, package) in PEERS.items():
+            if kind not in times:
+                tell(missing(what + suffix, name, f"{package} is not installed", bound))
+                continue
+            note = f"{length}; over it: jobkit {over['jobkit']:.3f}, {name} {over[kind]:.3f}"
+            ours = ratios(times["jobkit"], times[kind])
+            tell(Row(what + suffix, name, ours, bound, below=bound is not None, note=note))
 
 
 def main() -> None:
