@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +19,6 @@ Taker = str | list[ReadItem]
 
 _TOGETHER = 1 << 20  # bytes of neighbours that are read at once
 _ALONE = 64 << 10  # bytes from which on a tensor is read directly: a copy would take longer than a read of its own
-_HUGE = 4 << 20  # bytes from which on huge pages are worth a system call
 
 
 class Targets:
@@ -39,7 +36,7 @@ class Targets:
         for key in new:
             saved = metadata.state_dict_metadata[key]
             if isinstance(saved, TensorStorageMetadata) and len(saved.chunks) != 1:
-                self.found[key] = new_tensor(saved.size, saved.properties.dtype)
+                self.found[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
             else:
                 self.whole.append(key)
         self.items: list[ReadItem] = []
@@ -53,17 +50,6 @@ class Targets:
         """The part of a tensor of this rank that an item fills."""
         target: torch.Tensor = self._planner.resolve_tensor(item)
         return target.detach()
-
-
-def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor on the CPU: of huge pages where it is large, which are given out faster than small ones."""
-    tensor = torch.empty(tuple(shape), dtype=dtype)
-    if tensor.nbytes >= _HUGE:
-        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        length = tensor.data_ptr() + tensor.nbytes - start
-        # Advice: where it is not taken, nothing is different.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-    return tensor
 
 
 def is_whole(taker: Taker, extent: Extent) -> bool:
@@ -86,7 +72,7 @@ def read_whole(
             read_exactly(file, first.offset, memoryview(data))
             targets.found[key] = bytes(data)
         elif len(run) == 1:
-            targets.found[key] = tensor = new_tensor(*_described(first))
+            targets.found[key] = tensor = _empty(first)
             read_exactly(file, first.offset, raw(tensor))
         else:
             _, dtype = _described(first)
@@ -159,7 +145,7 @@ class Sink:
             if _takes_bytes(target, _described(extent)[1]):
                 self._memory = raw(target)
                 return
-        self._object = new_tensor(*_described(extent))
+        self._object = _empty(extent)
         self._memory = raw(self._object)
 
     def take(self, start: int, data: memoryview) -> bool:
@@ -184,6 +170,11 @@ def _described(extent: Extent) -> tuple[tuple[int, ...], torch.dtype]:
     if extent.shape is None or extent.dtype is None:
         raise ValueError(f"{extent.file}: a pickled object where a tensor was expected")
     return extent.shape, extent.dtype
+
+
+def _empty(extent: Extent) -> torch.Tensor:
+    shape, dtype = _described(extent)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
