@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -67,6 +69,18 @@ class RestoredCheckpoint:
         return self.path.name if self.snapshot is None else f"the snapshot of step {self.step} in memory"
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collections, which take most of the time where tens of thousands of records are made to stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Reader:
     """Chooses and loads on all ranks together."""
 
@@ -79,6 +93,7 @@ class Reader:
         self._memory = memory
         self.set_aside: list[tuple[int, str]] = []
 
+    @_uncollected()
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
         self.set_aside = []
         bad: list[tuple[int, str]] = []
@@ -132,10 +147,12 @@ class Reader:
         loaded = self._load(manifest, MemorySource(snapshot, self._ranks), templates, names)
         return replace(loaded, durable_step=durable_step, snapshot=snapshot)
 
+    @_uncollected()
     def read(
         self, loaded: RestoredCheckpoint, templates: Mapping[str, Any], wants: Callable[[str, str], bool]
     ) -> dict[str, Any]:
-        return self._load(loaded.manifest, loaded.source, templates, set(templates), wants).shared
+        trees = self._read_trees(loaded.manifest.step, loaded.source, templates, set(templates), wants)
+        return self._shared(trees)
 
     def _check(self, step: int) -> tuple[Manifest | None, list[str]]:
         """The manifest as rank 0 reads it, and what rank 0 too finds wrong with the files."""
@@ -178,63 +195,74 @@ class Reader:
         return {name: found[0] for name in mine if (found := self._store.verify(step, [name], manifest))}
 
     def _load(
+        self, manifest: Manifest, source: Source, templates: Mapping[str, Any], names: Collection[str] | None
+    ) -> RestoredCheckpoint:
+        trees = self._read_trees(manifest.step, source, templates, names)
+        mine = trees.get(local_key(self._ranks.number))
+        self._disks.check_place(manifest, local_key(self._ranks.number) in trees)
+        contents, path = _contents(source.metadata), self._store.path(manifest.step)
+        return RestoredCheckpoint(
+            manifest.step, path, self._shared(trees), mine, manifest, contents, source, manifest.step
+        )
+
+    def _shared(self, trees: Mapping[str, Any]) -> dict[str, Any]:
+        return {_name(key): tree for key, tree in trees.items() if key != local_key(self._ranks.number)}
+
+    def _read_trees(
         self,
-        manifest: Manifest,
+        step: int,
         source: Source,
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool] = lambda name, path: True,
-    ) -> RestoredCheckpoint:
-        step = manifest.step
-        metadata = source.metadata
+    ) -> dict[str, Any]:
+        """The trees that this rank wants, by DCP's key, and its own."""
 
-        def plan() -> tuple[dict[str, Any], dict[str, Any], Targets]:
-            wanted, left_out = self._targets(metadata, templates, names, wants)
-            return wanted, left_out, Targets(wanted, metadata)
+        def plan() -> tuple[Targets, dict[str, torch.Tensor]]:
+            live, new, left_out = self._wanted(source.metadata, templates, names, wants)
+            return Targets(live, new, source.metadata), left_out
 
         def read() -> dict[str, Any]:
-            wanted, left_out, targets = self._ranks.all_or_none(plan)
+            targets, left_out = self._ranks.all_or_none(plan)
             source.read(targets)
-            return wanted | left_out
+            found = targets.found | left_out
+            return {key: found[key] for key in source.metadata.state_dict_metadata if key in found}
 
         with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded", self._disks.everyone):
-            trees = _trees(self._disks.together(read))
-        mine = local_key(self._ranks.number)
-        self._disks.check_place(manifest, mine in trees)
-        shared = {_name(key): tree for key, tree in trees.items() if key != mine}
-        return RestoredCheckpoint(
-            step, self._store.path(step), shared, trees.get(mine), manifest, _contents(metadata), source, step
-        )
+            return _trees(self._disks.together(read))
 
-    def _targets(
+    def _wanted(
         self,
         metadata: Metadata,
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Where every tensor and object that this rank wants goes, by DCP's key; and the others, on the meta device."""
-        live = {
+    ) -> tuple[dict[str, torch.Tensor], list[str], dict[str, torch.Tensor]]:
+        """By DCP's key the tensors to be filled in place, what comes new, and what does not: on the meta device."""
+        there = {
             f"{tree_key(SHARED, name)}/{path}": tensor
             for name, tree in templates.items()
             for path, tensor in named_tensors(tree).items()
             if isinstance(tensor, DTensor)
         }
         chosen = None if names is None else {tree_key(SHARED, name) for name in names}
-        targets: dict[str, Any] = {}
-        left_out: dict[str, Any] = {}
+        live: dict[str, torch.Tensor] = {}
+        new: list[str] = []
+        left_out: dict[str, torch.Tensor] = {}
         for key, saved in metadata.state_dict_metadata.items():
             tree, _, path = key.partition("/")
             is_shared = tree.startswith(f"{SHARED}.") and (chosen is None or tree in chosen)
             if not is_shared and tree != local_key(self._ranks.number):
                 continue
             if not isinstance(saved, TensorStorageMetadata):
-                targets[key] = b""
+                new.append(key)
             elif is_shared and not wants(_name(tree), path):
                 left_out[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+            elif key in there:
+                live[key] = there[key]
             else:
-                targets[key] = live[key] if key in live else torch.empty(saved.size, dtype=saved.properties.dtype)
-        return targets, left_out
+                new.append(key)
+        return live, new, left_out
 
 
 @lru_cache  # asked of each tensor, and there are few trees

@@ -6,19 +6,20 @@ What several ranks need is read by one of them and sent to the others.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import SavePlan
 
 from jobkit.checkpoint.memory import Snapshot
 from jobkit.checkpoint.storage import Extent, read_exactly
-from jobkit.checkpoint.targets import Sink, Targets, is_pickled, is_whole, read_item
+from jobkit.checkpoint.targets import Sink, Taker, Targets, is_whole, read_item, read_whole
 from jobkit.checkpoint.transfer import Transfer, send_all
 from jobkit.group import RankGroup
 
@@ -46,39 +47,30 @@ class DiskSource:
         extents: dict[MetadataIndex, Extent] = metadata.storage_data
         # In the order of the files, which is the fastest to read.
         self._chunks = sorted(extents.items(), key=lambda pair: (pair[1].file, pair[1].offset))
-        self._numbers = {index: number for number, (index, _) in enumerate(self._chunks)}
+        self._numbers = _Numbers([index for index, _ in self._chunks])
 
     def read(self, targets: Targets) -> None:
-        items: dict[int, list[ReadItem]] = {}
-        for item in targets.items:
-            items.setdefault(self._numbers[item.storage_index], []).append(item)
-        whole = [n for n, some in items.items() if all(is_whole(item, self._chunks[n][1]) for item in some)]
+        takers = self._numbers.takers(targets)
+        whole = [number for number, taker in takers.items() if is_whole(taker, self._chunks[number][1])]
         wanted = {
             number: ranks
             for number, ranks in _wanted(self._ranks, len(self._chunks), whole).items()
             if len(ranks) > 1 and self._chunks[number][1].length
         }
+        own = {number: taker for number, taker in takers.items() if self._ranks.rank not in wanted.get(number, ())}
         with ExitStack() as opened:
             files = _Files(self._directory, opened)
-            self._ranks.all_or_none(lambda: self._read_own(targets, files, items, wanted))
+            self._ranks.all_or_none(
+                lambda: _read_own(files.of, [(own[number], self._chunks[number][1]) for number in sorted(own)], targets)
+            )
             _send(
                 self._ranks,
                 [(number, ranks, ranks) for number, ranks in wanted.items()],
                 lambda number: self._chunks[number][1],
                 lambda number, start, data: files.read(self._chunks[number][1], start, data),
-                items,
+                takers,
                 targets,
             )
-
-    def _read_own(
-        self, targets: Targets, files: _Files, items: Mapping[int, Sequence[ReadItem]], wanted: Mapping[int, Ranks]
-    ) -> None:
-        """What this rank alone wants, or in part."""
-        for number in sorted(items):
-            if self._ranks.rank not in wanted.get(number, ()):
-                for item in items[number]:
-                    extent = self._chunks[number][1]
-                    read_item(files.of(extent), extent, item, targets)
 
 
 class MemorySource:
@@ -89,38 +81,37 @@ class MemorySource:
         items = {item.index: item for _, part in snapshot.found for item, _ in [*part.tensors, *part.pickled]}
         self.metadata: Metadata = create_default_global_save_plan([SavePlan(list(items.values()))])[1]
         # Of what several nodes have, that of the first rank, as in a checkpoint.
-        self._pickled = {item.index: data for _, part in reversed(snapshot.found) for item, data in part.pickled}
+        self._pickled = {item.index.fqn: data for _, part in reversed(snapshot.found) for item, data in part.pickled}
         self._places: dict[MetadataIndex, dict[int, Extent]] = {}
         """Where each tensor, or chunk of one, lies: the place in the slot of every rank that has it."""
         for rank, part in snapshot.found:
             for item, extent in part.tensors:
                 self._places.setdefault(item.index, {})[rank] = extent
-        self._chunks = list(self._places)
-        self._numbers = {index: number for number, index in enumerate(self._chunks)}
+        self._chunks = list(self._places.values())
+        self._numbers = _Numbers(list(self._places))
 
     def read(self, targets: Targets) -> None:
-        missing: dict[int, list[ReadItem]] = {}
         here = self._ranks.rank
+        pickled = [key for key in targets.whole if key in self._pickled]
+        targets.found |= {key: self._pickled[key] for key in pickled}
+        takers = self._numbers.takers(targets, without=set(pickled))
+        own, missing = [], {}
+        for number, taker in takers.items():
+            some = next(iter(self._chunks[number].values()))
+            extent = self._chunks[number].get(here) if some.length else some  # of an empty one there is nothing to read
+            if extent is None:
+                missing[number] = taker
+            else:
+                own.append((taker, extent))
+        own.sort(key=lambda pair: pair[1].offset)
         with self._open() as file:
-
-            def read_own() -> None:
-                for item in targets.items:
-                    if is_pickled(item):
-                        targets.put(item, self._pickled[item.storage_index])
-                    elif (extent := self._places[item.storage_index].get(here)) is not None:
-                        read_item(file, extent, item, targets)
-                    else:
-                        missing.setdefault(self._numbers[item.storage_index], []).append(item)
-
-            self._ranks.all_or_none(read_own)
+            self._ranks.all_or_none(lambda: _read_own(lambda _: file, own, targets))
             wanted = _wanted(self._ranks, len(self._chunks), list(missing))
             _send(
                 self._ranks,
-                [(number, tuple(self._places[self._chunks[number]]), ranks) for number, ranks in wanted.items()],
-                lambda number: next(iter(self._places[self._chunks[number]].values())),
-                lambda number, start, data: read_exactly(
-                    file, self._places[self._chunks[number]][here].offset + start, data
-                ),
+                [(number, tuple(self._chunks[number]), ranks) for number, ranks in wanted.items()],
+                lambda number: next(iter(self._chunks[number].values())),
+                lambda number, start, data: read_exactly(file, self._chunks[number][here].offset + start, data),
                 missing,
                 targets,
             )
@@ -128,6 +119,38 @@ class MemorySource:
     def _open(self) -> io.RawIOBase | io.BytesIO:
         """This rank's slot; opened again, for the position in an inherited file is the parent's too."""
         return io.BytesIO() if self._slot is None else Path(f"/proc/self/fd/{self._slot.file}").open("rb", buffering=0)
+
+
+class _Numbers:
+    """The saved objects by number: of a key that has one, and of each chunk of a tensor."""
+
+    def __init__(self, indices: Sequence[MetadataIndex]) -> None:
+        self._indices = indices
+        self._of_key = {index.fqn: number for number, index in enumerate(indices)}
+
+    @cached_property
+    def _of_chunk(self) -> dict[MetadataIndex, int]:
+        return {index: number for number, index in enumerate(self._indices)}
+
+    def takers(self, targets: Targets, without: Collection[str] = ()) -> dict[int, Taker]:
+        """What takes each object of which this rank wants something, but for some keys."""
+        takers: dict[int, Taker] = {self._of_key[key]: key for key in targets.whole if key not in without}
+        for item in targets.items:
+            some = takers.setdefault(self._of_chunk[item.storage_index], [])
+            assert isinstance(some, list)  # a key has its tensor whole, or parts of it
+            some.append(item)
+        return takers
+
+
+def _read_own(
+    file_of: Callable[[Extent], io.RawIOBase | io.BytesIO], own: Sequence[tuple[Taker, Extent]], targets: Targets
+) -> None:
+    """What this rank reads for itself alone, in the order of the files."""
+    read_whole(file_of, ((taker, extent) for taker, extent in own if isinstance(taker, str)), targets)
+    for taker, extent in own:
+        if not isinstance(taker, str):
+            for item in taker:
+                read_item(file_of(extent), extent, item, targets)
 
 
 class _Files:
@@ -171,17 +194,17 @@ def _send(
     chunks: Iterable[tuple[int, Ranks, Ranks]],
     extent: Callable[[int], Extent],
     read: Callable[[int, int, memoryview], None],
-    items: Mapping[int, Sequence[ReadItem]],
+    takers: Mapping[int, Taker],
     targets: Targets,
 ) -> None:
-    """Send chunks, each as (number, ranks that can read it, ranks that want it), to the items of the latter."""
+    """Send chunks, each as (number, ranks that can read it, ranks that want it), to what takes them there."""
     order = sorted(chunks, key=lambda chunk: (chunk[1], chunk[2], chunk[0]))
     sinks: dict[int, Sink] = {}
 
     def take(position: int, start: int, data: memoryview) -> None:
         number = order[position][0]
         if number not in sinks:
-            sinks[number] = Sink(extent(number), items[number], targets)
+            sinks[number] = Sink(extent(number), takers[number], targets)
         if sinks[number].take(start, data):
             del sinks[number]
 

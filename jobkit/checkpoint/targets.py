@@ -4,56 +4,112 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from jobkit.checkpoint.storage import Extent, raw, read_exactly
 
+Taker = str | list[ReadItem]
+"""What takes a saved object: a key that has it whole, in new memory, or items that fill parts of tensors with it."""
+
+_TOGETHER = 1 << 20  # bytes of neighbours that are read at once
+_ALONE = 64 << 10  # bytes from which on a tensor is read directly: a copy would take longer than a read of its own
+
 
 class Targets:
-    """Tensors to be filled in place and objects to be read as bytes, by DCP's key; `items` says of what is saved.
+    """What this rank takes of a checkpoint, by DCP's key, and in `found` what it has got.
 
-    Raises what DCP raises for a tensor of another shape than the saved one.
+    `live` are tensors to be filled in place; raises what DCP raises for one of another shape than the saved one. `new`
+    are keys of which the whole tensor, or an object's bytes, is wanted in memory of its own. DCP plans what of the
+    saved tensors fills which tensor here: for one that is new and was saved in one piece there is nothing to plan.
     """
 
-    def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
-        self._state = state
-        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner.set_up_planner(state, metadata)
-        self.items: list[ReadItem] = self._planner.create_local_plan().items
+    def __init__(self, live: dict[str, torch.Tensor], new: Iterable[str], metadata: Metadata) -> None:
+        self.found: dict[str, Any] = dict(live)
+        self.whole: list[str] = []
+        """Keys that take one saved object whole."""
+        for key in new:
+            saved = metadata.state_dict_metadata[key]
+            if isinstance(saved, TensorStorageMetadata) and len(saved.chunks) != 1:
+                self.found[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            else:
+                self.whole.append(key)
+        self.items: list[ReadItem] = []
+        """What fills parts of tensors."""
+        if self.found:
+            self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            self._planner.set_up_planner(dict(self.found), metadata)
+            self.items = self._planner.create_local_plan().items
 
     def tensor(self, item: ReadItem) -> torch.Tensor:
         """The part of a tensor of this rank that an item fills."""
         target: torch.Tensor = self._planner.resolve_tensor(item)
         return target.detach()
 
-    def put(self, item: ReadItem, data: bytes) -> None:
-        """Have an object's bytes where an item wants them."""
-        self._state[item.dest_index.fqn] = data
+
+def is_whole(taker: Taker, extent: Extent) -> bool:
+    """Whether all of a saved object is wanted."""
+    return isinstance(taker, str) or all(tuple(item.lengths) == extent.shape for item in taker)
 
 
-def is_pickled(item: ReadItem) -> bool:
-    """Whether an item is no tensor."""
-    return item.type == LoadItemType.BYTE_IO
+def read_whole(
+    file_of: Callable[[Extent], io.RawIOBase | io.BytesIO], wanted: Iterable[tuple[str, Extent]], targets: Targets
+) -> None:
+    """Read saved objects as they are, given by key and in the order of their files.
+
+    Small neighbours are read at once. Each tensor still gets memory of its own: one that somebody keeps, as an
+    optimizer does, must not hold that of all others, nor be saved with them by torch.save.
+    """
+    for run in _runs(wanted):
+        (key, first), file = run[0], file_of(run[0][1])
+        if first.shape is None:
+            data = bytearray(first.length)
+            read_exactly(file, first.offset, memoryview(data))
+            targets.found[key] = bytes(data)
+        elif len(run) == 1:
+            targets.found[key] = tensor = _empty(first)
+            read_exactly(file, first.offset, raw(tensor))
+        else:
+            _, dtype = _described(first)
+            sizes = [extent.length // dtype.itemsize for _, extent in run]
+            block = torch.empty(sum(sizes), dtype=dtype)
+            read_exactly(file, first.offset, raw(block))
+            # typed as if it returned nothing
+            copies: Any = torch.split_with_sizes_copy(block, sizes)  # type: ignore[func-returns-value]
+            for (key, extent), tensor in zip(run, copies, strict=True):
+                shape, _ = _described(extent)
+                # Not `view`: a view made under no_grad cannot be changed in place outside of it.
+                targets.found[key] = tensor if len(shape) == 1 else tensor.resize_(shape)
 
 
-def is_whole(item: ReadItem, extent: Extent) -> bool:
-    """Whether an item wants all of a saved object."""
-    return is_pickled(item) or tuple(item.lengths) == extent.shape
+def _runs(wanted: Iterable[tuple[str, Extent]]) -> Iterator[list[tuple[str, Extent]]]:
+    """Small tensors of one dtype that lie one after the other; everything else alone."""
+    run: list[tuple[str, Extent]] = []
+    file, dtype, start, end = "", None, 0, 0
+    for pair in wanted:
+        extent = pair[1]
+        joins = extent.offset == end and extent.file == file and extent.dtype is dtype and extent.shape is not None
+        if run and not (joins and extent.length < _ALONE and end - start < _TOGETHER):
+            yield run
+            run = []
+        if not run:
+            file, dtype, start = extent.file, extent.dtype, extent.offset
+        run.append(pair)
+        end = extent.offset + extent.length
+        if extent.length >= _ALONE:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
 def read_item(file: io.RawIOBase | io.BytesIO, extent: Extent, item: ReadItem, targets: Targets) -> None:
-    """Fill what an item fills from the file in which the saved object lies; of a slice only its rows are read."""
-    if is_pickled(item):
-        data = bytearray(extent.length)
-        read_exactly(file, extent.offset, memoryview(data))
-        targets.put(item, bytes(data))
-        return
+    """Fill what an item fills from the file in which the saved tensor lies; of a slice only its rows are read."""
     target = targets.tensor(item)
     if not target.numel():
         return
@@ -70,25 +126,26 @@ def read_item(file: io.RawIOBase | io.BytesIO, extent: Extent, item: ReadItem, t
 
 
 class Sink:
-    """Takes the bytes of a saved object as they come, and fills what this rank's items want of it when it has all.
+    """Takes the bytes of a saved object as they come, and has them where they are wanted once it has all.
 
-    Where that is one whole tensor on the CPU it is filled directly.
+    One whole tensor on the CPU is filled directly.
     """
 
-    def __init__(self, extent: Extent, items: Sequence[ReadItem], targets: Targets) -> None:
-        self._extent, self._items, self._targets = extent, items, targets
+    def __init__(self, extent: Extent, taker: Taker, targets: Targets) -> None:
+        self._taker, self._targets = taker, targets
         self._left = extent.length
-        self._object: torch.Tensor | None = None
+        self._object: torch.Tensor | bytearray | None = None
         """What is being put together: None where the bytes go to their place at once."""
-        if len(items) == 1 and is_whole(items[0], extent) and not is_pickled(items[0]):
-            target = targets.tensor(items[0])
+        if extent.shape is None:
+            self._object = bytearray(extent.length)
+            self._memory = memoryview(self._object)
+            return
+        if not isinstance(taker, str) and len(taker) == 1 and is_whole(taker, extent):
+            target = targets.tensor(taker[0])
             if _takes_bytes(target, _described(extent)[1]):
                 self._memory = raw(target)
                 return
-        if extent.shape is None:
-            self._object = torch.empty(extent.length, dtype=torch.uint8)
-        else:
-            self._object = torch.empty(extent.shape, dtype=_described(extent)[1])
+        self._object = _empty(extent)
         self._memory = raw(self._object)
 
     def take(self, start: int, data: memoryview) -> bool:
@@ -96,19 +153,28 @@ class Sink:
         self._memory[start : start + len(data)] = data
         self._left -= len(data)
         if not self._left and self._object is not None:
-            for item in self._items:
-                if is_pickled(item):
-                    self._targets.put(item, bytes(self._memory))
-                else:
-                    found = _slice(self._object, tuple(item.storage_offsets), tuple(item.lengths))
-                    self._targets.tensor(item).copy_(found)
+            self._give(self._object)
         return not self._left
+
+    def _give(self, found: torch.Tensor | bytearray) -> None:
+        if isinstance(self._taker, str):
+            self._targets.found[self._taker] = found if isinstance(found, torch.Tensor) else bytes(found)
+            return
+        assert isinstance(found, torch.Tensor)
+        for item in self._taker:
+            part = _slice(found, tuple(item.storage_offsets), tuple(item.lengths))
+            self._targets.tensor(item).copy_(part)
 
 
 def _described(extent: Extent) -> tuple[tuple[int, ...], torch.dtype]:
     if extent.shape is None or extent.dtype is None:
         raise ValueError(f"{extent.file}: a pickled object where a tensor was expected")
     return extent.shape, extent.dtype
+
+
+def _empty(extent: Extent) -> torch.Tensor:
+    shape, dtype = _described(extent)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:

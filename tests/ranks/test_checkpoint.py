@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -678,6 +679,11 @@ def test_a_step_of_more_than_eight_digits_is_found(store: Store) -> None:
 def test_a_digest_is_that_of_the_whole_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"123456789")
     assert digest_of(tmp_path / "file") == FileDigest(9, 0xCBF43926)
+    data = os.urandom((9 << 20) + 5)  # several blocks
+    (tmp_path / "file").write_bytes(data)
+    assert digest_of(tmp_path / "file") == FileDigest(len(data), zlib.crc32(data))
+    (tmp_path / "file").write_bytes(b"")
+    assert digest_of(tmp_path / "file") == FileDigest(0, 0)
 
 
 def test_the_store_needs_no_torch() -> None:
