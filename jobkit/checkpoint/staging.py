@@ -120,7 +120,8 @@ def _allocate(
         if start + sizes[key] > slab.numel():
             size = min(left, _SLAB) if device is not None else left
             slab, used, start = _memory(max(size, sizes[key]), pin=device is not None), 0, 0
-        slab[used:start].zero_()  # it is written into the checkpoint, too
+        if start > used:
+            slab[used:start].zero_()  # it is written into the checkpoint, too
         views[key] = slab[start : start + sizes[key]].view(dtype).view(shape)
         used = start + sizes[key]
         left -= _at_most(sizes[key])

@@ -214,8 +214,18 @@ def _pieces(tensors: Sequence[Any], places: Sequence[Extent]) -> Iterator[tuple[
     breaks = np.flatnonzero(np.diff(starts - offsets)) + 1
     for piece in np.split(np.arange(len(there)), breaks) if len(there) else []:
         first, last = piece[0], piece[-1]
-        size = int(starts[last] + lengths[last] - starts[first])
-        yield int(offsets[first]), memoryview((ctypes.c_ubyte * size).from_address(int(starts[first]))).cast("B")
+        yield int(offsets[first]), _memory(int(starts[first]), int(starts[last] + lengths[last]))
+
+
+def _memory(start: int, end: int) -> memoryview:
+    """That between two addresses, which somebody else holds: it may be several tensors'."""
+    for_reading = 0x100  # PyBUF_READ
+    view: memoryview = _view_of(start, end - start, for_reading)
+    return view
+
+
+_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def _address(data: memoryview) -> int:

@@ -192,15 +192,21 @@ def test_tensors_in_several_slabs_are_at_their_places(tmp_path: Path, monkeypatc
     assert not any(check(tmp_path, [*items_of(copies), PICKLED]))
 
 
-def test_many_small_tensors_are_written_as_one_piece_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
-    real = ChecksummedFile.write
+def test_what_is_one_piece_of_memory_is_written_as_one_from_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    appended: list[tuple[int, int]] = []
+    real = ChecksummedFile._append
 
-    def write(file: ChecksummedFile, data: memoryview) -> None:
-        given.append(len(data))
-        real(file, data)
+    def append(file: ChecksummedFile, view: memoryview) -> None:
+        appended.append((storage._address(view), len(view)))
+        real(file, view)
 
-    monkeypatch.setattr(ChecksummedFile, "write", write)
-    state = {str(number): torch.full((10 + number % 7,), float(number)) for number in range(5000)}
-    check(tmp_path, items_of(HostBuffers().copy(state)))
-    assert len([size for size in given if size]) == 1
+    monkeypatch.setattr(ChecksummedFile, "_append", append)
+    state = {str(number): torch.full((300 + number % 7,), float(number)) for number in range(5000)}
+    state["large"] = torch.randn(1_000_000)
+    copies = HostBuffers().copy(state)
+    check(tmp_path, items_of(copies))
+    (where, whole), (_, rest) = appended  # the second is what fills no page
+    assert where == copies["0"].data_ptr()
+    assert rest < PAGE and whole + rest == copies["large"].data_ptr() + copies["large"].nbytes - where
