@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from jobkit.checkpoint.staging import Staged
-from jobkit.checkpoint.storage import INDEX, Extent, file_of, write_index
+from jobkit.checkpoint.storage import INDEX, Extent, Items, Places, file_of, places_of, write_index
 from jobkit.checkpoint.store import FileDigest
 from jobkit.errors import CheckpointError
 from jobkit.group import RankError, RankGroup
 
-Items = list[tuple[WriteItem, torch.Tensor | bytes]]
 Shared = dict[str, tuple[tuple[int, ...], str]]
 """Of each shared tree, the ranks that hold it and a digest of its names, shapes and dtypes."""
 
@@ -39,14 +36,16 @@ class SavePlans:
         self._shared: Shared = {}
         self._mine: list[int] = []
         """Which of its items this rank writes: of what several have, DCP chooses one."""
+        self._places: Places = []
+        """Where the tensors among them lie in its file."""
         self._has_index = False
         self._plans_made = 0
         self._metadata: Metadata | None = None
         self._index = b""
         """On rank 0: what the index says of the tensors, pickled once it is known where they lie."""
 
-    def agree(self, staged: Staged) -> Items:
-        """What this rank writes of its items.
+    def agree(self, staged: Staged) -> tuple[Items, Places]:
+        """What this rank writes of its items, and where the tensors, which come first, lie in its file.
 
         Raises on all ranks where one could not copy its state, and CheckpointError where they differ about a shared
         tree, for then a tensor would be missing.
@@ -64,7 +63,10 @@ class SavePlans:
             every = self._ranks.gather_on_main((described, staged.shared))
             self._number, chosen = self._ranks.on_main(lambda: self._make(every))
             self._mine = chosen[self._ranks.rank]
-        return [staged.items[position] for position in self._mine]
+        items = [staged.items[position] for position in self._mine]
+        if not self._has_index:
+            self._places = places_of(self._ranks.rank, items)
+        return items, self._places
 
     def _make(self, every: list[tuple[list[WriteItem], Shared]]) -> tuple[int, list[list[int]]]:
         """On rank 0: the number of a new plan, and which of its items each rank writes."""
@@ -78,22 +80,18 @@ class SavePlans:
         self._plans_made += 1
         return self._plans_made, chosen
 
-    def write_index(
-        self, folder: Path, digest: FileDigest, extents: Sequence[tuple[MetadataIndex, Extent]]
-    ) -> dict[str, FileDigest]:
+    def write_index(self, folder: Path, digest: FileDigest, pickled: Places) -> dict[str, FileDigest]:
         """Write the index of the files that all ranks have written, and return the digests of all files.
 
-        `digest` and `extents` are those of this rank's file.
+        `digest` is that of this rank's file, and `pickled` says where its other objects lie in it.
         """
-        told = extents if not self._has_index else [pair for pair in extents if pair[1].shape is None]
+        told = pickled if self._has_index else [*self._places, *pickled]
         reports = self._ranks.gather_on_main((digest, told))
         files = self._ranks.on_main(lambda: self._write_index(folder, reports))
         self._has_index = True
         return files
 
-    def _write_index(
-        self, folder: Path, reports: list[tuple[FileDigest, list[tuple[MetadataIndex, Extent]]]]
-    ) -> dict[str, FileDigest]:
+    def _write_index(self, folder: Path, reports: list[tuple[FileDigest, Places]]) -> dict[str, FileDigest]:
         pickled: dict[MetadataIndex, Extent] = {}
         tensors: dict[MetadataIndex, Extent] = {}
         for _, extents in reports:

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.known_tree import Flat, KnownTree
 from jobkit.checkpoint.state import escape
+from jobkit.checkpoint.storage import begin_at
 from jobkit.run.device_kinds import has_streams
 
 _SLAB = 256 << 20  # torch rounds pinned memory up to a power of two: slabs of one waste nothing
-_ALIGNMENT = 64  # a cache line, and a multiple of every dtype's size, as a view demands
 
 SHARED, LOCAL = "shared", "local"
 
@@ -112,20 +112,25 @@ def _allocate(
     layout: Layout, device: torch.device | None, block: Callable[[int, torch.device | None], torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
     sizes = {key: shape.numel() * dtype.itemsize for key, (shape, dtype) in layout.items()}
-    left = sum(_aligned(size) for size in sizes.values())
+    left = sum(_at_most(size) for size in sizes.values())
     slab, used = block(left, device) if block is not None else torch.empty(0, dtype=torch.uint8), 0
     views = {}
     for key, (shape, dtype) in layout.items():
-        if used + sizes[key] > slab.numel():
-            slab, used = _memory(max(min(left, _SLAB), sizes[key]), pin=device is not None), 0
-        views[key] = slab[used : used + sizes[key]].view(dtype).view(shape)
-        used += _aligned(sizes[key])
-        left -= _aligned(sizes[key])
+        start = begin_at(used, sizes[key])
+        if start + sizes[key] > slab.numel():
+            size = min(left, _SLAB) if device is not None else left
+            slab, used, start = _memory(max(size, sizes[key]), pin=device is not None), 0, 0
+        if start > used:
+            slab[used:start].zero_()  # it is written into the checkpoint, too
+        views[key] = slab[start : start + sizes[key]].view(dtype).view(shape)
+        used = start + sizes[key]
+        left -= _at_most(sizes[key])
     return views
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _at_most(size: int) -> int:
+    """Bytes that a tensor of so many takes together with those that are left free before it."""
+    return size + begin_at(1, size)
 
 
 def _memory(size: int, pin: bool) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import io
@@ -9,10 +10,9 @@ import mmap
 import os
 import pickle
 import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future as ThreadFuture
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,9 +31,18 @@ from jobkit.errors import CheckpointError
 INDEX = "index.pickle"
 
 _BLOCK = 8 << 20
-_BLOCKS = 4  # one filling, one being written, one in the checksum, one ready for whichever is faster
+_LARGE = 1 << 20  # bytes of a tensor that begins at a page, and of memory that is written where it lies
+_ALIGNMENT = 64  # a cache line, and a multiple of every dtype's size, as a view demands
 
-_SMALL = 64 << 10  # bytes that are copied sooner than NumPy is asked to
+
+def begin_at(end: int, size: int) -> int:
+    """Where a tensor of so many bytes begins that is put after `end`, in a file as in the memory it is copied to.
+
+    By one rule for both, so that what is one piece of memory is one piece of the file. Writing past the page cache asks
+    for whole pages.
+    """
+    alignment = mmap.PAGESIZE if size >= _LARGE else _ALIGNMENT
+    return -(-end // alignment) * alignment
 
 
 @dataclass(frozen=True)
@@ -47,22 +56,27 @@ class Extent:
     dtype: torch.dtype | None = None
 
 
+Items = Sequence[tuple[WriteItem, torch.Tensor | bytes]]
+Places = list[tuple[MetadataIndex, Extent]]
+
+
 class ChecksummedFile:
     """A new file, durable when closed without an error.
 
-    Data is gathered in a few blocks; while one fills, another is written and a third goes through the checksum, in
-    threads of their own and without the GIL. Where the file system can, blocks bypass the page cache: that costs less
-    of the processor, is not throttled when the cache is full of dirty pages, and leaves the cache to the training data.
+    Memory is written where it lies, while a thread takes the checksum of it; both do without the GIL. Where the file
+    system can, writing bypasses the page cache: that costs less of the processor, is not throttled when the cache is
+    full of dirty pages, and leaves the cache to the training data. It asks for whole pages: what is small, or does not
+    begin at a page both in memory and in the file, is gathered in a block first.
     """
 
     def __init__(self, path: Path) -> None:
         self.size = 0
         self._crc = 0
         self._fd, self._direct = _open_direct(path)
-        self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._checksummer = ThreadPoolExecutor(1, "checkpoint-crc")
-        self._in_flight: deque[tuple[mmap.mmap, list[ThreadFuture[None]]]] = deque()
-        self._block = self._take_block()
+        self._summed: ThreadFuture[None] | None = None
+        """The last one: those before it are done when it is."""
+        self._block = mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._used = 0
 
     @property
@@ -70,63 +84,54 @@ class ChecksummedFile:
         return FileDigest(self.size, self._crc)
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; OSError where those before could not be written."""
+        """Append bytes, which must stay as they are until the file is closed."""
         self.size += len(data)
+        if len(data) >= _LARGE and _address(data) % mmap.PAGESIZE == self._used % mmap.PAGESIZE == 0:
+            self._flush()
+            whole = len(data) - len(data) % mmap.PAGESIZE
+            self._append(data[:whole])
+            data = data[whole:]
         while data:
             count = min(len(data), _BLOCK - self._used)
-            if count <= _SMALL:
-                self._block[self._used : self._used + count] = data[:count]
-            else:
-                # NumPy lets go of the GIL while it copies; assigning to a slice does not.
-                target = np.frombuffer(self._block, np.uint8, count, self._used)
-                np.copyto(target, np.frombuffer(data[:count], np.uint8))
+            # NumPy lets go of the GIL while it copies; assigning to a slice does not.
+            target = np.frombuffer(self._block, np.uint8, count, self._used)
+            np.copyto(target, np.frombuffer(data[:count], np.uint8))
             self._used += count
             data = data[count:]
             if self._used == _BLOCK:
-                self._submit()
-                self._block = self._take_block()
+                self._flush()
 
-    def _take_block(self) -> mmap.mmap:
-        if len(self._in_flight) < _BLOCKS - 1:
-            # Whole pages, as bypassing the cache asks for.
-            return mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block, jobs = self._in_flight.popleft()
-        for job in jobs:
-            job.result()
-        return block
+    def _flush(self) -> None:
+        """Write what is gathered, and have the block for more."""
+        if self._used:
+            self._append(memoryview(self._block)[: self._used])
+            self._wait()
+            self._used = 0
 
-    def _submit(self) -> None:
-        view = memoryview(self._block)[: self._used]
-        jobs = [self._start(self._writer, self._write, view), self._start(self._checksummer, self._checksum, view)]
-        self._in_flight.append((self._block, jobs))
-        self._used = 0
-
-    def _start(
-        self, pool: ThreadPoolExecutor, action: Callable[[memoryview], None], view: memoryview
-    ) -> ThreadFuture[None]:
-        """Run in the pool, or at once where the interpreter is ending: a pool takes no more work then."""
+    def _append(self, view: memoryview) -> None:
         try:
-            return pool.submit(action, view)
-        except RuntimeError:
-            # What the pool has taken comes first: else a block is written, and summed up, before the one it follows.
-            wait([job for _, jobs in self._in_flight for job in jobs])
-            done: ThreadFuture[None] = ThreadFuture()
-            try:
-                action(view)
-                done.set_result(None)
-            except OSError as error:
-                done.set_exception(error)
-            return done
+            self._summed = self._checksummer.submit(self._checksum, view)
+        except RuntimeError:  # the interpreter is ending: a pool takes no more work then
+            self._wait()
+            self._checksum(view)
+        self._write(view)
+
+    def _wait(self) -> None:
+        if self._summed is not None:
+            self._summed.result()
+
+    def _checksum(self, view: memoryview) -> None:
+        self._crc = zlib.crc32(view, self._crc)
 
     def _write(self, view: memoryview) -> None:
         if len(view) % mmap.PAGESIZE:
             self._through_the_cache()  # the end of the file
         while view:
             try:
-                view = view[os.write(self._fd, view) :]
+                view = view[os.write(self._fd, view[:_BLOCK]) :]  # in parts: a process can be killed between two
             except OSError as error:
-                # Refused by the file system, or the rest of a block of which only a part had room.
-                if error.errno != errno.EINVAL or not self._direct:
+                # Refused by the file system or for this memory, or the rest of a part of which only some had room.
+                if error.errno not in (errno.EINVAL, errno.EFAULT) or not self._direct:
                     raise
                 self._through_the_cache()
 
@@ -134,9 +139,6 @@ class ChecksummedFile:
         if self._direct:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
             self._direct = False
-
-    def _checksum(self, view: memoryview) -> None:
-        self._crc = zlib.crc32(view, self._crc)
 
     def __enter__(self) -> ChecksummedFile:
         return self
@@ -146,14 +148,11 @@ class ChecksummedFile:
     ) -> None:
         try:
             if error is None:
-                self._submit()
-                for _, jobs in self._in_flight:
-                    for job in jobs:
-                        job.result()
+                self._flush()
                 # Bypassing the page cache makes neither the file's size durable nor the disk's own cache.
                 os.fsync(self._fd)
+                self._wait()
         finally:
-            self._writer.shutdown(cancel_futures=True)
             self._checksummer.shutdown(cancel_futures=True)
             os.close(self._fd)
 
@@ -173,25 +172,64 @@ def file_of(rank: int) -> str:
     return f"rank_{rank:05d}.bin"
 
 
-def write_items(
-    directory: Path, rank: int, items: Sequence[tuple[WriteItem, torch.Tensor | bytes]]
-) -> tuple[FileDigest, list[tuple[MetadataIndex, Extent]]]:
-    """Write a rank's file, durably: its digest, and where each item lies, in the order given.
+def places_of(rank: int, items: Items) -> Places:
+    """Where the tensors lie in a rank's file that has these items, tensors first."""
+    name, places, end = file_of(rank), [], 0
+    for item, value in items:
+        if isinstance(value, torch.Tensor):
+            start = begin_at(end, value.nbytes)
+            places.append((item.index, Extent(name, start, value.nbytes, tuple(value.shape), value.dtype)))
+            end = start + value.nbytes
+    return places
 
-    torch's FileSystemWriter takes no checksum, goes through the page cache and pickles each tensor.
+
+def write_items(directory: Path, rank: int, items: Items, places: Places) -> tuple[FileDigest, Places]:
+    """Write a rank's file, durably: its digest, and where the pickled objects lie.
+
+    The tensors, which come first, are contiguous ones on the CPU, and lie at `places` in the file. torch's
+    FileSystemWriter takes no checksum, goes through the page cache and pickles each tensor.
     """
-    name, extents = file_of(rank), []
+    name, pickled = file_of(rank), []
     with ChecksummedFile(directory / name) as file:
-        for item, value in items:
-            if isinstance(value, bytes):
-                data = memoryview(value)
-                extent = Extent(name, file.size, len(data))
-            else:
-                data = _bytes_of(value)
-                extent = Extent(name, file.size, len(data), tuple(value.shape), value.dtype)
-            extents.append((item.index, extent))
-            file.write(data)
-    return file.digest, extents
+        for offset, memory in _pieces([value for _, value in items[: len(places)]], [extent for _, extent in places]):
+            file.write(memoryview(bytes(offset - file.size)))
+            file.write(memory)
+        for item, value in items[len(places) :]:
+            assert isinstance(value, bytes)
+            pickled.append((item.index, Extent(name, file.size, len(value))))
+            file.write(memoryview(value))
+    return file.digest, pickled
+
+
+def _pieces(tensors: Sequence[Any], places: Sequence[Extent]) -> Iterator[tuple[int, memoryview]]:
+    """Offset and memory of those that are as far from each other in memory as in the file, in one piece.
+
+    Few, of thousands of tensors. What lies between two of them, which is less than a page, is written with them.
+    """
+    offsets = np.array([place.offset for place in places], dtype=np.int64)
+    lengths = np.array([place.length for place in places], dtype=np.int64)
+    starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+    (there,) = np.nonzero(lengths)  # an empty one has no address
+    offsets, lengths, starts = offsets[there], lengths[there], starts[there]
+    breaks = np.flatnonzero(np.diff(starts - offsets)) + 1
+    for piece in np.split(np.arange(len(there)), breaks) if len(there) else []:
+        first, last = piece[0], piece[-1]
+        yield int(offsets[first]), _memory(int(starts[first]), int(starts[last] + lengths[last]))
+
+
+def _memory(start: int, end: int) -> memoryview:
+    """That between two addresses, which somebody else holds: it may be several tensors'."""
+    for_reading = 0x100  # PyBUF_READ
+    view: memoryview = _view_of(start, end - start, for_reading)
+    return view
+
+
+_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 def write_index(directory: Path, tensors: bytes, pickled: Mapping[MetadataIndex, Extent]) -> FileDigest:
@@ -255,11 +293,6 @@ def read_exactly(file: io.RawIOBase | io.BytesIO, offset: int, target: memoryvie
         if not count:
             raise EOFError(f"{getattr(file, 'name', 'what was sent')}: ends before byte {offset + len(target)}")
         target = target[count:]
-
-
-def _bytes_of(value: torch.Tensor) -> memoryview:
-    is_plain = value.is_cpu and value.is_contiguous() and not (value.requires_grad or value.is_conj() or value.is_neg())
-    return raw(value if is_plain else value.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

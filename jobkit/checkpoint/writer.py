@@ -310,9 +310,11 @@ class Checkpointer:
     def _write_files(self, step: int, staged: Staged, folder: Path, *, has_files: bool) -> dict[str, FileDigest]:
         if not has_files:
             self._ranks.on_main(lambda: self.store.stage(step))  # before any rank writes: it empties the directory
-        items = self._plans.agree(staged)
-        digest, extents = self._ranks.all_or_none(lambda: write_items(self.store.staged(step), self._ranks.rank, items))
-        files = self._plans.write_index(folder, digest, extents)
+        items, places = self._plans.agree(staged)
+        digest, pickled = self._ranks.all_or_none(
+            lambda: write_items(self.store.staged(step), self._ranks.rank, items, places)
+        )
+        files = self._plans.write_index(folder, digest, pickled)
         return files | own_files.make_durable(step, self.store, self._ranks) if has_files else files
 
     def _extra(self, extra: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
