@@ -227,7 +227,7 @@ class ParallelConfig:
     zero3 within groups of `shards` ranks, copies between the groups."""
     offload: bool = False
     """For `zero2`, `zero3` and `hsdp`: parameters, gradients and optimizer state stay in host memory between uses, and
-    the optimizer steps there (fully_shard's CPUOffloadPolicy)."""
+    the optimizer steps there (fully_shard's CPUOffloadPolicy); on one rank, too."""
     shards: str | int = _field(_check_auto_or_count, "auto")
     """For `hsdp`: ranks that share one copy of the model; `auto` is the ranks of one node."""
     tensor: str | int = _field(_check_degree, 1)
