@@ -227,7 +227,7 @@ class ParallelConfig:
     zero3 within groups of `shards` ranks, copies between the groups."""
     offload: bool = False
     """For `zero2`, `zero3` and `hsdp`: parameters, gradients and optimizer state stay in host memory between uses, and
-    the optimizer steps there (fully_shard's CPUOffloadPolicy)."""
+    the optimizer steps there (fully_shard's CPUOffloadPolicy); on one rank, too."""
     shards: str | int = _field(_check_auto_or_count, "auto")
     """For `hsdp`: ranks that share one copy of the model; `auto` is the ranks of one node."""
     tensor: str | int = _field(_check_degree, 1)
@@ -339,7 +339,7 @@ class Config:
     """A function, `module:callable`, that is called with `params`, a plain mapping, before anything is queued, in a
     process of its own: for what must be right in `inputs`, as a file's format. What it raises is the refusal, at the
     key that a `jobkit.errors.InvalidValue(key, problem)` names. It may take a minute; its module should import no
-    torch. Not called where values come from other runs."""
+    torch, and nothing that only a cluster's `setup` brings. Not called where values come from other runs."""
     seed: int | None = 0
     """Decides initial weights, sample order and all random numbers. `null` leaves the training function's own random
     numbers alone: it seeds them itself, or not at all; they go on where they were, as they do with a seed."""

@@ -90,8 +90,6 @@ def _check_offload(parallel: ParallelConfig, layout: Layout) -> None:
     if parallel.data not in SHARDED or layout.tensor > 1 or layout.pipeline > 1:
         found = _name(parallel, layout) or parallel.data
         raise ValueError(f"offload is for {', '.join(SHARDED)}, without tensor and pipeline; found {found}")
-    if layout.shards == 1:
-        raise ValueError("offload moves shards to the host: it needs 2 ranks or more that share a model")
 
 
 def check_verification(config: Config) -> None:

@@ -81,6 +81,15 @@ def fit_on_slurm(
             )
         return _in_numbers(resources, Room(0 if kind is None else None, "")), []
     key, count = asked
+    if count is None:
+        if AUTO in (resources.tasks_per_node, resources.gpus_per_task):
+            names = ", ".join(_gres_names(parameters))
+            raise InvalidValue(
+                f"clusters.{cluster}.{key}",
+                f"found {names}; which of them are the {unit}s is not known here, so auto has no number to go by: set "
+                "resources.tasks_per_node and resources.gpus_per_task to numbers, as tasks_per_node=8 gpus_per_task=1",
+            )
+        return resources, []
     room = Room(count, f"clusters.{cluster}.{key} asks for {count} on each node")
     fitted = _in_numbers(resources, room)
     wanted = fitted.ranks_per_node * fitted.devices_per_rank
@@ -97,25 +106,44 @@ def fit_on_slurm(
     return fitted, notes
 
 
-def asked_for(parameters: Mapping[str, Any], device: str = device_kinds.AUTO) -> tuple[str, int] | None:
-    """(option, devices of each node) that a cluster's entry asks sbatch for; None where it does not."""
-    given = {**parameters, **parameters.get("additional_parameters", {})}
-    for key, value in given.items():
-        parts = [part.strip() for part in str(value).split(",")]
+def asked_for(parameters: Mapping[str, Any], device: str = device_kinds.AUTO) -> tuple[str, int | None] | None:
+    """(option, devices of each node) that a cluster's entry asks sbatch for; None where it does not.
+
+    The number is None where `gres` has several names, and none that is known for a device that is no GPU.
+    """
+    for key, value in _given(parameters):
+        parts = _parts(value)
         if key.replace("-", "_") == "gpus_per_node":
             return key, sum(_count(part) for part in parts)
-        if key == "gres" and (name := _gres_of(device, [part.partition(":")[0] for part in parts])):
-            return key, sum(_count(part) for part in parts if part.partition(":")[0] == name)
+        if key == "gres" and (found := _gres_of(device, [_name(part) for part in parts])):
+            return key, sum(_count(part) for part in parts if _name(part) == found[0]) if len(found) == 1 else None
     return None
 
 
-def _gres_of(device: str, names: Sequence[str]) -> str | None:
-    """Which of some names in `gres` are a device: the kind's own name, `gpu`, and for what is no GPU else the first."""
+def _gres_of(device: str, names: Sequence[str]) -> list[str]:
+    """Which of some names in `gres` may be a device: the kind's own, else `gpu`, and for what is no GPU else any."""
     kind = device_kinds.kind(device)
     kinds = device_kinds.KINDS if kind is None else (kind,)
     usual = [one.gres for one in kinds if one.gres is not None]
-    others = names[:1] if kind is not None and not kind.is_gpu else ()
-    return next((name for name in (*usual, device_kinds.GPU) if name in names), next(iter(others), None))
+    known = [name for name in (*usual, device_kinds.GPU) if name in names]
+    return known[:1] or (list(dict.fromkeys(names)) if kind is not None and not kind.is_gpu else [])
+
+
+def _gres_names(parameters: Mapping[str, Any]) -> list[str]:
+    return [_name(part) for key, value in _given(parameters) if key == "gres" for part in _parts(value)]
+
+
+def _given(parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return list({**parameters, **parameters.get("additional_parameters", {})}.items())
+
+
+def _parts(value: Any) -> list[str]:
+    return [part.strip() for part in str(value).split(",")]
+
+
+def _name(part: str) -> str:
+    """`gpu` of `gpu:a100:4`."""
+    return part.partition(":")[0]
 
 
 def _count(text: str) -> int:

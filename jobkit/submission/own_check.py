@@ -35,7 +35,7 @@ def run_check(config: Config, source: Path) -> None:
     if not config.check or any(True for _ in references.texts_with_references(config)):
         return
     try:
-        check_task(config.check, source)
+        check_task(config.check, source, has_setup=True)  # a missing package it says itself, with the way out
     except InvalidValue as error:
         raise InvalidValue("check", error.problem) from None
     with tempfile.TemporaryDirectory() as folder:
@@ -90,8 +90,17 @@ def main(arguments: list[str]) -> int:
     except InputError as error:
         found = "check", str(error)
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        found = "check", f"{check}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).is_relative_to(source)]
+        place = (own or frames)[-1]
+        said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.partition(".")[0]
+            said += (
+                f"; a check runs where it is submitted, without the job's setup: install {package} for "
+                f"{sys.executable}, or leave the check out, by 'check=\"\"'"
+            )
+        found = "check", f"{check}: {said}"
     Path(folder, "report.json").write_text(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # else threads that it began would be waited for

@@ -43,7 +43,8 @@ Axes = tuple[str, ...]
 class Parallel:
     """One rank's part in a Layout, made on all ranks together; so is all that it makes.
 
-    `layout.check` has found that the layout works; where there are several ranks their process group stands.
+    `layout.check` has found that the layout works; where there are several ranks, or one with `offload`, their process
+    group stands.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class Parallel:
         self.data_rank = layout.data_rank(rank)
         self.compressions: list[Compression] = []
         self._mesh: DeviceMesh | None = None
-        # Without a mesh DDP, or nothing, talks to the whole world.
-        sharded = parallel.data in SHARDED and layout.world_size > 1
+        # Without a mesh DDP, or nothing, talks to the whole world. One rank has one of size 1 if it offloads.
+        sharded = parallel.data in SHARDED and (layout.world_size > 1 or parallel.offload)
         plain = layout.world_size == layout.replicas and parallel.tensor == 1 and not sharded
         if not plain:
             sizes = (layout.pipeline, layout.replicas, layout.shards, layout.tensor)
@@ -108,7 +109,7 @@ class Parallel:
             )
 
     def _with_weights(self, module: nn.Module, weights: Weights, options: Mapping[str, bool]) -> nn.Module:
-        is_replicated = self._shares_gradients(module) and not self._is_sharded and not self.drifts
+        is_replicated = self._is_wrapped(module) and not self._is_sharded and not self.drifts
         materialise(module, self.device, torch.device("cpu") if self.parallel.offload else None)
         weights.fill(module, send=not is_replicated or self.data_group is not None)  # of all ranks, DDP sends them
         if is_replicated:
@@ -129,7 +130,7 @@ class Parallel:
         if plan:
             assert self._mesh is not None
             _parallelize(module, self._mesh["tensor"], plan)
-        if self._is_sharded and self._shares_gradients(module):
+        if self._is_sharded and self._is_wrapped(module):
             assert self._mesh is not None
             hybrid = self.layout.replicas > 1 or self.parallel.data == "ddp"
             mesh = self._mesh["replica", "shard"] if hybrid else self._mesh["shard"]
@@ -148,8 +149,10 @@ class Parallel:
         # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of one rank.
         return self.parallel.data in SHARDED or self.layout.tensor > 1
 
-    def _shares_gradients(self, module: nn.Module) -> bool:
-        return self.layout.data > 1 and any(parameter.requires_grad for parameter in module.parameters())
+    def _is_wrapped(self, module: nn.Module) -> bool:
+        """Whether DDP or fully_shard gets a module; fully_shard gets one rank's, too, to offload it."""
+        is_needed = self.layout.data > 1 or self.parallel.offload
+        return is_needed and any(parameter.requires_grad for parameter in module.parameters())
 
     def _replicated(self, module: nn.Module, options: Mapping[str, bool]) -> nn.Module:
         wrapped = data_parallel(module, self.device, self.data_group, self.comm.bucket_cap_mb, **options)

@@ -28,12 +28,16 @@ from jobkit.worker.rendezvous import shared_store
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.stop import Stopped, StopSignals
 
+AFTER_LOOP = "after the loop"
+"""The place of evaluations after the last step, before which the newest checkpoint was written."""
+
 
 class Evaluator:
     """One rank's evaluations; what is known when one of them is stopped is kept for the next attempt.
 
     That takes it up where it comes by the same evaluation of the same step, with the same code, and has trained nothing
-    since the checkpoint that was written at the stop. `restored` is the step of the checkpoint this one began with.
+    since the checkpoint that was written at the stop. After the last step it takes up what the repeated step has given
+    the same weights for, to the last bit. `restored` is the step of the checkpoint this one began with.
     """
 
     def __init__(
@@ -71,7 +75,10 @@ class Evaluator:
         before the loop. `equal` are modules whose buffers are the same on all ranks;
         `options` are those of jobkit.train.evaluate.computed.
         """
-        of = called(function, dataset) if _can_be_kept() else ""
+        equal = list(equal)
+        # A repeated step may lead to other weights, as on a GPU: then they are another's.
+        held = (dataset, equal) if place == AFTER_LOOP else dataset
+        of = called(function, held) if _can_be_kept() else ""
         outputs = self._begin(step, place, Outputs(len(dataset), batch_size), of)
         group, stoppable = self._rank.group, True
         try:
@@ -161,7 +168,7 @@ class Evaluator:
         outputs.of = f"{place}: {of}"
         if step != self._step:
             first, self._step, self._of_step = self._step is None, step, []
-            self._kept = self._load() if first else []
+            self._kept = self._load() if first or step == (self._restored or 0) + 1 else []
         if place != self._place:
             self._place, self._of_step = place, []
         if len(self._of_step) < len(here := self._kept_at(place)):
@@ -184,11 +191,12 @@ class Evaluator:
         The checkpoint is safe by now: whatever goes wrong here costs a repetition.
         """
         run, kept = self._rank.run, False
-        if self._step == (checkpoint or 0) and _can_be_kept():
+        repeated = 1 if self._place == AFTER_LOOP and checkpoint is not None else 0  # steps
+        if self._step == (checkpoint or 0) + repeated and _can_be_kept():
             try:
                 now.collect(self._rank.group, self._reporter.heartbeat.beat)
                 if self._rank.is_main and holds_lease(run, self._rank.attempt):
-                    write_outputs(run.evaluation_file, self._key(checkpoint), self._of_step)
+                    write_outputs(run.evaluation_file, self._key(self._step, checkpoint), self._of_step)
                     kept = True
             except Exception as error:
                 log.info("%s; what is done of the evaluation will be repeated", error)
@@ -198,16 +206,21 @@ class Evaluator:
 
     def _load(self) -> list[Outputs]:
         """What was kept for an attempt like this one; what was kept for another is no longer needed."""
-        found = None
-        if self._rank.is_main and self._step == (self._restored or 0):
-            found = read_outputs(self._rank.run.evaluation_file, self._key(self._restored), self._rank.run.path)
-        if found is None:
-            self._drop_kept()
+        found, ahead = None, (self._step or 0) - (self._restored or 0)
+        if self._rank.is_main and ahead in (0, 1):
+            found = self._read(self._step)
+        if found is None and not (self._rank.is_main and ahead == 0 and self._read((self._step or 0) + 1)):
+            self._drop_kept()  # nor is it of what follows the last step, which is the next
         headers = self._rank.group.broadcast([one.header() for one in found or []])
         return found or [Outputs.of_header(header) for header in headers]
 
-    def _key(self, checkpoint: int | None) -> dict[str, Any]:
-        return {"step": self._step, "checkpoint": checkpoint, "code": Path(os.environ.get("JOBKIT_CODE", "")).name}
+    def _read(self, step: int | None) -> list[Outputs] | None:
+        """What was kept of a step for an attempt that begins where this one has begun."""
+        run = self._rank.run
+        return read_outputs(run.evaluation_file, self._key(step, self._restored), run.path)
+
+    def _key(self, step: int | None, checkpoint: int | None) -> dict[str, Any]:
+        return {"step": step, "checkpoint": checkpoint, "code": Path(os.environ.get("JOBKIT_CODE", "")).name}
 
     def _drop_kept(self) -> None:
         self._kept = []

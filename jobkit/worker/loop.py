@@ -26,6 +26,7 @@ from jobkit.train.modes import Now
 from jobkit.train.optimizer_state import parameters_of
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpointing import Checkpoints, Place
+from jobkit.worker.evaluation import AFTER_LOOP
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
 from jobkit.worker.generators import tell_replaced_seed
 from jobkit.worker.heartbeat import peak_bytes
@@ -88,6 +89,8 @@ class TrainingLoop:
         self._place_number = 0
         self._is_due_later = False
         """Whether a checkpoint was due where none could be."""
+        self._saved_before_last = False
+        """Whether a checkpoint, on the disk or on its way there, has all but the last step."""
         self.is_held = False
         """Whether what follows the last batch of an epoch needs what the loop over the batches has set."""
         self._write_files: own_files.Write | None = None
@@ -248,7 +251,7 @@ class TrainingLoop:
         """What tells evaluations of one step apart."""
         if self.is_in_step:
             return "in the step"
-        return "after the loop" if self.has_begun else "before the loop"
+        return AFTER_LOOP if self.has_begun else "before the loop"
 
     @property
     def place(self) -> Place:
@@ -285,6 +288,8 @@ class TrainingLoop:
         if self._engine.scaler is not None:
             self._tracked.add(LOSS_SCALE, self._engine.scaler)
         restored = self._restored
+        if restored is not None and restored.snapshot is None and not restored.of_other_run:
+            self._saved_before_last = self.step + 1 == total
         self._tracked.settle_schedules()
         self._tracked.begin_modes()
         self._tracked.restore_gradients()
@@ -377,7 +382,8 @@ class TrainingLoop:
             due, in_memory = due or by_time, in_memory or in_memory_by_time
         if due:
             self._is_due_later = False
-            self._save(is_last=self.step + 1 == self.total)
+            self._saved_before_last = self.step + 1 == self.total
+            self._save(is_last=self._saved_before_last)
         elif in_memory and self._write_files is None:
             self.settle_losses()
             self._checkpoints.snapshot(self.step)
@@ -468,12 +474,17 @@ class TrainingLoop:
         self._reporter.heartbeat.stopping = True
         self._engine.end_averaged()
         self._tracked.buffers.end()
-        if self.has_begun and not self._checkpoints.is_durable(self.place):
+        is_after = self.has_begun and not self.is_in_step
+        if is_after:  # the last step is repeated, since what follows the loop may need its values
+            self._checkpoints.wait()
+        elif self.has_begun and not self._checkpoints.is_durable(self.place):
             self._tracked.modes_of_save = self._modes
             self._save(wait=True, must=False)
         durable = self._checkpoints.durable_step
         self._reporter.record(Event.INTERRUPTED, cause=cause, step=durable or 0, reached=self.step)
         kept = "its checkpoint is safe" if durable == self.step else "no checkpoint of it"
+        if is_after and durable is not None:
+            kept = f"the checkpoint of step {durable} is safe"
         self._reporter.say(f"stopped at step {self.step}, {kept}; the same command continues the run")
         self._signals.call_others()
         self.stopped = Stopped(str(cause), self.step, durable)
@@ -571,12 +582,21 @@ class TrainingLoop:
         return lambda: [sample for loader, number in drawn for sample in loader.samples_of(number)]
 
     def may_stop_here(self) -> bool:
-        """Whether the step has changed nothing that a checkpoint would hold; before the loop there is none."""
+        """Whether the step has changed nothing that a checkpoint would hold; before the loop there is none.
+
+        After the loop, whether one that repeats the last step comes here again with what evaluations have found.
+        """
         if not self.is_in_step:
-            return not self.has_begun  # after the loop, going on to the end is what is left to do
+            return not self.has_begun or self._ends_again()
         if self.is_held:
             return False
         return self._step_start is not None and self._step_start == self._watch.take()
+
+    def _ends_again(self) -> bool:
+        # An evaluation is not known by weights that are shared out, and a GPU may compute others in the repeated step.
+        parallel = self._engine.parallel
+        is_whole = not (parallel.forward_is_collective or parallel.parallel.offload)
+        return is_whole and self._saved_before_last and self.step == self.total
 
     @contextmanager
     def unchanged_by(self, swap: AbstractContextManager[None]) -> Iterator[None]:

@@ -88,3 +88,16 @@ def test_a_run_with_its_shards_on_the_host_is_stopped_and_ends_as_one_without(tm
     assert difference(run, plain) == 0.0
     refused = project.jobkit("submit", "toy.yaml", "--local", "parallel={offload: true}", *two, expect=2).stderr
     assert "parallel: offload is for zero2, zero3, hsdp, without tensor and pipeline; found ddp" in refused
+
+
+def test_a_run_of_one_rank_with_its_shards_on_the_host_is_killed_and_ends_as_one_without(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    killed = "        if ctx.attempt == 1 and step == 20 and 'plain' not in str(ctx.run_dir): os.kill(os.getpid(), 9)\n"
+    pause = "        time.sleep"
+    (project.path / "mytask.py").write_text("import os\n" + TASK.replace(pause, killed + pause))
+    one = ["resources.nodes=1", "resources.tasks_per_node=1"]
+    for name, parallel in (("plain", "zero3"), ("offloaded", "{data: zero3, offload: true}")):
+        project.submit("--local", f"name={name}", f"parallel={parallel}", *one)
+    (plain,), (run,) = project.path.glob("runs/plain-*"), project.path.glob("runs/offloaded-*")
+    assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["killed", "finished"]
+    assert difference(run, plain) == 0.0

@@ -149,6 +149,66 @@ def test_a_map_that_was_stopped_goes_on_where_it_was_and_repeats_nothing(tmp_pat
     assert computed(folder, "second") == computed(folder, "first") == dict.fromkeys(range(23), 1)
 
 
+TRAINED: list[nn.Module] = []
+"""What `after_the_last_step` trains; the functions do not hold it, so that they are the same whatever its weights."""
+
+
+def after_the_last_step(ctx: Any, folder: Path, last: float) -> Any:
+    """Two maps after the loop, the second of which is told to stop once; `last` is the last step's gradient."""
+    os.environ["JOBKIT_CODE"] = "/code/one"
+    model = nn.Linear(2, 1)
+    TRAINED[:] = [model]
+    ctx.track(model=model)
+
+    def count(name: str, ids: Tensor) -> None:
+        with (folder / f"{name}_{ctx.rank}").open("a") as file:
+            file.write("".join(f"{one}\n" for one in ids.tolist()))
+
+    def first(batch: Tensor, ids: Tensor) -> Any:
+        count("first", ids)
+        return TRAINED[0](batch[:, :2])
+
+    def second(batch: Tensor, ids: Tensor) -> dict[str, Any]:
+        count("second", ids)
+        if ctx.attempt == 1 and len((folder / f"second_{ctx.rank}").read_text().split()) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {**everything(batch, ids), "of": TRAINED[0](batch[:, :2])}
+
+    seen = -1
+    for step in ctx.steps(4):
+        if step == 3:
+            ctx.map(first, Augmented(), batch_size=23)  # in the step that is repeated
+            count("last", torch.tensor([0]))
+        with torch.no_grad():
+            model.weight += last if step == 3 else 1.0
+        seen = step
+    found = [bits(ctx.map(first, Augmented(), batch_size=5)), bits(ctx.map(second, Augmented(), batch_size=2))]
+    return [*found, seen]
+
+
+def test_a_map_after_the_last_step_goes_on_when_that_step_was_repeated(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        whole, folder = tmp_path / f"whole {ranks}", tmp_path / f"stopped {ranks}"
+        for one in (whole, folder):
+            one.mkdir()
+        (whole / "second_0").write_text("0\n" * 5)  # it is not told to stop
+        (whole / "second_1").write_text("0\n" * 5)
+        expected = attempt(ranks, whole / "runs", after_the_last_step, whole, 1.0)
+        assert attempt(ranks, folder / "runs", after_the_last_step, folder, 1.0) == [STOPPED] * ranks
+        assert 4 <= computed(folder, "second").total() <= 12
+        assert attempt(ranks, folder / "runs", after_the_last_step, folder, 1.0) == expected
+        assert computed(folder, "second") == dict.fromkeys(range(23), 1)
+        assert computed(folder, "first") == dict.fromkeys(range(23), 3), "twice in the repeated step"
+        assert computed(folder, "last") == {0: 2 * ranks}
+
+
+def test_a_map_after_the_last_step_begins_again_where_the_repeated_step_led_elsewhere(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path / "runs", after_the_last_step, tmp_path, 1.0) == [STOPPED]
+    ((*_, seen),) = attempt(1, tmp_path / "runs", after_the_last_step, tmp_path, 2.0)
+    assert seen == 3
+    assert computed(tmp_path, "second") == Counter([*range(23), *range(4)])
+
+
 class Broken(Augmented):
     def __getitem__(self, index: int) -> Tensor:
         if index == 7:

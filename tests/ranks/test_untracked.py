@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from harness.attempts import attempt
 from torch import nn
+
+from jobkit.worker import fingerprint
 
 Make = Callable[[Any, nn.Module], Iterator[Callable[[], object]]]
 """Tracks what it likes, then gives what each step does."""
@@ -285,6 +288,8 @@ class Asked(Wrapper):
 
 
 def asking(ctx: Any, is_tracked: bool) -> list[int]:
+    # Fingerprints ask, too: in each step, and not only where they have been cheap, as they are on an idle machine.
+    fingerprint._FREE_SECONDS = math.inf  # in the process of this attempt
     model = ctx.parallelize(nn.Linear(3, 1))
     optimizer = momentum(model.parameters())
     asked = Asked([optimizer])

@@ -217,11 +217,24 @@ def test_gpus_are_asked_for_only_where_the_device_is_one(kind: DeviceKind) -> No
 
 @pytest.mark.parametrize(
     ("gres", "tasks"),
-    [("npu:8", 8), ("nvme:1,npu:910b:4", 4), ("gpu:8", 8), ("ascend:910b:2,nvme:1", 2), ("npu:4,npu:other:2", 6)],
+    [("npu:8", 8), ("nvme:1,npu:910b:4", 4), ("gpu:8", 8), ("ascend:910b:2", 2), ("npu:4,npu:other:2", 6)],
 )
 def test_the_ranks_of_a_node_of_npus_are_what_gres_says(gres: str, tasks: int) -> None:
     made = plan("slurm", {"gres": gres}, device="npu", tasks_per_node="auto", gpus_per_task=1)
     assert (numbers(made), gpu_lines(made)) == ((1, tasks, 1), [f"#SBATCH --gres={gres}"])
+
+
+@pytest.mark.parametrize("ranks", [{"tasks_per_node": "auto"}, {"tasks_per_node": 2, "gpus_per_task": "auto"}])
+def test_of_several_names_of_which_none_is_known_for_the_device_none_is_taken(ranks: dict[str, Any]) -> None:
+    said = (
+        r"clusters.slurm.gres: found nvme, ascend; which of them are the npus is not known here.*: set "
+        r"resources.tasks_per_node and resources.gpus_per_task to numbers, as tasks_per_node=8 gpus_per_task=1$"
+    )
+    entry = {"gres": "nvme:1,ascend:910b:2"}
+    with pytest.raises(InputError, match=said):
+        plan("slurm", entry, device="npu", **{"gpus_per_task": 1, **ranks})
+    made = plan("slurm", entry, device="npu", tasks_per_node=2, gpus_per_task=1)
+    assert (numbers(made), gpu_lines(made), made.notes) == ((1, 2, 1), ["#SBATCH --gres=nvme:1,ascend:910b:2"], [])
 
 
 def test_more_ranks_than_a_node_has_npus_are_refused_and_fewer_are_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from pathlib import Path
 
 import psutil
@@ -79,6 +80,29 @@ def test_what_it_finds_wrong_is_one_line_at_its_key_and_nothing_is_started(
         done = jobkit(project, "submit", "toy.yaml", "--local", override, *mode, expect=2)
         assert said in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not (project.path / "runs").exists()
+
+
+NEEDS = {
+    "at its top": {"looks.py": "import elsewhere.part\ndef look(params):\n    pass\n"},
+    "when it is called": {"looks.py": "def look(params):\n    import elsewhere\n"},
+    "in another file": {"looks.py": "import more\ndef look(params):\n    pass\n", "more.py": "import elsewhere\n"},
+}
+
+
+@pytest.mark.parametrize("files", NEEDS.values(), ids=list(NEEDS))
+def test_a_package_that_only_the_job_will_have_is_named_with_the_way_out(
+    project: Project, files: dict[str, str]
+) -> None:
+    for name, text in files.items():
+        (project.path / name).write_text(text)
+    (project.path / "toy.yaml").write_text(f"{YAML}clusters: {{slurm: {{setup: [module load elsewhere]}}}}\n")
+    for where in ("--local", "--cluster=slurm"):
+        done = jobkit(project, "submit", "toy.yaml", "--dry-run", where, expect=2)
+        assert "toy.yaml:3: check: looks:look: ModuleNotFoundError: No module named 'elsewhere'" in done.stderr
+        assert f"{list(files)[-1]}:" in done.stderr, "the file of the user's own that imports it"
+        assert f"install elsewhere for {sys.executable}, or leave the check out, by 'check=\"\"'" in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+        jobkit(project, "submit", "toy.yaml", "--dry-run", where, 'check=""')
 
 
 def test_one_that_dies_or_does_not_end_is_a_refusal(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

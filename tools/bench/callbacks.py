@@ -17,99 +17,45 @@ from typing import Any
 
 import torch
 from measured import Row, is_installed, missing, tell
+from peers import (
+    BLOCK_STEPS,
+    NAMES,
+    PACKAGES,
+    WARM_UP,
+    Turns,
+    fit_by_lightning,
+    huggingface_trainer,
+    products_in,
+)
 
 TARGET = 1.02
 TOLD = "turn: "
 """What a line begins with that tells the time of a block; the framework prints, too."""
-BLOCKS, BLOCK_STEPS, WARM_UP = 24, 50, 100
+BLOCKS = 24
 
 
-MATRIX, PRODUCT = torch.randn(256, 256), torch.empty(256, 256)
-
-
-def work(products: int) -> None:
-    """So many products of matrices."""
-    for _ in range(products):
-        torch.mm(MATRIX, MATRIX, out=PRODUCT)
-
-
-def products_in(milliseconds: float) -> int:
-    """How many take so long."""
-    work(2000)  # a processor that has slept is slow at first
-    started = time.perf_counter()
-    work(500)
-    return max(1, round(milliseconds / 1e3 / ((time.perf_counter() - started) / 500)))
-
-
-class Work(torch.nn.Module):
-    """A model whose step takes a known time in torch's own kernels, as training does."""
-
-    def __init__(self, products: int) -> None:
-        super().__init__()
-        self.linear, self.products = torch.nn.Linear(256, 256), products
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss of a layer, after the work."""
-        work(self.products)
-        return {"loss": (self.linear(x) - labels).square().mean()}
-
-
-class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Enough for each step of a run."""
-
-    def __init__(self) -> None:
-        self.x = torch.randn(1024, 256)
-
-    def __len__(self) -> int:
-        return 10**7
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index % 1024], "labels": self.x[(index + 1) % 1024]}
-
-
-class Turns:
+class InLines(Turns):
     """In a framework's process: times blocks of steps, each after a line from the process that gives the turns."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.started = self.cpu_started = 0.0
+    started = cpu_started = 0.0
 
-    def step_begins(self) -> None:
-        """Called before each step."""
-        if self.steps >= WARM_UP and (self.steps - WARM_UP) % BLOCK_STEPS == 0:
-            if self.steps > WARM_UP:
-                wall, cpu = time.perf_counter() - self.started, time.process_time() - self.cpu_started
-                print(f"{TOLD}{wall / BLOCK_STEPS} {cpu / BLOCK_STEPS}", flush=True)
-            else:
-                print(f"{TOLD}0 0", flush=True)
-            sys.stdin.readline()
-            self.started, self.cpu_started = time.perf_counter(), time.process_time()
-        self.steps += 1
+    def block_ended(self) -> None:
+        if self.steps > WARM_UP:
+            wall, cpu = time.perf_counter() - self.started, time.process_time() - self.cpu_started
+            print(f"{TOLD}{wall / BLOCK_STEPS} {cpu / BLOCK_STEPS}", flush=True)
+        else:
+            print(f"{TOLD}0 0", flush=True)
+        sys.stdin.readline()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
+
+
+STEPS = WARM_UP + BLOCKS * BLOCK_STEPS + 1
 
 
 def huggingface(products: int, with_jobkit: bool) -> None:
     """Trainer's steps."""
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-
-    turns = Turns()
-
-    class InTurns(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            turns.step_begins()
-
-    arguments = TrainingArguments(
-        output_dir="out",
-        per_device_train_batch_size=32,
-        max_steps=WARM_UP + BLOCKS * BLOCK_STEPS + 1,
-        report_to="none" if with_jobkit else "tensorboard",
-        logging_steps=10,
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    trainer = Trainer(model=Work(products), args=arguments, train_dataset=Samples())
-    trainer.pop_callback(PrinterCallback)
-    trainer.add_callback(InTurns())
+    logs = "none" if with_jobkit else "tensorboard"
+    trainer = huggingface_trainer(products, InLines(), max_steps=STEPS, report_to=logs, logging_steps=10)
     checkpoint = None
     if with_jobkit:
         from jobkit.huggingface import JobkitCallback
@@ -121,49 +67,17 @@ def huggingface(products: int, with_jobkit: bool) -> None:
 
 def lightning(products: int, with_jobkit: bool) -> None:
     """Lightning's steps."""
-    from lightning.pytorch import Callback, LightningModule, Trainer
-
-    turns = Turns()
-
-    class InTurns(Callback):  # type: ignore[misc]
-        def on_train_batch_start(self, *_: Any) -> None:
-            turns.step_begins()
-
-    class Module(LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.work = Work(products)
-
-        def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
-            loss = self.work(**batch)["loss"]
-            self.log("train/loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters())
-
-    callbacks: list[Any] = [InTurns()]
+    callbacks: list[Any] = []
     checkpoint = None
     if with_jobkit:
         from jobkit.lightning import JobkitCallback
 
         callbacks.append(job := JobkitCallback())
         checkpoint = job.checkpoint
-    trainer = Trainer(
-        max_steps=WARM_UP + BLOCKS * BLOCK_STEPS + 1,
-        accelerator="cpu",
-        callbacks=callbacks,
-        log_every_n_steps=10,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader(Samples(), 32, shuffle=False), ckpt_path=checkpoint)
+    fit_by_lightning(products, InLines(), callbacks, checkpoint, max_steps=STEPS, log_every_n_steps=10)
 
 
 FRAMEWORKS = {"huggingface": huggingface, "lightning": lightning}
-NAMES = {"huggingface": "Hugging Face's Trainer", "lightning": "Lightning's Trainer"}
-PACKAGES = {"huggingface": "transformers", "lightning": "lightning"}
 
 
 def start(framework: str, kind: str, products: int, folder: Path) -> subprocess.Popen[str]:

@@ -30,8 +30,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import measured
+import peers
 import torch
 from measured import Row, is_installed, missing, ratios, tell
+from peers import (
+    BATCH,
+    BLOCK_STEPS,
+    NAMES,
+    PACKAGES,
+    Model,
+    Samples,
+    Turns,
+    adamw,
+    fit_by_lightning,
+    huggingface_trainer,
+    products_in,
+)
 
 YAML = """\
 name: frameworks
@@ -40,55 +54,8 @@ params: {{products: {products}, turns: {turns}}}
 resources: {{tasks_per_node: {ranks}}}
 """
 
-WIDTH, BATCH = 256, 32
-WARM_UP, BLOCK_STEPS = 100, 50
 STEPS = 10**7
 """More than any run takes: whoever gives the turns ends it."""
-
-
-def work(products: int, matrix: torch.Tensor, product: torch.Tensor) -> None:
-    """So many products of matrices: a known time in torch's own kernels, as training takes it."""
-    for _ in range(products):
-        torch.mm(matrix, matrix, out=product)
-
-
-def products_in(milliseconds: float) -> int:
-    """How many take so long."""
-    matrix, product = torch.randn(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
-    work(2000, matrix, product)  # a processor that has slept is slow at first
-    started = time.thread_time()  # one thread computes them, and others may have its processor meanwhile
-    work(500, matrix, product)
-    return max(1, round(milliseconds / 1e3 / ((time.thread_time() - started) / 500)))
-
-
-class Model(torch.nn.Module):
-    """A layer, after the work."""
-
-    def __init__(self, products: int) -> None:
-        super().__init__()
-        self.linear, self.products = torch.nn.Linear(WIDTH, WIDTH), products
-        self.matrix, self.product = torch.randn(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        work(self.products, self.matrix, self.product)
-        return {"loss": (self.linear(x) - labels).square().mean()}
-
-
-class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """More than the blocks of a run take by default: none has an epoch's end in it."""
-
-    def __init__(self) -> None:
-        self.x = torch.randn(1024, WIDTH)
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index % 1024], "labels": self.x[(index + 1) % 1024]}
-
-
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 class Times(NamedTuple):
@@ -110,31 +77,31 @@ def now() -> Times:
     return Times(wall, wall - int(queued) / 1e9, time.process_time())
 
 
-class Turns:
-    """In a training: times blocks of steps, each after a line from the process that gives the turns.
+class InPipes(Turns):
+    """Times blocks of steps, each after a line from the process that gives the turns.
 
     Rank 0 alone waits for its turn; the others wait for rank 0, in the all-reduce.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         torch.set_num_threads(1)
-        self.steps, self.started = 0, Times(0.0, 0.0, 0.0)
+        self.started = Times(0.0, 0.0, 0.0)
         self.is_main = os.environ.get("RANK", "0") == "0"
         if self.is_main:
             self.go, self.told = (folder / "go").open(), (folder / "told").open("w")
 
-    def step_begins(self) -> None:
-        """Called before each step."""
-        if self.is_main and self.steps >= WARM_UP and (self.steps - WARM_UP) % BLOCK_STEPS == 0:
-            began = now()
-            told = ((end - start) / BLOCK_STEPS for start, end in zip(self.started, began, strict=True))
-            self.told.write(f"{' '.join(map(str, told))}\n")
-            self.told.flush()
-            if not self.go.readline():
-                self.is_over()
-            self.started = now()
-            self.waited(self.started.wall - began.wall)
-        self.steps += 1
+    def block_ended(self) -> None:
+        if not self.is_main:
+            return
+        began = now()
+        told = ((end - start) / BLOCK_STEPS for start, end in zip(self.started, began, strict=True))
+        self.told.write(f"{' '.join(map(str, told))}\n")
+        self.told.flush()
+        if not self.go.readline():
+            self.is_over()
+        self.started = now()
+        self.waited(self.started.wall - began.wall)
 
     def waited(self, seconds: float) -> None:
         """So long it was another's turn."""
@@ -153,7 +120,7 @@ def train(ctx: Any) -> None:
     os.environ["RANK"] = str(ctx.rank)
     clock = Clock()  # of its own turns alone: what falls due by time would else all fall into them
 
-    class OwnTurns(Turns):
+    class OwnTurns(InPipes):
         def waited(self, seconds: float) -> None:
             clock.by_hand += seconds
 
@@ -185,7 +152,7 @@ def by_hand(products: int, folder: Path) -> None:
     if world > 1:
         torch.distributed.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer, turns = adamw(model), Turns(folder)
+    optimizer, turns = adamw(model), InPipes(folder)
     loader = DataLoader(Samples(), BATCH, sampler=DistributedSampler(Samples(), world, int(os.environ["RANK"])))
     for batch in chain.from_iterable(repeat(loader)):
         turns.step_begins()
@@ -197,78 +164,37 @@ def by_hand(products: int, folder: Path) -> None:
 
 def huggingface(products: int, folder: Path) -> None:
     """Trainer, which logs each step to TensorBoard."""
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-
-    turns = Turns(folder)
-
-    class InTurns(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            turns.step_begins()
-
-    arguments = TrainingArguments(
-        output_dir="out",
-        per_device_train_batch_size=BATCH,
+    trainer = huggingface_trainer(
+        products,
+        InPipes(folder),
         max_steps=STEPS,
         report_to="tensorboard",
         logging_steps=1,
-        save_strategy="no",
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
-        disable_tqdm=True,
-        use_cpu=True,
         ddp_backend="gloo",
         ddp_find_unused_parameters=False,  # for a model that is not its own it looks for them
     )
-    model = Model(products)
-    # Its own optimizer would be the fused kernel, with two groups of parameters.
-    trainer = Trainer(model=model, args=arguments, train_dataset=Samples(), optimizers=(adamw(model), None))
-    trainer.pop_callback(PrinterCallback)
-    trainer.add_callback(InTurns())
     trainer.train()
 
 
 def lightning(products: int, folder: Path) -> None:
     """Lightning's Trainer, which logs each step to TensorBoard."""
-    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    turns, world = Turns(folder), int(os.environ["WORLD_SIZE"])
-
-    class InTurns(Callback):  # type: ignore[misc]
-        def on_train_batch_start(self, *_: Any) -> None:
-            turns.step_begins()
-
-    class Module(LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Model(products)
-
-        def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
-            loss = self.model(**batch)["loss"]
-            self.log("train/loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self)
-
-    trainer = Trainer(
+    world = int(os.environ["WORLD_SIZE"])
+    fit_by_lightning(
+        products,
+        InPipes(folder),
         max_steps=STEPS,
-        accelerator="cpu",
         strategy="ddp" if world > 1 else "auto",
         devices=world,
-        callbacks=[InTurns()],
         logger=TensorBoardLogger("logs"),
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(Samples(), BATCH, shuffle=True))
 
 
 KINDS: Mapping[str, Callable[[int, Path], None]] = {"hand": by_hand, "lightning": lightning, "huggingface": huggingface}
-PEERS = {"lightning": ("Lightning's Trainer", "lightning"), "huggingface": ("Hugging Face's Trainer", "transformers")}
-"""What a peer is called, and its package."""
 
 
 class Training:
@@ -293,7 +219,7 @@ class Training:
         threads = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if self.kind == "jobkit":
             here = Path(__file__).parent
-            for file in (__file__, measured.__file__, here / "step.py"):
+            for file in (__file__, measured.__file__, peers.__file__, here / "step.py"):
                 shutil.copy(file, folder)
             (folder / "frameworks.yaml").write_text(YAML.format(products=products, turns=folder, ranks=ranks))
             return [([sys.executable, "-m", "jobkit.submit", "frameworks.yaml", "--local"], threads)]
@@ -354,7 +280,7 @@ class Training:
 
 def measure(ranks: int, products: int, blocks: int) -> dict[str, list[Times]]:
     """The times of a step of each kind, block by block."""
-    kinds = ["jobkit", "hand", *(kind for kind, (_, package) in PEERS.items() if is_installed(package))]
+    kinds = ["jobkit", "hand", *(kind for kind, package in PACKAGES.items() if is_installed(package))]
     times: dict[str, list[Times]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-") as folder, ExitStack() as ends:
         trainings = []
@@ -368,25 +294,37 @@ def measure(ranks: int, products: int, blocks: int) -> dict[str, list[Times]]:
     return times
 
 
-def report(ranks: int, measured_times: Mapping[str, Sequence[Times]]) -> None:
+BOUNDS = {1: 1.02, 2: 1.03, 4: 1.03}
+"""By ranks, over the loop by hand."""
+
+
+def report(ranks: int, found: Mapping[str, Sequence[Times]]) -> None:
     what = f"step, {ranks} rank{'s' * (ranks > 1)}, logging every step"
-    suffixes = "", ", without rank 0's waiting for a processor", ", processor time of rank 0"  # as in Times
-    for number, suffix in enumerate(suffixes):
-        times = {kind: [one[number] for one in found] for kind, found in measured_times.items()}
-        hand = times["hand"]
-        over = {kind: statistics.median(ratios(seconds, hand)) for kind, seconds in times.items()}
-        length = f"a step of {1e3 * statistics.median(hand):.1f} ms by hand"
-        note = f"{length}, with a DataLoader in each"
-        by_hand = "the loop by hand, which logs nothing"
-        tell(Row(f"{what}, its data loaded{suffix}", by_hand, ratios(times["jobkit"], hand), note=note))
-        bound = None if suffix else 1.0
-        for kind, (name, package) in PEERS.items():
-            if kind not in times:
-                tell(missing(what + suffix, name, f"{package} is not installed", bound))
-                continue
-            note = f"{length}; over it: jobkit {over['jobkit']:.3f}, {name} {over[kind]:.3f}"
-            ours = ratios(times["jobkit"], times[kind])
-            tell(Row(what + suffix, name, ours, bound, below=bound is not None, note=note))
+
+    def over(kind: str, other: str, field: str = "wall") -> list[float]:
+        return ratios([getattr(one, field) for one in found[kind]], [getattr(one, field) for one in found[other]])
+
+    def median(kind: str, other: str, field: str = "wall") -> float:
+        return statistics.median(over(kind, other, field))
+
+    def busy(other: str) -> str:
+        own, waiting = median("jobkit", other, "cpu"), median("jobkit", other, "unqueued")
+        return f"in processor time {own:.3f}, without rank 0's waiting for a processor {waiting:.3f}"
+
+    length = f"a step of {1e3 * statistics.median(one.wall for one in found['hand']):.1f} ms by hand"
+    note = f"{length}, with a DataLoader in each, no workers; {busy('hand')}"
+    bound = BOUNDS.get(ranks)
+    tell(
+        Row(
+            f"{what}, its data loaded", "the loop by hand, which logs nothing", over("jobkit", "hand"), bound, note=note
+        )
+    )
+    for kind, name in NAMES.items():
+        if kind not in found:
+            tell(missing(what, name, f"{PACKAGES[kind]} is not installed", 1.0))
+            continue
+        hand = f"over it: jobkit {median('jobkit', 'hand'):.3f}, {name} {median(kind, 'hand'):.3f}"
+        tell(Row(what, name, over("jobkit", kind), 1.0, below=True, note=f"{length}; {hand}; {busy(kind)}"))
 
 
 def main() -> None:

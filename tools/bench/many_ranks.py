@@ -9,56 +9,17 @@ their number. 64 ranks take about 10 GiB of memory; with less than --least-memor
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measured import Row, missing, ratios, tell
 from slurm_cluster import Cluster, wait_until
-
-TASK = """\
-import os
-import time
-
-import torch
-from torch import nn
-
-
-def train(ctx):
-    torch.set_num_threads(1)
-    model = ctx.parallelize(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    ctx.track(model=model, optimizer=optimizer)
-    (ctx.run_dir / f"pid_{ctx.attempt}_{ctx.rank}").write_text(str(os.getpid()))
-    for step in ctx.steps(10**7):
-        model(torch.randn(32, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told = ctx.run_dir / f"step_{ctx.attempt}"
-        if ctx.rank == 0 and not told.exists():
-            told.with_suffix(".tmp").write_text(str(time.time()))
-            told.with_suffix(".tmp").rename(told)
-        time.sleep(0.05)
-"""
-
-YAML = """\
-name: bench
-task: mytask:train
-resources: {{nodes: {nodes}, tasks_per_node: {tasks}, time: "2:00:00"}}
-retry: {{crash: unlimited, exclude_after: 99}}
-checkpoint: {{every: 5s}}
-watchdog: 15min
-clusters: {{slurm: {{partition: low}}}}
-"""
+from slurm_run import Run, write_project
 
 LEAN = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Little memory a process."""
@@ -66,51 +27,23 @@ LEAN = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_
 START, STOP, CHECKPOINT, RESTART = "start", "agree on a stop", "checkpoint", "restart in place"
 
 
-def read(file: Path, seconds: float) -> str:
-    """The text of a file, once it is there."""
-    wait_until(file.exists, str(file), seconds)
-    return file.read_text()
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [one for one in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if one["event"] == kind]
-
-
 def measure(nodes: int, tasks: int, repeats: int, patience: float, folder: Path) -> dict[str, list[float]]:
     """Seconds of each part of a run with so many ranks."""
     project = folder / "project"
-    project.mkdir()
-    (project / "mytask.py").write_text(TASK)
-    (project / "bench.yaml").write_text(YAML.format(nodes=nodes, tasks=tasks))
+    write_project(project, nodes=nodes, tasks=tasks, pause=0.05)
     times: dict[str, list[float]] = {part: [] for part in (START, STOP, CHECKPOINT, RESTART)}
     # Patient daemons, as in tests/soak/sixty_four.py: so many processes on few cores keep everybody waiting.
     with Cluster(folder / "slurm", nodes=nodes, cpus=tasks, gpus=0, grace=120, kill_wait=60, cred_expire=5) as cluster:
-        environment = cluster.env | LEAN
-
-        def jobkit(*arguments: str) -> None:
-            command = [sys.executable, "-m", "jobkit", *arguments]
-            subprocess.run(command, cwd=project, env=environment, check=True, capture_output=True)
-
-        def first_step(attempt: int) -> float:
-            return float(read(run / f"step_{attempt}", patience))
-
-        began = time.time()
-        jobkit("submit", "bench.yaml", "--cluster", "slurm")
-        (run,) = project.glob("runs/bench-*")
-        times[START].append(first_step(1) - began)
-        attempt = 1
-        for _ in range(repeats):
-            time.sleep(15)  # some checkpoints, and a snapshot
-            began, victim = time.time(), int(read(run / f"pid_{attempt}_{nodes * tasks - 1}", patience))
-            os.kill(victim, signal.SIGKILL)
-            attempt += 1
-            times[RESTART].append(first_step(attempt) - began)
+        run = Run(project, cluster.env | LEAN, "checkpoint.every=5s", "watchdog=15min", patience=patience)
+        times[START].append(run.seconds_of_start)
+        for _ in range(repeats):  # after some checkpoints, and a snapshot
+            times[RESTART].append(run.seconds_after(lambda: run.kill_rank(nodes * tasks - 1), after=15))
         time.sleep(15)
-        times[CHECKPOINT] = [one["seconds"] for one in events(run, "checkpoint")]
+        times[CHECKPOINT] = [one["seconds"] for one in run.events("checkpoint")]
         known, began = len(times[CHECKPOINT]), time.time()
-        jobkit("cancel", run.name)  # which saves, once all ranks have agreed
+        run.jobkit("cancel", run.path.name)  # which saves, once all ranks have agreed
         wait_until(lambda: not cluster.command("squeue", "--noheader"), "the job to end", patience)
-        last = events(run, "checkpoint")[known:]
+        last = run.events("checkpoint")[known:]
         if not last:
             raise SystemExit("the run was cancelled without a checkpoint")
         times[STOP].append(last[-1]["time"] - last[-1]["seconds"] - began)

@@ -11,15 +11,12 @@ Starts a private Slurm for itself, with the times that Slurm has by default:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from measured import Row, absolute, ratios, tell
 from slurm_cluster import Cluster, wait_until
-
-TASK = """\
-import os
-import time
-from pathlib import Path
-
-import torch
-from torch import nn
-
-
-def train(ctx):
-    model = ctx.parallelize(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    ctx.track(model=model, optimizer=optimizer)
-    (ctx.run_dir / f"pid_{ctx.attempt}_{ctx.rank}").write_text(str(os.getpid()))
-    for step in ctx.steps(100000):
-        model(torch.randn(32, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told = ctx.run_dir / f"step_{ctx.attempt}"
-        if ctx.rank == 0 and not told.exists():
-            told.with_suffix(".tmp").write_text(str(time.time()))
-            told.with_suffix(".tmp").rename(told)
-        time.sleep(0.02)
-"""
+from slurm_run import Run, read, write_project
 
 PLAIN = """\
 import os
@@ -75,80 +48,26 @@ dist.barrier()
 os._exit(0)  # torch aborts now and then in its own teardown
 """
 
-YAML = """\
-name: bench
-task: mytask:train
-resources: {nodes: 2, tasks_per_node: 2, time: "1:00:00"}
-retry: {crash: unlimited, exclude_after: 99}
-clusters: {slurm: {partition: low}}
-"""
-
 PARTS = ("notice", "kill", "start", "load", "step")
 
 
-class Run:
-    """A run that trains, and is to lose something again and again."""
-
-    def __init__(self, project: Path, environment: dict[str, str], *overrides: str) -> None:
-        self.project, self.environment = project, environment
-        before = set(project.glob("runs/*"))
-        self.jobkit("submit", "bench.yaml", "--cluster", "slurm", "--fresh", *overrides)
-        (self.path,) = set(project.glob("runs/bench-*")) - before
-        self.attempt = 1
-        self.first_step(1)
-
-    def jobkit(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "jobkit", *arguments]
-        done = subprocess.run(command, cwd=self.project, env=self.environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{command}: {done.stderr}")
-        return done.stdout
-
-    def first_step(self, attempt: int) -> float:
-        """When an attempt had done its first step, waited for."""
-        return float(read(self.path / f"step_{attempt}"))
-
-    def seconds_after(self, death: Callable[[], object]) -> float:
-        """From a death until the first new step."""
-        time.sleep(2.5)  # it trains, and a snapshot is there
-        started = time.time()
-        death()
-        self.attempt += 1
-        return self.first_step(self.attempt) - started
-
-    def seconds_of_a_preemption(self, cluster: Cluster, starts: Path) -> float:
-        """From the loss of its nodes to a job of higher priority until the first new step, without the queue."""
-        time.sleep(2.5)
-        job_id = self.status()["job_id"]
-        cluster.preempt(job_id)
-        signalled = time.time()
-        self.attempt += 1
-        first_step = self.first_step(self.attempt)
-        lines = (self.path / "events.jsonl").read_text().splitlines()
-        requeued = max(one["time"] for one in map(json.loads, lines) if one["event"] == "requeued")
-        begun = [float(when) for job, when in map(str.split, starts.read_text().splitlines()) if job == job_id]
-        return requeued - signalled + first_step - min(when for when in begun if when > requeued)
-
-    def status(self) -> dict[str, Any]:
-        return json.loads(self.jobkit("status", self.path.name, "--json"))  # type: ignore[no-any-return]
-
-    def kill_rank(self, rank: int) -> None:
-        os.kill(int(read(self.path / f"pid_{self.attempt}_{rank}")), signal.SIGKILL)
-
-    def parts(self) -> list[dict[str, float]]:
-        """What each restart took, part by part."""
-        time.sleep(1.0)  # the journal gets the first step's event within that
-        return [one["restart"] for one in self.status()["attempts"] if one["restart"]]
+def seconds_of_a_preemption(run: Run, cluster: Cluster, starts: Path) -> float:
+    """From the loss of its nodes to a job of higher priority until the first new step, without the queue."""
+    time.sleep(2.5)
+    job_id = run.status()["job_id"]
+    cluster.preempt(job_id)
+    signalled = time.time()
+    run.attempt += 1
+    first_step = run.first_step(run.attempt)
+    requeued = max(one["time"] for one in run.events("requeued"))
+    begun = [float(when) for job, when in map(str.split, starts.read_text().splitlines()) if job == job_id]
+    return requeued - signalled + first_step - min(when for when in begun if when > requeued)
 
 
-def read(file: Path, seconds: float = 600.0) -> str:
-    """The text of a file, once it is there."""
-    until = time.monotonic() + seconds
-    while not (file.exists() and (text := file.read_text())):
-        if time.monotonic() > until:
-            raise SystemExit(f"{file} did not come within {seconds:g} s")
-        time.sleep(0.005)
-    return text
+def parts_of(run: Run) -> list[dict[str, float]]:
+    """What each restart took, part by part."""
+    time.sleep(1.0)  # the journal gets the first step's event within that
+    return [one["restart"] for one in run.status()["attempts"] if one["restart"]]
 
 
 def plain(project: Path, environment: dict[str, str], repeat: int) -> float:
@@ -184,7 +103,7 @@ def preempted(project: Path, folder: Path, repeats: int) -> None:
     with Cluster(folder / "slurm", nodes=2, cred_expire=5, prolog=str(prolog)) as cluster:
         environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
         run = Run(project, environment)
-        seconds = [run.seconds_of_a_preemption(cluster, starts) for _ in range(repeats)]
+        seconds = [seconds_of_a_preemption(run, cluster, starts) for _ in range(repeats)]
         run.jobkit("cancel", run.path.name)
         wait_until(lambda: not cluster.command("squeue", "--noheader"), "the queue to be empty")
         bare = [plain(project, environment, repeat) for repeat in range(repeats)]
@@ -202,10 +121,10 @@ def deaths(project: Path, folder: Path, repeats: int, cred_expire: int) -> None:
         environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
         run = Run(project, environment, "resources.spares=1")
         in_place = [run.seconds_after(lambda: run.kill_rank(3)) for _ in range(repeats)]
-        parts = run.parts()
+        parts = parts_of(run)
         report("a rank, in place", in_place, parts)
         lost = run.seconds_after(lambda: cluster.kill_node("node2"))
-        report("a node, with a spare", [lost], run.parts()[repeats:])
+        report("a node, with a spare", [lost], parts_of(run)[repeats:])
         restarts = int(cluster.job(run.status()["job_id"])["Restarts"])
         run.jobkit("cancel", run.path.name)
         cluster.restart_node("node2")
@@ -223,7 +142,7 @@ def deaths(project: Path, folder: Path, repeats: int, cred_expire: int) -> None:
         )
         run = Run(project, environment, "retry.in_place=false")
         requeued = run.seconds_after(lambda: run.kill_rank(3))
-        report("a rank, requeued", [requeued], run.parts())
+        report("a rank, requeued", [requeued], parts_of(run))
         run.jobkit("cancel", run.path.name)
         note = f"{requeued:.1f} s with cred_expire={cred_expire}"
         tell(
@@ -240,9 +159,8 @@ def main() -> None:
     for part in [options.part] if options.part else ["deaths", "preempted"]:
         with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
             project = Path(folder) / "project"
-            project.mkdir()
-            for name, text in (("mytask.py", TASK), ("plain.py", PLAIN), ("bench.yaml", YAML)):
-                (project / name).write_text(text)
+            write_project(project, nodes=2, tasks=2, pause=0.02)
+            (project / "plain.py").write_text(PLAIN)
             if part == "deaths":
                 deaths(project, Path(folder), options.repeats, options.cred_expire)
             else:
