@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from measured import Row, absolute, ratios, tell
+from measured import Row, absolute, tell
 from slurm_cluster import Cluster, wait_until
 from slurm_run import Run, read, write_project
 
@@ -79,6 +79,22 @@ def plain(project: Path, environment: dict[str, str], repeat: int) -> float:
     return float(read(project / f"plain_{repeat}")) - started
 
 
+class Plain:
+    """Plain sruns before and after a run, which has its nodes as long as it is: the machine may be slower by then."""
+
+    def __init__(self, project: Path, environment: dict[str, str], repeats: int) -> None:
+        self.project, self.environment, self.seconds = project, environment, list[float]()
+        self.before, self.after = repeats - repeats // 2, max(1, repeats // 2)
+
+    def measure(self, number: int) -> None:
+        for _ in range(number):
+            self.seconds.append(plain(self.project, self.environment, len(self.seconds)))
+
+    def over(self, ours: list[float]) -> list[float]:
+        """Ours, over what is in the middle of them."""
+        return [one / statistics.median(self.seconds) for one in ours]
+
+
 def report(name: str, seconds: list[float], parts: list[dict[str, Any]]) -> None:
     words = [
         f"{part} {statistics.median(known):.2f}"
@@ -102,15 +118,17 @@ def preempted(project: Path, folder: Path, repeats: int) -> None:
     prolog.chmod(0o755)
     with Cluster(folder / "slurm", nodes=2, cred_expire=5, prolog=str(prolog)) as cluster:
         environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
+        bare = Plain(project, environment, repeats)
+        bare.measure(bare.before)
         run = Run(project, environment)
         seconds = [seconds_of_a_preemption(run, cluster, starts) for _ in range(repeats)]
         run.jobkit("cancel", run.path.name)
         wait_until(lambda: not cluster.command("squeue", "--noheader"), "the queue to be empty")
-        bare = [plain(project, environment, repeat) for repeat in range(repeats)]
+        bare.measure(bare.after)
     report("preempted, without the queue", seconds, [])
-    report("plain srun, from nothing", bare, [])
-    note = absolute(seconds, bare)
-    tell(Row("preempted to next step, queue taken out", PLAIN_SRUN, ratios(seconds, bare), 1.2, note=note))
+    report("plain srun, from nothing", bare.seconds, [])
+    note = absolute(seconds, bare.seconds)
+    tell(Row("preempted to next step, queue taken out", PLAIN_SRUN, bare.over(seconds), 1.2, note=note))
 
 
 PLAIN_SRUN = "plain srun of the same function, from nothing"
@@ -119,6 +137,8 @@ PLAIN_SRUN = "plain srun of the same function, from nothing"
 def deaths(project: Path, folder: Path, repeats: int, cred_expire: int) -> None:
     with Cluster(folder / "slurm", nodes=3, cred_expire=cred_expire) as cluster:
         environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
+        bare = Plain(project, environment, repeats)
+        bare.measure(bare.before)
         run = Run(project, environment, "resources.spares=1")
         in_place = [run.seconds_after(lambda: run.kill_rank(3)) for _ in range(repeats)]
         parts = parts_of(run)
@@ -128,18 +148,11 @@ def deaths(project: Path, folder: Path, repeats: int, cred_expire: int) -> None:
         restarts = int(cluster.job(run.status()["job_id"])["Restarts"])
         run.jobkit("cancel", run.path.name)
         cluster.restart_node("node2")
-        bare = [plain(project, environment, repeat) for repeat in range(repeats)]
-        report("plain srun, from nothing", bare, [])
-        note = f"{absolute(in_place, bare)}; the job was requeued {restarts} times"
-        tell(Row("dead rank to next step", PLAIN_SRUN, ratios(in_place, bare), 0.5, note=note))
-        tell(
-            Row(
-                "lost node to next step, with a spare",
-                PLAIN_SRUN,
-                [lost / statistics.median(bare)],
-                note=f"{lost:.2f} s",
-            )
-        )
+        bare.measure(bare.after)
+        report("plain srun, from nothing", bare.seconds, [])
+        note = f"{absolute(in_place, bare.seconds)}; the job was requeued {restarts} times"
+        tell(Row("dead rank to next step", PLAIN_SRUN, bare.over(in_place), 0.5, note=note))
+        tell(Row("lost node to next step, with a spare", PLAIN_SRUN, bare.over([lost]), note=f"{lost:.2f} s"))
         run = Run(project, environment, "retry.in_place=false")
         requeued = run.seconds_after(lambda: run.kill_rank(3))
         report("a rank, requeued", [requeued], parts_of(run))
