@@ -40,14 +40,14 @@ def run_check(config: Config, source: Path) -> None:
         raise InvalidValue("check", error.problem) from None
     with tempfile.TemporaryDirectory() as folder:
         params, report, output = (Path(folder, name) for name in ("params.json", "report.json", "output"))
-        params.write_text(json.dumps(config.params))
+        params.write_text(json.dumps(config.params), encoding="utf-8")
         code = _code_of(words("jobkit.submission.own_check", str(source), folder, config.check), source, output)
         if code is None:
             raise InvalidValue("check", f"{config.check}: not done within {PATIENCE_SECONDS:g} s")
         if not report.exists():
-            said = " / ".join(output.read_text(errors="replace").strip().splitlines()[-3:])
+            said = " / ".join(output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:])
             raise InvalidValue("check", f"{config.check}: its process ended with {code}: {said}")
-        if (found := json.loads(report.read_text())) is not None:
+        if (found := json.loads(report.read_text(encoding="utf-8"))) is not None:
             key, problem = found
             raise InvalidValue(key, problem)
 
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     That is in the folder `arguments[1]`, as is then report.json: what it finds wrong, as [key, problem], or null.
     """
     source, folder, check = arguments
-    params = json.loads(Path(folder, "params.json").read_text())
+    params = json.loads(Path(folder, "params.json").read_text(encoding="utf-8"))
     sys.path[:] = [source, *filter(None, sys.path)]
     module, _, name = check.partition(":")
     found = None
@@ -92,6 +92,6 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         found = "check", f"{check}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-    Path(folder, "report.json").write_text(json.dumps(found))
+    Path(folder, "report.json").write_text(json.dumps(found), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # else threads that it began would be waited for

@@ -337,7 +337,7 @@ class _Submission:
         if not self.sweep.has_runner():
             self.outcome.runner = local_sweep.start(self.sweep)
             return [str(self.outcome.runner.pid)] * count
-        return [self.sweep.process_file.read_text()] * count
+        return [self.sweep.process_file.read_text(encoding="utf-8")] * count
 
     @property
     def _submitted(self) -> list[str]:
