@@ -94,7 +94,7 @@ class Turns:
         self.steps, self.started = 0, 0.0
         self.is_main = os.environ.get("RANK", "0") == "0"
         if self.is_main:
-            self.go, self.told = (folder / "go").open(), (folder / "told").open("w")
+            self.go, self.told = (folder / "go").open(encoding="utf-8"), (folder / "told").open("w", encoding="utf-8")
 
     def step_begins(self) -> None:
         """Called before each step."""
@@ -249,7 +249,7 @@ class Training:
         for pipe in ("go", "told"):
             os.mkfifo(folder / pipe)
         self.log = folder / "log"
-        with self.log.open("w") as log:
+        with self.log.open("w", encoding="utf-8") as log:
             commands = self._commands(ranks, products, folder)
             self.processes = [
                 subprocess.Popen(command, cwd=folder, env={**os.environ, **own}, stdout=log, stderr=log)
@@ -264,7 +264,9 @@ class Training:
             here = Path(__file__).parent
             for file in (__file__, measured.__file__, here / "step.py"):
                 shutil.copy(file, folder)
-            (folder / "frameworks.yaml").write_text(YAML.format(products=products, turns=folder, ranks=ranks))
+            (folder / "frameworks.yaml").write_text(
+                YAML.format(products=products, turns=folder, ranks=ranks), encoding="utf-8"
+            )
             return [([sys.executable, "-m", "jobkit.submit", "frameworks.yaml", "--local"], threads)]
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -287,12 +289,12 @@ class Training:
                 time.sleep(0.05)
                 continue
             os.set_blocking(descriptor, True)
-            return os.fdopen(descriptor, mode, buffering=1)
-        raise SystemExit(f"{self.kind}: does not train after 300 s: {self.log.read_text()[-2000:]}")
+            return os.fdopen(descriptor, mode, buffering=1, encoding="utf-8")
+        raise SystemExit(f"{self.kind}: does not train after 300 s: {self.log.read_text(encoding='utf-8')[-2000:]}")
 
     def _refuse_ended(self) -> None:
         if any(process.poll() is not None for process in self.processes):
-            raise SystemExit(f"{self.kind}: ended: {self.log.read_text()[-2000:]}")
+            raise SystemExit(f"{self.kind}: ended: {self.log.read_text(encoding='utf-8')[-2000:]}")
 
     def answer(self) -> float:
         """Seconds of a step in its last block; the first answer says that it is ready for one."""

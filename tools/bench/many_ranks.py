@@ -69,19 +69,23 @@ START, STOP, CHECKPOINT, RESTART = "start", "agree on a stop", "checkpoint", "re
 def read(file: Path, seconds: float) -> str:
     """The text of a file, once it is there."""
     wait_until(file.exists, str(file), seconds)
-    return file.read_text()
+    return file.read_text(encoding="utf-8")
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [one for one in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if one["event"] == kind]
+    return [
+        one
+        for one in map(json.loads, (run / "events.jsonl").read_text(encoding="utf-8").splitlines())
+        if one["event"] == kind
+    ]
 
 
 def measure(nodes: int, tasks: int, repeats: int, patience: float, folder: Path) -> dict[str, list[float]]:
     """Seconds of each part of a run with so many ranks."""
     project = folder / "project"
     project.mkdir()
-    (project / "mytask.py").write_text(TASK)
-    (project / "bench.yaml").write_text(YAML.format(nodes=nodes, tasks=tasks))
+    (project / "mytask.py").write_text(TASK, encoding="utf-8")
+    (project / "bench.yaml").write_text(YAML.format(nodes=nodes, tasks=tasks), encoding="utf-8")
     times: dict[str, list[float]] = {part: [] for part in (START, STOP, CHECKPOINT, RESTART)}
     # Patient daemons, as in tests/soak/sixty_four.py: so many processes on few cores keep everybody waiting.
     with Cluster(folder / "slurm", nodes=nodes, cpus=tasks, gpus=0, grace=120, kill_wait=60, cred_expire=5) as cluster:
@@ -118,7 +122,7 @@ def measure(nodes: int, tasks: int, repeats: int, patience: float, folder: Path)
 
 
 def available_gib() -> float:
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) / (1 << 20)
 
 

@@ -99,7 +99,7 @@ class Run:
 
     def jobkit(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "jobkit", *arguments]
-        done = subprocess.run(command, cwd=self.project, env=self.environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=self.project, env=self.environment, capture_output=True, encoding="utf-8")
         if done.returncode:
             raise SystemExit(f"{command}: {done.stderr}")
         return done.stdout
@@ -124,9 +124,13 @@ class Run:
         signalled = time.time()
         self.attempt += 1
         first_step = self.first_step(self.attempt)
-        lines = (self.path / "events.jsonl").read_text().splitlines()
+        lines = (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
         requeued = max(one["time"] for one in map(json.loads, lines) if one["event"] == "requeued")
-        begun = [float(when) for job, when in map(str.split, starts.read_text().splitlines()) if job == job_id]
+        begun = [
+            float(when)
+            for job, when in map(str.split, starts.read_text(encoding="utf-8").splitlines())
+            if job == job_id
+        ]
         return requeued - signalled + first_step - min(when for when in begun if when > requeued)
 
     def status(self) -> dict[str, Any]:
@@ -144,7 +148,7 @@ class Run:
 def read(file: Path, seconds: float = 600.0) -> str:
     """The text of a file, once it is there."""
     until = time.monotonic() + seconds
-    while not (file.exists() and (text := file.read_text())):
+    while not (file.exists() and (text := file.read_text(encoding="utf-8"))):
         if time.monotonic() > until:
             raise SystemExit(f"{file} did not come within {seconds:g} s")
         time.sleep(0.005)
@@ -179,7 +183,7 @@ echo $SLURM_JOB_ID $(date +%s.%N) >> {starts}
 def preempted(project: Path, folder: Path, repeats: int) -> None:
     """What the queue waits for is taken out, so a requeued job need not wait for two minutes here."""
     prolog, starts = folder / "prolog", folder / "starts"
-    prolog.write_text(PROLOG.format(starts=starts))
+    prolog.write_text(PROLOG.format(starts=starts), encoding="utf-8")
     prolog.chmod(0o755)
     with Cluster(folder / "slurm", nodes=2, cred_expire=5, prolog=str(prolog)) as cluster:
         environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
@@ -242,7 +246,7 @@ def main() -> None:
             project = Path(folder) / "project"
             project.mkdir()
             for name, text in (("mytask.py", TASK), ("plain.py", PLAIN), ("bench.yaml", YAML)):
-                (project / name).write_text(text)
+                (project / name).write_text(text, encoding="utf-8")
             if part == "deaths":
                 deaths(project, Path(folder), options.repeats, options.cred_expire)
             else:
