@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def _count(file: str) -> int | None:
 def _own_groups() -> list[str]:
     """The files in which our control group counts, of either version of control groups."""
     try:
-        lines = os.fsdecode(Path("/proc/self/cgroup").read_bytes()).splitlines()
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     fields = [line.split(":", 2) for line in lines]

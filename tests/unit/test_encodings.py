@@ -1,7 +1,7 @@
 """No file is read or written in the encoding of whatever locale a node happens to have.
 
-ruff's PLW1514 sees it only where it knows that a name is a Path, not what a process prints, and is a preview: other rules
-then find more, too.
+ruff's PLW1514 sees it only where it knows that a name is a Path, and not what a process prints; with the previews that
+it needs other rules find more, too.
 """
 
 from __future__ import annotations
