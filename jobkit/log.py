@@ -34,7 +34,8 @@ def _print(line: str, stream: TextIO) -> None:
             # bar right now; then the line stands behind the one that is there.
             with contextlib.suppress(Exception):
                 cleared.enter_context(tqdm.tqdm.external_write_mode(file=stream, nolock=True))
-        print(line, file=stream, flush=True)
+        encoding = getattr(stream, "encoding", None) or "utf-8"  # of a terminal that may have no such letters
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def configure(info: Literal["stdout", "stderr"] = "stderr") -> None:

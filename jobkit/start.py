@@ -39,6 +39,9 @@ def _run(module: str, *arguments: str) -> object:
     import jobkit  # noqa: F401 - the one that this file is of, whichever others there are
 
     del sys.path[0]
+    for stream in (sys.stdout, sys.stderr):  # a file or a pipe, which jobkit reads as UTF-8 whatever the locale
+        if stream is not None:  # not what the user's own programs print: a `command:` replaces this one
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     from importlib import import_module
 
     del sys.argv[1]

@@ -212,7 +212,7 @@ def check_weights(weights: Path, frames: int, sides: dict[str, int]) -> None:
         if not (weights / part).is_file():
             raise Failure(f"{weights}: no {part} in it; --weights is a folder of CogVideoX as diffusers keeps it")
     try:
-        vae = json.loads((weights / "vae" / "config.json").read_text())
+        vae = json.loads((weights / "vae" / "config.json").read_text(encoding="utf-8"))
         times, space = vae["temporal_compression_ratio"], 2 ** len(vae["block_out_channels"])
     except (ValueError, KeyError, TypeError) as error:
         raise Failure(f"{weights}/vae/config.json: not AutoencoderKLCogVideoX's: {preparing.reason(error)}") from None

@@ -151,7 +151,7 @@ class Process:
     def read(cls, pid: int) -> Process | None:
         """The living process `pid`; None when it is gone or only waits to be reaped."""
         try:
-            head, _, tail = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+            head, _, tail = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
         except OSError:
             return None
         fields = tail.split()
@@ -169,7 +169,7 @@ class Process:
 
     def environment(self) -> set[str]:
         with contextlib.suppress(OSError):  # gone, or another user's
-            return set(Path(f"/proc/{self.pid}/environ").read_text(errors="replace").split("\0"))
+            return set(Path(f"/proc/{self.pid}/environ").read_text(encoding="utf-8", errors="replace").split("\0"))
         return set()
 
     def has_open(self, prefix: str) -> bool:
@@ -198,7 +198,7 @@ def wait_until(done: Callable[[], Any], what: str, seconds: float = PATIENCE_SEC
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, below the range that outgoing connections are given theirs from."""
-    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         for port in random.SystemRandom().sample(range(10000, max(ephemeral, 20000)), 5000):
@@ -275,7 +275,7 @@ class Cluster:
         lock = os.open(self.dir, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            ours = self.conf.is_file() and self.conf.read_text().startswith(MARKER)
+            ours = self.conf.is_file() and self.conf.read_text(encoding="utf-8").startswith(MARKER)
             if not ours and any(self.dir.iterdir()):
                 raise ClusterError(f"{self.dir} holds something else: give an empty or a new directory")
             yield
@@ -321,7 +321,8 @@ class Cluster:
                 host=socket.gethostname().partition(".")[0],
                 controller_port=controller_port,
                 extra=extra,
-            )
+            ),
+            encoding="utf-8",
         )
         for name in ("gpu", "log", "munge", "pids", "run", "spool", "state"):
             (self.dir / name).mkdir(mode=0o711)
@@ -331,9 +332,9 @@ class Cluster:
             (self.dir / f"gpu/{number}").symlink_to("/dev/null")  # slurmd wants devices; making one needs root
         gpus = f"Name=gpu File={self.dir}/gpu/[0-{settings.gpus - 1}]\n" if settings.gpus else ""
         npus = f"Name=npu Count={settings.npus}\n" if settings.npus else ""
-        (self.dir / "gres.conf").write_text(gpus + npus)
+        (self.dir / "gres.conf").write_text(gpus + npus, encoding="utf-8")
         (self.dir / "slurmdbd.conf").touch(mode=0o600)
-        (self.dir / "slurmdbd.conf").write_text(SLURMDBD_CONF.format(**common))
+        (self.dir / "slurmdbd.conf").write_text(SLURMDBD_CONF.format(**common), encoding="utf-8")
 
     # Daemons
 
@@ -341,7 +342,7 @@ class Cluster:
         """The living ones by name; a node's slurmd has the node's name."""
         found = {}
         for file in sorted(self.dir.glob("pids/*")):
-            pid, started = map(int, file.read_text().split() or (0, 0))
+            pid, started = map(int, file.read_text(encoding="utf-8").split() or (0, 0))
             if (process := Process.read(pid)) and process.started == started:
                 found[file.name] = process
         return found
@@ -361,7 +362,7 @@ class Cluster:
             )
         self._children.append(child)
         if process := Process.read(child.pid):
-            (self.dir / "pids" / name).write_text(f"{process.pid} {process.started}")
+            (self.dir / "pids" / name).write_text(f"{process.pid} {process.started}", encoding="utf-8")
 
     def _start_all(self) -> None:
         munge = self.dir / "munge"
@@ -397,7 +398,10 @@ class Cluster:
             raise ClusterError(f"{daemon} has ended")
 
     def _log_tails(self) -> str:
-        tails = ((f.name, f.read_text(errors="replace").splitlines()[-8:]) for f in sorted(self.dir.glob("log/*.out")))
+        tails = (
+            (f.name, f.read_text(encoding="utf-8", errors="replace").splitlines()[-8:])
+            for f in sorted(self.dir.glob("log/*.out"))
+        )
         return "".join(f"--- {name}\n" + "\n".join(lines) + "\n" for name, lines in tails if lines)
 
     def start_controller(self) -> None:
@@ -467,7 +471,12 @@ class Cluster:
     def command(self, *command: str, timeout: float = 120) -> str:
         """What a Slurm command prints, stripped; its error message is in the ClusterError when it fails."""
         done = subprocess.run(
-            command, env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+            command,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout,
+            encoding="utf-8",
         )
         if done.returncode:
             raise ClusterError(f"{shlex.join(command)}: exit {done.returncode}: {done.stderr.strip()}")

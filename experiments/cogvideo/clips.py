@@ -99,7 +99,7 @@ def _found(folder: Path) -> Iterator[bytes]:
 
 
 def _listed(manifest: Path) -> Iterator[tuple[bytes, bytes]]:
-    with manifest.open() as lines:
+    with manifest.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 entry = json.loads(line)

@@ -123,6 +123,6 @@ def _tensor(file: Path, name: str) -> Tensor:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise JobkitError(f"{path} cannot be read: {error}") from None

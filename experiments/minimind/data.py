@@ -172,10 +172,10 @@ def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float) -> Corpus:
     def pack(temporary: Path) -> None:
         print(f"packing {file} into {folder}, once", flush=True)
         facts = _write_tokens(file, tokenizer, held_out, temporary)
-        (temporary / "corpus.json").write_text(json.dumps(facts))
+        (temporary / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
 
     prepare_folder(folder, pack)
-    return Corpus(folder, **json.loads((folder / "corpus.json").read_text()))
+    return Corpus(folder, **json.loads((folder / "corpus.json").read_text(encoding="utf-8")))
 
 
 class _Writer:

@@ -43,6 +43,6 @@ def _cache(group: Path) -> int:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except OSError:
         return ""

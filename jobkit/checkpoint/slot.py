@@ -221,7 +221,8 @@ def _forget_error() -> None:
 
     torch has no call for it. There may be several copies of the library, each with an error of its own.
     """
-    loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+    loaded = {line.split(maxsplit=5)[-1].strip() for line in maps.splitlines()}
     for file in loaded:
         if Path(file).name.startswith("libcudart"):
             ctypes.CDLL(file).cudaGetLastError()

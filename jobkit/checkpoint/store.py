@@ -216,7 +216,8 @@ class Store:
         while target.exists():
             target, number = source.with_name(f"{source.name}.corrupt-{number}"), number + 1
         try:
-            (source / "REASON").write_text(reason + "\n")  # first: no crash leaves one set aside without a reason
+            # First: no crash leaves one set aside without a reason.
+            (source / "REASON").write_text(reason + "\n", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             log.warning("cannot write the reason into %s: %s", source, error)
         source.rename(target)

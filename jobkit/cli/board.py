@@ -152,7 +152,7 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, output: 
 
 def _said(output: Path) -> str:
     """The last line that it printed."""
-    lines = output.read_text(errors="replace").split("\n")
+    lines = output.read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line for line in reversed(lines) if line.strip()), "it has printed nothing")
 
 

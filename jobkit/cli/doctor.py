@@ -86,7 +86,9 @@ def _experiment(arguments: argparse.Namespace, cluster: str, folder: Path) -> Lo
         "time": "0:10:00",
     }
     file = folder / "doctor.yaml"
-    file.write_text(dump({"name": "doctor", "task": TASK, "resources": resources, "retry": {"crash": 1}}))
+    file.write_text(
+        dump({"name": "doctor", "task": TASK, "resources": resources, "retry": {"crash": 1}}), encoding="utf-8"
+    )
     return load(file, arguments.overrides)
 
 

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     html = page([collect(run, status) for run, status in _now(found)])
     try:
         if file.exists() and not file.is_file():  # /dev/stdout: to be written to, not replaced
-            file.write_text(html)
+            file.write_text(html, encoding="utf-8")
             return EXIT_FINISHED
         write_atomic(file, html, durable=False)
     except OSError as error:

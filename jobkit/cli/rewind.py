@@ -43,7 +43,7 @@ def _ids(text: str) -> list[int]:
     given = text
     if text.startswith("@"):
         try:
-            given = Path(text[1:]).read_text()
+            given = Path(text[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--skip-samples {text}: {getattr(error, 'strerror', None) or error}") from None
     words = given.replace(",", " ").split()

@@ -110,7 +110,7 @@ class CheckpointFiles(lightning.plugins.CheckpointIO):  # type: ignore[misc]
             return
         if self._trainer.is_global_zero:
             self._list.parent.mkdir(parents=True, exist_ok=True)
-            with self._list.open("a") as file:
+            with self._list.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": self._trainer.global_step, "path": str(path)}) + "\n")
         self._io.save_checkpoint(checkpoint, path, storage_options)
 
@@ -129,12 +129,14 @@ class CheckpointFiles(lightning.plugins.CheckpointIO):  # type: ignore[misc]
         """On rank 0: remove the files of steps after `step`, which this run has written."""
         if not self._list.exists():
             return
-        written = [json.loads(line) for line in self._list.read_text().splitlines() if line.endswith("}")]
+        written = [
+            json.loads(line) for line in self._list.read_text(encoding="utf-8").splitlines() if line.endswith("}")
+        ]
         newest = {one["path"]: one["step"] for one in written}
         for path in (path for path, last in newest.items() if last > step):
             self._io.remove_checkpoint(path)
         left = [one for one in written if newest[one["path"]] <= step]
-        self._list.write_text("".join(json.dumps(one) + "\n" for one in left))
+        self._list.write_text("".join(json.dumps(one) + "\n" for one in left), encoding="utf-8")
 
     def _is_own(self, path: Any) -> bool:
         return Path(path).is_relative_to(self._checkpoints)

@@ -118,7 +118,7 @@ def page(shown: Sequence[Shown]) -> str:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"duration": duration, "moment": _moment, "value": _value}
-    script = (TEMPLATES / "page.js").read_text()
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     drawn = _charts(shown)
     images, left_out = _images(shown)
     runs = [_run(number, one, shown) for number, one in enumerate(shown)]
@@ -126,7 +126,7 @@ def page(shown: Sequence[Shown]) -> str:
         run["label"] = label
     used_parts = {part for run in runs if run["timeline"] for part in run["timeline"].parts}
     return environment.get_template("template.html").render(
-        style=Markup((TEMPLATES / "page.css").read_text()),
+        style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=shown[0].run.name if len(shown) == 1 else f"{len(shown)} runs",

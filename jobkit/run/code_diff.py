@@ -87,6 +87,6 @@ def _masked(match: re.Match[str]) -> str:
 def _text(file: Path) -> list[str] | None:
     """The lines of a text; None for what is none, or is too long."""
     try:
-        return None if file.stat().st_size > LONGEST else file.read_text().splitlines()
+        return None if file.stat().st_size > LONGEST else file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return None

@@ -163,7 +163,7 @@ def _fill(folder: Path, archive: Path) -> None:
 
 def _remove_torn(folder: Path) -> None:
     """Remove shared objects that a killed linker has left in part; inductor would load them for ever after."""
-    with contextlib.suppress(BlockingIOError), (folder / _USED).open() as file:
+    with contextlib.suppress(BlockingIOError), (folder / _USED).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else a living process may be writing one
         for path, size in _files(folder, torn=True):
             if path.suffix == ".so" and _is_torn(path, size):
@@ -212,7 +212,7 @@ def _remove(folder: Path) -> None:
     """With the lock. Raises BlockingIOError where a process holds the folder."""
     used = folder / _USED
     if used.exists():
-        with used.open() as file:
+        with used.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     shutil.rmtree(folder)
 
@@ -244,7 +244,7 @@ def _machine() -> str:
     """Names what machine code depends on: a compiler makes it for the very processor that it runs on."""
     flags = ""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     found = f"{platform.machine()} {sys.version_info[:2]} {flags}"
     return hashlib.sha256(found.encode()).hexdigest()[:8]

@@ -75,7 +75,7 @@ def dependents(run: RunDir) -> Iterator[RunDir]:
     """The runs that have said so: beside this one, where the runs directory was moved or copied since."""
     folder = _folder(run)
     for file in sorted(folder.iterdir()) if is_there(folder) else ():
-        for found in (RunDir(run.path.parent / file.name), RunDir(file.read_text().strip())):
+        for found in (RunDir(run.path.parent / file.name), RunDir(file.read_text(encoding="utf-8").strip())):
             if found.exists() and _comes_after(found, run):
                 yield found
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,8 @@ class Experiment:
 
 def _without_typed(clusters: Mapping[str, Mapping[str, Any]], typed: Sequence[Override]) -> dict[str, dict[str, Any]]:
     """The entries of clusters without the keys of `resources` that were typed: those count wherever the run goes."""
-    keys = {one.key for one in typed}
+    keys = {key for one in typed for key in _keys(one.key, one.value)}
     names = {key.removeprefix("resources.") for key in keys if key.startswith("resources.")}
-    names.update(name for one in typed if one.key == "resources" and isinstance(one.value, dict) for name in one.value)
     return {
         cluster: {
             name: value
@@ -94,6 +93,13 @@ def _without_typed(clusters: Mapping[str, Mapping[str, Any]], typed: Sequence[Ov
         }
         for cluster, entry in clusters.items()
     }
+
+
+def _keys(key: str, value: Any) -> Iterator[str]:
+    """The dotted keys that `key=value` sets: `clusters.big={nodes: 5}` says what `clusters.big.nodes=5` does."""
+    yield key
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _keys(f"{key}.{name}", inner)
 
 
 def load(path: Path, overrides: Sequence[str] = (), demo: bool | None = None) -> LoadedConfig:

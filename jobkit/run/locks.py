@@ -79,7 +79,7 @@ def _name_file(lock: Path) -> Path:
 
 def _who_holds(lock: Path) -> str:
     try:
-        who = _name_file(lock).read_text()
+        who = _name_file(lock).read_text(encoding="utf-8", errors="replace")
         with contextlib.suppress(KeyError):  # a user that this machine does not know
             who += f", of user {_name_file(lock).owner()},"
     except OSError:
@@ -120,7 +120,7 @@ def file_system(path: Path) -> str:
     """The type of the file system that a path is on, as in `ext4` or `nfs4`."""
     best = ("", "unknown")
     with contextlib.suppress(OSError):  # not Linux
-        for line in Path("/proc/mounts").read_text().splitlines():
+        for line in os.fsdecode(Path("/proc/mounts").read_bytes()).splitlines():
             point, kind = line.split()[1:3]
             if path.resolve().is_relative_to(point) and len(point) >= len(best[0]):
                 best = (point, kind)

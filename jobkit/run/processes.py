@@ -35,7 +35,7 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
+            found += map(int, (thread / "children").read_text(encoding="utf-8").split())
     return found
 
 
@@ -52,7 +52,7 @@ def in_sessions(sessions: Collection[int]) -> list[int]:
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal, and is not only ended by it."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
@@ -76,7 +76,7 @@ def that_catch(pids: Iterable[int], number: int) -> list[int]:
 def _fields(pid: int) -> list[str]:
     """What follows the name in /proc/PID/stat, proc(5); nothing where there is no such process, or no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
 
@@ -113,7 +113,7 @@ def is_gone(name: str) -> bool:
 def _here() -> str:
     """What processes have in common that see each other's ids: two containers may share the name of a host."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{socket.gethostname()}_{boot[:8]}_{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return f"{socket.gethostname()}_{secrets.token_hex(8)}"  # of no other: nobody takes it for gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -36,6 +37,7 @@ READER_GONE = 141
 def exit_code(command: Callable[[], int], interrupted: Callable[[], int]) -> int:
     """What a command ends with: its own code, or that of the error or Ctrl-C that ended it, told in a line."""
     code = READER_GONE
+    _print_all_texts()
     try:
         try:
             code = command()
@@ -56,6 +58,13 @@ def exit_code(command: Callable[[], int], interrupted: Callable[[], int]) -> int
         _print_no_more()
         return EXIT_BAD_INPUT
     return code
+
+
+def _print_all_texts() -> None:
+    """Let no text be too much for the terminal's encoding: a letter that this lacks is printed as `\\u4f60`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding.lower() != "utf-8"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _print_no_more() -> None:

@@ -118,12 +118,16 @@ def _load(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def read_text(path: Path) -> str:
-    """What is in a file that a person has written. Raises InputError, which names it."""
+    """What is in a file that a person has written, in UTF-8 whatever the locale: a node's may be another than that of
+    the shell that submits. Raises InputError, which names it."""
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file{_meant(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}:{line}: not UTF-8: found the byte {error.object[error.start]:#04x}") from None
+    except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
 
 

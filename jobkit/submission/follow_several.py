@@ -33,7 +33,7 @@ def follow_sweep(sweep: Sweep, runs: Sequence[RunDir], asked: list[int]) -> int:
 
     def stop() -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(sweep.process_file.read_text()), signal.SIGTERM)
+            os.kill(int(sweep.process_file.read_text(encoding="utf-8")), signal.SIGTERM)
 
     states = {run.name: run.status().state for run in runs}
     code = _follow(f"sweep {sweep.name}", runs, states, lambda: bool(sweep.has_runner()), stop, asked)

@@ -58,10 +58,11 @@ def _run(config: Config, source: Path, device: str) -> list[ModelCheck]:
                 words("jobkit.worker.model_check", str(source), str(report), device),
                 input=json.dumps(dataclasses.asdict(config)),
                 cwd=source,
-                text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 timeout=PATIENCE_SECONDS,
+                encoding="utf-8",
+                errors="replace",
             )
         except subprocess.TimeoutExpired:
             where = f"it has not come to ctx.steps within {PATIENCE_SECONDS:g} s"
@@ -69,7 +70,7 @@ def _run(config: Config, source: Path, device: str) -> list[ModelCheck]:
         if not report.exists():
             said = " / ".join(done.stdout.strip().splitlines()[-3:])
             raise InputError(f"--check-model: the process of {config.task} ended with {done.returncode}: {said}")
-        found = [records.of(ModelCheck, one) for one in json.loads(report.read_text())]
+        found = [records.of(ModelCheck, one) for one in json.loads(report.read_text(encoding="utf-8"))]
     return [
         dataclasses.replace(one, models=[records.of(CheckedModel, model) for model in one.models])  # type: ignore[arg-type]
         for one in found

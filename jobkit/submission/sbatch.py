@@ -97,7 +97,10 @@ class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
         ours = {"setup": _definitions(self.batch), "teardown": None, "srun_args": None, "use_srun": False}
         count = None if self.batch.array is None else len(self.batch.plans)
         text: str = submitit_slurm._make_sbatch_string(
-            command=JOB_SCRIPT.read_text(), folder=self.folder, map_count=count, **{**self.parameters, **ours}
+            command=JOB_SCRIPT.read_text(encoding="utf-8"),
+            folder=self.folder,
+            map_count=count,
+            **{**self.parameters, **ours},
         )
         if self.batch.plans[0].config.command:  # its supervisor gives the notice (supervisor/time_limit.py)
             text = re.sub(r"^#SBATCH --signal=.*\n", "", text, flags=re.MULTILINE)

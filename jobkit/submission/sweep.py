@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock
 
 from jobkit import slurm
-from jobkit.errors import InputError, JobkitError
+from jobkit.errors import InputError, InvalidValue, JobkitError
 from jobkit.log import log
 from jobkit.run import code_files, shared_code, snapshot, sweeps
 from jobkit.run.dependencies import runs_before
@@ -29,7 +29,8 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import newest_versions, run_at
 from jobkit.run.status import State
 from jobkit.run.sweeps import Sweep, SweepRecord
-from jobkit.submission import job, local_sweep, running_limit, start_from
+from jobkit.run.yamlfile import in_a_line
+from jobkit.submission import job, local_sweep, own_check, running_limit, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.overview import look_at
 from jobkit.submission.partition_check import refuse_impossible
@@ -139,16 +140,25 @@ def check_sweep(planned: Mapping[str, tuple[Point, LaunchPlan]], source: Path) -
             kind = _kind(plan)
             if kind not in seen:
                 seen.add(kind)
-                needed |= dict.fromkeys(check(plan, source, told))
+                without = replace(plan, config=replace(plan.config, check=""))
+                needed |= dict.fromkeys(check(without, source, told))
                 refuse_impossible(plan)
+    _check_params(list(planned.values()), source)
     return list(needed)
 
 
+def _check_params(planned: Sequence[tuple[Point, LaunchPlan]], source: Path) -> None:
+    """Let the `check` of each point look at its params, which differ. Raises InputError, which names the point."""
+    for number, error in own_check.refused([plan.config for _, plan in planned], source):
+        point = planned[number][0]
+        given = " ".join(f"{key}={in_a_line(value)}" for key, value in point.given.values.items())
+        with point.loaded.places.locating_errors():
+            raise InvalidValue(error.key, f"{error.problem} (the point {given})" if given else error.problem)
+
+
 def _kind(plan: LaunchPlan) -> str:
-    """What decides which code a plan runs, and what its `check` looks at."""
-    config = plan.config
-    looked_at = [config.check, config.inputs] if config.check else []
-    return json.dumps([config.task, config.command, looked_at, _array_kind(plan)])
+    """What decides which code a plan runs."""
+    return json.dumps([plan.config.task, plan.config.command, _array_kind(plan)])
 
 
 def _array_kind(plan: LaunchPlan) -> str:
@@ -337,7 +347,7 @@ class _Submission:
         if not self.sweep.has_runner():
             self.outcome.runner = local_sweep.start(self.sweep)
             return [str(self.outcome.runner.pid)] * count
-        return [self.sweep.process_file.read_text()] * count
+        return [self.sweep.process_file.read_text(encoding="utf-8")] * count
 
     @property
     def _submitted(self) -> list[str]:

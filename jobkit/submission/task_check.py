@@ -82,7 +82,7 @@ _NEW_PYTHONPATH = re.compile(r"^[^#\n]*\b(unset\b[^#\n]*\bPYTHONPATH\b|PYTHONPAT
 
 def _loses_snapshot(script: Path) -> str | None:
     """What to say of a shell script that replaces PYTHONPATH, by which Python comes to import from the snapshot."""
-    text = script.read_text(errors="replace")
+    text = script.read_text(encoding="utf-8", errors="replace")
     found = _NEW_PYTHONPATH.search(text)
     if found is None:
         return None

@@ -245,7 +245,7 @@ def srun_starts(nodes: Sequence[str]) -> str:
 def srun_said(run: RunDir, number: int) -> str:
     """What the sruns that an attempt has started have printed so far."""
     try:
-        return run.srun_log(number).read_text(errors="replace")
+        return run.srun_log(number).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

@@ -130,7 +130,7 @@ def make_secret(file: Path) -> bytes:
     """A new secret, in a file that only its owner can read."""
     file.unlink(missing_ok=True)
     secret = secrets.token_hex(32)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
         written.write(secret)
     return secret.encode()
 

@@ -176,10 +176,10 @@ def _lock_holder(file: int) -> str:
     """Who holds a lock, as far as the system tells: `process 123 (python, T (stopped), of user eve)`."""
     inode = os.fstat(file).st_ino
     with contextlib.suppress(OSError, ValueError, KeyError):  # not Linux, or gone by now
-        for line in Path("/proc/locks").read_text().splitlines():
+        for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
             words = line.split()
             if words[1] == "FLOCK" and words[5].endswith(f":{inode}"):
-                about = Path(f"/proc/{words[4]}/status").read_text().splitlines()
+                about = Path(f"/proc/{words[4]}/status").read_text(encoding="utf-8", errors="replace").splitlines()
                 known = dict(one.split(":\t", 1) for one in about if ":\t" in one)
                 owner = pwd.getpwuid(int(known["Uid"].split()[0])).pw_name
                 return f"process {words[4]} ({known['Name']}, {known['State']}, of user {owner})"

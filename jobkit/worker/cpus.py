@@ -37,6 +37,6 @@ def place_of(cpu: int) -> tuple[int, int, int]:
 
 def _number(file: Path) -> int:
     try:
-        return int(file.read_text())
+        return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0

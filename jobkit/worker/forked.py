@@ -46,7 +46,7 @@ def become_rank(request: Fork, files: list[int], parent: int) -> None:
     if request.place:
         take_share(*request.place)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(DIES_FIRST))
+        Path("/proc/self/oom_score_adj").write_text(str(DIES_FIRST), encoding="utf-8")
     own = dict(os.environ) if request.inherits else {}
     take_place({**own, **request.environment, PARENT: str(parent)}, request.cwd or str(Path.cwd()))
 

@@ -53,7 +53,7 @@ class Guard:
 
 def _guard(descriptor: int) -> NoReturn:
     try:
-        with os.fdopen(descriptor) as lines:
+        with os.fdopen(descriptor, encoding="utf-8") as lines:
             ranks = ""
             for line in lines:  # until the parent has died, or ended
                 ranks = line

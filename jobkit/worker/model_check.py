@@ -218,5 +218,5 @@ def main(arguments: list[str]) -> int:
             found.append(check(config, function, rank, torch.device(device)))
             if found[-1].reached is None:
                 break
-    Path(report).write_text(json.dumps([dataclasses.asdict(one) for one in found]))
+    Path(report).write_text(json.dumps([dataclasses.asdict(one) for one in found]), encoding="utf-8")
     return 0

@@ -18,7 +18,7 @@ def kernel_oom_kills() -> int:
 
 def _count(file: str) -> int | None:
     with contextlib.suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)", Path(file).read_text(), re.MULTILINE):
+        if found := re.search(r"^oom_kill (\d+)", Path(file).read_text(encoding="utf-8"), re.MULTILINE):
             return int(found[1])
     return None
 
@@ -26,7 +26,7 @@ def _count(file: str) -> int | None:
 def _own_groups() -> list[str]:
     """The files in which our control group counts, of either version of control groups."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     fields = [line.split(":", 2) for line in lines]

@@ -191,7 +191,7 @@ def _open_files() -> set[str]:
 
 def _has_children() -> bool:
     with contextlib.suppress(OSError):
-        return bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text())
+        return bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8"))
     return False
 
 

@@ -586,6 +586,8 @@ def test_the_users_own_file_adds_clusters_and_the_yaml_beats_it(
         (["resources.nodes=2"], {"cpus-per-task": 4, "partition": "low"}),
         (["resources={nodes: 2, cpus_per_task: 1}"], {"partition": "low"}),
         (["resources.nodes=2", "clusters.a.nodes=3"], {"nodes": 3, "cpus-per-task": 4, "partition": "low"}),
+        (["clusters.a={nodes: 3}", "resources.nodes=2"], {"nodes": 3, "cpus-per-task": 4, "partition": "low"}),
+        (["resources={nodes: 2}", "clusters={a: {nodes: 3}}"], {"nodes": 3, "cpus-per-task": 4, "partition": "low"}),
     ],
 )
 def test_what_is_typed_of_resources_beats_an_entry_of_a_cluster(

@@ -14,7 +14,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What is read, by path; nothing else exists."""
     found: dict[str, str] = {}
 
-    def read(path: Path) -> str:
+    def read(path: Path, encoding: str) -> str:
         if str(path) not in found:
             raise FileNotFoundError(path)
         return found[str(path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 
@@ -113,12 +114,68 @@ def test_one_that_dies_or_does_not_end_is_a_refusal(project: Project, monkeypatc
     assert "check: looks:look: not done within 0.2 s" in dry_run(project, expect=2).stderr
 
 
-def test_a_sweep_asks_once_for_each_choice_of_inputs(project: Project) -> None:
-    for name in ("a", "b"):
-        (project.path / name).touch()
-    (project.path / "toy.yaml").write_text(f"{YAML}inputs: ['${{params.data}}']\n")
-    dry_run(project, "--sweep", "params.lr=1,2,3", "params.data=a,b")
-    assert calls(project) == ["a False", "b False"]
+def test_a_sweep_asks_in_one_process_for_each_choice_of_params(project: Project) -> None:
+    (project.path / "looks.py").write_text(
+        "import os\ndef look(params):\n    print(params, os.getpid(), file=open('calls', 'a'))\n"
+    )
+    dry_run(project, "--sweep", "params.lr=1,2", "params.data=a,b", "seed=1,2,3")
+    asked = [line.rpartition(" ") for line in calls(project)]
+    pairs = [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert [params for params, _, _ in asked] == [str({"data": data, "lr": lr}) for data, lr in pairs]
+    assert len({process for _, _, process in asked}) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "params.data=good,bad",
+            "command line: params.data: found bad, expected good (the point params.data=bad seed=1)",
+        ),
+        ("params.data=good,none", "toy.yaml:3: check: there are no data (the point params.data=none seed=1)"),
+        ("params.lr=1,0,2", "(the point params.lr=0 seed=1)"),
+    ],
+)
+def test_a_point_of_a_sweep_that_it_refuses_is_named_and_none_is_started(
+    project: Project, override: str, said: str
+) -> None:
+    done = jobkit(project, "submit", "toy.yaml", "--local", "--sweep", override, "seed=1,2", expect=2)
+    assert said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (project.path / "runs").exists()
+
+
+def test_a_point_at_which_it_dies_is_named(project: Project) -> None:
+    (project.path / "looks.py").write_text("import os\ndef look(params):\n    params['lr'] or os._exit(7)\n")
+    said = dry_run(project, "--sweep", "params.lr=1,2,0,3", expect=2).stderr
+    assert "check: looks:look: its process ended with 7:  (the point params.lr=0)" in said
+
+
+@pytest.mark.parametrize(("grows", "code"), [([1, 1, 1, None], 0), ([1, 1, 0], None), ([0], None)])
+def test_it_has_the_whole_time_for_each_choice_of_params(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: list[int | None], code: int | None
+) -> None:
+    done = tmp_path / "done"
+    done.touch()
+
+    class Process(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None and (right := grows.pop(0)) is not None:
+                done.write_bytes(done.read_bytes() + b"." * right)
+                raise subprocess.TimeoutExpired("", timeout)
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    command = ["true"] if code == 0 else ["sleep", "100"]
+    assert own_check._code_of(command, tmp_path, tmp_path / "output", done) == code
+    assert not grows
+
+
+def test_it_gets_params_as_they_are(project: Project) -> None:
+    (project.path / "looks.py").write_text(
+        "def look(params):\n    assert params['of'] == {1: (2, float('inf'))}, params\n"
+    )
+    config = Config(name="toy", task="mytask:train", check="looks:look", params={"of": {1: (2, float("inf"))}})
+    own_check.run_check(config, project.path)
 
 
 def test_what_waits_for_another_runs_values_is_not_checked(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def busy_part(seconds: float = 2.0) -> float:
     """Of the machine's cores, how many are at work, while this process waits."""
 
     def read() -> tuple[int, int]:
-        numbers = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        numbers = [int(number) for number in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]]
         return sum(numbers[:8]), numbers[3] + numbers[4]  # all, and of it idle or waiting for a disk
 
     all_before, idle_before = read()
@@ -128,8 +128,9 @@ def wait_until_idle(patience: float) -> float:
 
 def machine() -> dict[str, str]:
     """What a reader has to know to compare: hardware, system, versions. Peers that are missing are said."""
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-    memory = Path("/proc/meminfo").read_text().split()[1]
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line for line in lines if line.startswith("model name")), "")
+    memory = Path("/proc/meminfo").read_text(encoding="utf-8").split()[1]
     described = {
         "CPU": f"{cpu.partition(': ')[2] or platform.machine()}, {os.cpu_count()} cores",
         "memory": f"{int(memory) / (1 << 20):.0f} GiB",
@@ -151,7 +152,7 @@ def answer(*command: str) -> str:
     """What a program prints, or nothing where there is none."""
     if (program := shutil.which(command[0], path=PATH)) is None:
         return ""
-    return subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run([program, *command[1:]], capture_output=True, check=False, encoding="utf-8").stdout.strip()
 
 
 # The benches
@@ -205,6 +206,7 @@ def ended(command: Sequence[str], seconds: float) -> tuple[int | None, str, str]
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        encoding="utf-8",
     )
     try:
         printed, errors = process.communicate(timeout=seconds)
@@ -322,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.markdown, markdown(results, described)),
         ):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
     print(markdown(results, described))
     say(summary(results))
     return 1 if any(result.problem for result in results) else 0

@@ -85,7 +85,9 @@ def start(framework: str, kind: str, products: int, folder: Path) -> subprocess.
     (folder / kind).mkdir()
     command = [sys.executable, str(Path(__file__).resolve()), framework, "--train", kind, "--products", str(products)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder / kind, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, cwd=folder / kind, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8"
+    )
 
 
 def answer(process: subprocess.Popen[str]) -> list[float]:

@@ -296,14 +296,14 @@ def measured(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
             "blocks": 2 if arguments.small else 8,
             "gpus": 0 if arguments.device == "cpu" else 1,
         }
-        (project / "bench.yaml").write_text(YAML.format(**values))
+        (project / "bench.yaml").write_text(YAML.format(**values), encoding="utf-8")
         command = [sys.executable, "-m", "jobkit.submit", "bench.yaml", "--local"]
-        done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=project, capture_output=True, encoding="utf-8")
         if done.returncode:
             print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
             return {"error": f"the run ended with {done.returncode}"}
         (status,) = project.glob("runs/*/status.json")
-        result: dict[str, Any] = json.loads(status.read_text())["result"]
+        result: dict[str, Any] = json.loads(status.read_text(encoding="utf-8"))["result"]
         return result
 
 
@@ -355,7 +355,7 @@ def main() -> None:
         for what, value in rows(model, found["models"][model]):
             print(f"| {what} | {value} |", flush=True)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten to {arguments.json}")
     failed = [model for model, one in found["models"].items() if "error" in one]
     raise SystemExit(f"no numbers for {', '.join(failed)}" if failed else 0)

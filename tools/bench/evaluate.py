@@ -128,13 +128,13 @@ def run(function: str, **values: Any) -> dict[str, Any]:
         project = Path(folder)
         for file in (__file__, measured.__file__):
             shutil.copy(file, project)
-        (project / "evaluate.yaml").write_text(YAML.format(function=function, **values))
+        (project / "evaluate.yaml").write_text(YAML.format(function=function, **values), encoding="utf-8")
         command = [sys.executable, "-m", "jobkit.submit", "evaluate.yaml", "--local"]
-        done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=project, capture_output=True, encoding="utf-8")
         if done.returncode:
             raise SystemExit(done.stderr)
         (status,) = project.glob("runs/*/status.json")
-        result: dict[str, Any] = json.loads(status.read_text())["result"]
+        result: dict[str, Any] = json.loads(status.read_text(encoding="utf-8"))["result"]
     return result
 
 

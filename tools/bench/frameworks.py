@@ -71,7 +71,7 @@ def now() -> Times:
     """As far as this process is."""
     wall = time.perf_counter()
     try:
-        _, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        _, queued, _ = Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()
     except OSError:  # not Linux
         queued = "0"
     return Times(wall, wall - int(queued) / 1e9, time.process_time())
@@ -89,7 +89,7 @@ class InPipes(Turns):
         self.started = Times(0.0, 0.0, 0.0)
         self.is_main = os.environ.get("RANK", "0") == "0"
         if self.is_main:
-            self.go, self.told = (folder / "go").open(), (folder / "told").open("w")
+            self.go, self.told = (folder / "go").open(encoding="utf-8"), (folder / "told").open("w", encoding="utf-8")
 
     def block_ended(self) -> None:
         if not self.is_main:
@@ -206,7 +206,7 @@ class Training:
         for pipe in ("go", "told"):
             os.mkfifo(folder / pipe)
         self.log = folder / "log"
-        with self.log.open("w") as log:
+        with self.log.open("w", encoding="utf-8") as log:
             commands = self._commands(ranks, products, folder)
             self.processes = [
                 subprocess.Popen(command, cwd=folder, env={**os.environ, **own}, stdout=log, stderr=log)
@@ -221,7 +221,9 @@ class Training:
             here = Path(__file__).parent
             for file in (__file__, measured.__file__, peers.__file__, here / "step.py"):
                 shutil.copy(file, folder)
-            (folder / "frameworks.yaml").write_text(YAML.format(products=products, turns=folder, ranks=ranks))
+            (folder / "frameworks.yaml").write_text(
+                YAML.format(products=products, turns=folder, ranks=ranks), encoding="utf-8"
+            )
             return [([sys.executable, "-m", "jobkit.submit", "frameworks.yaml", "--local"], threads)]
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -244,12 +246,12 @@ class Training:
                 time.sleep(0.05)
                 continue
             os.set_blocking(descriptor, True)
-            return os.fdopen(descriptor, mode, buffering=1)
-        raise SystemExit(f"{self.kind}: does not train after 300 s: {self.log.read_text()[-2000:]}")
+            return os.fdopen(descriptor, mode, buffering=1, encoding="utf-8")
+        raise SystemExit(f"{self.kind}: does not train after 300 s: {self.log.read_text(encoding='utf-8')[-2000:]}")
 
     def _refuse_ended(self) -> None:
         if any(process.poll() is not None for process in self.processes):
-            raise SystemExit(f"{self.kind}: ended: {self.log.read_text()[-2000:]}")
+            raise SystemExit(f"{self.kind}: ended: {self.log.read_text(encoding='utf-8')[-2000:]}")
 
     def answer(self) -> Times:
         """Of a step in its last block; the first answer says that it is ready for one."""

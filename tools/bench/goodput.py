@@ -270,7 +270,7 @@ class Contest:
 
 
 def steps_of(file: Path) -> list[Step]:
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [Step(int(process), int(number), float(when)) for process, number, when in map(str.split, lines)]
 
 
@@ -278,11 +278,11 @@ def contend(name: str, project: Path, cluster: Cluster, seconds: float, every: f
     """Train for so long from the first step on, and kill a rank in the middle of each `every` seconds."""
     project.mkdir()
     for file, text in FILES.items():
-        (project / file).write_text(text)
+        (project / file).write_text(text, encoding="utf-8")
     environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
 
     def submit() -> str:
-        done = subprocess.run(COMMANDS[name], cwd=project, env=environment, capture_output=True, text=True)
+        done = subprocess.run(COMMANDS[name], cwd=project, env=environment, capture_output=True, encoding="utf-8")
         if done.returncode:
             raise SystemExit(f"{name}: {done.stdout}{done.stderr}")
         return str(json.loads(done.stdout)["job_id"]) if name == "jobkit" else done.stdout.strip()
@@ -296,7 +296,7 @@ def contend(name: str, project: Path, cluster: Cluster, seconds: float, every: f
         if now - began >= next_kill:
             next_kill += every
             if pid.exists():  # else it does not train again yet: there is nothing to be lost
-                number = int(pid.read_text())
+                number = int(pid.read_text(encoding="utf-8"))
                 pid.unlink()
                 os.kill(number, signal.SIGKILL)
                 contest.kills.append(time.time())
@@ -317,7 +317,7 @@ def contend(name: str, project: Path, cluster: Cluster, seconds: float, every: f
 def stalls_of(project: Path) -> list[float]:
     """Seconds for which the checkpoints of a run of jobkit's held it up."""
     (journal,) = project.glob("runs/goodput-*/events.jsonl")
-    events = map(json.loads, journal.read_text().splitlines())
+    events = map(json.loads, journal.read_text(encoding="utf-8").splitlines())
     return [event["stall"] for event in events if event["event"] == "checkpoint"]
 
 

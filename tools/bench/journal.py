@@ -56,7 +56,7 @@ def reading_all(run: RunDir) -> tuple[float, float]:
     """Seconds, and MiB of memory, that a process needs which finds nothing kept of the journal."""
     run.fold_file.unlink(missing_ok=True)
     command = [sys.executable, "-c", READ_ALL, str(run.path)]
-    took, kilobytes = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    took, kilobytes = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout.split()
     return float(took), int(kilobytes) / 1024
 
 

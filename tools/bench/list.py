@@ -37,7 +37,7 @@ def make(runs: Path, number: int, checkpoints: int) -> None:
     run = RunDir(runs / f"bench-{number:08x}")
     for folder in (run.path, run.checkpoints, run.tensorboard, run.logs(1)):
         folder.mkdir(parents=True)
-    run.config_file.write_text("name: bench\n")
+    run.config_file.write_text("name: bench\n", encoding="utf-8")
     own = {"attempt": 1, "job_id": str(number)}
     events = [{"event": "submitting", "cluster": "slurm", "scheduler": "slurm", "command": "python -m jobkit.submit x"}]
     events += [{"event": "submitted", "job_id": str(number)}, {"event": "started", "host": "n1", **own}]

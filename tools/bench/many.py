@@ -38,7 +38,7 @@ CHECKPOINTS = 10
 def seconds(command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> float:
     """Wall time of a command that must succeed, its start included."""
     started = time.perf_counter()
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"{command}: {done.stderr}")
     return time.perf_counter() - started
@@ -123,9 +123,9 @@ def _cluster(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """A private Slurm, and a project beside it."""
     project = folder / "project"
     project.mkdir()
-    (project / "mytask.py").write_text(TASK)
-    (project / "bench.yaml").write_text(YAML)
-    (project / "bare.sh").write_text(SCRIPT)
+    (project / "mytask.py").write_text(TASK, encoding="utf-8")
+    (project / "bench.yaml").write_text(YAML, encoding="utf-8")
+    (project / "bare.sh").write_text(SCRIPT, encoding="utf-8")
     with Cluster(folder / "slurm", nodes=1) as started:
         yield project, {**os.environ, **started.env}
 
@@ -158,7 +158,9 @@ def bench_cancel(count: int, repeats: int) -> None:
             for command, times in others.values():
                 ids = [_queued(environment, project) for _ in range(count)]
                 times.append(seconds([*command, *ids], environment, project))
-            left = subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, text=True).stdout
+            left = subprocess.run(
+                ["squeue", "--noheader"], env=environment, capture_output=True, encoding="utf-8"
+            ).stdout
             if left.strip():
                 raise SystemExit(f"still queued: {left}")
     told(f"{count} queued runs: jobkit cancel", ours)
@@ -168,7 +170,7 @@ def bench_cancel(count: int, repeats: int) -> None:
 
 def _queued(environment: Mapping[str, str], project: Path) -> str:
     command = ["sbatch", "--parsable", "--hold", "--partition=low", "--output=/dev/null", "bare.sh"]
-    done = subprocess.run(command, env=environment, cwd=project, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, cwd=project, capture_output=True, check=True, encoding="utf-8")
     return done.stdout.strip()
 
 
@@ -192,7 +194,7 @@ def bench_sweep(count: int, bare: int) -> None:
     """So many runs put into the queue as a sweep, beside `bare` submissions of Submitit's and as many by sbatch."""
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder, _cluster(Path(folder)) as started:
         project, environment = started
-        (project / "bare.py").write_text(BARE)
+        (project / "bare.py").write_text(BARE, encoding="utf-8")
         sweep = [sys.executable, "-m", "jobkit.submit", "bench.yaml", "--cluster", "slurm", "--sweep"]
         first = seconds([*sweep, f"params.number=range({count})"], environment, project)
         told(f"{count} runs as a sweep", [first])

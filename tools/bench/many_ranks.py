@@ -51,7 +51,7 @@ def measure(nodes: int, tasks: int, repeats: int, patience: float, folder: Path)
 
 
 def available_gib() -> float:
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) / (1 << 20)
 
 

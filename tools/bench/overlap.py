@@ -188,13 +188,13 @@ def main() -> None:
         project = Path(folder)
         shutil.copy(__file__, project / "overlap.py")
         options = {"root": ROOT, "blocks": arguments.blocks, "compute": arguments.compute, "send": arguments.send}
-        (project / "overlap.yaml").write_text(YAML.format(**options))
+        (project / "overlap.yaml").write_text(YAML.format(**options), encoding="utf-8")
         command = [sys.executable, "-m", "jobkit.submit", "overlap.yaml", "--local"]
-        done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=project, capture_output=True, encoding="utf-8")
         if done.returncode:
             raise SystemExit(done.stderr)
         (status,) = project.glob("runs/*/status.json")
-        result = json.loads(status.read_text())["result"]
+        result = json.loads(status.read_text(encoding="utf-8"))["result"]
     times = result["ms"]
     print(f"a backward pass of plain DDP: {statistics.median(times['torch']):.0f} ms; buckets: {result['buckets']}")
     over = {

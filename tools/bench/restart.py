@@ -60,7 +60,9 @@ def seconds_of_a_preemption(run: Run, cluster: Cluster, starts: Path) -> float:
     run.attempt += 1
     first_step = run.first_step(run.attempt)
     requeued = max(one["time"] for one in run.events("requeued"))
-    begun = [float(when) for job, when in map(str.split, starts.read_text().splitlines()) if job == job_id]
+    begun = [
+        float(when) for job, when in map(str.split, starts.read_text(encoding="utf-8").splitlines()) if job == job_id
+    ]
     return requeued - signalled + first_step - min(when for when in begun if when > requeued)
 
 
@@ -114,7 +116,7 @@ echo $SLURM_JOB_ID $(date +%s.%N) >> {starts}
 def preempted(project: Path, folder: Path, repeats: int) -> None:
     """What the queue waits for is taken out, so a requeued job need not wait for two minutes here."""
     prolog, starts = folder / "prolog", folder / "starts"
-    prolog.write_text(PROLOG.format(starts=starts))
+    prolog.write_text(PROLOG.format(starts=starts), encoding="utf-8")
     prolog.chmod(0o755)
     with Cluster(folder / "slurm", nodes=2, cred_expire=5, prolog=str(prolog)) as cluster:
         environment = {**os.environ, **cluster.env, "OMP_NUM_THREADS": "1"}
@@ -173,7 +175,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
             project = Path(folder) / "project"
             write_project(project, nodes=2, tasks=2, pause=0.02)
-            (project / "plain.py").write_text(PLAIN)
+            (project / "plain.py").write_text(PLAIN, encoding="utf-8")
             if part == "deaths":
                 deaths(project, Path(folder), options.repeats, options.cred_expire)
             else:

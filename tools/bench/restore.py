@@ -51,7 +51,7 @@ def count_reads() -> None:
 
 def memory(of: str) -> int:
     """Bytes of host memory of this process: VmRSS now, VmHWM the most so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(of))
 
 
@@ -88,7 +88,8 @@ def be_a_rank(rank: int, args: argparse.Namespace, root: Path, begin: bool) -> N
     assert loaded is not None
     verified = CountedFile.nbytes
     parallel, model, optimizer = build(args, rank)
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what it is now: without what building took
+    # The most so far is what it is now: without what building took.
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     built = memory("VmRSS") - sum(local(one).nbytes for one in model.parameters())
     tracked = TrackedState(parallel, checkpointer, loaded)
     track(tracked, model, optimizer)

@@ -200,7 +200,9 @@ def main() -> None:
                 tell(played[-1])
     if options.json:
         told = [{**asdict(one), "goodput": one.goodput, "error": one.error, "per_node": one.per_node} for one in played]
-        options.json.write_text(json.dumps({"options": {**vars(options), "json": None, "draw": None}, "played": told}))
+        options.json.write_text(
+            json.dumps({"options": {**vars(options), "json": None, "draw": None}, "played": told}), encoding="utf-8"
+        )
     if options.draw:
         from bench.simulation.draw import draw
 

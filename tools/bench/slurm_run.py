@@ -50,8 +50,8 @@ clusters: {{slurm: {{partition: low}}}}
 def write_project(project: Path, *, nodes: int, tasks: int, pause: float) -> None:
     """The folder of a user's, with the task and a YAML; `pause` is what a step sleeps, in seconds."""
     project.mkdir()
-    (project / "mytask.py").write_text(TASK)
-    (project / "bench.yaml").write_text(YAML.format(nodes=nodes, tasks=tasks, pause=pause))
+    (project / "mytask.py").write_text(TASK, encoding="utf-8")
+    (project / "bench.yaml").write_text(YAML.format(nodes=nodes, tasks=tasks, pause=pause), encoding="utf-8")
 
 
 class Run:
@@ -68,7 +68,7 @@ class Run:
 
     def jobkit(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "jobkit", *arguments]
-        done = subprocess.run(command, cwd=self.project, env=self.environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=self.project, env=self.environment, capture_output=True, encoding="utf-8")
         if done.returncode:
             raise SystemExit(f"{command}: {done.stderr}")
         return done.stdout
@@ -78,7 +78,7 @@ class Run:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Those of a kind that the journal has."""
-        lines = (self.path / "events.jsonl").read_text().splitlines()
+        lines = (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
         return [one for one in map(json.loads, lines) if one["event"] == kind]
 
     def first_step(self, attempt: int) -> float:
@@ -100,7 +100,7 @@ class Run:
 def read(file: Path, seconds: float = 600.0) -> str:
     """The text of a file, once it is there."""
     until = time.monotonic() + seconds
-    while not (file.exists() and (text := file.read_text())):
+    while not (file.exists() and (text := file.read_text(encoding="utf-8"))):
         if time.monotonic() > until:
             raise SystemExit(f"{file} did not come within {seconds:g} s")
         time.sleep(0.005)

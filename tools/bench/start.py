@@ -101,14 +101,14 @@ def seconds(command: list[str], project: Path, number: int, cluster: Mapping[str
     told = project / f"told_{number}"
     environment = {**os.environ, **(cluster or {}), "OMP_NUM_THREADS": "1", "FIRST_STEP": str(told)}
     started = time.time()
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"{command}: {done.stdout}{done.stderr}")
     while not told.exists():
         if time.time() - started > WAIT_SECONDS:
             raise SystemExit(f"{command}: no step within {WAIT_SECONDS:g} s")
         time.sleep(0.05)
-    return float(told.read_text()) - started
+    return float(told.read_text(encoding="utf-8")) - started
 
 
 def report(ranks: int, times: Mapping[str, list[float]], target: float) -> None:
@@ -158,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
         project = Path(folder)
         for name, text in FILES:
-            (project / name).write_text(text)
+            (project / name).write_text(text, encoding="utf-8")
         if options.slurm:
             beside_srun(project, options.repeats or 1)
         else:

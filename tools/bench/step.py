@@ -123,13 +123,13 @@ def main() -> None:
             project = Path(folder)
             for file in (__file__, measured.__file__):
                 shutil.copy(file, project)
-            (project / "step.yaml").write_text(YAML.format(**{**vars(arguments), "ranks": ranks}))
+            (project / "step.yaml").write_text(YAML.format(**{**vars(arguments), "ranks": ranks}), encoding="utf-8")
             command = [sys.executable, "-m", "jobkit.submit", "step.yaml", "--local"]
-            done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=project, capture_output=True, encoding="utf-8")
             if done.returncode:
                 raise SystemExit(done.stderr)
             (status,) = project.glob("runs/*/status.json")
-            result = json.loads(status.read_text())["result"]
+            result = json.loads(status.read_text(encoding="utf-8"))["result"]
         what, by_hand = (
             f"step, {ranks} rank{'s' * (ranks > 1)}, logging every step",
             statistics.median(result["step_ms"]),

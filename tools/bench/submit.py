@@ -47,7 +47,7 @@ SBATCH = ["sbatch", "--hold", "--partition=low", "--nodes=2", "--output=/dev/nul
 def seconds(command: list[str], folder: Path, environment: dict[str, str]) -> float:
     """Wall time of a command that must succeed."""
     started = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8")
     elapsed = time.perf_counter() - started
     if done.returncode:
         raise SystemExit(f"{command}: {done.stderr}")
@@ -66,9 +66,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="jobkit-bench-", dir="/tmp") as folder:
         project = Path(folder) / "project"
         project.mkdir()
-        (project / "mytask.py").write_text(TASK)
-        (project / "bare.py").write_text(BARE)
-        (project / "bench.yaml").write_text(YAML)
+        (project / "mytask.py").write_text(TASK, encoding="utf-8")
+        (project / "bare.py").write_text(BARE, encoding="utf-8")
+        (project / "bench.yaml").write_text(YAML, encoding="utf-8")
         with Cluster(Path(folder) / "slurm", nodes=2) as cluster:
             environment = {**os.environ, **cluster.env}
             environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it jobkit is compiled anew at each start

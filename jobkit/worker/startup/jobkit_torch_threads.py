@@ -41,7 +41,7 @@ def _states() -> List[str]:
     states = []
     for thread in _listed("/proc/self/task"):
         try:
-            with open(os.path.join("/proc/self/task", thread, "stat")) as file:
+            with open(os.path.join("/proc/self/task", thread, "stat"), encoding="utf-8", errors="replace") as file:
                 name, _, rest = file.read().partition(" (")[2].rpartition(") ")
         except OSError:  # it has ended since
             continue
