@@ -29,6 +29,7 @@ from experiments.cogvideo.transformer import VideoTransformer, patchify, positio
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.experiment import load
 from jobkit.run.layout import factor
+from jobkit.train.order import share_of
 from jobkit.train.parallel import Parallel
 
 ROOT = Path(__file__).parents[2]
@@ -199,18 +200,32 @@ def test_data_and_noise_follow_from_a_noisy_sample_and_its_velocity() -> None:
     assert torch.equal(x_t[2], noise[2]) and torch.equal(velocity[2], -x0[2])
 
 
-def test_training_steps_are_spread_evenly_over_the_ranks_together() -> None:
+@pytest.mark.parametrize(("batch", "ranks"), [(20, 4), (8, 3), (32, 5), (64, 12), (3, 3)])
+def test_training_steps_are_spread_evenly_over_the_ranks_together(batch: int, ranks: int) -> None:
     torch.manual_seed(0)
-    of_ranks = [spread_steps(5, rank, 4, torch.device("cpu")) for rank in range(4)]
+    of_ranks = [spread_steps(batch, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    shares = [share_of(batch, rank, ranks) for rank in range(ranks)]
+    assert [len(t) for t in of_ranks] == [share.stop - share.start for share in shares]
     together = torch.cat(of_ranks).sort().values
-    assert torch.equal(together // (STEPS // 20), torch.arange(20))
-    assert all(t.max() - t.min() > STEPS / 2 for t in of_ranks)
-    assert not torch.equal(of_ranks[0], spread_steps(5, 0, 4, torch.device("cpu")))
+    part, size = torch.arange(batch, dtype=torch.float64), STEPS / batch
+    assert ((part * size).floor() <= together).all() and (together < (part + 1) * size).all()
+    assert all(t.max() - t.min() > STEPS / 2 for t in of_ranks if len(t) > 2)
+    assert not torch.equal(of_ranks[0], spread_steps(batch, 0, ranks, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_where_the_ranks_divide_a_batch_the_training_steps_are_those_of_before(ranks: int) -> None:
+    for rank in range(ranks):
+        torch.manual_seed(rank)
+        drawn = spread_steps(20, rank, ranks, torch.device("cpu"))
+        torch.manual_seed(rank)
+        n = 20 // ranks
+        assert torch.equal(drawn, ((torch.arange(n) * ranks + rank + torch.rand(n)) * (STEPS / (n * ranks))).long())
 
 
 def test_a_draw_next_to_one_is_no_step_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 1 - 2**-24))
-    assert spread_steps(2, 31, 32, torch.device("cpu"))[-1] == 999  # in float32, 63 + (1 - 2**-24) is 64
+    assert spread_steps(64, 31, 32, torch.device("cpu"))[-1] == 999  # in float32, 63 + (1 - 2**-24) is 64
 
 
 def test_validation_noise_depends_on_the_sample_alone() -> None:
