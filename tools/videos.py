@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from preparing import Failure
+from preparing import Failure, files_below
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -117,12 +117,9 @@ def _paired(source: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _walked(source: Path) -> Iterator[tuple[Path, str]]:
-    for parent, folders, files in os.walk(source):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        for file in files:
-            path = Path(parent, file)
-            if path.suffix.lower() in SUFFIXES and not file.startswith("."):
-                yield path, _label(source, path)
+    for path in files_below(source):
+        if path.suffix.lower() in SUFFIXES:
+            yield path, _label(source, path)
 
 
 def _label(source: Path, video: Path) -> str:

@@ -91,8 +91,17 @@ def write_index(folder: Path, index: Path) -> None:
 
 
 def _found(folder: Path) -> Iterator[bytes]:
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name[0] != "."]  # the captions of tools/prepare_video.py
+    state = folder.stat()
+    seen = {(state.st_dev, state.st_ino)}
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        # Names with a dot are the captions of tools/prepare_video.py. A link may lead to where this has been before.
+        below = sorted((path.is_symlink(), path) for path in (Path(parent, name) for name in folders))
+        folders.clear()
+        for _, path in below:
+            state = path.stat()
+            if path.name[0] != "." and (state.st_dev, state.st_ino) not in seen:
+                seen.add((state.st_dev, state.st_ino))
+                folders.append(path.name)
         for file in files:
             if file.endswith(SUFFIXES) and file[0] != ".":
                 yield os.fsencode(os.path.relpath(Path(parent, file), folder))

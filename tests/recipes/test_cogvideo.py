@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,20 @@ def test_a_manifest_says_which_files_belong_together(folder: Path) -> None:
         manifest.write('{"latent": "a.safetensors"}\n')
     with pytest.raises(ValueError, match=r'manifest\.jsonl:3: found {"latent": "a.safetensors"}, expected'):
         clips(folder)
+
+
+def test_clips_in_a_folder_that_is_a_link_are_found_once(folder: Path, tmp_path: Path) -> None:
+    write_index(folder, tmp_path / "before.npy")
+    (tmp_path / "disk" / "below").mkdir(parents=True)
+    shutil.copy(folder / "a.safetensors", tmp_path / "disk" / "below" / "far.safetensors")
+    (folder / "linked").symlink_to(tmp_path / "disk")
+    (folder / "linked again").symlink_to(tmp_path / "disk")
+    (folder / "around").symlink_to(folder)
+    (folder / "nowhere").symlink_to(tmp_path / "nowhere")
+    write_index(folder, tmp_path / "after.npy")
+    before, after = (set(np.load(tmp_path / f"{name}.npy")[:, 0]) for name in ("before", "after"))
+    assert len(np.load(tmp_path / "after.npy")) == len(before) + 1
+    assert after - before == {b"linked/below/far.safetensors"} and before < after
 
 
 def test_a_run_keeps_its_clips_when_others_are_added(folder: Path) -> None:

@@ -287,6 +287,17 @@ def test_each_form_of_captions_is_read(tmp_path: Path) -> None:
     assert [video.caption for video in find_videos(tmp_path)] == ["second", "first"]
 
 
+def test_videos_in_a_folder_that_is_a_link_are_found_once(tmp_path: Path) -> None:
+    for path in (tmp_path / "disk" / "videos" / "b.mp4", tmp_path / "source" / "a.mp4"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        path.with_suffix(".txt").write_text("beside it")
+    (tmp_path / "source" / "a link").symlink_to(tmp_path / "disk")
+    (tmp_path / "source" / "another").symlink_to(tmp_path / "disk" / "videos")
+    (tmp_path / "disk" / "around").symlink_to(tmp_path / "source")
+    assert [video.name for video in find_videos(tmp_path / "source")] == ["a", "another/b"]
+
+
 @pytest.mark.parametrize(
     ("written", "source", "says"),
     [
