@@ -37,7 +37,7 @@ ROUNDED = 0.002
 
 @dataclass(frozen=True)
 class Video:
-    """A video, its caption (None if it has none), and a name of its own.
+    """A video, its caption (None if it has none), a name of its own, and the folder in which it has that name.
 
     The name is a path without `..`, without dots at the beginning of its parts, and without a suffix.
     """
@@ -45,6 +45,7 @@ class Video:
     path: Path
     caption: str | None
     name: str
+    origin: Path
 
 
 def find_videos(source: Path) -> list[Video]:
@@ -60,7 +61,8 @@ def find_videos(source: Path) -> list[Video]:
         found, root = list(_paired(source) if (source / "videos.txt").exists() else _walked(source)), source
     if not found:
         raise Failure(f"{source}: no videos in it, expected videos.txt and prompts.txt, or {', '.join(SUFFIXES)} files")
-    videos = [Video(path, caption or None, _name(path, root)) for path, caption in found]
+    origin = root.resolve()
+    videos = [Video(path, caption or None, _name(path, root), origin) for path, caption in found]
     names: dict[str, Path] = {}
     for video in videos:
         if video.name in names:
