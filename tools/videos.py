@@ -108,14 +108,22 @@ def _paired(source: Path) -> Iterator[tuple[Path, str]]:
     prompts = next((source / name for name in PROMPTS if (source / name).exists()), None)
     if prompts is None:
         raise Failure(f"{source}: videos.txt is there and prompts.txt is not; each of its lines is a video's caption")
-    videos, captions = (
-        [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        for file in (source / "videos.txt", prompts)
-    )
+    videos, captions = (_lines_of(file) for file in (source / "videos.txt", prompts))
     if len(videos) != len(captions):
         raise Failure(f"{prompts}: {len(captions)} captions, expected {len(videos)}: videos.txt has so many lines")
     for video, caption in zip(videos, captions, strict=True):
         yield source / video, caption
+
+
+def _lines_of(file: Path) -> list[str]:
+    r"""The lines of a text, which "\n" ends and nothing else; Failure names one that is empty between others."""
+    lines = [line.strip() for line in file.read_bytes().decode().rstrip().split("\n")]
+    if lines == [""]:
+        return []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            raise Failure(f"{file}:{number}: an empty line; a line is needed for each video, as captions are counted")
+    return lines
 
 
 def _walked(source: Path) -> Iterator[tuple[Path, str]]:
@@ -128,8 +136,7 @@ def _label(source: Path, video: Path) -> str:
     parts = ["labels" if part == "videos" else part for part in video.relative_to(source).parts]
     for file in (source.joinpath(*parts).with_suffix(".txt"), video.with_suffix(".txt")):
         if file.exists():
-            lines = file.read_text(encoding="utf-8").strip().splitlines()
-            return lines[0].strip() if lines else ""
+            return file.read_bytes().decode().strip().partition("\n")[0].strip()
     return ""
 
 

@@ -419,10 +419,25 @@ def test_videos_in_a_folder_that_is_a_link_are_found_once(tmp_path: Path) -> Non
     assert [video.name for video in find_videos(tmp_path / "source")] == ["a", "another/b"]
 
 
+def test_captions_end_at_newlines_alone(tmp_path: Path) -> None:
+    one, two = "a cat.\u2028It jumps", "a\x0cdog\x85and \x1cits\x0b tail"
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.mp4").touch()
+    (tmp_path / "a.txt").write_bytes(f"{one}\r\nnot this\r\n".encode())
+    (tmp_path / "b.txt").write_bytes(f"{two}\nnot this".encode())
+    assert [video.caption for video in find_videos(tmp_path)] == [one, two]
+    (tmp_path / "videos.txt").write_bytes(b"a.mp4\r\nb.mp4\r\n\r\n")
+    (tmp_path / "prompts.txt").write_bytes(f"{one}\r\n{two}".encode())
+    assert [video.caption for video in find_videos(tmp_path)] == [one, two]
+
+
 @pytest.mark.parametrize(
     ("written", "source", "says"),
     [
         ({"videos.txt": "a.mp4\nb.mp4", "prompts.txt": "one"}, ".", "prompts.txt: 1 captions, expected 2"),
+        ({"videos.txt": "a.mp4\nb.mp4", "prompts.txt": "one\x0c\n\nthree\n"}, ".", "prompts.txt:2: an empty line"),
+        ({"videos.txt": "\na.mp4\nb.mp4", "prompts.txt": "one\ntwo"}, ".", "videos.txt:1: an empty line"),
+        ({"videos.txt": "a.mp4", "prompts.txt": "\n"}, ".", "prompts.txt: 0 captions, expected 1"),
         ({"videos.txt": "a.mp4"}, ".", "videos.txt is there and prompts.txt is not"),
         ({"list.csv": "file,text\na.mp4,one"}, "list.csv", "list.csv:2: found file, text, expected a video and a"),
         ({"list.jsonl": "{}"}, "list.jsonl", "list.jsonl:1: found nothing, expected a video"),
