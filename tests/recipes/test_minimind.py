@@ -252,6 +252,15 @@ def test_a_hugging_face_tokenizer_is_read_from_its_file(tmp_path: Path) -> None:
     assert tokenizer.decode([tokenizer.begin, *tokens, tokenizer.end]) == "the quick 中"
 
 
+def test_a_tokenizer_whose_ids_have_gaps_is_as_large_as_its_highest_id(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<b>": 0, "<e>": 1, "a": 2, "z": 9000}, unk_token="a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    file = str(tmp_path / "tokenizer.json")
+    with pytest.raises(InputError, match=r"tokenizer\.json has 9001 tokens, and params\.model\.vocabulary is 9000"):
+        open_tokenizer(file, "<b>", "<e>", 9000)
+    assert open_tokenizer(file, "<b>", "<e>", 9001).encode(["z"]) == [[9000]]
+
+
 def test_what_a_tokenizers_file_says_of_truncation_and_padding_is_not_done(tmp_path: Path) -> None:
     file = made_tokenizer(tmp_path / "tokenizer.json", "<begin>", "<end>")
     texts = ["the quick brown fox", "fox"]
