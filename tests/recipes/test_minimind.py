@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 import tracemalloc
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import tokenizers
 import torch
 from harness.project import Project, events, logged_steps, status, step, wait_for, weights
 
+from experiments.minimind import data
 from experiments.minimind.data import IGNORED, Corpus, Samples, open_corpus
 from experiments.minimind.documents import documents
 from experiments.minimind.model import Block, MiniMind, rotate
@@ -432,6 +434,32 @@ def _open_in_process(file: Path, barrier, results) -> None:
     barrier.wait()
     corpus = open_corpus(file, ByteTokenizer(), 0.3)
     results.put((corpus.documents, (corpus.folder / "training.bin").stat().st_ino))
+
+
+@pytest.mark.parametrize("packs", ["this process", "another process"])
+def test_the_watchdog_sees_that_a_copy_grows_whoever_makes_it(
+    packs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(data, "CHUNK", 1)
+    file = write(tmp_path / "a.jsonl", *(f"{number}" * 20_000 for number in range(8)))  # each more than a file's buffer
+    context = multiprocessing.get_context("fork")
+    beats, packing = context.Semaphore(0), context.Event()
+
+    class Waits(ByteTokenizer):
+        def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+            packing.set()
+            assert beats.acquire(timeout=60)  # one for what was written before
+            return super().encode(texts)
+
+    other = context.Process(target=open_corpus, args=(file, Waits(), 0.3))
+    if packs == "another process":
+        other.start()
+        assert packing.wait(timeout=60)
+    assert open_corpus(file, Waits(), 0.3, beats.release).documents == 8
+    if packs == "another process":
+        other.join(timeout=60)
+        assert other.exitcode == 0
 
 
 def test_processes_that_start_together_pack_once(texts: Path) -> None:
