@@ -39,6 +39,8 @@ class PngImages(Dataset):
 
     def __init__(self, folder: Path, res: int, channels: int) -> None:
         self.folder, self.res, self.channels = folder, res, channels
+        self.fingerprint = fingerprint(folder, res, channels)
+        """Of the images as they were when they were opened."""
         self.classes = [entry.name for entry in _class_folders(folder)]
         self.files: list[str] = []
         labels: list[int] = []
@@ -61,7 +63,7 @@ class PackedImages(Dataset):
     """The same from a packed copy."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.fingerprint = folder, folder.name
         # As plain arrays: indexing one of the class memmap takes as long as copying the image.
         self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
         self.labels = np.asarray(np.load(folder / "labels.npy", mmap_mode="r"))
