@@ -33,7 +33,7 @@ from harness.experiment_folder import Folder
 from harness.project import status
 from PIL import Image, ImageSequence
 from preparing import Done, Failure
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 from videos import find_videos, read_frames
@@ -207,6 +207,18 @@ def test_what_other_weights_made_is_made_again(
         said = here(prepare_video, tmp_path / "clips.jsonl", tmp_path / "out", "--weights", folder, *SIZE)
         made.append(said.partition(": ")[2].partition(" made")[0])
     assert made == ["1", "0", "1"]
+
+
+def test_another_text_encoder_with_the_same_settings_makes_other_embeddings(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    other = shutil.copytree(weights, tmp_path / "other", copy_function=shutil.copyfile)
+    assert prepare_video.digest_of(other) == prepare_video.digest_of(weights)  # wherever and whenever it was copied to
+    (file,) = (other / "text_encoder").glob("*.safetensors")
+    state = load_file(file)
+    state[max(state)] = state[max(state)] + 1
+    save_file(state, file, metadata={"format": "pt"})
+    assert prepare_video.digest_of(other) != prepare_video.digest_of(weights)
 
 
 def test_each_video_that_is_made_is_one_that_is_trained_on(
@@ -613,6 +625,26 @@ def test_from_videos_over_training_and_sampling_to_clips_that_can_be_watched(
     vae = load_vae(weights / "vae", torch.device("cpu"), torch.float32, tiling=True)
     frames = decode(vae, latent).permute(0, 2, 3, 1).numpy()
     assert abs(clip.astype(float) - frames).mean() < 0.5 * frames.std()  # random colours, at half their resolution
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (torch.zeros(CHANNELS, 0, 4, 6), f"latent is {CHANNELS} x 0 x 4 x 6, expected {CHANNELS} x frames"),
+        (torch.zeros(CHANNELS, 3, 0, 6), f"latent is {CHANNELS} x 3 x 0 x 6, expected {CHANNELS} x frames"),
+        (torch.full(LATENT, torch.nan), f"latent has {CHANNELS * 72} of {CHANNELS * 72} values that are no numbers"),
+        (torch.full(LATENT, torch.inf), f"latent has {CHANNELS * 72} of {CHANNELS * 72} values that are no numbers"),
+    ],
+)
+def test_a_latent_that_cannot_be_watched_is_broken_and_the_others_are_decoded(
+    bad: Tensor, says: str, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    (tmp_path / "latents").mkdir()
+    save_file({"latent": bad}, tmp_path / "latents" / "a.safetensors")
+    save_file({"latent": torch.randn(LATENT)}, tmp_path / "latents" / "b.safetensors")
+    said = here(decode_video, tmp_path / "latents", tmp_path / "clips", "--weights", weights)
+    assert "1 made, 0 already there, 1 broken" in said and (tmp_path / "clips" / "b.mp4").exists()
+    assert says in (tmp_path / "clips" / "broken.txt").read_text()
 
 
 def test_fine_tuning_begins_with_the_published_weights_and_validates_by_clips_that_can_be_watched(
