@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -167,7 +168,7 @@ def encode(clip: Clip) -> Done:
 
 def random(name: str) -> torch.Generator:
     """Random numbers that follow from a name."""
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:7], "big"))
 
 
 def write(path: Path, tensors: dict[str, Tensor], made_of: str) -> None:

@@ -88,7 +88,7 @@ def _listed(source: Path) -> Iterator[tuple[Path, str]]:
             if not isinstance(video, str) or not video or not isinstance(caption, str):
                 keys = ", ".join(str(key) for key in row)
                 raise Failure(f"{source}:{number}: found {keys or 'nothing'}, expected a video and a caption")
-            yield source.parent / video, caption.strip()
+            yield source.parent / _path(video), caption.strip()
 
 
 def _json_lines(source: Path, lines: Iterable[str]) -> Iterator[dict]:
@@ -112,7 +112,12 @@ def _paired(source: Path) -> Iterator[tuple[Path, str]]:
     if len(videos) != len(captions):
         raise Failure(f"{prompts}: {len(captions)} captions, expected {len(videos)}: videos.txt has so many lines")
     for video, caption in zip(videos, captions, strict=True):
-        yield source / video, caption
+        yield source / _path(video), caption
+
+
+def _path(text: str) -> Path:
+    """A name in a list, which is UTF-8, as the file system's: the locale of a machine may be another."""
+    return Path(os.fsdecode(text.encode()))
 
 
 def _lines_of(file: Path) -> list[str]:

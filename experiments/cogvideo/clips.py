@@ -108,14 +108,15 @@ def _found(folder: Path) -> Iterator[bytes]:
 
 
 def _listed(manifest: Path) -> Iterator[tuple[bytes, bytes]]:
-    with manifest.open() as lines:
+    with manifest.open("rb") as lines:  # UTF-8, whatever the locale of a node is
         for number, line in enumerate(lines, start=1):
             try:
                 entry = json.loads(line)
-                yield os.fsencode(entry["latent"]), os.fsencode(entry["text"])
-            except (ValueError, TypeError, KeyError):
+                yield entry["latent"].encode(), entry["text"].encode()
+            except (ValueError, TypeError, KeyError, AttributeError):
+                found = line.decode(errors="replace").strip()[:80]
                 raise ValueError(
-                    f'{manifest}:{number}: found {line.strip()[:80]}, expected {{"latent": file, "text": file}}'
+                    f'{manifest}:{number}: found {found}, expected {{"latent": file, "text": file}}'
                 ) from None
 
 

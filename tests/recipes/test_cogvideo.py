@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +362,38 @@ def test_a_manifest_says_which_files_belong_together(folder: Path) -> None:
         manifest.write('{"latent": "a.safetensors"}\n')
     with pytest.raises(ValueError, match=r'manifest\.jsonl:3: found {"latent": "a.safetensors"}, expected'):
         clips(folder)
+
+
+OPENING = """
+import sys
+from pathlib import Path
+
+sys.path.append("tools")
+from videos import find_videos
+
+from experiments.cogvideo.clips import Clips, write_index
+
+folder = Path(sys.argv[1])
+write_index(folder, folder / "clips.npy")
+assert len(Clips(folder, folder / "clips.npy", (1,), (1,))[0]) == 2
+(video,) = find_videos(folder)
+assert video.path.exists()
+print(sys.getfilesystemencoding(), ascii(video.caption))
+"""
+
+
+def test_names_in_lists_are_utf_8_whatever_the_locale_of_a_machine(tmp_path: Path) -> None:
+    save_file({"latent": torch.ones(1), "text": torch.ones(1)}, tmp_path / "é中.safetensors")
+    both = {"latent": "é中.safetensors", "text": "é中.safetensors"}
+    (tmp_path / "manifest.jsonl").write_text(json.dumps(both, ensure_ascii=False), encoding="utf-8")
+    (tmp_path / "é中.mp4").touch()
+    (tmp_path / "videos.txt").write_text("é中.mp4", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text("un café", encoding="utf-8")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", OPENING, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | locale, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["ascii", "'un", "caf\\xe9'"]
 
 
 def test_clips_in_a_folder_that_is_a_link_are_found_once(folder: Path, tmp_path: Path) -> None:
