@@ -142,6 +142,15 @@ def read_png(path: Path, res: int, channels: int) -> Tensor:
     return _to_tensor(decode(path, res, channels))
 
 
+def is_image(path: Path, res: int, channels: int) -> bool:
+    """Whether an image is there, and whole: after a power failure, a file that was just renamed can be empty."""
+    try:
+        decode(path, res, channels)
+    except ValueError:
+        return False
+    return True
+
+
 def write_png(path: Path, image: Tensor) -> None:
     """Write a uint8 image [C, H, W]; the file appears whole, in a folder that is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
