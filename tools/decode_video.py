@@ -72,8 +72,9 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     if not (arguments.weights / "vae" / "config.json").is_file():
         raise Failure(f"{arguments.weights}: no vae/config.json in it; --weights is CogVideoX as diffusers keeps it")
     root = source.parent if source.is_file() else source
-    files = [source] if source.is_file() else sorted(source.rglob("*.safetensors"))
-    files = [file for file in files if not any(part[0] == "." for part in file.relative_to(root).parts)]
+    files = [source] if source.is_file() else []
+    if source.is_dir():
+        files = sorted(file for file in preparing.files_below(source) if file.suffix == ".safetensors")
     if not files:
         raise Failure(f"{source}: no .safetensors files in it, as cogvideo_sample.yaml writes to samples/")
     preparing.check_writable(destination)

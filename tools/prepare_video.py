@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ from torch import Tensor
 
 from jobkit import JobkitError
 from jobkit.run.files import write_atomic
+
+SAMPLE = 1 << 16
+"""Bytes of T5's weights that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,57 @@ class Clip:
     weights: Path
     settings: Settings
 
-    @property
-    def about(self) -> str:
-        """What its file says that it was made of, in JSON: one that says something else is made again."""
-        size = self.video.path.stat().st_size
-        made_of = {"video": self.video.name, "bytes": size, "caption": self.video.caption, **asdict(self.settings)}
-        return json.dumps(made_of, sort_keys=True)
+    def made_from(self) -> dict[str, Any] | None:
+        """What the file says that it was made of; None where none of this tool's is there, or not all of it."""
+        return made_from(self.target)
 
-    def is_made(self) -> bool:
-        """Whether the file is there, whole and of this."""
-        return says(self.target) == self.about
+    def about(self, size: int) -> dict[str, Any]:
+        """What its file says, made of a video of `size` bytes: one that says else is made again."""
+        of = self.video
+        named = {"source": str(of.origin), "video": of.name, "bytes": size, "caption": of.caption}
+        return named | asdict(self.settings)
+
+    def is_as_asked(self, made_of: dict[str, Any] | None, size: int) -> bool:
+        """Whether the file was made of this; the source may have been moved since."""
+        return made_of is not None and made_of | {"source": str(self.video.origin)} == self.about(size)
+
+    def refusal(self, made_of: dict[str, Any] | None) -> str | None:
+        """Why the file cannot be made, or None: it is of another source's video of this name."""
+        other = other_source(made_of, self.video.origin)
+        return other and f"{self.target} is of a video of this name in {other}: give this source a DST of its own"
+
+    def set_aside(self, why: str) -> str:
+        """`why` a video cannot be had, after what was made of it before has got a name that is not trained on."""
+        if self.refusal(self.made_from()) or not self.target.exists():
+            return why
+        names = (self.target.with_name(f"{self.target.name}.set_aside{number or ''}") for number in count())
+        aside = next(path for path in names if not path.exists())
+        self.target.rename(aside)
+        return f"{why}; what was made of it before is now {aside}, and not trained on"
+
+
+def made_from(path: Path) -> dict[str, Any] | None:
+    """What a clip's file says that it was made of; None where it is none of this tool's, or not whole."""
+    try:
+        found = json.loads(says(path) or "")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def other_source(made_of: dict[str, Any] | None, origin: Path) -> str | None:
+    """The source that a file was made of, where that is another one than `origin`, and still there."""
+    source = str((made_of or {}).get("source", origin))
+    return source if source != str(origin) and is_there(source) else None
+
+
+@cache
+def is_there(source: str) -> bool:
+    """Whether a source is there; one that may not be looked at is."""
+    try:
+        return Path(source).exists()
+    except OSError:
+        return True
 
 
 def says(path: Path) -> str | None:
@@ -96,26 +142,33 @@ def embed(clip: Clip) -> Done:
 
 def encode(clip: Clip) -> Done:
     """Make the file of a clip; a video that cannot be read is reported and passed over."""
-    if clip.is_made():  # by another process, since this one looked
+    of, before = clip.settings, clip.video.path.stat()
+    if clip.is_as_asked(clip.made_from(), before.st_size):  # by another process, since this one looked
         return Done(kept=1)
-    of = clip.settings
     try:
         frames = videos.read_frames(clip.video.path, of.frames, of.fps, (of.height, of.width), of.skip)
+        after = clip.video.path.stat()
     except Exception as error:  # a decoder may raise anything for a file that is no video
-        return Done(broken=[(clip.video.path, preparing.reason(error))])
+        return Done(broken=[(clip.video.path, clip.set_aside(preparing.reason(error)))])
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        why = "written while it was read, as by a copy that goes on; the same command once it is whole"
+        return Done(broken=[(clip.video.path, clip.set_aside(why))])
     vae = autoencoder(clip.weights, of.precision, of.tiling)
     pixels = (frames.to(vae.device, torch.float32) / 127.5 - 1).to(vae.dtype)
     with torch.no_grad():
         drawn = vae.encode(pixels.transpose(0, 1)[None]).latent_dist.sample(generator=random(clip.video.name))
     with safe_open(clip.text, "pt") as opened:
         text = opened.get_tensor("text")
-    write(clip.target, {"latent": drawn[0] * vae.config.scaling_factor, "text": text}, clip.about)
+    if refusal := clip.refusal(clip.made_from()):  # another command's, since this one looked
+        return Done(broken=[(clip.video.path, refusal)])
+    made_of = json.dumps(clip.about(before.st_size), sort_keys=True)
+    write(clip.target, {"latent": drawn[0] * vae.config.scaling_factor, "text": text}, made_of)
     return Done(made=1)
 
 
 def random(name: str) -> torch.Generator:
     """Random numbers that follow from a name."""
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:7], "big"))
 
 
 def write(path: Path, tensors: dict[str, Tensor], made_of: str) -> None:
@@ -150,25 +203,54 @@ def text_encoder(weights: Path, precision: str) -> tuple[Any, Any]:
     return tokenizer, encoder.to(processes.device).eval()
 
 
-def find_clips(arguments: argparse.Namespace, settings: Settings) -> tuple[list[Clip], Done]:
+def find_clips(arguments: argparse.Namespace, settings: Settings, found: list[videos.Video]) -> tuple[list[Clip], Done]:
     """The clips of this part that are still to be made; and what is there already, and what has no file or caption."""
-    found = videos.find_videos(arguments.source)
     part, parts = arguments.part
     missing, kept, broken = [], 0, []
     for video in found[part - 1 :: parts]:
         key = json.dumps([video.caption, settings.words, settings.precision, settings.weights])
         text = arguments.destination / ".texts" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
-        target = arguments.destination / f"{video.name}.safetensors"
-        clip = Clip(video, target, text, arguments.weights, settings)
+        clip = Clip(video, target_of(video, arguments.destination), text, arguments.weights, settings)
+        made_of = clip.made_from()
         if not video.path.exists():
-            broken.append((video.path, "no such file"))
+            is_of_it = made_of is not None and clip.is_as_asked(made_of, made_of.get("bytes", 0))
+            broken.append((video.path, "no such file" if is_of_it else clip.set_aside("no such file")))
         elif video.caption is None:
-            broken.append((video.path, "no caption"))
-        elif clip.is_made():
+            broken.append((video.path, clip.set_aside("no caption")))
+        elif refusal := clip.refusal(made_of):
+            broken.append((video.path, refusal))
+        elif clip.is_as_asked(made_of, video.path.stat().st_size):
             kept += 1
         else:
             missing.append(clip)
     return missing, Done(0, kept, broken)
+
+
+def target_of(video: videos.Video, destination: Path) -> Path:
+    """Where a video's latent goes."""
+    return destination / f"{video.name}.safetensors"
+
+
+def tell_left_over(found: list[videos.Video], destination: Path) -> None:
+    """Say which latents of videos that are no longer in the source are still trained on, and list them in a file."""
+    known, origin = {target_of(video, destination) for video in found}, found[0].origin
+    others = sorted(
+        path
+        for path in preparing.files_below(destination)
+        if path.suffix == ".safetensors" and path not in known
+        if (made_of := made_from(path)) is not None and not other_source(made_of, origin)
+    )
+    listed = destination / "left_over.txt"
+    if not others:
+        listed.unlink(missing_ok=True)  # of an earlier run
+        return
+    write_atomic(listed, "".join(f"{path}\n" for path in others), durable=False)
+    print(
+        f"prepare_video: {len(others):,} in {destination} of videos that the source does not have any more, such as "
+        f"{others[0].relative_to(destination)}: they are trained on, too, until you remove them (all listed in "
+        f"{listed})",
+        file=sys.stderr,
+    )
 
 
 def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path, Path]:
@@ -179,31 +261,48 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     settings = Settings(**options, weights=digest_of(arguments.weights))
     try:
         with console.status(f"looking for videos in {arguments.source}"):
-            clips, done = find_clips(arguments, settings)
+            found = videos.find_videos(arguments.source)
+            preparing.check_writable(arguments.destination)
+            clips, done = find_clips(arguments, settings, found)
     except OSError as error:
         raise Failure(f"{error.filename}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise Failure(f"{arguments.source}: captions are no UTF-8 text: {error}") from None
-    preparing.check_writable(arguments.destination)
     captions = list({clip.text: clip for clip in clips}.values())
     # The two models one after the other: T5 alone is of 9.5 GB. On a CPU it is one process's, with all of the cores.
     one = 1 if arguments.devices == ["cpu"] else arguments.workers
     processes.spread(embed, captions, "captions", one, arguments.devices, console)
     done += processes.spread(encode, clips, "videos", arguments.workers, arguments.devices, console)
+    with console.status(f"looking for latents of other videos in {arguments.destination}"):
+        tell_left_over(found, arguments.destination)
     part, parts = arguments.part
     report = "broken.txt" if parts == 1 else f"broken_{part}_of_{parts}.txt"
     return done, arguments.destination, arguments.destination / report
 
 
 def digest_of(weights: Path) -> str:
-    """16 hex digits of the autoencoder, settings and weights, and of T5's settings: it is 20 times as large."""
+    """16 hex digits of the autoencoder, settings and weights, and of T5's settings and samples of its weights.
+
+    T5 is 20 times as large: of each of its files 64 KiB are read every 16 MiB, less than one of its matrices.
+    """
     found = hashlib.sha256((weights / "text_encoder" / "config.json").read_bytes())
-    for file in sorted((weights / "vae").iterdir()):
-        if file.suffix in (".json", ".safetensors", ".bin"):
-            with file.open("rb") as opened:
-                for piece in iter(partial(opened.read, 1 << 24), b""):
-                    found.update(piece)
+    for file in weights_in(weights / "text_encoder"):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for place in (*range(0, size, 1 << 24), max(0, size - SAMPLE)):
+                opened.seek(place)
+                found.update(opened.read(SAMPLE))
+    for file in weights_in(weights / "vae", ".json"):
+        with file.open("rb") as opened:
+            for piece in iter(partial(opened.read, 1 << 24), b""):
+                found.update(piece)
     return found.hexdigest()[:16]
+
+
+def weights_in(folder: Path, *others: str) -> list[Path]:
+    """The files of a model's weights, and those of other suffixes."""
+    return sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", *others))
 
 
 def check_weights(weights: Path, frames: int, sides: dict[str, int]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from preparing import Failure
+from preparing import Failure, files_below
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,7 +37,7 @@ ROUNDED = 0.002
 
 @dataclass(frozen=True)
 class Video:
-    """A video, its caption (None if it has none), and a name of its own.
+    """A video, its caption (None if it has none), a name of its own, and the folder in which it has that name.
 
     The name is a path without `..`, without dots at the beginning of its parts, and without a suffix.
     """
@@ -45,6 +45,7 @@ class Video:
     path: Path
     caption: str | None
     name: str
+    origin: Path
 
 
 def find_videos(source: Path) -> list[Video]:
@@ -60,7 +61,8 @@ def find_videos(source: Path) -> list[Video]:
         found, root = list(_paired(source) if (source / "videos.txt").exists() else _walked(source)), source
     if not found:
         raise Failure(f"{source}: no videos in it, expected videos.txt and prompts.txt, or {', '.join(SUFFIXES)} files")
-    videos = [Video(path, caption or None, _name(path, root)) for path, caption in found]
+    origin = root.resolve()
+    videos = [Video(path, caption or None, _name(path, root), origin) for path, caption in found]
     names: dict[str, Path] = {}
     for video in videos:
         if video.name in names:
@@ -86,7 +88,7 @@ def _listed(source: Path) -> Iterator[tuple[Path, str]]:
             if not isinstance(video, str) or not video or not isinstance(caption, str):
                 keys = ", ".join(str(key) for key in row)
                 raise Failure(f"{source}:{number}: found {keys or 'nothing'}, expected a video and a caption")
-            yield source.parent / video, caption.strip()
+            yield source.parent / _path(video), caption.strip()
 
 
 def _json_lines(source: Path, lines: Iterable[str]) -> Iterator[dict]:
@@ -106,31 +108,40 @@ def _paired(source: Path) -> Iterator[tuple[Path, str]]:
     prompts = next((source / name for name in PROMPTS if (source / name).exists()), None)
     if prompts is None:
         raise Failure(f"{source}: videos.txt is there and prompts.txt is not; each of its lines is a video's caption")
-    videos, captions = (
-        [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        for file in (source / "videos.txt", prompts)
-    )
+    videos, captions = (_lines_of(file) for file in (source / "videos.txt", prompts))
     if len(videos) != len(captions):
         raise Failure(f"{prompts}: {len(captions)} captions, expected {len(videos)}: videos.txt has so many lines")
     for video, caption in zip(videos, captions, strict=True):
-        yield source / video, caption
+        yield source / _path(video), caption
+
+
+def _path(text: str) -> Path:
+    """A name in a list, which is UTF-8, as the file system's: the locale of a machine may be another."""
+    return Path(os.fsdecode(text.encode()))
+
+
+def _lines_of(file: Path) -> list[str]:
+    r"""The lines of a text, which "\n" ends and nothing else; Failure names one that is empty between others."""
+    lines = [line.strip() for line in file.read_bytes().decode().rstrip().split("\n")]
+    if lines == [""]:
+        return []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            raise Failure(f"{file}:{number}: an empty line; a line is needed for each video, as captions are counted")
+    return lines
 
 
 def _walked(source: Path) -> Iterator[tuple[Path, str]]:
-    for parent, folders, files in os.walk(source):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        for file in files:
-            path = Path(parent, file)
-            if path.suffix.lower() in SUFFIXES and not file.startswith("."):
-                yield path, _label(source, path)
+    for path in files_below(source):
+        if path.suffix.lower() in SUFFIXES:
+            yield path, _label(source, path)
 
 
 def _label(source: Path, video: Path) -> str:
     parts = ["labels" if part == "videos" else part for part in video.relative_to(source).parts]
     for file in (source.joinpath(*parts).with_suffix(".txt"), video.with_suffix(".txt")):
         if file.exists():
-            lines = file.read_text(encoding="utf-8").strip().splitlines()
-            return lines[0].strip() if lines else ""
+            return file.read_bytes().decode().strip().partition("\n")[0].strip()
     return ""
 
 

@@ -91,22 +91,32 @@ def write_index(folder: Path, index: Path) -> None:
 
 
 def _found(folder: Path) -> Iterator[bytes]:
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name[0] != "."]  # the captions of tools/prepare_video.py
+    state = folder.stat()
+    seen = {(state.st_dev, state.st_ino)}
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        # Names with a dot are the captions of tools/prepare_video.py. A link may lead to where this has been before.
+        below = sorted((path.is_symlink(), path) for path in (Path(parent, name) for name in folders))
+        folders.clear()
+        for _, path in below:
+            state = path.stat()
+            if path.name[0] != "." and (state.st_dev, state.st_ino) not in seen:
+                seen.add((state.st_dev, state.st_ino))
+                folders.append(path.name)
         for file in files:
             if file.endswith(SUFFIXES) and file[0] != ".":
                 yield os.fsencode(os.path.relpath(Path(parent, file), folder))
 
 
 def _listed(manifest: Path) -> Iterator[tuple[bytes, bytes]]:
-    with manifest.open(encoding="utf-8") as lines:
+    with manifest.open("rb") as lines:  # UTF-8, whatever the locale of a node is
         for number, line in enumerate(lines, start=1):
             try:
                 entry = json.loads(line)
-                yield os.fsencode(entry["latent"]), os.fsencode(entry["text"])
-            except (ValueError, TypeError, KeyError):
+                yield entry["latent"].encode(), entry["text"].encode()
+            except (ValueError, TypeError, KeyError, AttributeError):
+                found = line.decode(errors="replace").strip()[:80]
                 raise ValueError(
-                    f'{manifest}:{number}: found {line.strip()[:80]}, expected {{"latent": file, "text": file}}'
+                    f'{manifest}:{number}: found {found}, expected {{"latent": file, "text": file}}'
                 ) from None
 
 

@@ -36,11 +36,13 @@ def load_vae(folder: Path | str, device: torch.device, precision: torch.dtype, t
 def decode(vae: Any, latent: Tensor) -> Tensor:
     """A latent [C, T, H, W] of variance 1 as frames, uint8 [4 (T - 1) + 1, 3, 8 H, 8 W] on the CPU.
 
-    Raises ValueError for a latent that is not of the model's channels.
+    Raises ValueError for a latent that is not of the model's channels, or has nothing in it, or no numbers.
     """
-    if latent.dim() != 4 or latent.shape[0] != vae.config.latent_channels:
+    if latent.dim() != 4 or latent.shape[0] != vae.config.latent_channels or not latent.numel():
         found = " x ".join(map(str, latent.shape))
         raise ValueError(f"latent is {found}, expected {vae.config.latent_channels} x frames x height x width")
+    if not latent.isfinite().all():
+        raise ValueError(f"latent has {(~latent.isfinite()).sum()} of {latent.numel()} values that are no numbers")
     scaled = latent[None].to(vae.device, vae.dtype) / vae.config.scaling_factor
     (video,) = vae.decode(scaled).sample
     return ((video.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).transpose(0, 1).cpu()

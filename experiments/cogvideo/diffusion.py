@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from jobkit.train.order import share_of
+
 STEPS = 1000
 """Noise levels: t = 0 is nearly data, t = 999 is noise and nothing else."""
 
@@ -36,13 +38,18 @@ class NoiseSchedule:
         return alpha * x0 + sigma * noise, alpha * noise - sigma * x0
 
 
-def spread_steps(n: int, rank: int, world_size: int, device: torch.device) -> Tensor:
-    """Random noise steps [n], one from each of n equal parts of the range; the ranks' parts interleave.
+def spread_steps(batch: int, rank: int, world_size: int, device: torch.device) -> Tensor:
+    """Random noise steps [n] for a rank's n samples of a global batch, one from each of `batch` parts of the range.
 
+    The ranks' parts interleave, and together are all of them, also where ranks have unequally many samples.
     CogVideoX's explicit uniform sampling: less noise in the loss than independent draws have.
     """
+    share, all_have = share_of(batch, rank, world_size), batch // world_size
+    n = share.stop - share.start
     parts = torch.arange(n, device=device) * world_size + rank
-    t = ((parts + torch.rand(n, device=device)) * (STEPS / (n * world_size))).long()
+    # A sample more than other ranks have: behind those that all have, and those of the ranks before.
+    parts[all_have:] = all_have * world_size + share.start - rank * all_have
+    t = ((parts + torch.rand(n, device=device)) * (STEPS / batch)).long()
     return t.clamp(max=STEPS - 1)  # a float32 just below 1, added to a whole number, may be rounded up
 
 

@@ -65,7 +65,7 @@ def train(ctx: jobkit.Context) -> dict[str, float]:
             validate()
         latent, text = next(loader)
         text = text.masked_fill(torch.rand(len(text), 1, 1, device=ctx.device) < p.drop_text, 0)
-        t = spread_steps(len(latent), loader.rank, loader.world_size, ctx.device)
+        t = spread_steps(loader.global_batch_size, loader.rank, loader.world_size, ctx.device)
         x_t, velocity = noise_schedule.noisy(latent, torch.randn_like(latent), t)
         loss = ctx.backward(model, (x_t, t, text), mean_error, velocity, micro_batch_size=p.micro_batch)
         norm = ctx.update(optimizer, max_norm=p.max_norm)

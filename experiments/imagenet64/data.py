@@ -39,6 +39,8 @@ class PngImages(Dataset):
 
     def __init__(self, folder: Path, res: int, channels: int) -> None:
         self.folder, self.res, self.channels = folder, res, channels
+        self.fingerprint = fingerprint(folder, res, channels)
+        """Of the images as they were when they were opened."""
         self.classes = [entry.name for entry in _class_folders(folder)]
         self.files: list[str] = []
         labels: list[int] = []
@@ -61,7 +63,7 @@ class PackedImages(Dataset):
     """The same from a packed copy."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.fingerprint = folder, folder.name
         # As plain arrays: indexing one of the class memmap takes as long as copying the image.
         self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
         self.labels = np.asarray(np.load(folder / "labels.npy", mmap_mode="r"))
@@ -138,6 +140,15 @@ def decode(path: Path, res: int, channels: int) -> np.ndarray:
 def read_png(path: Path, res: int, channels: int) -> Tensor:
     """An image file as uint8 [C, R, R]; ValueError as from `decode`."""
     return _to_tensor(decode(path, res, channels))
+
+
+def is_image(path: Path, res: int, channels: int) -> bool:
+    """Whether an image is there, and whole: after a power failure, a file that was just renamed can be empty."""
+    try:
+        decode(path, res, channels)
+    except ValueError:
+        return False
+    return True
 
 
 def write_png(path: Path, image: Tensor) -> None:

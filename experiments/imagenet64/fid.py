@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import jobkit
-from experiments.imagenet64.data import Part, fingerprint
+from experiments.imagenet64.data import Part
 from experiments.imagenet64.scores import frechet_distance
 from jobkit.errors import UsageError
 from jobkit.run.files import read_fresh, write_atomic
@@ -125,8 +125,7 @@ class Fid:
     def _of_training(self, training: Part, data: Path) -> Gaussian | None:
         """The training images' features, computed where no run has done it yet; on rank 0, and None on the others."""
         ctx, network, images = self.ctx, self.network, training.images
-        channels, res, _ = images[0][0].shape
-        hashed = repr((fingerprint(data, res, channels), len(training), hash_of(network)))
+        hashed = repr((images.fingerprint, len(training), hash_of(network)))
         name = f"{hashlib.sha256(hashed.encode()).hexdigest()[:16]}.npz"
         places = [data.with_name(f"{data.name}.fid") / name, ctx.run_dir / "fid" / name]
 

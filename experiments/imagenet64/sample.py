@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import jobkit
-from experiments.imagenet64.data import Part, open_images, read_png, split, write_png
+from experiments.imagenet64.data import Part, is_image, open_images, read_png, split, write_png
 from experiments.imagenet64.fid import BATCH, Fid, Inception
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
 from experiments.imagenet64.train import draws, errors, method_of, tiled
@@ -46,7 +46,9 @@ def sample(ctx: jobkit.Context, network: Callable[[str], nn.Module] = Inception)
 
     def draw(label: Tensor, ids: Tensor) -> None:
         here = [files[number] for number in ids.tolist()]
-        if not all(one.exists() for one in here):  # all or none: dopri5 chooses its steps for a batch as a whole
+        if not all(
+            is_image(one, trained.res, trained.channels) for one in here
+        ):  # all or none: dopri5 chooses its steps for a batch as a whole
             for one, image in zip(here, drawn_of(label, ids).cpu(), strict=True):
                 write_png(one, image)
 

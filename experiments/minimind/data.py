@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,8 @@ from jobkit.train.prepared import prepare_folder
 
 CHUNK = 1024
 """Documents that the tokenizer is given at a time."""
+LOOK_SECONDS = 5.0
+"""Between two looks at whether a copy grows."""
 IGNORED = -100
 """The target that cross_entropy leaves out: there is no token."""
 FORM = "begin, tokens, end; starts; whole documents"
@@ -159,10 +162,11 @@ def _filled_up(found: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
     return tokens, target
 
 
-def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float) -> Corpus:
+def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float, beat: Callable[[], None] = lambda: None) -> Corpus:
     """The copy of a .jsonl file's tokens, which the first process to come makes while the others wait.
 
     About the part `held_out` of the documents is for validation: which ones depends on their texts alone.
+    `beat` is called again and again, from a thread, while the copy grows: 10 GB may take an hour.
     Raises InputError naming file and line of one that is not `{"text": ...}`.
     """
     state = file.stat()
@@ -174,8 +178,35 @@ def open_corpus(file: Path, tokenizer: Tokenizer, held_out: float) -> Corpus:
         facts = _write_tokens(file, tokenizer, held_out, temporary)
         (temporary / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
 
-    prepare_folder(folder, pack)
+    with _beating(folder.parent, beat):
+        prepare_folder(folder, pack)
     return Corpus(folder, **json.loads((folder / "corpus.json").read_text(encoding="utf-8")))
+
+
+@contextmanager
+def _beating(folder: Path, beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` whenever what is being written into the folder has grown.
+
+    jobkit watches rank 0, and it may be another rank, or another run, that writes while rank 0 waits.
+    """
+    ended = threading.Event()
+
+    def look() -> None:
+        before = -1
+        while not ended.wait(LOOK_SECONDS):
+            with suppress(OSError):  # a file that has just been given its name
+                size = sum(file.stat().st_size for file in folder.glob(".*.tmp/*"))
+                if size != before:
+                    before = size
+                    beat()
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class _Writer:

@@ -16,7 +16,7 @@ class Tokenizer(Protocol):
     """What the data and the samples need of a tokenizer."""
 
     vocabulary: int
-    """Number of tokens, special ones included."""
+    """The highest token and one more, special ones included."""
     begin: int
     """The token before every document."""
     end: int
@@ -81,7 +81,7 @@ class FileTokenizer:
         self.begin, self.end = ends
         self._tokenizer.no_truncation()  # a tokenizer.json may hold either, of whoever used it last
         self._tokenizer.no_padding()
-        self.vocabulary: int = self._tokenizer.get_vocab_size()
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab().values())  # there may be gaps between the ids
         self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest() + repr((begin_of_text, end_of_text))
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:

@@ -64,7 +64,7 @@ def open_data(ctx: jobkit.Context, p: DictConfig) -> tuple[Tokenizer, Corpus]:
         write_topics(Path(p.data))
     ctx.barrier()
     tokenizer = open_tokenizer(p.tokenizer, p.begin_of_text, p.end_of_text, p.model.vocabulary)
-    corpus = open_corpus(Path(p.data), tokenizer, p.held_out)
+    corpus = open_corpus(Path(p.data), tokenizer, p.held_out, ctx.heartbeat)
     if ctx.is_main:
         print(
             f"{p.data}: {corpus.documents} documents, {corpus.held_out} held out, sha256 {corpus.sha256[:12]}",

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from experiments.cogvideo.transformer import VideoTransformer, patchify, positio
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.experiment import load
 from jobkit.run.layout import factor
+from jobkit.train.order import share_of
 from jobkit.train.parallel import Parallel
 
 ROOT = Path(__file__).parents[2]
@@ -199,18 +204,32 @@ def test_data_and_noise_follow_from_a_noisy_sample_and_its_velocity() -> None:
     assert torch.equal(x_t[2], noise[2]) and torch.equal(velocity[2], -x0[2])
 
 
-def test_training_steps_are_spread_evenly_over_the_ranks_together() -> None:
+@pytest.mark.parametrize(("batch", "ranks"), [(20, 4), (8, 3), (32, 5), (64, 12), (3, 3)])
+def test_training_steps_are_spread_evenly_over_the_ranks_together(batch: int, ranks: int) -> None:
     torch.manual_seed(0)
-    of_ranks = [spread_steps(5, rank, 4, torch.device("cpu")) for rank in range(4)]
+    of_ranks = [spread_steps(batch, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    shares = [share_of(batch, rank, ranks) for rank in range(ranks)]
+    assert [len(t) for t in of_ranks] == [share.stop - share.start for share in shares]
     together = torch.cat(of_ranks).sort().values
-    assert torch.equal(together // (STEPS // 20), torch.arange(20))
-    assert all(t.max() - t.min() > STEPS / 2 for t in of_ranks)
-    assert not torch.equal(of_ranks[0], spread_steps(5, 0, 4, torch.device("cpu")))
+    part, size = torch.arange(batch, dtype=torch.float64), STEPS / batch
+    assert ((part * size).floor() <= together).all() and (together < (part + 1) * size).all()
+    assert all(t.max() - t.min() > STEPS / 2 for t in of_ranks if len(t) > 2)
+    assert not torch.equal(of_ranks[0], spread_steps(batch, 0, ranks, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_where_the_ranks_divide_a_batch_the_training_steps_are_those_of_before(ranks: int) -> None:
+    for rank in range(ranks):
+        torch.manual_seed(rank)
+        drawn = spread_steps(20, rank, ranks, torch.device("cpu"))
+        torch.manual_seed(rank)
+        n = 20 // ranks
+        assert torch.equal(drawn, ((torch.arange(n) * ranks + rank + torch.rand(n)) * (STEPS / (n * ranks))).long())
 
 
 def test_a_draw_next_to_one_is_no_step_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 1 - 2**-24))
-    assert spread_steps(2, 31, 32, torch.device("cpu"))[-1] == 999  # in float32, 63 + (1 - 2**-24) is 64
+    assert spread_steps(64, 31, 32, torch.device("cpu"))[-1] == 999  # in float32, 63 + (1 - 2**-24) is 64
 
 
 def test_validation_noise_depends_on_the_sample_alone() -> None:
@@ -343,6 +362,52 @@ def test_a_manifest_says_which_files_belong_together(folder: Path) -> None:
         manifest.write('{"latent": "a.safetensors"}\n')
     with pytest.raises(ValueError, match=r'manifest\.jsonl:3: found {"latent": "a.safetensors"}, expected'):
         clips(folder)
+
+
+OPENING = """
+import sys
+from pathlib import Path
+
+sys.path.append("tools")
+from videos import find_videos
+
+from experiments.cogvideo.clips import Clips, write_index
+
+folder = Path(sys.argv[1])
+write_index(folder, folder / "clips.npy")
+assert len(Clips(folder, folder / "clips.npy", (1,), (1,))[0]) == 2
+(video,) = find_videos(folder)
+assert video.path.exists()
+print(sys.getfilesystemencoding(), ascii(video.caption))
+"""
+
+
+def test_names_in_lists_are_utf_8_whatever_the_locale_of_a_machine(tmp_path: Path) -> None:
+    save_file({"latent": torch.ones(1), "text": torch.ones(1)}, tmp_path / "é中.safetensors")
+    both = {"latent": "é中.safetensors", "text": "é中.safetensors"}
+    (tmp_path / "manifest.jsonl").write_text(json.dumps(both, ensure_ascii=False), encoding="utf-8")
+    (tmp_path / "é中.mp4").touch()
+    (tmp_path / "videos.txt").write_text("é中.mp4", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text("un café", encoding="utf-8")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", OPENING, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | locale, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["ascii", "'un", "caf\\xe9'"]
+
+
+def test_clips_in_a_folder_that_is_a_link_are_found_once(folder: Path, tmp_path: Path) -> None:
+    write_index(folder, tmp_path / "before.npy")
+    (tmp_path / "disk" / "below").mkdir(parents=True)
+    shutil.copy(folder / "a.safetensors", tmp_path / "disk" / "below" / "far.safetensors")
+    (folder / "linked").symlink_to(tmp_path / "disk")
+    (folder / "linked again").symlink_to(tmp_path / "disk")
+    (folder / "around").symlink_to(folder)
+    (folder / "nowhere").symlink_to(tmp_path / "nowhere")
+    write_index(folder, tmp_path / "after.npy")
+    before, after = (set(np.load(tmp_path / f"{name}.npy")[:, 0]) for name in ("before", "after"))
+    assert len(np.load(tmp_path / "after.npy")) == len(before) + 1
+    assert after - before == {b"linked/below/far.safetensors"} and before < after
 
 
 def test_a_run_keeps_its_clips_when_others_are_added(folder: Path) -> None:

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.error import URLError
 
 import numpy as np
@@ -18,7 +21,8 @@ from harness.project import causes, logged_steps, status, weights
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from experiments.imagenet64.fid import Gaussian, Inception, features_of, hash_of, read, sums_of, write
+from experiments.imagenet64.data import Part, PngImages, open_images, split, write_png
+from experiments.imagenet64.fid import Fid, Gaussian, Inception, features_of, hash_of, read, sums_of, write
 from experiments.imagenet64.scores import frechet_distance
 from experiments.imagenet64.train import withheld
 from jobkit.errors import UsageError
@@ -241,6 +245,50 @@ def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert torch.equal(found.mean, written.mean) and torch.equal(found.covariance, written.covariance)
     assert found.count == 50
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["a.npz"]
+
+
+class Sums(nn.Module):
+    """Four features of pixels."""
+
+    def __init__(self, weights: str) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1).float() @ self.weight / 255
+
+
+def alone(run_dir: Path) -> SimpleNamespace:
+    """What Fid needs of a context of one rank."""
+
+    def mapped(function: Callable[[Tensor, Tensor], Any], count: int, to: str = "all") -> Any:
+        parts = [function(torch.tensor([number]), torch.tensor([number])) for number in range(count)]
+        return torch.cat(parts) if isinstance(parts[0], Tensor) else [one for part in parts for one in part]
+
+    nothing = {"barrier": lambda: None, "heartbeat": lambda: None}
+    return SimpleNamespace(local_rank=0, is_main=True, device=CPU, run_dir=run_dir, map=mapped, **nothing)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_statistics_are_named_after_the_images_that_they_are_of(packed: bool, tmp_path: Path) -> None:
+    data = tmp_path / "train_8" / "box"
+
+    def write_images(seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        for number in range(6):
+            image = torch.randint(0, 256, (1, 8, 8), generator=random, dtype=torch.uint8)
+            write_png(data / "class" / f"{number}.png", image)
+
+    def training() -> Part:
+        return split(open_images(data, 8, 1) if packed else PngImages(data, 8, 1), 0, flip=False)[0]
+
+    write_images(0)
+    before = training()
+    write_images(1)  # others take their places before FID is made
+    Fid(alone(tmp_path / "run"), Sums, "", before, data)
+    after = Fid(alone(tmp_path / "run"), Sums, "", training(), data).real
+    of_images = Gaussian.of(sums_of(Sums("")(torch.stack([training()[i][0] for i in range(6)])), CPU))
+    assert torch.allclose(after.mean, of_images.mean) and torch.allclose(after.covariance, of_images.covariance)
 
 
 def test_without_torch_fidelity_one_line_says_what_to_install_and_nothing_is_trained(tmp_path: Path) -> None:

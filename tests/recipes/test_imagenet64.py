@@ -546,7 +546,8 @@ def test_samples_are_the_same_on_one_rank_or_two_and_those_there_are_not_drawn_a
     shutil.copytree(trained.path / "data", folder.path / "data")
     again = folder.script("sample", SAMPLING, DRAWING, f"params.run={run}", stop_after=7)
     assert len(pictures(again)) == 8  # the batch of 4 in which it was told to stop is the last one
-    written = {file: file.stat().st_mtime_ns for file in again.glob("samples/*/*.png")}
+    written = {file: file.stat().st_mtime_ns for file in again.glob("samples/*/00000[0-3].png")}
+    (again / "samples" / "5" / "000005.png").write_bytes(b"")  # as after a power failure: its batch is drawn again
     folder.script("sample", SAMPLING, DRAWING, f"params.run={run}")
     assert pictures(again) == pictures(drawn)
     assert all(file.stat().st_mtime_ns == when for file, when in written.items())

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 import tracemalloc
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import tokenizers
 import torch
 from harness.project import Project, events, logged_steps, status, step, wait_for, weights
 
+from experiments.minimind import data
 from experiments.minimind.data import IGNORED, Corpus, Samples, open_corpus
 from experiments.minimind.documents import documents
 from experiments.minimind.model import Block, MiniMind, rotate
@@ -252,6 +254,15 @@ def test_a_hugging_face_tokenizer_is_read_from_its_file(tmp_path: Path) -> None:
     assert tokenizer.decode([tokenizer.begin, *tokens, tokenizer.end]) == "the quick 中"
 
 
+def test_a_tokenizer_whose_ids_have_gaps_is_as_large_as_its_highest_id(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<b>": 0, "<e>": 1, "a": 2, "z": 9000}, unk_token="a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    file = str(tmp_path / "tokenizer.json")
+    with pytest.raises(InputError, match=r"tokenizer\.json has 9001 tokens, and params\.model\.vocabulary is 9000"):
+        open_tokenizer(file, "<b>", "<e>", 9000)
+    assert open_tokenizer(file, "<b>", "<e>", 9001).encode(["z"]) == [[9000]]
+
+
 def test_what_a_tokenizers_file_says_of_truncation_and_padding_is_not_done(tmp_path: Path) -> None:
     file = made_tokenizer(tmp_path / "tokenizer.json", "<begin>", "<end>")
     texts = ["the quick brown fox", "fox"]
@@ -423,6 +434,32 @@ def _open_in_process(file: Path, barrier, results) -> None:
     barrier.wait()
     corpus = open_corpus(file, ByteTokenizer(), 0.3)
     results.put((corpus.documents, (corpus.folder / "training.bin").stat().st_ino))
+
+
+@pytest.mark.parametrize("packs", ["this process", "another process"])
+def test_the_watchdog_sees_that_a_copy_grows_whoever_makes_it(
+    packs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(data, "CHUNK", 1)
+    file = write(tmp_path / "a.jsonl", *(f"{number}" * 20_000 for number in range(8)))  # each more than a file's buffer
+    context = multiprocessing.get_context("fork")
+    beats, packing = context.Semaphore(0), context.Event()
+
+    class Waits(ByteTokenizer):
+        def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+            packing.set()
+            assert beats.acquire(timeout=60)  # one for what was written before
+            return super().encode(texts)
+
+    other = context.Process(target=open_corpus, args=(file, Waits(), 0.3))
+    if packs == "another process":
+        other.start()
+        assert packing.wait(timeout=60)
+    assert open_corpus(file, Waits(), 0.3, beats.release).documents == 8
+    if packs == "another process":
+        other.join(timeout=60)
+        assert other.exitcode == 0
 
 
 def test_processes_that_start_together_pack_once(texts: Path) -> None:

@@ -33,7 +33,7 @@ from harness.experiment_folder import Folder
 from harness.project import status
 from PIL import Image, ImageSequence
 from preparing import Done, Failure
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 from videos import find_videos, read_frames
@@ -56,6 +56,11 @@ def command(tool: str, *arguments: object) -> list[str]:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+
+def arrays(folder: Path) -> dict[str, dict[str, list]]:
+    """What is in the files, but for what they say of the source."""
+    return {name: {key: value.tolist() for key, value in load(data).items()} for name, data in files(folder).items()}
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +209,18 @@ def test_what_other_weights_made_is_made_again(
     assert made == ["1", "0", "1"]
 
 
+def test_another_text_encoder_with_the_same_settings_makes_other_embeddings(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    other = shutil.copytree(weights, tmp_path / "other", copy_function=shutil.copyfile)
+    assert prepare_video.digest_of(other) == prepare_video.digest_of(weights)  # wherever and whenever it was copied to
+    (file,) = (other / "text_encoder").glob("*.safetensors")
+    state = load_file(file)
+    state[max(state)] = state[max(state)] + 1
+    save_file(state, file, metadata={"format": "pt"})
+    assert prepare_video.digest_of(other) != prepare_video.digest_of(weights)
+
+
 def test_each_video_that_is_made_is_one_that_is_trained_on(
     source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
 ) -> None:
@@ -217,6 +234,122 @@ def test_each_video_that_is_made_is_one_that_is_trained_on(
     write_index(tmp_path / "out", tmp_path / "clips.npy")
     clips = Clips(tmp_path / "out", tmp_path / "clips.npy", LATENT, (WORDS, FEATURES))
     assert len(clips) == len({tuple(clips[k][0].flatten().tolist()) for k in range(len(clips))}) == len(names)
+
+
+def write_source(source: Path, folder: Path, captions: dict[str, str]) -> None:
+    """A folder of videos 0.mp4 and so on, each with its caption beside it; all are the same one."""
+    folder.mkdir(exist_ok=True)
+    for name, caption in captions.items():
+        shutil.copy(source / "videos" / "0.mp4", folder / f"{name}.mp4")
+        (folder / f"{name}.txt").write_text(caption)
+
+
+def trained_on(folder: Path) -> list[str]:
+    return [name.decode() for name, _ in np.load(index_of(folder))]
+
+
+def index_of(folder: Path) -> Path:
+    index = folder.parent / f"{folder.name}.npy"
+    index.unlink(missing_ok=True)
+    write_index(folder, index)
+    return index
+
+
+def test_two_sources_into_one_folder_leave_each_others_latents(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    write_source(source, tmp_path / "cats", {"0": "cats", "1": "cats"})
+    write_source(source, tmp_path / "dogs", {"0": "cats", "1": "dogs", "2": "dogs"})
+    common = tmp_path / "out", "--weights", weights, *SIZE
+    here(prepare_video, tmp_path / "cats", *common)
+    before = files(tmp_path / "out")
+    (tmp_path / "dogs" / "1.mp4").write_text("no video")
+    assert "1 made, 0 already there, 2 broken" in here(prepare_video, tmp_path / "dogs", *common)
+    assert before.items() <= files(tmp_path / "out").items()
+    lines = (tmp_path / "out" / "broken.txt").read_text().splitlines()
+    refused = f"0.safetensors is of a video of this name in {tmp_path / 'cats'}: give this source a DST of its own"
+    assert lines[0].endswith(refused) and len(lines) == 2
+    assert "0 made, 2 already there, 0 broken" in here(prepare_video, tmp_path / "cats", *common)
+
+
+def test_a_source_that_was_moved_is_the_same_one(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    write_source(source, tmp_path / "cats", {"0": "one", "1": "two"})
+    common = tmp_path / "out", "--weights", weights, *SIZE
+    here(prepare_video, tmp_path / "cats", *common)
+    (tmp_path / "cats").rename(tmp_path / "moved")
+    (tmp_path / "moved" / "1.txt").write_text("three")
+    assert "1 made, 1 already there, 0 broken" in here(prepare_video, tmp_path / "moved", *common)
+
+
+def test_latents_of_videos_that_the_source_has_no_more_are_told_and_stay(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_source(source, tmp_path / "cats", {"0": "one", "1": "two"})
+    write_source(source, tmp_path / "dogs", {"2": "three"})
+    common = tmp_path / "out", "--weights", weights, *SIZE
+    for name in ("cats", "dogs"):
+        here(prepare_video, tmp_path / name, *common)
+    listed = tmp_path / "out" / "left_over.txt"
+    assert not listed.exists()
+    (tmp_path / "cats" / "1.mp4").rename(tmp_path / "1.mp4")
+    prepare_video.tell_left_over(find_videos(tmp_path / "cats"), tmp_path / "out")
+    assert f"1 in {tmp_path / 'out'} of videos that the source does not have any more" in capfd.readouterr().err
+    here(prepare_video, tmp_path / "cats", *common)
+    assert listed.read_text() == f"{tmp_path / 'out' / '1.safetensors'}\n"
+    assert len(trained_on(tmp_path / "out")) == 3
+    (tmp_path / "1.mp4").rename(tmp_path / "cats" / "1.mp4")
+    here(prepare_video, tmp_path / "cats", *common)
+    assert not listed.exists()
+
+
+def test_what_was_made_of_a_video_that_is_broken_or_has_no_caption_now_is_set_aside(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    write_source(source, tmp_path / "cats", {"0": "one", "1": "two", "2": "three"})
+    common = tmp_path / "cats", tmp_path / "out", "--weights", weights, *SIZE
+    here(prepare_video, *common)
+    before = files(tmp_path / "out")
+    (tmp_path / "cats" / "1.mp4").write_text("no video")
+    (tmp_path / "cats" / "2.txt").unlink()
+    assert "0 made, 1 already there, 2 broken" in here(prepare_video, *common)
+    assert trained_on(tmp_path / "out") == ["0.safetensors"]
+    for name in ("1.safetensors", "2.safetensors"):
+        aside = tmp_path / "out" / f"{name}.set_aside"
+        assert aside.read_bytes() == before[name] and str(aside) in (tmp_path / "out" / "broken.txt").read_text()
+
+
+def test_what_was_made_of_a_listed_video_stays_without_it_unless_it_is_of_other_options(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    shutil.copy(source / "videos" / "0.mp4", tmp_path / "0.mp4")
+    (tmp_path / "clips.jsonl").write_text(json.dumps({"video": "0.mp4", "caption": "one"}))
+    common = tmp_path / "clips.jsonl", tmp_path / "out", "--weights", weights, *SIZE
+    here(prepare_video, *common)
+    (tmp_path / "0.mp4").unlink()
+    assert "1 broken" in here(prepare_video, *common)
+    assert trained_on(tmp_path / "out") == ["0.safetensors"]
+    assert "1 broken" in here(prepare_video, *common, "--fps", 4)
+    assert [path.name for path in (tmp_path / "out").glob("0*")] == ["0.safetensors.set_aside"]
+
+
+def test_a_video_that_is_being_copied_is_made_when_it_is_whole(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_source(source, tmp_path / "cats", {"0": "one"})
+    common = tmp_path / "cats", tmp_path / "out", "--weights", weights, *SIZE
+
+    def and_then_the_rest(path: Path, *how: object) -> Tensor:
+        frames = read_frames(path, *how)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # as long as before: its room was kept free for it
+        return frames
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_video.videos, "read_frames", and_then_the_rest)
+        assert "0 made, 0 already there, 1 broken" in here(prepare_video, *common)
+    assert "written while it was read" in (tmp_path / "out" / "broken.txt").read_text()
+    assert "1 made, 0 already there, 0 broken" in here(prepare_video, *common)
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "kill -9"])
@@ -255,8 +388,8 @@ def test_what_ends_it_ends_its_processes_at_once_and_the_same_command_continues(
     stuck.unlink()
     os.link(source / "videos" / "2.mp4", stuck)
     assert "2 made, 2 already there, 0 broken" in here(prepare_video, *arguments)
-    made = files(tmp_path / "out")
-    assert made == {name: data for name, data in files(prepared).items() if name in made}
+    made, alone = (arrays(folder) for folder in (tmp_path / "out", prepared))
+    assert made == {name: alone[name] for name in made}
 
 
 # Videos and captions
@@ -287,10 +420,36 @@ def test_each_form_of_captions_is_read(tmp_path: Path) -> None:
     assert [video.caption for video in find_videos(tmp_path)] == ["second", "first"]
 
 
+def test_videos_in_a_folder_that_is_a_link_are_found_once(tmp_path: Path) -> None:
+    for path in (tmp_path / "disk" / "videos" / "b.mp4", tmp_path / "source" / "a.mp4"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        path.with_suffix(".txt").write_text("beside it")
+    (tmp_path / "source" / "a link").symlink_to(tmp_path / "disk")
+    (tmp_path / "source" / "another").symlink_to(tmp_path / "disk" / "videos")
+    (tmp_path / "disk" / "around").symlink_to(tmp_path / "source")
+    assert [video.name for video in find_videos(tmp_path / "source")] == ["a", "another/b"]
+
+
+def test_captions_end_at_newlines_alone(tmp_path: Path) -> None:
+    one, two = "a cat.\u2028It jumps", "a\x0cdog\x85and \x1cits\x0b tail"
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.mp4").touch()
+    (tmp_path / "a.txt").write_bytes(f"{one}\r\nnot this\r\n".encode())
+    (tmp_path / "b.txt").write_bytes(f"{two}\nnot this".encode())
+    assert [video.caption for video in find_videos(tmp_path)] == [one, two]
+    (tmp_path / "videos.txt").write_bytes(b"a.mp4\r\nb.mp4\r\n\r\n")
+    (tmp_path / "prompts.txt").write_bytes(f"{one}\r\n{two}".encode())
+    assert [video.caption for video in find_videos(tmp_path)] == [one, two]
+
+
 @pytest.mark.parametrize(
     ("written", "source", "says"),
     [
         ({"videos.txt": "a.mp4\nb.mp4", "prompts.txt": "one"}, ".", "prompts.txt: 1 captions, expected 2"),
+        ({"videos.txt": "a.mp4\nb.mp4", "prompts.txt": "one\x0c\n\nthree\n"}, ".", "prompts.txt:2: an empty line"),
+        ({"videos.txt": "\na.mp4\nb.mp4", "prompts.txt": "one\ntwo"}, ".", "videos.txt:1: an empty line"),
+        ({"videos.txt": "a.mp4", "prompts.txt": "\n"}, ".", "prompts.txt: 0 captions, expected 1"),
         ({"videos.txt": "a.mp4"}, ".", "videos.txt is there and prompts.txt is not"),
         ({"list.csv": "file,text\na.mp4,one"}, "list.csv", "list.csv:2: found file, text, expected a video and a"),
         ({"list.jsonl": "{}"}, "list.jsonl", "list.jsonl:1: found nothing, expected a video"),
@@ -466,6 +625,26 @@ def test_from_videos_over_training_and_sampling_to_clips_that_can_be_watched(
     vae = load_vae(weights / "vae", torch.device("cpu"), torch.float32, tiling=True)
     frames = decode(vae, latent).permute(0, 2, 3, 1).numpy()
     assert abs(clip.astype(float) - frames).mean() < 0.5 * frames.std()  # random colours, at half their resolution
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (torch.zeros(CHANNELS, 0, 4, 6), f"latent is {CHANNELS} x 0 x 4 x 6, expected {CHANNELS} x frames"),
+        (torch.zeros(CHANNELS, 3, 0, 6), f"latent is {CHANNELS} x 3 x 0 x 6, expected {CHANNELS} x frames"),
+        (torch.full(LATENT, torch.nan), f"latent has {CHANNELS * 72} of {CHANNELS * 72} values that are no numbers"),
+        (torch.full(LATENT, torch.inf), f"latent has {CHANNELS * 72} of {CHANNELS * 72} values that are no numbers"),
+    ],
+)
+def test_a_latent_that_cannot_be_watched_is_broken_and_the_others_are_decoded(
+    bad: Tensor, says: str, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    (tmp_path / "latents").mkdir()
+    save_file({"latent": bad}, tmp_path / "latents" / "a.safetensors")
+    save_file({"latent": torch.randn(LATENT)}, tmp_path / "latents" / "b.safetensors")
+    said = here(decode_video, tmp_path / "latents", tmp_path / "clips", "--weights", weights)
+    assert "1 made, 0 already there, 1 broken" in said and (tmp_path / "clips" / "b.mp4").exists()
+    assert says in (tmp_path / "clips" / "broken.txt").read_text()
 
 
 def test_fine_tuning_begins_with_the_published_weights_and_validates_by_clips_that_can_be_watched(
