@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobkit.errors import InputError, InvalidValue, closest
-from jobkit.run import secrets
+from jobkit.run import habits, secrets
 from jobkit.run.yamlfile import parse_value
 
 _KEY = r"[A-Za-z_][\w.\-]*(\[\d+\])?"
@@ -127,7 +127,7 @@ def check(override: Override, values: Mapping[str, Any], sections: Mapping[str, 
     if top not in sections:
         allowed = ", ".join(sections)
         meant = name_meant(override.key, values, sections)
-        hint = f"; did you mean {meant!r}?" if meant is not None else ""
+        hint = (f"; did you mean {meant!r}?" if meant is not None else habits.elsewhere(override.key)) or ""
         raise InvalidValue(override.key, f"unknown key{hint} (allowed: {allowed})")
     if top == "params" and not override.adds:
         params = values.get("params")
@@ -218,6 +218,8 @@ def name_meant(key: str, values: Mapping[str, Any], sections: Mapping[str, Seque
     dotted = {name: f"{section}.{name}" for section, names in sections.items() for name in names}
     dotted |= {str(name): f"params.{name}" for name in (params if isinstance(params, Mapping) else {})}
     dotted = {section: section for section in sections} | dotted
+    if key not in dotted and (habit := key.replace("-", "_")) in habits.TEXTS | habits.KEYS:
+        return habits.KEYS.get(habit)
     found = closest(key, dotted)
     return dotted[found] if found is not None else None
 

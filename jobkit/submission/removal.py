@@ -58,7 +58,9 @@ def _refuse_unknown(runs: Sequence[RunDir], error: SchedulerError) -> None:
         status = run.status()
         is_over = status.never_submitted or status.state in (State.FINISHED, State.FAILED, State.CANCELLED)
         if status.scheduler == "slurm" and not is_over:
-            what = f"{run.name} is recorded as {status.state}, and whether its job {status.job_id} has ended is not known"
+            what = (
+                f"{run.name} is recorded as {status.state}, and whether its job {status.job_id} has ended is not known"
+            )
             then = f"where its Slurm can be asked (SLURM_CONF) the same command works; sure of it: rm -r {run.path}"
             raise SchedulerError(f"nothing was removed: {what} ({str(error).partition(' (')[0]}); {then}") from None
 

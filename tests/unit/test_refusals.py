@@ -45,6 +45,12 @@ MISTAKES = [
     Mistake("an override before the YAML", ["the YAML comes first"], ["toy.yaml"], yaml="seed=1"),
     Mistake("a folder", ["/: cannot be read"], yaml="/"),
     Mistake("a list", ["toy.yaml", "found list"], files={"toy.yaml": "- name: toy\n"}),
+    Mistake("an empty file", ["toy.yaml: the file is empty"], files={"toy.yaml": "# to do\n"}),
+    Mistake(
+        "a word that YAML takes for another",
+        ["toy.yaml:1: name: found False, expected a text; put it in quotes"],
+        files={"toy.yaml": SHORT.replace("toy", "off", 1)},
+    ),
     Mistake("no YAML", ["toy.yaml:2: not valid YAML"], files={"toy.yaml": "name: [toy\n"}),
     Mistake(
         "an unknown key",
@@ -65,6 +71,32 @@ MISTAKES = [
     Mistake("no such determinism", ["deterministic: found 'always'", "true, false or warn"], ["deterministic=always"]),
     Mistake(
         "an unset variable", ["params.data", "JOBKIT_TEST_NOT_SET"], ["+params.data=${oc.env:JOBKIT_TEST_NOT_SET}"]
+    ),
+    Mistake(
+        "an unset variable in the file",
+        ["toy.yaml:3: params.data: ", "'JOBKIT_TEST_NOT_SET' not found", "type first: export JOBKIT_TEST_NOT_SET=..."],
+        files={"toy.yaml": SHORT + "params: {data: '${oc.env:JOBKIT_TEST_NOT_SET}'}\n"},
+    ),
+    Mistake("torch's device by another name", ["device: found 'gpu'", "did you mean 'cuda'?"], ["device=gpu"]),
+    Mistake("an option of Slurm's", ["did you mean 'clusters.slurm.partition'?"], ["partition=low"]),
+    Mistake("an option of Slurm's as one", ["is set without dashes: clusters.slurm.qos=low"], ["--qos", "low"]),
+    *(
+        Mistake(
+            f"{key.partition(':')[0]} in the file",
+            ["toy.yaml:3: ", meant, "(allowed: "],
+            files={"toy.yaml": f"{SHORT}{key}\n"},
+        )
+        for key, meant in {
+            "account: me": "did you mean 'clusters.slurm.account'?",
+            "zero_optimization: {stage: 2}": "parallel: zero2, and docs/coming-from.md has the rest",
+            "epochs: 5": "did you mean 'params.epochs'?",
+            "checkpoint: {interval: 10}": "did you mean 'checkpoint.every'?",
+        }.items()
+    ),
+    Mistake(
+        "offload alone",
+        ["found ddp; type 'parallel={data: zero2, offload: true}'"],
+        ["parallel.offload=true", "resources.tasks_per_node=2", "--local"],
     ),
     Mistake("a value within itself", ["toy.yaml:1", "recursive"], files={"toy.yaml": "a: &a [*a]\n"}),
     Mistake(
@@ -94,6 +126,7 @@ MISTAKES = [
     Mistake("a blank behind the sign", ["in one word: params.lr=0.1"], ["params.lr=", "0.1"]),
     Mistake("nothing behind the sign", ["'params.lr=': expected key=value"], ["params.lr="]),
     Mistake("a slip in an option", ["did you mean '--local'?"], ["--locl"]),
+    Mistake("an option that is cut off", ["--loca", "did you mean '--local'?"], ["--loca"]),
     Mistake(
         "a slip in a stage",
         ["trian.seed=1: there is no such stage; did you mean 'train'?"],
@@ -398,6 +431,8 @@ def test_an_option_that_is_misspelt_is_told_with_the_nearest_and_the_verb(projec
     for verb, typed, meant in (
         ("submit", ["toy.yaml", "--folow"], "--follow"),
         ("logs", ["x", "--rnak", "3"], "--rank"),
+        ("logs", ["x", "--ran", "3"], "--rank"),
+        ("rm", ["x", "--dry"], "--dry-run"),
     ):
         said = jobkit(project, verb, *typed, expect=2).stderr
         assert f"did you mean {meant!r}?" in said and f"jobkit {verb} --help" in said

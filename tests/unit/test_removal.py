@@ -89,7 +89,9 @@ def test_nothing_is_removed_where_one_of_them_lives(runs: Path, capsys: pytest.C
     assert ended.path.exists() is False
 
 
-NO_SLURM = "#!/bin/sh\necho 'error: resolve_ctls_from_dns_srv: res_nsearch error: Host name lookup failure' >&2\nexit 1\n"
+NO_SLURM = (
+    "#!/bin/sh\necho 'error: resolve_ctls_from_dns_srv: res_nsearch error: Host name lookup failure' >&2\nexit 1\n"
+)
 """What each of Slurm's commands does in a shell without SLURM_CONF."""
 
 
