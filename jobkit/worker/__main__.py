@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, nearest
 from jobkit.log import configure, log
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ EPILOG = (
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong: rank 0 alone is to say it."""
-        raise InputError(f"command line: {message} (python -m jobkit.worker --help)")
+        unknown = re.match(r"unrecognized arguments: .*?(--[\w-]+)", message)
+        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
+        raise InputError(f"command line: {message}{hint} (python -m jobkit.worker --help)")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m jobkit.worker", description=DESCRIPTION, epilog=EPILOG)
+    parser = _Parser(prog="python -m jobkit.worker", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("experiment", type=Path, metavar="EXP.yaml", help="what to train")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, as in params.lr=3e-4")
     parser.add_argument("--fresh", action="store_true", help="a new run, even though one with this config exists")
