@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, InvalidValue, closest
@@ -65,6 +66,10 @@ def refuse_other_forms(words: Sequence[str], values: Mapping[str, Any], sections
     for index, word in enumerate(words):
         if _TYPED.fullmatch(word):
             continue
+        if "/" in word and "=" not in word and Path(word).exists():
+            key, _, before = words[index - 1].partition("=") if index else ("", "", "")
+            one = f"; {key} takes one path, and here there are several" if "/" in before else ""
+            raise InputError(f"{COMMAND_LINE}: {word!r} is a path, not key=value{one}")
         bare = re.sub(r"^[+~]*|:$", "", word)
         key, _, value = (bare if "=" in bare else bare.replace(":", "=", 1)).partition("=")
         key = re.sub(r"[:/\[]", ".", key).rstrip("]")  # params/lr=1, params[lr]=1

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobkit.errors import InputError, InvalidValue
+from jobkit.errors import InputError, InvalidValue, NoSuchModule
+
+TYPE_THERE = ": type the command there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,4 +51,14 @@ class Places:
         try:
             yield
         except InvalidValue as error:
-            raise InputError(f"{self.of(error.key)}: {error.problem}") from None
+            raise InputError(f"{self.of(error.key)}: {error.problem}{self._folder_of_module(error)}") from None
+
+    def _folder_of_module(self, error: InvalidValue) -> str:
+        """`; it is in ...: type the command there` for a module that is in a folder above the YAML."""
+        if not isinstance(error, NoSuchModule) or error.problem.endswith(TYPE_THERE):
+            return ""
+        file = error.module.replace(".", "/")
+        above = self.path.absolute().parents
+        found = (one for one in above if (one / f"{file}.py").is_file() or (one / file / "__init__.py").is_file())
+        folder = next(found, None)
+        return f"; it is in {folder}{TYPE_THERE}" if folder is not None else ""

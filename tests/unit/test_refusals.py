@@ -154,6 +154,11 @@ MISTAKES = [
     ),
     Mistake("no such submodule", ["task", "pkg.sub"], ["task=pkg.sub:train"], {"pkg/__init__.py": ""}),
     Mistake("no such function", ["mytask.py", "no 'trian'", "did you mean 'train'?"], ["task=mytask:trian"]),
+    Mistake(
+        "a number for a task",
+        ["toy.yaml:2: task: mytask:X: ", "mytask.py:2: X is a plain value there, not a function"],
+        files={"mytask.py": f"{TRAIN}X = 3\n", "toy.yaml": SHORT.replace(":train", ":X")},
+    ),
     Mistake("a syntax error", ["mytask.py:2", "not valid Python"], files={"mytask.py": f"{TRAIN}x = (\n"}),
     Mistake(
         "an import that is not installed",
@@ -339,6 +344,35 @@ def test_a_task_or_input_that_is_not_there_is_named_with_its_line(project: Proje
     assert_refused(
         project, Mistake(key, [f"toy.yaml:{line}: {key}"], files={"toy.yaml": f"name: toy\n{text}"}), "--local"
     )
+
+
+def test_a_runs_name_is_not_its_directory(project: Project) -> None:
+    run = RunDir(project.path / "runs" / "imagenet64-0123abcd")
+    run.path.mkdir(parents=True)
+    run.write_config(Config(name="imagenet64", task="mytask:train"))
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    yaml = f'{SHORT}inputs: ["${{params.run}}/config.yaml"]\nparams:\n  run: ???\n'
+    said = "'imagenet64' is a run's name: give its directory, runs/imagenet64-0123abcd"
+    files = {"toy.yaml": yaml}
+    mistake = Mistake("a name", ["imagenet64/config.yaml: no such", said], files=files)
+    assert_refused(project, mistake, "params.run=imagenet64")
+    several = ["params.run=runs/imagenet64-0123abcd", "runs/imagenet64-0123abcd"]
+    said = "'runs/imagenet64-0123abcd' is a path, not key=value; params.run takes one path, and here there are several"
+    assert_refused(project, Mistake("paths", [said]), *several)
+
+
+def test_a_module_above_the_yaml_is_told_where_the_command_was_typed_elsewhere(project: Project) -> None:
+    (project.path / "experiments").mkdir()
+    (project.path / "experiments" / "train.py").write_text(TRAIN)
+    (project.path / "elsewhere").mkdir()
+    yaml = project.path / "experiments" / "toy.yaml"
+    yaml.write_text("name: toy\ntask: experiments.train:train\n")
+    words = [sys.executable, "-m", "jobkit.submit", str(yaml), "--local"]
+    folder = project.path.parent
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"no module 'experiments.train' in {folder}" in done.stderr
+    assert done.stderr.endswith(f"; it is in {project.path}: type the command there\n")
 
 
 def without_slurm(tmp_path: Path) -> str:
