@@ -205,6 +205,7 @@ def _choose_run(found: Rendezvous, config: Config, runs_dir: Path, fresh: bool) 
 
 def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> tuple[int, int] | None:
     """On rank 0: (the attempt's number, step of the newest checkpoint so far); None, and said, for nothing to start."""
+    from jobkit.run.command_line import to_follow_or_stop
     from jobkit.run.status import State, Status
     from jobkit.submission import job
     from jobkit.worker.launched import begin
@@ -218,6 +219,7 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> tuple[
         if before.state.is_under_way and not before.never_submitted:
             where = f"{'job' if before.scheduler == 'slurm' else 'process'} {before.job_id} ({before.cluster})"
             print(f"already {before.state}: {where}\nrun directory {run.path}", flush=True)
+            print(to_follow_or_stop(run.name, has_logs=False), file=sys.stderr)
             return None
         run.keep_number()
         number = begin(run, config, launcher, lock)
