@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,8 +39,9 @@ class Places:
             return f"{self.own_file}:{self.own_lines[key]}: {key}"
         in_stage = (f"pipeline.{self.stage}.{key}",) if self.stage else ()
         for candidate in (*in_stage, *((f"demo.{key}",) if self.demo else ()), key):
-            if candidate in self.lines:
-                return f"{self.path}:{self.lines[candidate]}: {candidate}"
+            line = self.lines.get(re.sub(r"\[(\d+)\]", r".\1", candidate))  # OmegaConf's `inputs[0]`
+            if line is not None:
+                return f"{self.path}:{line}: {candidate}"
         for one in self.overridden if key else ():
             if one.startswith(f"{key}."):
                 return f"{self.overridden[one]}: {key}"

@@ -77,6 +77,11 @@ MISTAKES = [
         ["toy.yaml:3: params.data: ", "'JOBKIT_TEST_NOT_SET' not found", "type first: export JOBKIT_TEST_NOT_SET=..."],
         files={"toy.yaml": SHORT + "params: {data: '${oc.env:JOBKIT_TEST_NOT_SET}'}\n"},
     ),
+    Mistake(
+        "an unset variable in a list of the file",
+        ["toy.yaml:4: inputs[1]: ", "export JOBKIT_TEST_NOT_SET=..."],
+        files={"toy.yaml": SHORT + "inputs: [/,\n  '${oc.env:JOBKIT_TEST_NOT_SET}']\n"},
+    ),
     Mistake("torch's device by another name", ["device: found 'gpu'", "did you mean 'cuda'?"], ["device=gpu"]),
     Mistake("an option of Slurm's", ["did you mean 'clusters.slurm.partition'?"], ["partition=low"]),
     Mistake("an option of Slurm's as one", ["is set without dashes: clusters.slurm.qos=low"], ["--qos", "low"]),
