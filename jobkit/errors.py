@@ -32,6 +32,14 @@ class InvalidValue(InputError):
         self.problem = problem
 
 
+class NoSuchModule(InvalidValue):
+    """A value names a Python module that is not where the command was typed: run.places.Places looks above the YAML."""
+
+    def __init__(self, key: str, problem: str, module: str) -> None:
+        super().__init__(key, problem)
+        self.module = module
+
+
 class UsageError(JobkitError):
     """The training function, its model and the YAML do not fit each other: the run has failed, and is not tried again.
 

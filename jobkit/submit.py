@@ -466,6 +466,9 @@ def _report(outcome: Outcome, after: Sequence[str], command: str, follow: bool) 
         where = f"{'job' if status.scheduler == 'slurm' else 'process'} {status.job_id} ({status.cluster})"
         state = State.QUEUED if status.state == State.HELD else status.state
         print(f"already {state}: {where}\nrun directory {run.path}", flush=True)
+        from jobkit.run.command_line import to_follow_or_stop
+
+        print(to_follow_or_stop(run.name, has_logs=not status.launcher), file=sys.stderr)
         for note in (_note(outcome), _unapplied(outcome)):
             if note:
                 print(note, file=sys.stderr)

@@ -88,6 +88,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         description="Decode latents to DST/<name>.mp4, in parallel.",
         epilog="The same command continues an interrupted run: videos that are there already, and newer than their "
         "latents, are not made again. " + preparing.EXIT_CODES,

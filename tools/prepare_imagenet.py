@@ -93,6 +93,7 @@ def find_chunks(source: Path, target: Path, res: int, crop: bool) -> Iterator[Ch
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         description="Downsample ImageNet's class folders to DST/train_RES/box/<class>/<name>.png, in parallel.",
         epilog="The same command continues an interrupted run: images that are there already are not made again. "
         + preparing.EXIT_CODES,

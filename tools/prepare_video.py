@@ -333,6 +333,7 @@ def part(text: str) -> tuple[int, int]:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         description="Encode videos and captions to DST/<video>.safetensors (latent, text), in parallel.",
         epilog="The same command continues an interrupted run: files that are there already, of the same caption and "
         "options, are not made again. " + preparing.EXIT_CODES,

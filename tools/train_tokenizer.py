@@ -112,6 +112,7 @@ def train(documents: Documents, vocabulary: int, console: Console) -> str | None
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         description="Build a byte-pair tokenizer, OUT, from the texts of a .jsonl file.",
         epilog="Exit codes: 0 done, lines that are no documents left out; 1 failed midway; 2 wrong input, nothing was "
         "done; 130 interrupted. OUT appears whole or not at all.",

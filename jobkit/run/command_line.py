@@ -34,6 +34,12 @@ def to_type(verb: str, *words: str) -> str:
     return shlex.join([this_python(), "-m", *module, *words])
 
 
+def to_follow_or_stop(run: str, *, has_logs: bool = True) -> str:
+    """A line with what to type next of a run that is under way; what a launcher has started has no logs of jobkit's."""
+    follow = f"{to_type('logs', '-f', run)}   shows its output; " if has_logs else ""
+    return f"{follow}{to_type('cancel', run)}   stops it"
+
+
 def runs_dir_typed() -> list[str]:
     """`--runs-dir DIR` as it stands on this command line: what is to be typed next needs it, too."""
     started = Path(sys.argv[0])

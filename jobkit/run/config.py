@@ -14,6 +14,7 @@ from jobkit.errors import nearest
 from jobkit.run import device_kinds, secrets
 from jobkit.run.duration import FORMS, parse_seconds
 from jobkit.run.files import write_atomic
+from jobkit.run.habits import DEVICES
 from jobkit.run.places import Places
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import dump, read_yaml
@@ -100,7 +101,7 @@ def _check_deterministic(value: bool | str) -> None:
 def _check_device(value: str) -> None:
     if value != device_kinds.AUTO and device_kinds.kind(value) is None:
         allowed = [device_kinds.AUTO, *device_kinds.names()]
-        raise ValueError(f"one of {', '.join(allowed)}{nearest(value, allowed)}")
+        raise ValueError(f"one of {', '.join(allowed)}{nearest(DEVICES.get(value, value), allowed)}")
 
 
 _check_mtbf = partial(_check_seconds, allowed="auto, or a time like 8h")

@@ -89,7 +89,8 @@ def check(parallel: ParallelConfig, comm: CommConfig, resources: Resources, prec
 def _check_offload(parallel: ParallelConfig, layout: Layout) -> None:
     if parallel.data not in SHARDED or layout.tensor > 1 or layout.pipeline > 1:
         found = _name(parallel, layout) or parallel.data
-        raise ValueError(f"offload is for {', '.join(SHARDED)}, without tensor and pipeline; found {found}")
+        typed = "" if layout.tensor > 1 or layout.pipeline > 1 else "; type 'parallel={data: zero2, offload: true}'"
+        raise ValueError(f"offload is for {', '.join(SHARDED)}, without tensor and pipeline; found {found}{typed}")
 
 
 def check_verification(config: Config) -> None:

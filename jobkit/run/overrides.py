@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, InvalidValue, closest
-from jobkit.run import secrets
+from jobkit.run import habits, secrets
 from jobkit.run.yamlfile import parse_value
 
 _KEY = r"[A-Za-z_][\w.\-]*(\[\d+\])?"
@@ -65,6 +66,10 @@ def refuse_other_forms(words: Sequence[str], values: Mapping[str, Any], sections
     for index, word in enumerate(words):
         if _TYPED.fullmatch(word):
             continue
+        if "/" in word and "=" not in word and Path(word).exists():
+            key, _, before = words[index - 1].partition("=") if index else ("", "", "")
+            one = f"; {key} takes one path, and here there are several" if "/" in before else ""
+            raise InputError(f"{COMMAND_LINE}: {word!r} is a path, not key=value{one}")
         bare = re.sub(r"^[+~]*|:$", "", word)
         key, _, value = (bare if "=" in bare else bare.replace(":", "=", 1)).partition("=")
         key = re.sub(r"[:/\[]", ".", key).rstrip("]")  # params/lr=1, params[lr]=1
@@ -127,7 +132,7 @@ def check(override: Override, values: Mapping[str, Any], sections: Mapping[str, 
     if top not in sections:
         allowed = ", ".join(sections)
         meant = name_meant(override.key, values, sections)
-        hint = f"; did you mean {meant!r}?" if meant is not None else ""
+        hint = (f"; did you mean {meant!r}?" if meant is not None else habits.elsewhere(override.key)) or ""
         raise InvalidValue(override.key, f"unknown key{hint} (allowed: {allowed})")
     if top == "params" and not override.adds:
         params = values.get("params")
@@ -218,6 +223,8 @@ def name_meant(key: str, values: Mapping[str, Any], sections: Mapping[str, Seque
     dotted = {name: f"{section}.{name}" for section, names in sections.items() for name in names}
     dotted |= {str(name): f"params.{name}" for name in (params if isinstance(params, Mapping) else {})}
     dotted = {section: section for section in sections} | dotted
+    if key not in dotted and (habit := key.replace("-", "_")) in habits.TEXTS | habits.KEYS:
+        return habits.KEYS.get(habit)
     found = closest(key, dotted)
     return dotted[found] if found is not None else None
 

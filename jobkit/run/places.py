@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobkit.errors import InputError, InvalidValue
+from jobkit.errors import InputError, InvalidValue, NoSuchModule
+
+TYPE_THERE = ": type the command there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,9 @@ class Places:
             return f"{self.own_file}:{self.own_lines[key]}: {key}"
         in_stage = (f"pipeline.{self.stage}.{key}",) if self.stage else ()
         for candidate in (*in_stage, *((f"demo.{key}",) if self.demo else ()), key):
-            if candidate in self.lines:
-                return f"{self.path}:{self.lines[candidate]}: {candidate}"
+            line = self.lines.get(re.sub(r"\[(\d+)\]", r".\1", candidate))  # OmegaConf's `inputs[0]`
+            if line is not None:
+                return f"{self.path}:{line}: {candidate}"
         for one in self.overridden if key else ():
             if one.startswith(f"{key}."):
                 return f"{self.overridden[one]}: {key}"
@@ -49,4 +53,14 @@ class Places:
         try:
             yield
         except InvalidValue as error:
-            raise InputError(f"{self.of(error.key)}: {error.problem}") from None
+            raise InputError(f"{self.of(error.key)}: {error.problem}{self._folder_of_module(error)}") from None
+
+    def _folder_of_module(self, error: InvalidValue) -> str:
+        """`; it is in ...: type the command there` for a module that is in a folder above the YAML."""
+        if not isinstance(error, NoSuchModule) or error.problem.endswith(TYPE_THERE):
+            return ""
+        file = error.module.replace(".", "/")
+        above = self.path.absolute().parents
+        found = (one for one in above if (one / f"{file}.py").is_file() or (one / file / "__init__.py").is_file())
+        folder = next(found, None)
+        return f"; it is in {folder}{TYPE_THERE}" if folder is not None else ""

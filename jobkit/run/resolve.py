@@ -62,6 +62,9 @@ def _interpolated(merged: Any) -> dict[str, Any]:
         if unknown := re.match(r"Interpolation key '([^']*)' not found", str(error)):
             hint = nearest(unknown[1], _dotted_keys(OmegaConf.to_container(merged)))
             raise InvalidValue(key, f"${{{unknown[1]}}}: there is no such key{hint}") from None
+        if variable := re.match(r"Environment variable '(\w+)' not found", first_line(error)):
+            hint = f"; type first: export {variable[1]}=..."
+            raise InvalidValue(key, f"{first_line(error)}{hint}") from None
         raise InvalidValue(key, first_line(error)) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}

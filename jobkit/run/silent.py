@@ -6,7 +6,7 @@ import contextlib
 
 from jobkit.errors import JobkitError
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.status import State, Status
 
 NOTHING_KEPT = "jobkit has no checkpoint of it"
 """The program may have one of its own, of which jobkit knows nothing."""
@@ -29,9 +29,19 @@ def stopping(run: RunDir, status: Status) -> str:
 
 
 def how_it_continues(run: RunDir, status: Status) -> str:
-    """What is safe of a run that has stopped, and what the same command does then."""
+    """What is safe of a run that has stopped, and what the same command does then; of one that has failed, which would
+    fail again as it is, what comes before."""
+    first = f"{_what_to_correct(status)} first. " if status.state == State.FAILED else ""
+    command = "then the same command" if first else "the same command"
     if is_silent(run, status):
-        return f"{NOTHING_KEPT}; the same command starts it again"
+        return f"{first}{NOTHING_KEPT}; {command} starts it again"
     if status.checkpoint is None:
-        return "There is no checkpoint yet; the same command begins the run again"
-    return f"The checkpoint of step {status.checkpoint} is safe; the same command continues the run"
+        return f"{first}There is no checkpoint yet; {command} begins the run again"
+    return f"{first}The checkpoint of step {status.checkpoint} is safe; {command} continues the run"
+
+
+def _what_to_correct(status: Status) -> str:
+    failure = status.attempt.failure if status.attempt is not None else None
+    if failure is not None and failure.traceback:
+        return "Correct what the traceback names"
+    return f"Correct what {'its log' if status.attempt is not None else 'the error'} names"

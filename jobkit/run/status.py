@@ -270,8 +270,11 @@ class Status:
 
     @property
     def at_steps(self) -> str:
-        """` at step 20/100`, or nothing."""
-        return f" at {self.steps}" if self.has_loop else ""
+        """` at step 20/100`, or nothing; of a run that has failed the step that did, and not the one that is kept."""
+        failure = self.attempt.failure if self.attempt is not None and self.state == State.FAILED else None
+        if not self.has_loop or failure is None or failure.step is None:
+            return f" at {self.steps}" if self.has_loop else ""
+        return f" at step {failure.step}" + (f"/{self.total_steps}" if self.total_steps else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; of a failure only what is known."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jobkit.errors import InvalidValue, nearest
+from jobkit.run.habits import elsewhere
 
 T = TypeVar("T")
 
@@ -26,7 +27,8 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
     hints = typing.get_type_hints(cls)
     for key in values:
         if key not in fields:
-            raise InvalidValue(f"{prefix}{key}", f"unknown key{nearest(str(key), fields)} (allowed: {_names(cls)})")
+            hint = elsewhere(f"{prefix}{key}") or nearest(str(key), fields)
+            raise InvalidValue(f"{prefix}{key}", f"unknown key{hint} (allowed: {_names(cls)})")
     arguments: dict[str, Any] = {}
     for name, field in fields.items():
         if name in values:
@@ -49,7 +51,9 @@ def _value(kind: Any, value: Any, key: str, check: Callable[[Any], object] | Non
     if dataclasses.is_dataclass(kind):
         return build(typing.cast("type[Any]", kind), value, f"{key}.")
     if not _matches(kind, value):
-        raise InvalidValue(key, f"found {value!r}, expected {describe(kind)}")
+        # YAML's off, no, on and yes without quotes.
+        hint = "; put it in quotes" if isinstance(value, bool) and describe(kind) == "a text" else ""
+        raise InvalidValue(key, f"found {value!r}, expected {describe(kind)}{hint}")
     if typing.get_origin(kind) is typing.Literal and value not in typing.get_args(kind):
         allowed = [str(one) for one in typing.get_args(kind)]
         raise InvalidValue(key, f"found {value!r}, allowed: {', '.join(allowed)}{nearest(str(value), allowed)}")

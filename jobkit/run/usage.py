@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
 
@@ -98,7 +98,10 @@ def joined(words: Sequence[str]) -> list[str]:
 
 class Parser(argparse.ArgumentParser):
     """argparse's, except that a mistake is told as all others are, with the nearest option, and without a page of
-    usage."""
+    usage. An option is typed whole: what is cut off may be another one tomorrow."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False} | options)
 
     @property
     def options(self) -> list[str]:

@@ -153,6 +153,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise InputError(f"{place}: not valid YAML: {problem}") from None
     except (ValueError, TypeError) as error:  # a scalar whose tag promises what it is not
         raise InputError(f"{path}: not valid YAML: {error}") from None
+    if value is None:
+        raise InputError(f"{path}: the file is empty; expected `key: value` lines, as in name: toy")
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected `key: value` lines, found {type(value).__name__}")
     lines: dict[str, int] = {}

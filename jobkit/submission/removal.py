@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jobkit import slurm
-from jobkit.errors import InputError
+from jobkit.errors import InputError, SchedulerError
 from jobkit.run import references, shared_code
 from jobkit.run.command_line import to_type
 from jobkit.run.dependencies import dependents
@@ -33,13 +33,41 @@ BLOCK = 512
 
 def refuse_live(runs: Sequence[RunDir]) -> None:
     """Raise InputError where a job or a process of one of some runs lives, or may begin; SchedulerError where Slurm has
-    to be asked and does not answer."""
-    find_job = _jobs_of(runs)
-    live = [(run, why) for run in runs if (why := _why_live(run, observe(run, find_job), find_job)) is not None]
+    to be asked and does not answer. What is recorded as over is, where this shell has no Slurm to ask."""
+    try:
+        live = _live(runs, _jobs_of(runs))
+    except SchedulerError as error:
+        if slurm.is_away(error):  # it may answer later
+            raise
+        _refuse_unknown(runs, error)
+        live = [(run, "its process has not ended") for run in runs if _is_local_and_lives(run)]
     if live:
         shown = ", ".join(f"{run.name} ({why})" for run, why in live[:5]) + (" ..." if len(live) > 5 else "")
         names = [run.name for run, _ in live[:5]]
         raise InputError(f"nothing was removed: {shown}; `{to_type('cancel', *names)}` first, or leave them out")
+
+
+def _live(runs: Sequence[RunDir], find_job: FindJob) -> list[tuple[RunDir, str]]:
+    """The runs that live, each with what keeps it from being removed."""
+    return [(run, why) for run in runs if (why := _why_live(run, observe(run, find_job), find_job)) is not None]
+
+
+def _refuse_unknown(runs: Sequence[RunDir], error: SchedulerError) -> None:
+    """Raise SchedulerError where a job of one of some runs may be in a queue that cannot be asked."""
+    for run in runs:
+        status = run.status()
+        is_over = status.never_submitted or status.state in (State.FINISHED, State.FAILED, State.CANCELLED)
+        if status.scheduler == "slurm" and not is_over:
+            what = (
+                f"{run.name} is recorded as {status.state}, and whether its job {status.job_id} has ended is not known"
+            )
+            then = f"where its Slurm can be asked (SLURM_CONF) the same command works; sure of it: rm -r {run.path}"
+            raise SchedulerError(f"nothing was removed: {what} ({str(error).partition(' (')[0]}); {then}") from None
+
+
+def _is_local_and_lives(run: RunDir) -> bool:
+    status = run.status()
+    return status.scheduler != "slurm" and not status.never_submitted and has_supervisor(run, status)
 
 
 def refuse_needed(runs: Sequence[RunDir]) -> list[str]:

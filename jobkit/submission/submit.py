@@ -21,7 +21,7 @@ from jobkit.run.identity import name_in
 from jobkit.run.own_outputs import check_outputs
 from jobkit.run.records import GivenValues
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import next_version, versions
+from jobkit.run.runs import all_runs, next_version, versions
 from jobkit.run.status import Status
 from jobkit.submission import chains, job, start_from
 from jobkit.submission.candidate import Candidate
@@ -109,7 +109,19 @@ def check_values(plan: LaunchPlan) -> None:
         except (OSError, ValueError, RuntimeError) as error:  # too long, not to be looked at, or `~` of nobody
             problem = getattr(error, "strerror", None) or str(error)
         if problem:
-            raise InvalidValue("inputs", f"{path}: {problem}; the task needs it to start")
+            meant = _directory_meant(path, plan.run.parent)
+            raise InvalidValue("inputs", f"{path}: {problem}; the task needs it to start{meant}")
+
+
+def _directory_meant(path: str, runs_dir: Path) -> str:
+    """What to say of a path that begins with a run's name, or the beginning of one, and not with its directory."""
+    word, *below = path.split("/")
+    if not word or not below:
+        return ""
+    runs = [run for run in all_runs(runs_dir) if run.name.startswith(word)]
+    runs = [run for run in runs if run.name.startswith(f"{word}-")] or runs
+    shown = [os.path.relpath(run.directory) for run in runs[:3]]
+    return f"; {word!r} is a run's name: give its directory, {' or '.join(shown)}" if shown else ""
 
 
 def _check_turn(plan: LaunchPlan) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
-from jobkit.errors import InputError, InvalidValue, nearest
+from jobkit.errors import InputError, InvalidValue, NoSuchModule, nearest
 from jobkit.run.command_line import find_program, is_python, target
 from jobkit.run.installed import PACKAGES, is_installed
+from jobkit.run.places import TYPE_THERE
 
 
 class _NotFound(Exception):
@@ -52,13 +53,15 @@ def check_task(task: str, root: Path, *, has_setup: bool = False) -> Checked:
         for depth in range(1, len(parts) + 1):  # importing a module runs the packages that it is in
             own.check(".".join(parts[:depth]))
     except _NotFound as error:
-        raise InvalidValue("task", f"{task}: {error}") from None
+        raise NoSuchModule("task", f"{task}: {error}", module) from None
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise InvalidValue("task", f"{task}: {module} is not a Python file (found {spec.origin or 'a plain folder'})")
     file = Path(spec.origin)
     defined = own.check_file(file, module)
     if defined is not None and name not in defined:
         raise InvalidValue("task", f"{task}: {file} defines no {name!r}{nearest(name, defined)}")
+    if (line := _line_of_constant(parse(file), name)) is not None:
+        raise InvalidValue("task", f"{task}: {file}:{line}: {name} is a plain value there, not a function")
     own.look_for_later_imports()
     return own.found
 
@@ -178,7 +181,7 @@ def _find(module: str, first: Path) -> importlib.machinery.ModuleSpec:
         files = (f"{parts[0]}.py", f"{'/'.join(parts)}.py")
         above = (one for one in first.parents if any((one / name).exists() for name in files))
         folder = None if is_there else next(above, None)
-        hint = f"; it is in {folder}: type the command there" if folder else nearest(parts[0], candidates)
+        hint = f"; it is in {folder}{TYPE_THERE}" if folder else nearest(parts[0], candidates)
         raise error(f"no module {module!r} {where}{hint}")
     _refuse_empty(spec)
     return spec
@@ -366,6 +369,20 @@ def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str | None:
         return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
     except ImportError:
         return None
+
+
+_PLAIN = (ast.Constant, ast.List, ast.Dict, ast.Set, ast.Tuple, ast.JoinedStr)
+
+
+def _line_of_constant(tree: ast.Module, name: str) -> int | None:
+    """The line at a module's top that alone binds a name, and to a value that nobody can call; None where none does."""
+    stars = any(isinstance(one, ast.ImportFrom) and any(alias.name == "*" for alias in one.names) for one in tree.body)
+    binding = [one for one in tree.body if name in _bound(one)]
+    if stars or len(binding) != 1 or not isinstance(binding[0], (ast.Assign, ast.AnnAssign)):
+        return None
+    targets = binding[0].targets if isinstance(binding[0], ast.Assign) else [binding[0].target]
+    is_plain = isinstance(binding[0].value, _PLAIN) and all(isinstance(one, ast.Name) for one in targets)
+    return binding[0].lineno if is_plain else None
 
 
 def _bound(node: ast.stmt) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ def diagnose(
     # The first to end has said nothing, and what the others say is only that it is gone.
     silent = first is not None and first.rank not in [one.rank for one in reports]
     if report is None or (silent and _is_secondary(report)):
-        return _silent(first or FirstFailure(), known)
+        return _silent(run, attempt, first or FirstFailure(), known)
     return _reported(report, reports, nodes, known)
 
 
@@ -99,10 +100,28 @@ def own_failure(run: RunDir, attempt: int) -> EndCause | None:
     return None if report is None or _is_secondary(report) else _reported(report, reports, 1, Failure())
 
 
-def _silent(first: FirstFailure, known: Failure) -> EndCause:
+SAID_LINES, SAID_BYTES = 4, 4096
+"""How many of the last lines of a rank's stderr are told, and how far from its end they are looked for."""
+
+
+def _last_said(run: RunDir, attempt: int, rank: int | None) -> str:
+    """The last lines that a rank printed to stderr, in one; empty where there are none."""
+    if rank is None:
+        return ""
+    try:
+        with run.rank_log(attempt, rank, "err").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - SAID_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return " / ".join([line.strip() for line in lines if line.strip()][-SAID_LINES:])
+
+
+def _silent(run: RunDir, attempt: int, first: FirstFailure, known: Failure) -> EndCause:
     code = "" if first.code is None else f" with exit code {first.code}"
     who = "the ranks" if first.rank is None else f"rank {first.rank}"
-    error = f"{who} ended{code}; what it printed is in its log"
+    said = _last_said(run, attempt, first.rank)
+    error = f"{who} ended{code}{f': {said}' if said else '; what it printed is in its log'}"
     return EndCause("crashed", replace(known, rank=first.rank, node=first.node, error=error))
 
 

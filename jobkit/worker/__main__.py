@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, nearest
 from jobkit.log import configure, log
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ EPILOG = (
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong: rank 0 alone is to say it."""
-        raise InputError(f"command line: {message} (python -m jobkit.worker --help)")
+        unknown = re.match(r"unrecognized arguments: .*?(--[\w-]+)", message)
+        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
+        raise InputError(f"command line: {message}{hint} (python -m jobkit.worker --help)")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m jobkit.worker", description=DESCRIPTION, epilog=EPILOG)
+    parser = _Parser(prog="python -m jobkit.worker", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("experiment", type=Path, metavar="EXP.yaml", help="what to train")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, as in params.lr=3e-4")
     parser.add_argument("--fresh", action="store_true", help="a new run, even though one with this config exists")
@@ -202,6 +205,7 @@ def _choose_run(found: Rendezvous, config: Config, runs_dir: Path, fresh: bool) 
 
 def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> tuple[int, int] | None:
     """On rank 0: (the attempt's number, step of the newest checkpoint so far); None, and said, for nothing to start."""
+    from jobkit.run.command_line import to_follow_or_stop
     from jobkit.run.status import State, Status
     from jobkit.submission import job
     from jobkit.worker.launched import begin
@@ -215,6 +219,7 @@ def _begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> tuple[
         if before.state.is_under_way and not before.never_submitted:
             where = f"{'job' if before.scheduler == 'slurm' else 'process'} {before.job_id} ({before.cluster})"
             print(f"already {before.state}: {where}\nrun directory {run.path}", flush=True)
+            print(to_follow_or_stop(run.name, has_logs=False), file=sys.stderr)
             return None
         run.keep_number()
         number = begin(run, config, launcher, lock)

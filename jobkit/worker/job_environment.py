@@ -12,6 +12,8 @@ from jobkit.worker.stop import STOP_SIGNALS, follow_parent
 
 if os.environ.get("SUBMITIT_EXECUTOR") == "jobkit":
     get_logger().setLevel("WARNING")  # a rank's log is for what the user's code prints
+    # Before each traceback, which says it all.
+    get_logger().addFilter(lambda record: record.getMessage() != "Submitted job triggered an exception")
 
 _VARIABLES = {
     "job_id": "JOBKIT_JOB_ID",

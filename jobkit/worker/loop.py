@@ -107,6 +107,7 @@ class TrainingLoop:
             str(rank.config.on_nan),
             is_harmed=self._is_harmed,
             updates=lambda: self._stepping.count if self._stepping is not None else 0,
+            can_go_back=lambda: checkpoints.durable_step is not None,
             suspect=suspect,
             allowed_in_a_row=IN_A_ROW if self._has_loss_scale else UNUSED_IN_A_ROW,
         )

@@ -46,10 +46,9 @@ SKIPS_IN_A_ROW = 10
 MAX_SAMPLES = 256
 """Ids of a batch that is left out which the journal keeps."""
 
-WHAT_TO_DO = (
-    "it is the data's or the model's; `jobkit rewind RUN --step N --skip-samples IDS` leaves samples out, on_nan: skip "
-    "such batches"
-)
+GO_BACK = "`jobkit rewind RUN --step N --skip-samples IDS` leaves samples out, on_nan: skip such batches"
+LEAVE_OUT = "on_nan: skip leaves such batches out"
+"""What to do about such a loss: with a checkpoint to go back to, and without one."""
 
 Samples = Callable[[], list[int]]
 """Ids of a step's samples on this rank."""
@@ -95,6 +94,7 @@ class LossWatch:
         is_harmed: whether this rank's weights or gradients are not finite, or none are known; asked only after such a
             loss.
         updates: how many steps the optimizers have done.
+        can_go_back: whether there is a checkpoint, for what to do is told.
         allowed_in_a_row: such steps without harm that no optimizer has used.
     """
 
@@ -105,6 +105,7 @@ class LossWatch:
         *,
         is_harmed: Callable[[], bool] = lambda: True,
         updates: Callable[[], int] = lambda: 0,
+        can_go_back: Callable[[], bool] = lambda: False,
         suspect: Suspect | None = None,
         allowed_in_a_row: int = UNUSED_IN_A_ROW,
     ) -> None:
@@ -113,6 +114,7 @@ class LossWatch:
         self.suspect = suspect if self._reruns else None
         """The step that this attempt repeats; None where there is none, or it had another result."""
         self.is_harmed, self._updates, self._updated = is_harmed, updates, 0
+        self._can_go_back = can_go_back
         self.harmless = 0
         """Steps of this attempt whose loss was no number, without harm."""
         self.doubt: NotFinite | None = None
@@ -233,12 +235,13 @@ class LossWatch:
             )
 
     def _error(self, step: int, samples: Samples, found: str) -> NotFinite:
+        what_to_do = f"it is the data's or the model's; {GO_BACK if self._can_go_back() else LEAVE_OUT}"
         if self.suspect is not None and self.suspect.step == step:
-            again = f"{found}, and was when it was first computed: {WHAT_TO_DO}"
+            again = f"{found}, and was when it was first computed: {what_to_do}"
             return NotFinite(step, samples(), again)
         if self._reruns:
             return NotFinite(step, samples(), f"{found}: the steps up to it are repeated", repeats=True)
-        return NotFinite(step, samples(), f"{found}: {WHAT_TO_DO}")
+        return NotFinite(step, samples(), f"{found}: {what_to_do}")
 
 
 def is_harmed(parameters: Sequence[Tensor], *, with_gradients: bool) -> bool:

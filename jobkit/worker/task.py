@@ -13,7 +13,7 @@ from typing import Any
 from submitit.core.job_environment import JobEnvironment
 
 from jobkit.display import Display
-from jobkit.errors import EXIT_RESUMABLE
+from jobkit.errors import EXIT_RESUMABLE, UsageError
 from jobkit.log import log
 from jobkit.run.disk_errors import is_full
 from jobkit.run.rundir import RunDir
@@ -116,7 +116,10 @@ def _use_snapshot(source: str, code: str) -> None:
 
 
 def load_task(task: str) -> Callable[[Context], Any]:
-    """The callable that `module:callable` names."""
+    """The callable that `module:callable` names; UsageError where it is none."""
     module, _, name = task.partition(":")
     function: Callable[[Context], Any] = getattr(importlib.import_module(module), name)
+    if not callable(function):
+        kind = type(function).__name__
+        raise UsageError(f"task: {task} is {'an' if kind[0] in 'aeiou' else 'a'} {kind}, not a function")
     return function

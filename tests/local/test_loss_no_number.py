@@ -64,7 +64,7 @@ def steps_of_bad(run: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("by_hand", ["false", "true"])
 def test_the_run_ends_at_once_and_names_step_rank_and_samples(project: Project, by_hand: str) -> None:
-    project.submit("--local", f"params.by_hand={by_hand}", expect=1)
+    told = project.submit("--local", f"params.by_hand={by_hand}", expect=1).stderr
     (run,) = project.runs
     step, rank = steps_of_bad(run)[0]
     found = status(run)
@@ -75,6 +75,12 @@ def test_the_run_ends_at_once_and_names_step_rank_and_samples(project: Project, 
     said = jobkit(project, "status", "d").stdout
     assert f"error: rank {rank}: NotFinite: the loss of step {step} is nan: it is the data's or the model's" in said
     assert f"failed at: rank {rank}, step {step}" in said and "samples of that rank's batch: " in said
+    assert f"failed at step {step}/8: rank {rank}: NotFinite: " in told, "not the step of the newest checkpoint"
+    assert "rewind" not in told and "on_nan: skip leaves such batches out" in told, "there is no checkpoint"
+    assert "Correct what the traceback names first. There is no checkpoint yet; then the same command" in told
+    assert "Submitted job triggered" not in told, "Submitit's own, before the traceback"
+    logs = [file.read_text() for file in (run / "logs").glob("*/rank_*.*")]
+    assert any("Traceback" in text for text in logs) and not any("Submitted job" in text for text in logs)
 
 
 def test_a_batch_is_left_out_on_all_ranks_and_counted(project: Project) -> None:
@@ -148,6 +154,7 @@ def test_harm_in_another_ranks_part_of_the_model_is_found_before_it_is_saved(pro
     (run,) = project.runs
     failure = status(run)["attempts"][0]["failure"]
     assert (failure["rank"], failure["step"]) == (0, 3) and "NotFinite" in failure["error"]
+    assert "`jobkit rewind RUN --step N --skip-samples IDS` leaves samples out" in failure["error"]
     assert max(int(one.name.split("_")[1]) for one in (run / "checkpoints").glob("step_*")) <= 3
 
 

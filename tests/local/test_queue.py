@@ -308,6 +308,7 @@ def test_three_runs_on_one_device_run_one_after_the_other_in_their_order(project
     assert f"1 GPU (4 is used by {first.name})" in shown[0]
     again = project.jobkit("submit", "gate.yaml", "--local", "--detach", "name=b", "--priority", "4")
     assert again.stdout.startswith("already queued") and "keeps --priority 0 (not 4)" in again.stderr
+    assert " logs -f " in again.stderr and " cancel " in again.stderr, "what to type next"
     for run, name in ((first, "a"), (second, "b"), (third, "c")):
         wait_for("its start", lambda run=run: status(run)["state"] == "running", run)
         (project.path / name).touch()

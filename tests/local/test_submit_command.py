@@ -38,6 +38,14 @@ def test_submit_is_one_program_under_both_names(tmp_path: Path) -> None:
     assert "75 interrupted" in " ".join(ours.split())
 
 
+def test_a_task_that_turns_out_to_be_no_function_is_told_once_and_not_tried_again(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.path / "mytask.py").write_text('X = int("3")\n')
+    told = project.submit("--local", "task=mytask:X", expect=1).stderr
+    assert "task: mytask:X is an int, not a function (would fail again: not retried)" in told
+    assert "attempt 2" not in told
+
+
 NO_PLAN = """
 import torch
 

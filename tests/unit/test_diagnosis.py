@@ -364,6 +364,15 @@ def test_who_left_no_report_is_described_by_how_it_ended(
     assert found.failure.node == (first.node if first else None)
 
 
+def test_the_last_that_a_silent_rank_printed_to_stderr_is_told(run: RunDir) -> None:
+    log = run.rank_log(2, 1, "err")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("before\n" * 2000 + "usage: train.py [-h]\n\ntrain.py: error: unrecognized arguments: --foo\n")
+    error = death(run, FirstFailure(rank=1, code=2)).failure.error or ""
+    assert error.startswith("rank 1 ended with exit code 2: ") and error.count(" / ") == 3
+    assert error.endswith("usage: train.py [-h] / train.py: error: unrecognized arguments: --foo")
+
+
 def test_the_memory_that_was_used_is_told_where_it_may_be_the_reason(run: RunDir) -> None:
     write_json(run.progress_file, {"attempt": 2, "time": 1.0, "step": 5, "peak_bytes": 3 * GIB})
     for first in (FirstFailure(rank=1, signal=9), FirstFailure(rank=1, signal=9, out_of_memory=True)):

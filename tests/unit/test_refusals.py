@@ -45,6 +45,12 @@ MISTAKES = [
     Mistake("an override before the YAML", ["the YAML comes first"], ["toy.yaml"], yaml="seed=1"),
     Mistake("a folder", ["/: cannot be read"], yaml="/"),
     Mistake("a list", ["toy.yaml", "found list"], files={"toy.yaml": "- name: toy\n"}),
+    Mistake("an empty file", ["toy.yaml: the file is empty"], files={"toy.yaml": "# to do\n"}),
+    Mistake(
+        "a word that YAML takes for another",
+        ["toy.yaml:1: name: found False, expected a text; put it in quotes"],
+        files={"toy.yaml": SHORT.replace("toy", "off", 1)},
+    ),
     Mistake("no YAML", ["toy.yaml:2: not valid YAML"], files={"toy.yaml": "name: [toy\n"}),
     Mistake(
         "an unknown key",
@@ -65,6 +71,37 @@ MISTAKES = [
     Mistake("no such determinism", ["deterministic: found 'always'", "true, false or warn"], ["deterministic=always"]),
     Mistake(
         "an unset variable", ["params.data", "JOBKIT_TEST_NOT_SET"], ["+params.data=${oc.env:JOBKIT_TEST_NOT_SET}"]
+    ),
+    Mistake(
+        "an unset variable in the file",
+        ["toy.yaml:3: params.data: ", "'JOBKIT_TEST_NOT_SET' not found", "type first: export JOBKIT_TEST_NOT_SET=..."],
+        files={"toy.yaml": SHORT + "params: {data: '${oc.env:JOBKIT_TEST_NOT_SET}'}\n"},
+    ),
+    Mistake(
+        "an unset variable in a list of the file",
+        ["toy.yaml:4: inputs[1]: ", "export JOBKIT_TEST_NOT_SET=..."],
+        files={"toy.yaml": SHORT + "inputs: [/,\n  '${oc.env:JOBKIT_TEST_NOT_SET}']\n"},
+    ),
+    Mistake("torch's device by another name", ["device: found 'gpu'", "did you mean 'cuda'?"], ["device=gpu"]),
+    Mistake("an option of Slurm's", ["did you mean 'clusters.slurm.partition'?"], ["partition=low"]),
+    Mistake("an option of Slurm's as one", ["is set without dashes: clusters.slurm.qos=low"], ["--qos", "low"]),
+    *(
+        Mistake(
+            f"{key.partition(':')[0]} in the file",
+            ["toy.yaml:3: ", meant, "(allowed: "],
+            files={"toy.yaml": f"{SHORT}{key}\n"},
+        )
+        for key, meant in {
+            "account: me": "did you mean 'clusters.slurm.account'?",
+            "zero_optimization: {stage: 2}": "parallel: zero2, and docs/coming-from.md has the rest",
+            "epochs: 5": "did you mean 'params.epochs'?",
+            "checkpoint: {interval: 10}": "did you mean 'checkpoint.every'?",
+        }.items()
+    ),
+    Mistake(
+        "offload alone",
+        ["found ddp; type 'parallel={data: zero2, offload: true}'"],
+        ["parallel.offload=true", "resources.tasks_per_node=2", "--local"],
     ),
     Mistake("a value within itself", ["toy.yaml:1", "recursive"], files={"toy.yaml": "a: &a [*a]\n"}),
     Mistake(
@@ -94,6 +131,7 @@ MISTAKES = [
     Mistake("a blank behind the sign", ["in one word: params.lr=0.1"], ["params.lr=", "0.1"]),
     Mistake("nothing behind the sign", ["'params.lr=': expected key=value"], ["params.lr="]),
     Mistake("a slip in an option", ["did you mean '--local'?"], ["--locl"]),
+    Mistake("an option that is cut off", ["--loca", "did you mean '--local'?"], ["--loca"]),
     Mistake(
         "a slip in a stage",
         ["trian.seed=1: there is no such stage; did you mean 'train'?"],
@@ -121,6 +159,11 @@ MISTAKES = [
     ),
     Mistake("no such submodule", ["task", "pkg.sub"], ["task=pkg.sub:train"], {"pkg/__init__.py": ""}),
     Mistake("no such function", ["mytask.py", "no 'trian'", "did you mean 'train'?"], ["task=mytask:trian"]),
+    Mistake(
+        "a number for a task",
+        ["toy.yaml:2: task: mytask:X: ", "mytask.py:2: X is a plain value there, not a function"],
+        files={"mytask.py": f"{TRAIN}X = 3\n", "toy.yaml": SHORT.replace(":train", ":X")},
+    ),
     Mistake("a syntax error", ["mytask.py:2", "not valid Python"], files={"mytask.py": f"{TRAIN}x = (\n"}),
     Mistake(
         "an import that is not installed",
@@ -308,6 +351,35 @@ def test_a_task_or_input_that_is_not_there_is_named_with_its_line(project: Proje
     )
 
 
+def test_a_runs_name_is_not_its_directory(project: Project) -> None:
+    run = RunDir(project.path / "runs" / "imagenet64-0123abcd")
+    run.path.mkdir(parents=True)
+    run.write_config(Config(name="imagenet64", task="mytask:train"))
+    run.record(Event.SUBMITTING, cluster="local", scheduler="local")
+    yaml = f'{SHORT}inputs: ["${{params.run}}/config.yaml"]\nparams:\n  run: ???\n'
+    said = "'imagenet64' is a run's name: give its directory, runs/imagenet64-0123abcd"
+    files = {"toy.yaml": yaml}
+    mistake = Mistake("a name", ["imagenet64/config.yaml: no such", said], files=files)
+    assert_refused(project, mistake, "params.run=imagenet64")
+    several = ["params.run=runs/imagenet64-0123abcd", "runs/imagenet64-0123abcd"]
+    said = "'runs/imagenet64-0123abcd' is a path, not key=value; params.run takes one path, and here there are several"
+    assert_refused(project, Mistake("paths", [said]), *several)
+
+
+def test_a_module_above_the_yaml_is_told_where_the_command_was_typed_elsewhere(project: Project) -> None:
+    (project.path / "experiments").mkdir()
+    (project.path / "experiments" / "train.py").write_text(TRAIN)
+    (project.path / "elsewhere").mkdir()
+    yaml = project.path / "experiments" / "toy.yaml"
+    yaml.write_text("name: toy\ntask: experiments.train:train\n")
+    words = [sys.executable, "-m", "jobkit.submit", str(yaml), "--local"]
+    folder = project.path.parent
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"no module 'experiments.train' in {folder}" in done.stderr
+    assert done.stderr.endswith(f"; it is in {project.path}: type the command there\n")
+
+
 def without_slurm(tmp_path: Path) -> str:
     """A PATH with what jobkit may need and no Slurm."""
     programs = tmp_path / "programs"
@@ -398,6 +470,8 @@ def test_an_option_that_is_misspelt_is_told_with_the_nearest_and_the_verb(projec
     for verb, typed, meant in (
         ("submit", ["toy.yaml", "--folow"], "--follow"),
         ("logs", ["x", "--rnak", "3"], "--rank"),
+        ("logs", ["x", "--ran", "3"], "--rank"),
+        ("rm", ["x", "--dry"], "--dry-run"),
     ):
         said = jobkit(project, verb, *typed, expect=2).stderr
         assert f"did you mean {meant!r}?" in said and f"jobkit {verb} --help" in said

@@ -31,7 +31,9 @@ CHECKPOINT = 300_000
 """Bytes of each."""
 
 
-def make(runs: Path, number: int, end: Event | None = Event.FINISHED, name: str = "") -> RunDir:
+def make(
+    runs: Path, number: int, end: Event | None = Event.FINISHED, name: str = "", on: dict[str, str] | None = None
+) -> RunDir:
     """A run with two checkpoints."""
     config = Config(name="toy", task="a:b", params={"number": number})
     run = RunDir(runs / (name or run_name(config)))
@@ -44,7 +46,7 @@ def make(runs: Path, number: int, end: Event | None = Event.FINISHED, name: str 
     (run.final / "model.safetensors").write_text("weights")
     run.write_config(config)
     run.keep_number()
-    run.record(Event.SUBMITTING, cluster="local", scheduler="local", **config.told())
+    run.record(Event.SUBMITTING, **(on or {"cluster": "local", "scheduler": "local"}), **config.told())
     run.record(Event.STARTED, attempt=1, job_id="7")
     run.record(Event.RESUMED, attempt=1, step=0, total_steps=100)
     run.record(Event.CHECKPOINT, attempt=1, step=40)
@@ -85,6 +87,34 @@ def test_nothing_is_removed_where_one_of_them_lives(runs: Path, capsys: pytest.C
     assert main(["rm", "toy*", "-y"]) == 0, "nobody holds its lock: what ran is gone"
     assert all_runs(runs) == []
     assert ended.path.exists() is False
+
+
+NO_SLURM = (
+    "#!/bin/sh\necho 'error: resolve_ctls_from_dns_srv: res_nsearch error: Host name lookup failure' >&2\nexit 1\n"
+)
+"""What each of Slurm's commands does in a shell without SLURM_CONF."""
+
+
+def test_without_a_slurm_to_ask_what_is_recorded_as_over_goes_and_the_rest_stays(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "squeue", "scontrol"):
+        (programs / name).write_text(NO_SLURM)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    on_slurm = {"cluster": "slurm", "scheduler": "slurm", "slurm_cluster": "c@host:1"}
+    ended = [make(runs, number, end, on=on_slurm) for number, end in enumerate((Event.FINISHED, Event.FAILED))]
+    stopped = make(runs, 8, Event.INTERRUPTED, on=on_slurm)
+    assert main(["rm", stopped.name, ended[0].name, "-y", "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert f"nothing was removed: {stopped.name} is recorded as interrupted, and whether its job 7 has ended" in told
+    assert "no Slurm is configured here)" in told and "--local" not in told and f"rm -r {stopped.path}" in told
+    assert main(["rm", ended[0].name, "--dry-run"]) == 0 and ended[0].path.exists()
+    assert main(["rm", ended[0].name]) == 0 and main(["rm", ended[1].name, "--checkpoints-only"]) == 0
+    assert not ended[0].path.exists() and ended[1].status().checkpoint is None
 
 
 def test_a_run_that_is_continued_meanwhile_is_left(runs: Path) -> None:

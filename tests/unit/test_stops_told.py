@@ -32,6 +32,7 @@ def run_of(folder: Path, config: Config, *events: tuple[Event, dict[str, object]
 
 RESUMED = (Event.RESUMED, {"step": 0, "total_steps": 9, "checkpoint": None})
 SAVED = (Event.CHECKPOINT, {"step": 5})
+FAILED = (Event.FAILED, {"cause": "crashed", "error": "no", "failure": {"error": "no", "step": 7, "traceback": "..."}})
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,26 @@ def test_a_stop_is_told_as_far_as_it_is_known(
     run = run_of(tmp_path, config, *events)
     assert at_stop in stopping(run, run.status())
     assert at_end in how_it_continues(run, run.status())
+
+
+@pytest.mark.parametrize(
+    ("config", "events", "told"),
+    [
+        (TASK, [], "Correct what the traceback names first. There is no checkpoint yet; then the same command begins"),
+        (TASK, [RESUMED, SAVED], "traceback names first. The checkpoint of step 5 is safe; then the same command cont"),
+        (COMMAND, [], "names first. jobkit has no checkpoint of it; then the same command starts it again"),
+    ],
+)
+def test_what_would_fail_again_is_to_be_corrected_first(
+    tmp_path: Path, config: Config, events: list[tuple[Event, dict[str, object]]], told: str
+) -> None:
+    run = run_of(tmp_path, config, *events, FAILED)
+    assert told in how_it_continues(run, run.status())
+
+
+def test_a_failure_is_told_of_the_step_that_failed_and_not_of_the_one_that_is_kept(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TASK, RESUMED, SAVED, FAILED)
+    assert run.status().at_steps == " at step 7/9"
 
 
 def test_a_command_to_type_names_the_python_that_runs_where_no_environment_is_active(
