@@ -17,6 +17,7 @@ from preparing import Done, Failure
 from rich.console import Console
 
 from jobkit import JobkitError
+from jobkit.run.command_line import to_install
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CORES = 4
@@ -63,9 +64,8 @@ def check_packages(*names: str) -> None:
     """Failure where a package of the extras is not installed."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise Failure(
-            f"not installed: {', '.join(missing)}; in the clone of jobkit: pip install '.[experiments,video]'"
-        )
+        names = ("pillow" if name == "PIL" else name for name in missing)
+        raise Failure(f"not installed: {', '.join(missing)}; type: {to_install(*names)}")
 
 
 def add_options(parser: argparse.ArgumentParser, parts: str) -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.minimind.documents import lines_of, text_of
 from jobkit.errors import InputError
+from jobkit.run.command_line import to_install
 from jobkit.run.files import write_atomic
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -140,7 +141,7 @@ def refusal(data: Path, output: Path) -> str | None:
     try:
         import tokenizers  # noqa: F401
     except ImportError:
-        return "the package `tokenizers` is not installed: pip install 'jobkit[tokenizers]'"
+        return f"the package `tokenizers` is not installed: {to_install('tokenizers')}"
     try:
         with data.open("rb"):
             pass

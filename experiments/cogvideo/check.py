@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jobkit.errors import InvalidValue
+from jobkit.run.command_line import to_install
 
 
 def check(params: dict[str, Any]) -> None:
@@ -15,6 +16,6 @@ def check(params: dict[str, Any]) -> None:
     if missing := [name for name in ("diffusers", "av") if find_spec(name) is None]:
         raise InvalidValue(
             "params.vae",
-            f"to decode clips needs {' and '.join(missing)}, not installed here: pip install 'jobkit[video]', "
+            f"to decode clips needs {' and '.join(missing)}, not installed here: {to_install('diffusers', 'av')}, "
             "or leave params.vae out: latents are shown",
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jobkit import JobkitError
+from jobkit.run.command_line import to_install
 
 
 def load_vae(folder: Path | str, device: torch.device, precision: torch.dtype, tiling: bool = False) -> Any:
@@ -21,7 +22,7 @@ def load_vae(folder: Path | str, device: torch.device, precision: torch.dtype, t
         import av  # noqa: F401  # for what is decoded
         from diffusers import AutoencoderKLCogVideoX
     except ImportError as error:
-        raise JobkitError(f"{error}: to decode with {folder}: pip install '.[video]' in the clone of jobkit") from None
+        raise JobkitError(f"{error}: to decode with {folder}: {to_install('diffusers', 'av')}") from None
     try:
         vae = AutoencoderKLCogVideoX.from_pretrained(str(folder), torch_dtype=precision, local_files_only=True)
     except Exception as error:  # whatever it finds wrong with the folder

@@ -259,7 +259,10 @@ def test_without_its_packages_a_run_that_asks_for_fid_is_refused_at_submission(t
         pytest.skip("both are installed")
     place = Place(tmp_path / "folder")
     printed = place.submit(RECIPE, "params.fid_every=1", expect=2)
-    assert "params.fid_every: FID needs torch_fidelity" in printed and "pip install 'jobkit[fid]'" in printed
+    assert (
+        "params.fid_every: FID needs torch_fidelity" in printed
+        and "constraints.txt torch-fidelity torchvision, or" in printed
+    )
     assert not (place.path / "runs").exists()
 
 

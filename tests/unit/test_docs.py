@@ -172,7 +172,9 @@ RUN_BY = {
     "tools/run experiments/minimind_generate.yaml --local params.run=$(echo runs/minimind-*)": (
         "test_the_small_recipes"
     ),
-    ".venv/bin/python -m pip install 'jobkit[tokenizers]'": "test_without_the_package_the_refusal_names_the_extra",
+    ".venv/bin/python -m pip install -c tools/constraints.txt tokenizers": (
+        "test_without_the_package_the_refusal_says_what_to_type"
+    ),
     ".venv/bin/python tools/train_tokenizer.py .../pretrain_t2t_mini.jsonl .../tokenizer.json --vocabulary 6400": (
         "test_a_tokenizer_is_built_from_the_data"
     ),
