@@ -68,6 +68,18 @@ def check_packages(*names: str) -> None:
         raise Failure(f"not installed: {', '.join(missing)}; type: {to_install(*names)}")
 
 
+def check_folder(weights: Path, *parts: str) -> None:
+    """Failure where a folder of weights is not there, or lacks a file."""
+    if not weights.is_dir():
+        raise Failure(
+            f"{weights}: no such folder; --weights is a folder of CogVideoX as diffusers keeps it, such as a copy of "
+            "huggingface.co/THUDM/CogVideoX-2b"
+        )
+    for part in parts:
+        if not (weights / part).is_file():
+            raise Failure(f"{weights}: no {part} in it; --weights is a folder of CogVideoX as diffusers keeps it")
+
+
 def add_options(parser: argparse.ArgumentParser, parts: str) -> None:
     """--weights, of which `parts` are needed, --device, --workers, --precision and --tiling."""
     parser.add_argument(

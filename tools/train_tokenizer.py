@@ -48,7 +48,7 @@ class Documents:
     bytes_read: int = 0
     taken: int = 0
     broken: list[str] = field(default_factory=list)
-    """What is wrong with lines that are no documents, and were left out."""
+    """What is wrong with lines that are no documents."""
 
     def __iter__(self) -> Iterator[str]:
         every = self._every()
@@ -114,8 +114,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description="Build a byte-pair tokenizer, OUT, from the texts of a .jsonl file.",
-        epilog="Exit codes: 0 done, lines that are no documents left out; 1 failed midway; 2 wrong input, nothing was "
-        "done; 130 interrupted. OUT appears whole or not at all.",
+        epilog="Exit codes: 0 done; 1 failed midway; 2 wrong input, as lines that are no documents, and nothing was "
+        "written; 130 interrupted. OUT appears whole or not at all.",
     )
     parser.add_argument("data", type=Path, metavar="DATA", help='documents, {"text": ...} a line')
     parser.add_argument("output", type=Path, metavar="OUT", help="the tokenizer.json that is to be written")
@@ -172,6 +172,9 @@ def main() -> int:
         made = train(documents, arguments.vocabulary, Console(stderr=True, highlight=False, soft_wrap=True))
         for line in documents.broken[:SHOWN]:
             print(f"broken: {line}", file=sys.stderr)
+        if documents.broken and documents.taken:
+            lines = f"{len(documents.broken):,} broken line(s) among those read"
+            return fail(2, f"{lines}: mend or remove them, a training run would end there; nothing was written")
         if made is None:
             what = f", {len(documents.broken):,} broken line(s)" if documents.broken else ""
             return fail(2, f'{arguments.data}: no document in it{what}; expected {{"text": "..."}} a line')
@@ -184,10 +187,7 @@ def main() -> int:
 
     tokens = Tokenizer.from_file(str(arguments.output)).get_vocab_size()
     fewer = f" ({arguments.vocabulary:,} asked for: no pair is left)" if tokens < arguments.vocabulary else ""
-    print(
-        f"{arguments.output}: {tokens:,} tokens{fewer}, from {documents.taken:,} documents, "
-        f"{len(documents.broken):,} broken lines left out"
-    )
+    print(f"{arguments.output}: {tokens:,} tokens{fewer}, from {documents.taken:,} documents")
     return 0
 
 

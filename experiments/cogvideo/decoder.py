@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ def load_vae(folder: Path | str, device: torch.device, precision: torch.dtype, t
     except ImportError as error:
         raise JobkitError(f"{error}: to decode with {folder}: {to_install('diffusers', 'av')}") from None
     try:
-        vae = AutoencoderKLCogVideoX.from_pretrained(str(folder), torch_dtype=precision, local_files_only=True)
+        vae = AutoencoderKLCogVideoX.from_pretrained(
+            str(folder),
+            torch_dtype=precision,
+            local_files_only=True,
+            low_cpu_mem_usage=find_spec("accelerate") is not None,  # diffusers' default warns where it is not there
+        )
     except Exception as error:  # whatever it finds wrong with the folder
         line = " ".join(str(error).split())[:300]
         raise JobkitError(f"{folder}: no AutoencoderKLCogVideoX can be loaded from it: {line}") from error

@@ -99,7 +99,12 @@ def check_values(plan: LaunchPlan) -> None:
     check_outputs(config)
     check_mirrors(config.mirror)
     chains.check(plan)
-    refers = {text for _, text in references.texts_with_references(config)}  # looked for when the run starts
+    check_inputs(config)
+
+
+def check_inputs(config: Config) -> None:
+    """Raise InvalidValue for a path of `inputs` that is not there; a run looks for another's when it starts."""
+    refers = {text for _, text in references.texts_with_references(config)}
     for path in (one for one in config.inputs if one not in refers):
         try:
             full = Path(path).expanduser()
@@ -173,6 +178,7 @@ def submit(
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
     # Whatever is wrong with the input is refused before anything is touched on the disk.
+    check_inputs(config)  # first: what is missing there is missing on a machine with more GPUs, too
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
     plan = dataclasses.replace(plan, turn=turn or plan.turn)
     needed = check(plan, source)

@@ -22,6 +22,7 @@ from experiments.imagenet64.fid import Gaussian, Inception, features_of, hash_of
 from experiments.imagenet64.scores import frechet_distance
 from experiments.imagenet64.train import withheld
 from jobkit.errors import UsageError
+from jobkit.run.experiment import load
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "experiments" / "imagenet64.yaml"
@@ -276,6 +277,20 @@ def test_weights_that_are_not_there_are_refused_at_submission(tmp_path: Path) ->
     )
     assert done.returncode == 2
     assert "inputs: missing.pth: no such file or directory" in done.stdout + done.stderr
+
+
+def test_the_variable_for_the_weights_counts_in_the_small_recipe_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("IMAGENET_DIR", raising=False)
+    monkeypatch.setenv("INCEPTION", "missing.pth")
+    for recipe, overrides in ((RECIPE, []), (SAMPLING, ["params.run=x"])):
+        assert load(recipe, overrides).config.params["inception"] == "missing.pth"
+    place = Place(tmp_path / "folder")
+    command = [sys.executable, "-m", "jobkit", "submit", "experiments/imagenet64.yaml", "--local"]
+    done = subprocess.run(command, cwd=place.path, capture_output=True, text=True)
+    assert done.returncode == 2 and "inputs: missing.pth: no such file or directory" in done.stderr
+    assert not (place.path / "runs").exists()
 
 
 @pytest.fixture(scope="module")
