@@ -397,10 +397,11 @@ def _dry_run(begun: Start, given: GivenValues, cluster: str, runs_dir: Path, fre
     from jobkit.submission.model_check import check_model, describe
     from jobkit.submission.partition_check import refuse_impossible
     from jobkit.submission.plan import make_plan
-    from jobkit.submission.submit import check, choose_run
+    from jobkit.submission.submit import check, check_inputs, choose_run
 
     loaded = begun.loaded
     with loaded.places.locating_errors():
+        check_inputs(loaded.config, runs_dir)
         run = choose_run(loaded.config, runs_dir, fresh)
         plan = make_plan(run.path, loaded.config, cluster)
         check(plan, Path.cwd())

@@ -69,8 +69,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     """Decode all latents: what was done, where, and where broken ones are to be listed."""
     processes.check_packages("av", "diffusers", "PIL")
     source, destination = arguments.source, arguments.destination
-    if not (arguments.weights / "vae" / "config.json").is_file():
-        raise Failure(f"{arguments.weights}: no vae/config.json in it; --weights is CogVideoX as diffusers keeps it")
+    processes.check_folder(arguments.weights, "vae/config.json")
     root = source.parent if source.is_file() else source
     files = [source] if source.is_file() else []
     if source.is_dir():

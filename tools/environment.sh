@@ -30,7 +30,7 @@ ensure_gpu_environment() {
     if [[ ! -x $own ]] && sees_gpu "$python"; then
         venv_options=(--system-site-packages)
         constraints=$(mktemp)
-        grep --invert-match '^torch==' "$root/tools/constraints.txt" >"$constraints"
+        grep --invert-match --extended-regexp '^torch(vision)?==' "$root/tools/constraints.txt" >"$constraints"
     fi
     ensure_environment "$@"
     if ! sees_gpu "$own"; then

@@ -307,9 +307,7 @@ def weights_in(folder: Path, *others: str) -> list[Path]:
 
 def check_weights(weights: Path, frames: int, sides: dict[str, int]) -> None:
     """Failure where a model's folder is missing, or the size is none of its sizes."""
-    for part in ("vae/config.json", "text_encoder/config.json", "tokenizer/tokenizer_config.json"):
-        if not (weights / part).is_file():
-            raise Failure(f"{weights}: no {part} in it; --weights is a folder of CogVideoX as diffusers keeps it")
+    processes.check_folder(weights, "vae/config.json", "text_encoder/config.json", "tokenizer/tokenizer_config.json")
     try:
         vae = json.loads((weights / "vae" / "config.json").read_text(encoding="utf-8"))
         times, space = vae["temporal_compression_ratio"], 2 ** len(vae["block_out_channels"])

@@ -17,6 +17,7 @@ from preparing import Done, Failure
 from rich.console import Console
 
 from jobkit import JobkitError
+from jobkit.run.command_line import to_install
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CORES = 4
@@ -63,9 +64,20 @@ def check_packages(*names: str) -> None:
     """Failure where a package of the extras is not installed."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
+        names = ("pillow" if name == "PIL" else name for name in missing)
+        raise Failure(f"not installed: {', '.join(missing)}; type: {to_install(*names)}")
+
+
+def check_folder(weights: Path, *parts: str) -> None:
+    """Failure where a folder of weights is not there, or lacks a file."""
+    if not weights.is_dir():
         raise Failure(
-            f"not installed: {', '.join(missing)}; in the clone of jobkit: pip install '.[experiments,video]'"
+            f"{weights}: no such folder; --weights is a folder of CogVideoX as diffusers keeps it, such as a copy of "
+            "huggingface.co/THUDM/CogVideoX-2b"
         )
+    for part in parts:
+        if not (weights / part).is_file():
+            raise Failure(f"{weights}: no {part} in it; --weights is a folder of CogVideoX as diffusers keeps it")
 
 
 def add_options(parser: argparse.ArgumentParser, parts: str) -> None:

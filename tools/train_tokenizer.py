@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.minimind.documents import lines_of, text_of
 from jobkit.errors import InputError
+from jobkit.run.command_line import to_install
 from jobkit.run.files import write_atomic
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -47,7 +48,7 @@ class Documents:
     bytes_read: int = 0
     taken: int = 0
     broken: list[str] = field(default_factory=list)
-    """What is wrong with lines that are no documents, and were left out."""
+    """What is wrong with lines that are no documents."""
 
     def __iter__(self) -> Iterator[str]:
         every = self._every()
@@ -114,8 +115,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description="Build a byte-pair tokenizer, OUT, from the texts of a .jsonl file.",
-        epilog="Exit codes: 0 done, lines that are no documents left out; 1 failed midway; 2 wrong input, nothing was "
-        "done; 130 interrupted. OUT appears whole or not at all.",
+        epilog="Exit codes: 0 done; 1 failed midway; 2 wrong input, as lines that are no documents, and nothing was "
+        "written; 130 interrupted. OUT appears whole or not at all.",
     )
     parser.add_argument("data", type=Path, metavar="DATA", help='documents, {"text": ...} a line')
     parser.add_argument("output", type=Path, metavar="OUT", help="the tokenizer.json that is to be written")
@@ -141,7 +142,7 @@ def refusal(data: Path, output: Path) -> str | None:
     try:
         import tokenizers  # noqa: F401
     except ImportError:
-        return "the package `tokenizers` is not installed: pip install 'jobkit[tokenizers]'"
+        return f"the package `tokenizers` is not installed: {to_install('tokenizers')}"
     try:
         with data.open("rb"):
             pass
@@ -172,6 +173,9 @@ def main() -> int:
         made = train(documents, arguments.vocabulary, Console(stderr=True, highlight=False, soft_wrap=True))
         for line in documents.broken[:SHOWN]:
             print(f"broken: {line}", file=sys.stderr)
+        if documents.broken and documents.taken:
+            lines = f"{len(documents.broken):,} broken line(s) among those read"
+            return fail(2, f"{lines}: mend or remove them, a training run would end there; nothing was written")
         if made is None:
             what = f", {len(documents.broken):,} broken line(s)" if documents.broken else ""
             return fail(2, f'{arguments.data}: no document in it{what}; expected {{"text": "..."}} a line')
@@ -184,10 +188,7 @@ def main() -> int:
 
     tokens = Tokenizer.from_file(str(arguments.output)).get_vocab_size()
     fewer = f" ({arguments.vocabulary:,} asked for: no pair is left)" if tokens < arguments.vocabulary else ""
-    print(
-        f"{arguments.output}: {tokens:,} tokens{fewer}, from {documents.taken:,} documents, "
-        f"{len(documents.broken):,} broken lines left out"
-    )
+    print(f"{arguments.output}: {tokens:,} tokens{fewer}, from {documents.taken:,} documents")
     return 0
 
 

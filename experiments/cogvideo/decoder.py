@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jobkit import JobkitError
+from jobkit.run.command_line import to_install
 
 
 def load_vae(folder: Path | str, device: torch.device, precision: torch.dtype, tiling: bool = False) -> Any:
@@ -21,9 +23,14 @@ def load_vae(folder: Path | str, device: torch.device, precision: torch.dtype, t
         import av  # noqa: F401  # for what is decoded
         from diffusers import AutoencoderKLCogVideoX
     except ImportError as error:
-        raise JobkitError(f"{error}: to decode with {folder}: pip install '.[video]' in the clone of jobkit") from None
+        raise JobkitError(f"{error}: to decode with {folder}: {to_install('diffusers', 'av')}") from None
     try:
-        vae = AutoencoderKLCogVideoX.from_pretrained(str(folder), torch_dtype=precision, local_files_only=True)
+        vae = AutoencoderKLCogVideoX.from_pretrained(
+            str(folder),
+            torch_dtype=precision,
+            local_files_only=True,
+            low_cpu_mem_usage=find_spec("accelerate") is not None,  # diffusers' default warns where it is not there
+        )
     except Exception as error:  # whatever it finds wrong with the folder
         line = " ".join(str(error).split())[:300]
         raise JobkitError(f"{folder}: no AutoencoderKLCogVideoX can be loaded from it: {line}") from error

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jobkit.errors import InvalidValue
+from jobkit.run.command_line import to_install
 
 
 def check(params: dict[str, Any]) -> None:
@@ -16,6 +17,6 @@ def check(params: dict[str, Any]) -> None:
     if missing := [name for name in ("torch_fidelity", "torchvision") if find_spec(name) is None]:
         raise InvalidValue(
             f"params.{key}",
-            f"FID needs {' and '.join(missing)}, not installed here: pip install 'jobkit[fid]', "
+            f"FID needs {' and '.join(missing)}, not installed here: {to_install('torch-fidelity', 'torchvision')}, "
             f"or params.{key}={0 if key == 'fid_every' else 'false'} for none",
         )

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from experiments.minimind.documents import documents, tokens_of
+from experiments.minimind.documents import digest_of, documents, draw_of, tokens_of
 from experiments.minimind.tokens import Tokenizer
 from jobkit.errors import InputError, UsageError
 from jobkit.train.prepared import prepare_folder
@@ -250,7 +250,10 @@ def _write_tokens(file: Path, tokenizer: Tokenizer, held_out: float, folder: Pat
                     kept_out += 1
                     kept_out_bytes += len(data)
     if kept_out in (0, kept):
-        raise InputError(f"{file}: with held_out {held_out}, {kept_out} of {kept} documents are for validation")
+        raise InputError(
+            f"{file}: with held_out {held_out}, {kept_out} of {kept} documents are for validation: "
+            "change params.held_out"
+        )
     return {
         "dtype": dtype,
         "documents": kept,
@@ -268,7 +271,7 @@ def _distinct(texts: Iterator[str]) -> Iterator[tuple[str, float]]:
     seen.execute("PRAGMA cache_size = -65536")  # 64 MiB
     seen.execute("CREATE TABLE seen (digest INTEGER PRIMARY KEY)")
     for text in texts:
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        digest = digest_of(text)
         if seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,)).rowcount:
-            yield text, digest / 2**63
+            yield text, draw_of(text)
     seen.close()

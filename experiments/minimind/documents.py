@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,16 @@ def documents(file: Path) -> Iterator[str]:
         for number, line in enumerate(lines_of(opened), start=1):
             if not line.isspace():
                 yield text_of(line, f"{file}:{number}")
+
+
+def draw_of(text: str) -> float:
+    """A number in [0, 1) that is the same for equal texts, and random else: below `held_out` it is for validation."""
+    return digest_of(text) / 2**63
+
+
+def digest_of(text: str) -> int:
+    """63 bits that equal texts have alike."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def lines_of(opened: BinaryIO) -> Iterator[bytes]:

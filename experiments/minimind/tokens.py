@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from jobkit.errors import InputError
+from jobkit.run.command_line import to_install
 
 BYTES = "bytes"
 
@@ -67,7 +68,7 @@ class FileTokenizer:
             import tokenizers
         except ImportError:
             raise InputError(
-                f"{file} is read by the package `tokenizers`, which is not installed: pip install 'jobkit[tokenizers]'"
+                f"{file} is read by the package `tokenizers`, which is not installed: {to_install('tokenizers')}"
             ) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))

@@ -17,6 +17,7 @@ from pathlib import Path
 from jobkit.cli.arguments import add_selection, chosen_runs, found_runs, is_filtered
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError, JobkitError
 from jobkit.run.rundir import RunDir
+from jobkit.run.usage import show_examples
 
 ADDRESS = "127.0.0.1"
 """TensorBoard asks for no password: whoever can reach it sees all."""
@@ -40,6 +41,10 @@ OUTPUT = ".output"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
     parser.add_argument("--port", type=int, metavar="N", help=f"(default: the first free one from {PORT} on)")
+    show_examples(
+        parser,
+        "'digits*' --where 'params.lr>=0.03'  the curves of some runs, in one TensorBoard",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

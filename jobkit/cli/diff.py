@@ -17,6 +17,7 @@ from jobkit.run.code_diff import Line, code_diff
 from jobkit.run.differences import ABSENT, Difference, differences
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
+from jobkit.run.usage import show_examples
 
 CODE_LINES = 40
 """How many lines of code are printed."""
@@ -27,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"run_{name.lower()}", metavar=name, help=WORDS)
     add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="for programs: all of it, with all lines of code")
+    show_examples(
+        parser,
+        "toy-1f0c2a3b toy-9d8e7f60  what two runs of a name have differently",
+    )
 
 
 @dataclass(frozen=True)

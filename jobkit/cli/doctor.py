@@ -18,6 +18,7 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.experiment import LoadedConfig, load
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
+from jobkit.run.usage import show_examples
 from jobkit.run.yamlfile import dump
 from jobkit.submission import checks
 from jobkit.submission.checks import OK, PROBLEM, WARNING, Check
@@ -41,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-probe", action="store_true", help="checks only: start nothing")
     parser.add_argument("--json", action="store_true", help="for programs: {ok, checks, probe}")
     add_runs_dir(parser)
+    show_examples(
+        parser,
+        "--cluster h100 --nodes 2  check a cluster of your config file, and two nodes' network",
+        "--local --no-probe  check this machine; start nothing",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

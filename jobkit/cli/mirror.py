@@ -8,10 +8,15 @@ from jobkit.cli.arguments import add_selection, chosen_runs
 from jobkit.cli.several import each
 from jobkit.errors import EXIT_FINISHED, InputError, JobkitError
 from jobkit.run.rundir import RunDir
+from jobkit.run.usage import show_examples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
+    show_examples(
+        parser,
+        "toy  copy what a service that was away has missed",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.command_line import to_type
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import NOTHING_KEPT, is_silent
+from jobkit.run.usage import show_examples
 from jobkit.submission import job
 
 
@@ -17,6 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser, asks=True)
     parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
     add_json(parser)
+    show_examples(
+        parser,
+        "toy  stop it with a checkpoint, as Slurm would; it continues by itself",
+        "toy --no-grace  kill its ranks at once",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

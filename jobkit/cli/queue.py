@@ -23,6 +23,7 @@ from jobkit.run.duration import format_seconds
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import all_runs
 from jobkit.run.status import State, Status
+from jobkit.run.usage import show_examples
 from jobkit.submission import local_sweep
 from jobkit.submission.observer import observe
 from jobkit.supervisor.line import Line, Standing
@@ -38,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for programs: {waiting: [...], sweeps: [...], waited: [...], broken_off: [...]}",
     )
     add_runs_dir(parser)
+    show_examples(
+        parser,
+        "--resume  start again what waited when this machine went down",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
 from jobkit.run.silent import is_silent
 from jobkit.run.status import Attempt, State, Status
+from jobkit.run.usage import show_examples
 from jobkit.submission.checkpoints_left import where_deleted
 from jobkit.submission.observer import is_active, may_be_requeued, observe
 from jobkit.submission.waiting import explained
@@ -43,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
     parser.add_argument(
         "--json", action="store_true", help="for programs: what status.json has, and the state of the job"
+    )
+    show_examples(
+        parser,
+        "toy  attempts, the time in them, and why they ended",
     )
 
 

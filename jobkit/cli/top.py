@@ -20,6 +20,7 @@ from jobkit.run.command_line import to_type
 from jobkit.run.duration import format_seconds
 from jobkit.run.status import State
 from jobkit.run.summary import Summary
+from jobkit.run.usage import show_examples
 from jobkit.submission.observer import ASK_SECONDS
 from jobkit.submission.overview import look_again, look_at
 
@@ -59,6 +60,10 @@ ORDER = ("running", "queued", "held")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
+    show_examples(
+        parser,
+        "'digits*'  the runs of that name that are under way",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,6 +40,27 @@ def to_follow_or_stop(run: str, *, has_logs: bool = True) -> str:
     return f"{follow}{to_type('cancel', run)}   stops it"
 
 
+def to_install(*packages: str) -> str:
+    """What to type to add packages to this Python, without changing its torch.
+
+    Packages, and no extra of jobkit's: the registry has another project of that name. In a clone they come in the
+    versions that jobkit is tested with, if its torch is this one.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # here: few commands ask for it
+
+    words = [this_python(), "-m", "pip", "install"]
+    try:
+        torch = f"torch=={version('torch')}"
+    except PackageNotFoundError:
+        return shlex.join([*words, *packages])
+    tested, here = Path(__file__).resolve().parents[2] / "tools" / "constraints.txt", Path.cwd()
+    if not (tested.is_file() and torch.partition("+")[0] in tested.read_text(encoding="utf-8").splitlines()):
+        return shlex.join([*words, *packages, torch])
+    return shlex.join(
+        [*words, "-c", str(tested.relative_to(here) if tested.is_relative_to(here) else tested), *packages]
+    )
+
+
 def runs_dir_typed() -> list[str]:
     """`--runs-dir DIR` as it stands on this command line: what is to be typed next needs it, too."""
     started = Path(sys.argv[0])

@@ -99,7 +99,12 @@ def check_values(plan: LaunchPlan) -> None:
     check_outputs(config)
     check_mirrors(config.mirror)
     chains.check(plan)
-    refers = {text for _, text in references.texts_with_references(config)}  # looked for when the run starts
+    check_inputs(config, plan.run.parent)
+
+
+def check_inputs(config: Config, runs_dir: Path) -> None:
+    """Raise InvalidValue for a path of `inputs` that is not there; a run looks for another's when it starts."""
+    refers = {text for _, text in references.texts_with_references(config)}
     for path in (one for one in config.inputs if one not in refers):
         try:
             full = Path(path).expanduser()
@@ -109,7 +114,7 @@ def check_values(plan: LaunchPlan) -> None:
         except (OSError, ValueError, RuntimeError) as error:  # too long, not to be looked at, or `~` of nobody
             problem = getattr(error, "strerror", None) or str(error)
         if problem:
-            meant = _directory_meant(path, plan.run.parent)
+            meant = _directory_meant(path, runs_dir)
             raise InvalidValue("inputs", f"{path}: {problem}; the task needs it to start{meant}")
 
 
@@ -185,6 +190,7 @@ def submit(
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
     # Whatever is wrong with the input is refused before anything is touched on the disk.
+    check_inputs(config, runs_dir)  # first: what is missing there is missing on a machine with more GPUs, too
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
     plan = dataclasses.replace(plan, turn=turn or plan.turn)
     needed = check(plan, source)

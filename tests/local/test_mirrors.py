@@ -232,8 +232,11 @@ def test_a_package_that_is_missing_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for name in [name for name in sys.modules if name.split(".")[0] in ("wandb", "mlflow")]:
         monkeypatch.delitem(sys.modules, name)
-    for service, mirror in (("wandb", {"wandb": WandbMirror()}), ("mlflow", {"mlflow": MlflowMirror()})):
-        with pytest.raises(InvalidValue, match=rf"mirror.{service}: .*pip install 'jobkit\[{service}\]'"):
+    for service, package, mirror in (
+        ("wandb", "wandb", {"wandb": WandbMirror()}),
+        ("mlflow", "mlflow-skinny", {"mlflow": MlflowMirror()}),
+    ):
+        with pytest.raises(InvalidValue, match=rf"mirror.{service}: .*-m pip install {package}$"):
             check_mirrors(MirrorConfig(**mirror))
 
 

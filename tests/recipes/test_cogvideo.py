@@ -24,12 +24,14 @@ from PIL import Image, ImageSequence
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from experiments.cogvideo.check import check
 from experiments.cogvideo.clips import Clips, split, write_index
 from experiments.cogvideo.diffusion import STEPS, NoiseSchedule, denoise, fixed_noise, guided, spread_steps
 from experiments.cogvideo.digits import moving, to_latent, to_pixels, write_moving_digits
 from experiments.cogvideo.show import side_by_side, strips, to_frames, write_shown
 from experiments.cogvideo.train import drawn_clips, network, sample_clips
 from experiments.cogvideo.transformer import VideoTransformer, patchify, positions, unpatchify
+from jobkit.errors import InvalidValue
 from jobkit.run.config import CommConfig, Config, ParallelConfig
 from jobkit.run.experiment import load
 from jobkit.run.layout import factor
@@ -455,6 +457,44 @@ def test_an_empty_folder_and_too_many_held_out_clips_are_refused(folder: Path, t
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty: no clips in it"):
         clips(tmp_path / "empty")
+
+
+def test_too_few_clips_are_refused_before_anything_is_queued(folder: Path, tmp_path: Path) -> None:
+    params = {"data": str(folder), "digits": False, "vae": "", "held_out": 256}
+    with pytest.raises(InvalidValue, match=rf"params.held_out: found 256, expected 1 to 3: {folder} has 4 clips"):
+        check(params)
+    check(params | {"held_out": 3})
+    with pytest.raises(InvalidValue, match=r"params.held_out: found 0, expected 1 or more"):
+        check(params | {"held_out": 0})
+    write_manifest = "".join('{"latent": "a", "text": "b"}\n' for _ in range(2))
+    (folder / "manifest.jsonl").write_text(write_manifest)
+    with pytest.raises(InvalidValue, match="expected 1 to 1"):
+        check(params)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidValue, match=r"params.data: .*empty: 0 clip\(s\) in it"):
+        check(params | {"data": str(tmp_path / "empty")})
+    with pytest.raises(InvalidValue, match=r"params.data: nowhere: no such folder"):
+        check(params | {"data": "nowhere"})
+
+
+def test_the_small_model_trains_on_ones_own_clips(tmp_path: Path) -> None:
+    place = folder_in(tmp_path / "folder")
+    (place.path / "latents").mkdir()
+    for number in range(8):
+        clip = {"latent": torch.randn(16, 3, 8, 12), "text": torch.randn(226, 4096)}
+        save_file(clip, place.path / "latents" / f"{number}.safetensors")
+
+    def typed(recipe: str, *overrides: str) -> Path:
+        place.python("-m", "jobkit", "submit", f"experiments/{recipe}.yaml", "--local", "--demo", *overrides)
+        (run,) = place.path.glob(f"runs/{recipe}-*")
+        return run
+
+    sizes = ("params.latent=[16,3,8,12]", "params.text=[226,4096]", "resources.tasks_per_node=1", "params.batch=2")
+    own = ("params.data=latents", "params.digits=false", "params.held_out=4", "params.steps=1")
+    run = typed("cogvideo", *own, *sizes, "params.micro_batch=1", "params.denoising_steps=2")
+    assert status(run)["step"] == 1 and list((run / "samples").glob("*.gif"))
+    made = typed("cogvideo_sample", f"params.run={run}", "params.clips=4", "params.denoising_steps=2")
+    assert len(list((made / "samples").glob("*.safetensors"))) == 4
 
 
 def test_held_out_clips_are_not_trained_on(folder: Path) -> None:

@@ -26,6 +26,7 @@ from experiments.imagenet64.fid import Fid, Gaussian, Inception, features_of, ha
 from experiments.imagenet64.scores import frechet_distance
 from experiments.imagenet64.train import withheld
 from jobkit.errors import UsageError
+from jobkit.run.experiment import load
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "experiments" / "imagenet64.yaml"
@@ -308,7 +309,10 @@ def test_without_its_packages_a_run_that_asks_for_fid_is_refused_at_submission(t
         pytest.skip("both are installed")
     place = Place(tmp_path / "folder")
     printed = place.submit(RECIPE, "params.fid_every=1", expect=2)
-    assert "params.fid_every: FID needs torch_fidelity" in printed and "pip install 'jobkit[fid]'" in printed
+    assert (
+        "params.fid_every: FID needs torch_fidelity" in printed
+        and "constraints.txt torch-fidelity torchvision, or" in printed
+    )
     assert not (place.path / "runs").exists()
 
 
@@ -322,6 +326,20 @@ def test_weights_that_are_not_there_are_refused_at_submission(tmp_path: Path) ->
     )
     assert done.returncode == 2
     assert "inputs: missing.pth: no such file or directory" in done.stdout + done.stderr
+
+
+def test_the_variable_for_the_weights_counts_in_the_small_recipe_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("IMAGENET_DIR", raising=False)
+    monkeypatch.setenv("INCEPTION", "missing.pth")
+    for recipe, overrides in ((RECIPE, []), (SAMPLING, ["params.run=x"])):
+        assert load(recipe, overrides).config.params["inception"] == "missing.pth"
+    place = Place(tmp_path / "folder")
+    command = [sys.executable, "-m", "jobkit", "submit", "experiments/imagenet64.yaml", "--local"]
+    done = subprocess.run(command, cwd=place.path, capture_output=True, text=True)
+    assert done.returncode == 2 and "inputs: missing.pth: no such file or directory" in done.stderr
+    assert not (place.path / "runs").exists()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from experiments.minimind import documents
 from experiments.minimind.check import check
 from experiments.minimind.data import Corpus, open_corpus
 from experiments.minimind.documents import tokens_of
-from experiments.minimind.tokens import FileTokenizer, open_tokenizer
+from experiments.minimind.tokens import ByteTokenizer, FileTokenizer, open_tokenizer
 from jobkit.errors import InputError, InvalidValue, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ def data(tmp_path: Path) -> Path:
 def test_a_tokenizer_is_built_from_the_data(data: Path, tmp_path: Path) -> None:
     done = build(data, tmp_path / "tokenizer.json", "--vocabulary", 400)
     assert done.returncode == 0, done.stderr
-    assert "400 tokens, from 400 documents, 0 broken lines left out" in done.stdout
+    assert "400 tokens, from 400 documents" in done.stdout
     tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"), *ENDS, vocabulary=400)
     assert (tokenizer.begin, tokenizer.end, tokenizer.vocabulary) == (1, 2, 400)
     unseen = "中国 is naïve, 🙂 unseen\n"
@@ -85,11 +86,12 @@ def test_a_part_of_the_documents_is_spread_over_the_file(data: Path, tmp_path: P
     assert len(tokens) < 8, "the second half was read, too"
 
 
-def test_lines_that_are_no_documents_are_named_and_left_out(data: Path, tmp_path: Path) -> None:
+def test_lines_that_are_no_documents_are_named_and_nothing_is_written(data: Path, tmp_path: Path) -> None:
     broken = ["{", '{"txt": "a"}', '{"text": 3}']
     write(data, *data.read_text().splitlines(), "", *broken)
     done = build(data, tmp_path / "tokenizer.json", "--vocabulary", 300)
-    assert done.returncode == 0 and "3 broken lines left out" in done.stdout
+    assert done.returncode == 2 and "3 broken line(s) among those read: mend or remove them" in done.stderr
+    assert not (tmp_path / "tokenizer.json").exists()
     for number, line in enumerate(broken, start=402):
         assert f'broken: {data}:{number}: expected {{"text": "..."}}, found {line}' in done.stderr
 
@@ -108,7 +110,7 @@ def test_wrong_input_is_a_line_with_exit_code_2_and_writes_nothing(data: Path, t
         ((empty, out), {}, "empty.jsonl: no document in it"),
         ((write(tmp_path / "bad.jsonl", "1", "2"), out), {}, "bad.jsonl: no document in it, 2 broken line(s)"),
         ((data, out, "--vocabulary", 258), {}, "--vocabulary: found 258, expected 259 or more"),
-        ((data, out), {"PYTHONPATH": str(tmp_path / "none")}, "pip install 'jobkit[tokenizers]'"),
+        ((data, out), {"PYTHONPATH": str(tmp_path / "none")}, "-m pip install -c "),
     ]:
         done = build(*arguments, **environment)
         assert done.returncode == 2 and said in done.stderr, (arguments, done.stderr)
@@ -202,6 +204,23 @@ def test_data_of_another_format_are_refused_with_file_and_line(project: Project,
     assert f"inputs: {data}: no such file" in refused(project)
 
 
+def test_all_lines_of_a_small_file_are_looked_at(project: Project, data: Path) -> None:
+    write(data, *as_lines(1200), "plain text")
+    assert f'params.data: {data}:1201: expected {{"text": "..."}}, found plain text' in refused(project)
+
+
+def test_a_part_to_hold_out_that_is_no_document_is_refused_with_one_that_is(project: Project, data: Path) -> None:
+    said = refused(project, "params.held_out=0.00001")
+    found = re.search(r"params.held_out: with 1e-05, 0 of 400 documents of \S+ are for validation: give (\S+) to", said)
+    assert found and 0 < float(found[1]) < 0.05
+    assert open_corpus(data, ByteTokenizer(), float(found[1])).held_out == 1
+    said = refused(project, "params.held_out=0.999999")
+    assert (found := re.search(r"400 of 400 documents .* to (\S+)$", said.strip()))
+    assert open_corpus(data, ByteTokenizer(), float(found[1])).held_out < 400
+    write(data, *as_lines(1))
+    assert f"params.data: {data}: one document in it, expected 2 or more" in refused(project)
+
+
 def test_data_beside_which_nothing_can_be_written_are_refused_and_a_link_to_them_is_not(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,11 +247,11 @@ def test_a_tokenizer_that_does_not_fit_is_refused(project: Project, tmp_path: Pa
     assert f"params.tokenizer: {tokenizer}: not a tokenizer.json: " in refused(project)
 
 
-def test_without_the_package_the_refusal_names_the_extra(project: Project, tmp_path: Path) -> None:
+def test_without_the_package_the_refusal_says_what_to_type(project: Project, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     write(tmp_path / "none" / "tokenizers.py", "raise ImportError")
     said = refused(project, PYTHONPATH=str(tmp_path / "none"))
-    assert "params.tokenizer: " in said and "pip install 'jobkit[tokenizers]'" in said
+    assert "params.tokenizer: " in said and "-m pip install -c " in said
 
 
 def test_a_model_trains_on_the_data_with_the_tokenizer_that_was_built(project: Project) -> None:
@@ -244,6 +263,40 @@ def test_a_model_trains_on_the_data_with_the_tokenizer_that_was_built(project: P
     assert 0 < found["result"]["nats_per_token"] < 5.0  # ln 400 is 5.99
     assert found["result"]["corpus"] == corpus["sha256"]
     assert all(file.read_text().startswith("document") for file in (run / "samples").iterdir())
+
+
+def test_the_small_model_trains_on_ones_own_text_and_writes_on_from_ones_own_prompts(
+    project: Project, data: Path
+) -> None:
+    own = (f"params.data={data}", "params.topics=false", "params.prompt=Once upon", "params.steps=2")
+    project.jobkit("submit", "experiments/minimind.yaml", "--local", "--demo", *own)
+    (run,) = project.runs
+    assert status(run)["step"] == 2
+    assert all(file.read_text().startswith("Once upon") for file in (run / "samples").iterdir())
+    made = (
+        f"params.run={run}",
+        "params.prompts=[Once upon, The cat]",
+        "params.samples=1",
+        "params.sampling.new_tokens=5",
+    )
+    project.jobkit("submit", "experiments/minimind_generate.yaml", "--local", "--demo", *made)
+    texts = [file.read_text() for file in sorted(run.parent.glob("minimind_generate-*/samples/*"))]
+    assert [text[:7] for text in texts] == ["Once up", "The cat"]
+    assert (
+        "No such file"
+        in jobkit(
+            project,
+            *(
+                "submit",
+                "experiments/minimind.yaml",
+                "--local",
+                "--demo",
+                "params.data=none.jsonl",
+                "params.topics=false",
+            ),
+            expect=2,
+        ).stderr
+    )
 
 
 def test_a_run_does_not_go_on_with_other_documents_or_another_tokenizer(data: Path, tmp_path: Path) -> None:

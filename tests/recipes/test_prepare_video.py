@@ -537,6 +537,10 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     for arguments, says in [
         ([source, tmp_path, "--weights", tmp_path], "no vae/config.json in it; --weights is a folder of CogVideoX"),
         ([tmp_path / "nowhere", tmp_path, "--weights", weights], "nowhere: no such folder"),
+        (
+            [source, tmp_path, "--weights", tmp_path / "none"],
+            "none: no such folder; --weights is a folder of CogVideoX",
+        ),
         ([source, tmp_path / "file" / "out", "--weights", weights, *SIZE], "cannot be written"),
         ([source, tmp_path, "--weights", weights, "--frames", 10], "--frames: found 10, expected a multiple of 4 and"),
         ([source, tmp_path, "--weights", weights, "--width", 40], "--width: found 40, expected a multiple of 16"),
@@ -548,6 +552,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
         assert says in here(prepare_video, *arguments, expect=2).splitlines()[-1]
     for arguments, says in [
         ([tmp_path, tmp_path, "--weights", tmp_path], "no vae/config.json in it"),
+        ([tmp_path, tmp_path, "--weights", tmp_path / "none"], "such as a copy of huggingface.co/THUDM/CogVideoX-2b"),
         ([tmp_path, tmp_path, "--weights", weights], "no .safetensors files in it"),
     ]:
         assert says in here(decode_video, *arguments, expect=2).splitlines()[-1]
@@ -561,6 +566,25 @@ def test_a_decoder_says_what_it_cannot_load_or_decode(weights: Path, tmp_path: P
         decode(vae, torch.zeros(3, 3, 4, 6))
     with pytest.raises(ValueError, match="an MP4's height and width are even"):
         mp4(torch.zeros(2, 3, 5, 6, dtype=torch.uint8))
+
+
+def test_where_accelerate_is_not_installed_nothing_is_said_of_it(weights: Path, tmp_path: Path) -> None:
+    (tmp_path / "without.py").write_text(
+        "import importlib.metadata, importlib.util, pathlib, sys, torch\n"
+        "find_spec, version = importlib.util.find_spec, importlib.metadata.version\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'accelerate' else find_spec(name, *more)\n"
+        "from experiments.cogvideo.decoder import load_vae\n"
+        "import diffusers.utils.import_utils as utils\n"
+        "assert not utils.is_accelerate_available()\n"
+        "load_vae(pathlib.Path(sys.argv[1]), torch.device('cpu'), torch.float32)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "without.py"), str(weights / "vae")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "accelerate" not in done.stdout + done.stderr, done.stderr
 
 
 def test_in_tiles_it_is_nearly_the_same_video(weights: Path) -> None:

@@ -69,7 +69,6 @@ def test_every_test_that_the_docs_name_exists() -> None:
 RUN_BY = {
     "git clone <this repository> jobkit && cd jobkit": "test_the_first_screen_of_the_readme_in_a_fresh_clone",
     "tools/run experiments/imagenet64.yaml --local": "test_the_first_screen_of_the_readme_in_a_fresh_clone",
-    "tools/run experiments/imagenet64.yaml --cluster slurm": "test_the_first_screen_of_the_readme_in_a_fresh_clone",
     "python -m jobkit.submit toy.yaml --local": "test_the_example_and_the_commands_of_the_readme_run",
     "python -m jobkit.submit toy.yaml --cluster slurm params.lr=3e-4 resources.nodes=1": "test_the_example_on_slurm",
     "python -m jobkit.submit toy.yaml --cluster slurm --dry-run": "test_the_example_on_slurm",
@@ -172,7 +171,9 @@ RUN_BY = {
     "tools/run experiments/minimind_generate.yaml --local params.run=$(echo runs/minimind-*)": (
         "test_the_small_recipes"
     ),
-    ".venv/bin/python -m pip install 'jobkit[tokenizers]'": "test_without_the_package_the_refusal_names_the_extra",
+    ".venv/bin/python -m pip install -c tools/constraints.txt tokenizers": (
+        "test_without_the_package_the_refusal_says_what_to_type"
+    ),
     ".venv/bin/python tools/train_tokenizer.py .../pretrain_t2t_mini.jsonl .../tokenizer.json --vocabulary 6400": (
         "test_a_tokenizer_is_built_from_the_data"
     ),
@@ -182,6 +183,17 @@ RUN_BY = {
     "tools/run experiments/minimind.yaml --cluster slurm": "test_the_full_recipe_is_planned_for_slurm",
     "tools/run experiments/minimind_generate.yaml --cluster slurm params.run=runs/minimind-...": (
         "test_the_full_recipe_is_planned_for_slurm"
+    ),
+    "tools/run experiments/minimind.yaml --local --demo params.data=.../mine.jsonl params.topics=false "
+    "'params.prompt=Once upon'": "test_the_small_model_trains_on_ones_own_text_and_writes_on_from_ones_own_prompts",
+    "tools/run experiments/minimind_generate.yaml --local --demo params.run=runs/minimind-... "
+    "'params.prompts=[Once upon, The cat]'": (
+        "test_the_small_model_trains_on_ones_own_text_and_writes_on_from_ones_own_prompts"
+    ),
+    "tools/run experiments/cogvideo.yaml --local --demo params.data=.../latents params.digits=false params.held_out=4 "
+    "'params.latent=[16,3,8,12]' 'params.text=[226,4096]'": "test_the_small_model_trains_on_ones_own_clips",
+    "tools/run experiments/cogvideo_sample.yaml --local --demo params.run=runs/cogvideo-... params.clips=4": (
+        "test_the_small_model_trains_on_ones_own_clips"
     ),
     "tools/run experiments/imagenet64_sample.yaml --local params.run=$(echo runs/imagenet64-*)": (
         "test_the_small_recipes"
@@ -229,6 +241,21 @@ def options_of(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         cli.main([verb, "--help"])
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "completion"])  # which ends with a line a shell
+def test_the_help_of_every_verb_ends_with_examples_of_options_that_exist(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, found, examples = options_of(verb, capsys).partition("Examples:")
+    assert found
+    for option in re.findall(r"(?<!\S)(--[a-z][a-z-]*)", examples):
+        assert option in known, option
+
+
+def test_the_readme_lists_every_verb() -> None:
+    listed = (ROOT / "README.md").read_text().partition("## Commands")[2].partition("Exit codes")[0]
+    assert [verb for verb in cli.VERBS if not re.search(rf"\b{verb}\b", listed)] == []
 
 
 @every_page

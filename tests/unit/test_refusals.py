@@ -380,6 +380,14 @@ def test_a_module_above_the_yaml_is_told_where_the_command_was_typed_elsewhere(p
     assert done.stderr.endswith(f"; it is in {project.path}: type the command there\n")
 
 
+def test_an_input_that_is_not_there_is_told_before_the_devices_that_are_missing(project: Project) -> None:
+    text = "name: toy\ntask: mytask:train\ninputs: [/no/such/data]\nresources: {tasks_per_node: 8, gpus_per_task: 1}\n"
+    project.env["CUDA_VISIBLE_DEVICES"] = "0"
+    for more in ((), ("--dry-run",)):
+        mistake = Mistake("inputs", ["toy.yaml:3: inputs: /no/such/data: no such file"], files={"toy.yaml": text})
+        assert_refused(project, mistake, "--local", *more)
+
+
 def without_slurm(tmp_path: Path) -> str:
     """A PATH with what jobkit may need and no Slurm."""
     programs = tmp_path / "programs"
