@@ -32,7 +32,7 @@ INDEX = "index.pickle"
 
 _BLOCK = 8 << 20
 _LARGE = 1 << 20  # bytes of a tensor that begins at a page, and of memory that is written where it lies
-_ALIGNMENT = 64  # a cache line, and a multiple of every dtype's size, as a view demands
+ALIGNMENT = 64  # a cache line, and a multiple of every dtype's size, as a view demands
 
 
 def begin_at(end: int, size: int) -> int:
@@ -41,7 +41,7 @@ def begin_at(end: int, size: int) -> int:
     By one rule for both, so that what is one piece of memory is one piece of the file. Writing past the page cache asks
     for whole pages.
     """
-    alignment = mmap.PAGESIZE if size >= _LARGE else _ALIGNMENT
+    alignment = mmap.PAGESIZE if size >= _LARGE else ALIGNMENT
     return -(-end // alignment) * alignment
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from jobkit.checkpoint.storage import Extent, raw, read_exactly
+from jobkit.checkpoint.storage import ALIGNMENT, Extent, raw, read_exactly
 
 Taker = str | list[ReadItem]
 """What takes a saved object: a key that has it whole, in new memory, or items that fill parts of tensors with it."""
@@ -71,29 +71,38 @@ def read_whole(
             data = bytearray(first.length)
             read_exactly(file, first.offset, memoryview(data))
             targets.found[key] = bytes(data)
-        elif len(run) == 1:
+        elif first.length >= _ALONE:
             targets.found[key] = tensor = _empty(first)
             read_exactly(file, first.offset, raw(tensor))
         else:
-            _, dtype = _described(first)
-            sizes = [extent.length // dtype.itemsize for _, extent in run]
-            block = torch.empty(sum(sizes), dtype=dtype)
+            last, (_, dtype) = run[-1][1], _described(first)
+            block = torch.empty((last.offset + last.length - first.offset) // dtype.itemsize, dtype=dtype)
             read_exactly(file, first.offset, raw(block))
-            # typed as if it returned nothing
-            copies: Any = torch.split_with_sizes_copy(block, sizes)  # type: ignore[func-returns-value]
-            for (key, extent), tensor in zip(run, copies, strict=True):
+            for (key, extent), tensor in zip(run, _copies(block, run), strict=True):
                 shape, _ = _described(extent)
                 # Not `view`: a view made under no_grad cannot be changed in place outside of it.
                 targets.found[key] = tensor if len(shape) == 1 else tensor.resize_(shape)
 
 
+def _copies(block: torch.Tensor, run: Sequence[tuple[str, Extent]]) -> Sequence[torch.Tensor]:
+    """The tensors of a run, flat, of the block that was read of it."""
+    sizes = [extent.length // block.element_size() for _, extent in run]
+    if sum(sizes) == block.numel():
+        copies: Any = torch.split_with_sizes_copy(block, sizes)  # type: ignore[func-returns-value] # typed as None
+        return copies  # type: ignore[no-any-return]
+    starts = [(extent.offset - run[0][1].offset) // block.element_size() for _, extent in run]
+    return [block[start : start + size].clone() for start, size in zip(starts, sizes, strict=True)]
+
+
 def _runs(wanted: Iterable[tuple[str, Extent]]) -> Iterator[list[tuple[str, Extent]]]:
-    """Small tensors of one dtype that lie one after the other; everything else alone."""
+    """Small tensors of one dtype that lie one after the other, but for what aligns them; everything else alone."""
     run: list[tuple[str, Extent]] = []
     file, dtype, start, end = "", None, 0, 0
     for pair in wanted:
         extent = pair[1]
-        joins = extent.offset == end and extent.file == file and extent.dtype is dtype and extent.shape is not None
+        joins = extent.file == file and 0 <= extent.offset - end < ALIGNMENT
+        if extent.dtype is None or extent.dtype is not dtype or (extent.offset - start) % extent.dtype.itemsize:
+            joins = False
         if run and not (joins and extent.length < _ALONE and end - start < _TOGETHER):
             yield run
             run = []

@@ -123,7 +123,7 @@ def test_without_imagenet_the_small_recipe_is_used_and_said(monkeypatch: pytest.
     config = recipe(monkeypatch, IMAGENET_RES="64")
     assert config.params["digits"]
     assert config.params["res"] == 8
-    assert config.inputs == []
+    assert not any(config.inputs)
     assert parameters(config, classes=10) == 827_745
     assert "IMAGENET_DIR is not set" in load(RECIPE).notes[0]
 
