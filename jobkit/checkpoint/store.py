@@ -10,7 +10,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -346,12 +345,11 @@ def _link_or_copy(source: Path, target: Path, folder: Path) -> None:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Size and checksum of a file, read once: a block is in the checksum, without the GIL, while the next is read."""
-    size, blocks = 0, [memoryview(bytearray(_BLOCK)) for _ in range(2)]
-    crc: Future[int] | None = None
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "checkpoint-crc") as pool:
-        while count := file.readinto(blocks[0]):
-            crc = pool.submit(zlib.crc32, blocks[0][:count], 0 if crc is None else crc.result())
-            blocks.reverse()
+    """Size and checksum of a file, read once."""
+    size = crc = 0
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            crc = zlib.crc32(block[:count], crc)
             size += count
-    return FileDigest(size, 0 if crc is None else crc.result())
+    return FileDigest(size, crc)
