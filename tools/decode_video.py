@@ -22,7 +22,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jobkit.run.files import write_atomic
+from jobkit.run.files import files_below, write_atomic
 from jobkit.train.video import FRAMES_PER_SECOND, gif, mp4
 
 
@@ -73,7 +73,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     root = source.parent if source.is_file() else source
     files = [source] if source.is_file() else []
     if source.is_dir():
-        files = sorted(file for file in preparing.files_below(source) if file.suffix == ".safetensors")
+        files = sorted(file for file in files_below(source) if file.suffix == ".safetensors")
     if not files:
         raise Failure(f"{source}: no .safetensors files in it, as cogvideo_sample.yaml writes to samples/")
     preparing.check_writable(destination)

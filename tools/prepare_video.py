@@ -32,7 +32,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from jobkit import JobkitError
-from jobkit.run.files import write_atomic
+from jobkit.run.files import files_below, write_atomic
 
 SAMPLE = 1 << 16
 """Bytes of T5's weights that are looked at together."""
@@ -236,7 +236,7 @@ def tell_left_over(found: list[videos.Video], destination: Path) -> None:
     known, origin = {target_of(video, destination) for video in found}, found[0].origin
     others = sorted(
         path
-        for path in preparing.files_below(destination)
+        for path in files_below(destination)
         if path.suffix == ".safetensors" and path not in known
         if (made_of := made_from(path)) is not None and not other_source(made_of, origin)
     )

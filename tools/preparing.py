@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
@@ -131,21 +131,6 @@ def progress(results: Generator[Done, None, None], what: str, total: int, consol
             together += done
             shown.advance(bar, len(done))
     return together
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """All files of a folder and of those in it, but what begins with a dot; links are followed, to nothing twice."""
-    state = folder.stat()
-    seen = {(state.st_dev, state.st_ino)}
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        below = sorted((path.is_symlink(), path) for path in (Path(parent, name) for name in folders))
-        folders.clear()
-        for _, path in below:
-            state = path.stat()
-            if not path.name.startswith(".") and (state.st_dev, state.st_ino) not in seen:
-                seen.add((state.st_dev, state.st_ino))
-                folders.append(path.name)
-        yield from (Path(parent, file) for file in files if not file.startswith("."))
 
 
 def check_writable(folder: Path) -> None:

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from preparing import Failure, files_below
+from preparing import Failure
 from torch import Tensor
 from torch.nn import functional as F
+
+from jobkit.run.files import files_below
 
 if TYPE_CHECKING:
     import av

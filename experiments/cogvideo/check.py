@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Any
 
 from jobkit.errors import InvalidValue
 from jobkit.run.command_line import to_install
+from jobkit.run.files import files_below
 
 
 def check(params: dict[str, Any]) -> None:
@@ -44,13 +44,11 @@ def _check_clips(folder: Path, held_out: int) -> None:
         raise InvalidValue("params.held_out", found)
 
 
-def _clips(folder: Path) -> Iterator[str]:
+def _clips(folder: Path) -> Iterator[bytes | Path]:
     """What clips.py, which needs torch, takes for clips: lines of a manifest, or files."""
     manifest = folder / "manifest.jsonl"
     if manifest.exists():
-        with manifest.open() as lines:
+        with manifest.open("rb") as lines:
             yield from lines
         return
-    for _, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name[0] != "."]
-        yield from (file for file in files if file.endswith((".safetensors", ".npz")) and file[0] != ".")
+    yield from (path for path in files_below(folder) if path.suffix in (".safetensors", ".npz"))

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from jobkit.run.files import write_atomic
+from jobkit.run.files import files_below, write_atomic
 
 SUFFIXES = (".safetensors", ".npz")
 
@@ -91,20 +91,8 @@ def write_index(folder: Path, index: Path) -> None:
 
 
 def _found(folder: Path) -> Iterator[bytes]:
-    state = folder.stat()
-    seen = {(state.st_dev, state.st_ino)}
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        # Names with a dot are the captions of tools/prepare_video.py. A link may lead to where this has been before.
-        below = sorted((path.is_symlink(), path) for path in (Path(parent, name) for name in folders))
-        folders.clear()
-        for _, path in below:
-            state = path.stat()
-            if path.name[0] != "." and (state.st_dev, state.st_ino) not in seen:
-                seen.add((state.st_dev, state.st_ino))
-                folders.append(path.name)
-        for file in files:
-            if file.endswith(SUFFIXES) and file[0] != ".":
-                yield os.fsencode(os.path.relpath(Path(parent, file), folder))
+    # Names with a dot, which are left out, are the captions of tools/prepare_video.py.
+    return (os.fsencode(path.relative_to(folder)) for path in files_below(folder) if path.suffix in SUFFIXES)
 
 
 def _listed(manifest: Path) -> Iterator[tuple[bytes, bytes]]:

@@ -135,3 +135,19 @@ def foreign_owner(path: Path, folder: Path) -> str | None:
         return pwd.getpwuid(owner).pw_name
     except KeyError:
         return f"user {owner}"
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files of a folder and of those in it, but what begins with a dot; links are followed, to nothing twice."""
+    state = folder.stat()
+    seen = {(state.st_dev, state.st_ino)}
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        # Links come last: what one leads to is found by its own name where it is here.
+        below = sorted((path.is_symlink(), path) for path in (Path(parent, name) for name in folders))
+        folders.clear()
+        for _, path in below:
+            state = path.stat()
+            if not path.name.startswith(".") and (state.st_dev, state.st_ino) not in seen:
+                seen.add((state.st_dev, state.st_ino))
+                folders.append(path.name)
+        yield from (Path(parent, file) for file in files if not file.startswith("."))

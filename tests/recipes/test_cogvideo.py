@@ -477,6 +477,15 @@ def test_too_few_clips_are_refused_before_anything_is_queued(folder: Path, tmp_p
         check(params | {"data": "nowhere"})
 
 
+def test_clips_behind_a_link_count_before_anything_is_queued_as_they_do_in_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "disk").symlink_to(folder)
+    check({"data": str(tmp_path / "there"), "digits": False, "vae": "", "held_out": 3})
+    assert len(clips(tmp_path / "there")) == 4
+
+
 def test_the_small_model_trains_on_ones_own_clips(tmp_path: Path) -> None:
     place = folder_in(tmp_path / "folder")
     (place.path / "latents").mkdir()
