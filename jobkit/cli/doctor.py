@@ -28,6 +28,9 @@ from jobkit.submission.probe import TASK, run_probe
 SEEN_LATE_SECONDS = 5.0
 """From a file's replacement to the other node's seeing it: what is shorter nobody who waits for a run notices."""
 
+SLOW_NAME_SECONDS = 1.0
+"""For the name of an address: with more of them the ranks of many nodes come late to their rendezvous."""
+
 COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 
 
@@ -69,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             measured, status = run_probe(loaded, plan, Path(folder), lambda line: console.print(line, markup=False))
             probe = status.result if status.state == State.FINISHED else None
             told = [verdict(measured, status, resources.nodes)]
-            told += [disk_verdict(probe["disk"])] if probe is not None else []
+            told += [disk_verdict(probe["disk"]), *names_verdict(probe["names"])] if probe is not None else []
             for check in told:
                 _say(console, check)
             found += told
@@ -121,6 +124,18 @@ def verdict(run: RunDir, status: Status, nodes: int) -> Check:
         return Check("network", OK, found)
     names = ", ".join(probe["slow"])
     return Check("network", WARNING, f"{found}; slow: {names}", f"repeat it, and exclude {names} if it stays so")
+
+
+def names_verdict(names: dict[str, Any]) -> list[Check]:
+    """A warning where the name service keeps ranks waiting; nothing where it does not."""
+    if names["seconds"] <= SLOW_NAME_SECONDS:
+        return []
+    found = f"the name service takes {names['seconds']:.1f} s for {names['address']}, the address of a node"
+    advice = (
+        "torch asks for that of each rank, one after the other, before they train: cache names on the nodes "
+        "(nscd, sssd, systemd-resolved), or write the nodes into /etc/hosts"
+    )
+    return [Check("names", WARNING, found, advice)]
 
 
 def disk_verdict(disk: dict[str, Any]) -> Check:

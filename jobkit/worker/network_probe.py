@@ -7,11 +7,13 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from jobkit.addresses import own_addresses
 from jobkit.errors import JobkitError
 from jobkit.worker.disk_probe import probe_disk
 
@@ -33,13 +35,14 @@ Groups = list[list[int]]
 def probe(ctx: Context) -> dict[str, Any]:
     """The task of `jobkit doctor`: measure, size by size and round by round; any `params.sizes` instead of SIZES.
 
-    Returns {device, backend, ranks, world: [{bytes, seconds, bus}], nodes: [{node, inside, between}], slow, disk}: the
-    median seconds of an all-reduce, and bus bandwidths in bytes a second (see `bus_bandwidth`), at the largest size for
-    nodes; `disk` is what `probe_disk` found of the run directory.
+    Returns {device, backend, ranks, world: [{bytes, seconds, bus}], nodes: [{node, inside, between}], slow, disk,
+    names}: the median seconds of an all-reduce, and bus bandwidths in bytes a second (see `bus_bandwidth`), at the
+    largest size for nodes; `disk` is what `probe_disk` found of the run directory, `names` what `probe_names` did.
     """
     sizes = [int(size) for size in ctx.params.get("sizes", SIZES)]
     nodes = ranks_by_node()
     disk = probe_disk(ctx.run_dir / f"disk-probe-{ctx.attempt}", nodes)
+    names = probe_names(len(nodes))
     rounds: list[tuple[int, Groups]] = [(size, [list(range(ctx.world_size))]) for size in sizes]
     rounds += [(max(sizes), groups) for groups in node_rounds(list(nodes.values()))]
     found = Results()
@@ -53,7 +56,7 @@ def probe(ctx: Context) -> dict[str, Any]:
     ]
     rows = by_node(nodes, rounds[len(sizes) :], found.seconds[len(sizes) :])
     about = {"device": ctx.device.type, "backend": dist.get_backend(), "ranks": ctx.world_size}
-    return {**about, "world": world, "nodes": rows, "slow": slow_nodes(rows), "disk": disk}
+    return {**about, "world": world, "nodes": rows, "slow": slow_nodes(rows), "disk": disk, "names": names}
 
 
 class Results:
@@ -80,6 +83,23 @@ def ranks_by_node() -> dict[str, list[int]]:
     names = [name for _, name in nodes]
     unique = len(set(names)) == len(names)  # nodes simulated on one machine have its name
     return {name if unique else f"{name}#{number}": ranks for (number, name), ranks in sorted(nodes.items())}
+
+
+def probe_names(nodes: int) -> dict[str, Any]:
+    """{address, seconds}: what rank 0 waits for the name of the last rank's address. On all ranks together.
+
+    torch's store asks for the name of each rank's address as it connects, one after the other.
+    """
+    addresses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, own_addresses(nodes)[0])
+    found = [{"address": addresses[-1], "seconds": 0.0}]
+    if dist.get_rank() == 0:
+        started = time.perf_counter()
+        with suppress(OSError):  # one without a name is as good as any
+            socket.getnameinfo((f"::ffff:{addresses[-1]}", 0), 0)  # as torch's sockets have it
+        found[0]["seconds"] = time.perf_counter() - started
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def node_rounds(nodes: Sequence[Sequence[int]]) -> list[Groups]:

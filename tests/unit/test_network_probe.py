@@ -12,7 +12,7 @@ from harness.in_process import jobkit
 from harness.project import Project
 from rich.console import Console
 
-from jobkit.cli.doctor import disk_verdict, tables, verdict
+from jobkit.cli.doctor import disk_verdict, names_verdict, tables, verdict
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State, Status
 from jobkit.submission import checks
@@ -150,3 +150,10 @@ def test_a_node_is_as_fast_as_with_the_better_of_its_neighbours() -> None:
 def test_which_node_is_slow(inside: list[float | None], between: list[float | None], slow: list[str]) -> None:
     pairs = zip(inside, between, strict=True)
     assert slow_nodes([{"node": f"n{i}", "inside": one, "between": two} for i, (one, two) in enumerate(pairs)]) == slow
+
+
+def test_a_name_service_that_keeps_ranks_waiting_is_a_warning() -> None:
+    assert names_verdict({"address": "10.0.0.3", "seconds": 0.2}) == []
+    (check,) = names_verdict({"address": "10.0.0.3", "seconds": 5.004})
+    assert (check.name, check.state) == ("names", WARNING)
+    assert check.found == "the name service takes 5.0 s for 10.0.0.3, the address of a node"
