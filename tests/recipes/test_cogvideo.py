@@ -650,6 +650,19 @@ def test_clips_are_the_same_on_one_rank_or_two_and_those_there_are_not_made_agai
     assert status(again)["result"] == status(made)["result"]
 
 
+def test_clips_of_weights_that_the_run_has_no_more_are_made_again(trained: Folder, tmp_path: Path) -> None:
+    run, found = shutil.copytree(trained.run("cogvideo"), tmp_path / "run"), []
+    for name in ("begun before", "begun after"):
+        folder = folder_in(tmp_path / name)
+        if name == "begun before":
+            folder.script("sample", SAMPLING, MAKING, f"params.run={run}", stop_after=3)
+            weights = run / "final" / "model.safetensors"
+            state = {key: value + 0.01 * torch.randn_like(value) for key, value in load_file(weights).items()}
+            save_file(state, weights, metadata={"format": "pt"})
+        found.append(samples(folder.script("sample", SAMPLING, MAKING, f"params.run={run}")))
+    assert found[0] == found[1]
+
+
 def test_sampling_without_a_finished_run_is_refused(tmp_path: Path) -> None:
     folder = folder_in(tmp_path / "folder")
     assert "params.run" in folder.submit(SAMPLING, expect=2)
