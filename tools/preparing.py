@@ -117,9 +117,14 @@ def _end_with_parent() -> None:
 
 
 def _call(function: Callable[[Item], Result], item: Item) -> Result:
-    if _ending.is_set():
-        raise SystemExit
-    return function(item)
+    try:
+        if _ending.is_set():
+            raise SystemExit
+        return function(item)
+    except SystemExit:
+        if _ending.is_set():  # all is tidied up; the pool would take this for a result, and the worker for one to wait
+            os._exit(1)
+        raise
 
 
 def progress(results: Generator[Done, None, None], what: str, total: int, console: Console) -> Done:
@@ -160,6 +165,12 @@ def weights_in(folder: Path, *others: str) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", *others))
 
 
+def _interrupt(*_: object) -> None:
+    """Take Ctrl-C once: another one, while what is under way is ended, would leave some of it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def as_lines(texts: Iterable[object]) -> bytes:
     """UTF-8, a line each; the bytes of a file's name stay, whatever they are."""
     return "".join(f"{text}\n" for text in texts).encode(errors="surrogateescape")
@@ -176,6 +187,8 @@ def main(tool: str, prepare: Callable[[Console], tuple[Done, Path, Path]]) -> in
         return code
 
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
         done, folder, report = prepare(console)
         lines = [f"{path}: {why}" for path, why in done.broken]
         if lines:

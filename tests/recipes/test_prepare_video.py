@@ -407,7 +407,7 @@ def test_a_video_that_is_being_copied_is_made_when_it_is_whole(
     assert "1 made, 0 already there, 0 broken" in here(prepare_video, *common)
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C again and again", "kill -9"])
 def test_what_ends_it_ends_its_processes_at_once_and_the_same_command_continues(
     how: str, source: Path, weights: Path, prepared: Path, tmp_path: Path, here: Callable[..., str]
 ) -> None:
@@ -431,13 +431,16 @@ def test_what_ends_it_ends_its_processes_at_once_and_the_same_command_continues(
     deadline = time.monotonic() + 200
     while not (tmp_path / "out" / "videos" / "1.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    if how == "Ctrl-C":
-        os.killpg(process.pid, signal.SIGINT)
-    else:
+    if how == "kill -9":
         process.kill()
+    else:
+        os.killpg(process.pid, signal.SIGINT)
+    while how == "Ctrl-C again and again" and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
     _, message = process.communicate(timeout=200)  # until the last of its processes has closed it
-    assert process.returncode == (130 if how == "Ctrl-C" else -signal.SIGKILL), message
-    assert message.endswith("prepare_video: interrupted; the same command continues\n") is (how == "Ctrl-C")
+    assert process.returncode == (-signal.SIGKILL if how == "kill -9" else 130), message
+    assert message.endswith("prepare_video: interrupted; the same command continues\n") is (how != "kill -9")
     assert "Traceback" not in message
     assert sorted(path.name for path in (tmp_path / "out" / "videos").iterdir()) == ["0.safetensors", "1.safetensors"]
     stuck.unlink()
