@@ -17,12 +17,13 @@ from pathlib import Path
 
 import preparing
 import processes
+import torch
 from preparing import Done, Failure
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jobkit.run.files import files_below, write_atomic
+from jobkit.run.files import files_below, read_json, write_atomic, write_json
 from jobkit.train.video import FRAMES_PER_SECOND, gif, mp4
 
 
@@ -32,6 +33,8 @@ class Latent:
 
     source: Path
     target: Path
+    since: int
+    """When the options became what they are, in ns: a video from before was made with others."""
     fps: int
     weights: Path
     precision: str
@@ -40,15 +43,18 @@ class Latent:
 
 def watchable(latent: Latent) -> Done:
     """Decode a latent to a video; a file that holds none is reported and passed over."""
-    if latent.target.exists() and latent.target.stat().st_mtime >= latent.source.stat().st_mtime:
+    newest = max(latent.source.stat().st_mtime_ns, latent.since)
+    if latent.target.exists() and latent.target.stat().st_mtime_ns >= newest:
         return Done(kept=1)
     decoder = decoder_of(latent.weights, latent.precision, latent.tiling)
     try:
         with safe_open(latent.source, "pt") as opened:
             tensor = opened.get_tensor("latent")
         frames = decoder(tensor)
-    except (OSError, ValueError, SafetensorError) as error:
-        return Done(broken=[(latent.source, preparing.reason(error))])
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # torch's, of a size that it cannot decode
+        return Done(broken=[(latent.source, preparing.reason(error)[:300])])
     latent.target.parent.mkdir(parents=True, exist_ok=True)
     data = gif(frames) if latent.target.suffix == ".gif" else mp4(frames, latent.fps)
     write_atomic(latent.target, data, durable=False)
@@ -65,6 +71,15 @@ def decoder_of(weights: Path, precision: str, tiling: bool) -> Callable[[Tensor]
     return partial(decode, vae)
 
 
+def keep_options(file: Path, fps: int, weights: Path, precision: str, tiling: bool) -> int:
+    """Write down how videos are made, unless that is what the file says already: when it was written, in ns."""
+    vae = [preparing.digest_of(one) for one in preparing.weights_in(weights / "vae", ".json")]
+    options = {"fps": fps, "vae": vae, "precision": precision, "tiling": tiling}
+    if read_json(file) != options:
+        write_json(file, options, durable=False)
+    return file.stat().st_mtime_ns
+
+
 def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path, Path]:
     """Decode all latents: what was done, where, and where broken ones are to be listed."""
     processes.check_packages("av", "diffusers", "PIL")
@@ -79,7 +94,8 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     preparing.check_writable(destination)
     suffix = ".gif" if arguments.gif else ".mp4"
     how = arguments.fps, arguments.weights, arguments.precision, arguments.tiling
-    latents = [Latent(file, destination / file.relative_to(root).with_suffix(suffix), *how) for file in files]
+    since = keep_options(destination / f".options{suffix}.json", *how)
+    latents = [Latent(file, destination / file.relative_to(root).with_suffix(suffix), since, *how) for file in files]
     done = processes.spread(watchable, latents, "latents", arguments.workers, arguments.devices, console)
     return done, destination, destination / "broken.txt"
 
@@ -89,8 +105,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description="Decode latents to DST/<name>.mp4, in parallel.",
-        epilog="The same command continues an interrupted run: videos that are there already, and newer than their "
-        "latents, are not made again. " + preparing.EXIT_CODES,
+        epilog="The same command continues an interrupted run: videos that are there already, newer than their latents "
+        "and of the same options, are not made again. " + preparing.EXIT_CODES,
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="folder of .safetensors files, or one of them")
     parser.add_argument("destination", type=Path, metavar="DST", help="folder of the videos")

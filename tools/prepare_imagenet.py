@@ -22,7 +22,7 @@ from PIL import Image
 from preparing import Done, Failure
 from rich.console import Console
 
-from jobkit.run.files import write_atomic
+from jobkit.run.files import read_json, write_atomic, write_json
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
 CHUNK = 64
@@ -42,7 +42,10 @@ class Chunk:
 
 
 def downsample(image: Image.Image, res: int, crop: bool = False) -> Image.Image:
-    """The image, or its largest centred square if `crop`, as `res` x `res` RGB."""
+    """The image, or its largest centred square if `crop`, as `res` x `res` RGB; ValueError for a grey one of more than
+    8 bits."""
+    if image.mode.startswith(("I", "F")):  # Pillow would cut such values off at 255
+        raise ValueError(f"more than 8 bits a pixel (Pillow's mode {image.mode})")
     image = image.convert("RGB")
     if not crop:
         return image.resize((res, res), Image.Resampling.BOX)
@@ -86,8 +89,33 @@ def find_chunks(source: Path, target: Path, res: int, crop: bool) -> Iterator[Ch
     """All images of `source`, class by class."""
     for folder in sorted(path for path in source.iterdir() if path.is_dir()):
         names = sorted(name.name for name in folder.iterdir() if name.suffix.lower() in SUFFIXES)
+        by_target: dict[str, str] = {}
+        for name in names:
+            if (other := by_target.setdefault(Path(name).stem, name)) != name:
+                raise Failure(f"{folder}: {other} and {name} would both be {Path(name).stem}.png; rename one of them")
         for start in range(0, len(names), CHUNK):
             yield Chunk(folder, target / folder.name, names[start : start + CHUNK], res, crop)
+
+
+def keep_origins(target: Path, source: Path, classes: list[str], crop: bool) -> None:
+    """Write down what the classes' images are made of, and how; Failure where there are some made otherwise.
+
+    They would count as made already. A source that is gone may have been moved, and is this one then.
+    """
+    file = target.with_name("made_of.json")
+    known = read_json(file) or {}
+    origin = str(source.resolve())
+    for name in (one for one in classes if (target / one).exists() and one in known):
+        before = known[name]
+        if before["crop"] != crop:
+            how = "with --crop" if before["crop"] else "without --crop"
+            raise Failure(f"{target / name} was made {how}: give another --name")
+        if before["source"] != origin and Path(before["source"], name).exists():
+            where = f"{target / name} is of {before['source']}"
+            raise Failure(f"{where}: give this source a --name of its own (or remove {file}, if it is a copy)")
+    made_of = {name: {"source": origin, "crop": crop} for name in classes}
+    if known | made_of != known:
+        write_json(file, known | made_of, durable=False)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -135,6 +163,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     except OSError as error:
         raise Failure(f"{error.filename}: cannot be read: {error.strerror}") from None
     preparing.check_writable(target)
+    keep_origins(target, source, sorted({chunk.target.name for chunk in chunks}), arguments.crop)
     results = preparing.in_processes(convert, chunks, arguments.workers)
     done = preparing.progress(results, "images", sum(len(chunk.names) for chunk in chunks), console)
     return done, target, arguments.destination / f"broken_{arguments.res}.txt"

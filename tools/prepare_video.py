@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ class Settings:
     """A digest, as of `digest_of`."""
 
 
+OF_VIDEO = ("bytes", "modified", "sha256")
+"""What a file says of the video's own file: its length, when it was written, in ns, and a digest of its content."""
+
+
 @dataclass(frozen=True)
 class Clip:
     """A video to be encoded: where it goes, and where the embedding of its caption is."""
@@ -68,15 +72,26 @@ class Clip:
         """What the file says that it was made of; None where none of this tool's is there, or not all of it."""
         return made_from(self.target)
 
-    def about(self, size: int) -> dict[str, Any]:
-        """What its file says, made of a video of `size` bytes: one that says else is made again."""
+    def about(self) -> dict[str, Any]:
+        """What its file says besides OF_VIDEO: one that says else is made again."""
         of = self.video
-        named = {"source": str(of.origin), "video": of.name, "bytes": size, "caption": of.caption}
-        return named | asdict(self.settings)
+        return {"source": str(of.origin), "video": of.name, "caption": of.caption} | asdict(self.settings)
 
-    def is_as_asked(self, made_of: dict[str, Any] | None, size: int) -> bool:
-        """Whether the file was made of this; the source may have been moved since."""
-        return made_of is not None and made_of | {"source": str(self.video.origin)} == self.about(size)
+    def is_of_it(self, made_of: dict[str, Any] | None) -> bool:
+        """Whether the file was made of a video of this name, as asked; the source may have been moved since."""
+        said = {key: value for key, value in (made_of or {}).items() if key not in OF_VIDEO}
+        return said | {"source": str(self.video.origin)} == self.about()
+
+    def is_as_asked(self, made_of: dict[str, Any] | None, *, reads: bool = False) -> bool:
+        """Whether the file was made of this video as it is now: of that length, and written then or, where the video
+        may be read, of that content."""
+        if made_of is None or not self.is_of_it(made_of):
+            return False
+        state = self.video.path.stat()
+        if state.st_size != made_of.get("bytes"):
+            return False
+        is_of_then = state.st_mtime_ns == made_of.get("modified")
+        return is_of_then or (reads and preparing.digest_of(self.video.path) == made_of.get("sha256"))
 
     def refusal(self, made_of: dict[str, Any] | None) -> str | None:
         """Why the file cannot be made, or None: it is of another source's video of this name."""
@@ -142,10 +157,12 @@ def embed(clip: Clip) -> Done:
 
 def encode(clip: Clip) -> Done:
     """Make the file of a clip; a video that cannot be read is reported and passed over."""
-    of, before = clip.settings, clip.video.path.stat()
-    if clip.is_as_asked(clip.made_from(), before.st_size):  # by another process, since this one looked
-        return Done(kept=1)
+    of = clip.settings
     try:
+        before = clip.video.path.stat()
+        if clip.is_as_asked(clip.made_from(), reads=True):  # or by another process, since this one looked
+            return Done(kept=1)
+        digest = preparing.digest_of(clip.video.path)
         frames = videos.read_frames(clip.video.path, of.frames, of.fps, (of.height, of.width), of.skip)
         after = clip.video.path.stat()
     except Exception as error:  # a decoder may raise anything for a file that is no video
@@ -161,7 +178,8 @@ def encode(clip: Clip) -> Done:
         text = opened.get_tensor("text")
     if refusal := clip.refusal(clip.made_from()):  # another command's, since this one looked
         return Done(broken=[(clip.video.path, refusal)])
-    made_of = json.dumps(clip.about(before.st_size), sort_keys=True)
+    of_video = dict(zip(OF_VIDEO, (before.st_size, before.st_mtime_ns, digest), strict=True))
+    made_of = json.dumps(clip.about() | of_video, sort_keys=True)
     write(clip.target, {"latent": drawn[0] * vae.config.scaling_factor, "text": text}, made_of)
     return Done(made=1)
 
@@ -213,13 +231,13 @@ def find_clips(arguments: argparse.Namespace, settings: Settings, found: list[vi
         clip = Clip(video, target_of(video, arguments.destination), text, arguments.weights, settings)
         made_of = clip.made_from()
         if not video.path.exists():
-            is_of_it = made_of is not None and clip.is_as_asked(made_of, made_of.get("bytes", 0))
+            is_of_it = clip.is_of_it(made_of)
             broken.append((video.path, "no such file" if is_of_it else clip.set_aside("no such file")))
         elif video.caption is None:
             broken.append((video.path, clip.set_aside("no caption")))
         elif refusal := clip.refusal(made_of):
             broken.append((video.path, refusal))
-        elif clip.is_as_asked(made_of, video.path.stat().st_size):
+        elif clip.is_as_asked(made_of):  # one that is only dated anew is read by the processes
             kept += 1
         else:
             missing.append(clip)
@@ -244,7 +262,7 @@ def tell_left_over(found: list[videos.Video], destination: Path) -> None:
     if not others:
         listed.unlink(missing_ok=True)  # of an earlier run
         return
-    write_atomic(listed, "".join(f"{path}\n" for path in others), durable=False)
+    write_atomic(listed, preparing.as_lines(others), durable=False)
     print(
         f"prepare_video: {len(others):,} in {destination} of videos that the source does not have any more, such as "
         f"{others[0].relative_to(destination)}: they are trained on, too, until you remove them (all listed in "
@@ -260,6 +278,10 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     check_weights(arguments.weights, arguments.frames, {"height": arguments.height, "width": arguments.width})
     settings = Settings(**options, weights=digest_of(arguments.weights))
     try:
+        os.fsencode(arguments.destination).decode()
+    except UnicodeDecodeError:
+        raise Failure(f"{arguments.destination}: no UTF-8, and safetensors opens no file there; another DST") from None
+    try:
         with console.status(f"looking for videos in {arguments.source}"):
             found = videos.find_videos(arguments.source)
             preparing.check_writable(arguments.destination)
@@ -267,7 +289,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     except OSError as error:
         raise Failure(f"{error.filename}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise Failure(f"{arguments.source}: captions are no UTF-8 text: {error}") from None
+        raise Failure(f"{arguments.source}: no UTF-8 text: {error}") from None
     captions = list({clip.text: clip for clip in clips}.values())
     # The two models one after the other: T5 alone is of 9.5 GB. On a CPU it is one process's, with all of the cores.
     one = 1 if arguments.devices == ["cpu"] else arguments.workers
@@ -281,28 +303,23 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
 
 
 def digest_of(weights: Path) -> str:
-    """16 hex digits of the autoencoder, settings and weights, and of T5's settings and samples of its weights.
+    """16 hex digits of the autoencoder, settings and weights, of the tokenizer, and of T5's settings and samples of its
+    weights.
 
     T5 is 20 times as large: of each of its files 64 KiB are read every 16 MiB, less than one of its matrices.
     """
     found = hashlib.sha256((weights / "text_encoder" / "config.json").read_bytes())
-    for file in weights_in(weights / "text_encoder"):
+    for file in preparing.weights_in(weights / "text_encoder"):
         size = file.stat().st_size
         found.update(f"{file.name} {size}".encode())
         with file.open("rb") as opened:
             for place in (*range(0, size, 1 << 24), max(0, size - SAMPLE)):
                 opened.seek(place)
                 found.update(opened.read(SAMPLE))
-    for file in weights_in(weights / "vae", ".json"):
-        with file.open("rb") as opened:
-            for piece in iter(partial(opened.read, 1 << 24), b""):
-                found.update(piece)
+    tokenizer = sorted(file for file in (weights / "tokenizer").iterdir() if file.is_file())
+    for file in (*preparing.weights_in(weights / "vae", ".json"), *tokenizer):
+        found.update(preparing.digest_of(file).encode())
     return found.hexdigest()[:16]
-
-
-def weights_in(folder: Path, *others: str) -> list[Path]:
-    """The files of a model's weights, and those of other suffixes."""
-    return sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", *others))
 
 
 def check_weights(weights: Path, frames: int, sides: dict[str, int]) -> None:

@@ -5,6 +5,7 @@ A file appears whole or not at all, so the same command continues: what is there
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -116,9 +117,14 @@ def _end_with_parent() -> None:
 
 
 def _call(function: Callable[[Item], Result], item: Item) -> Result:
-    if _ending.is_set():
-        raise SystemExit
-    return function(item)
+    try:
+        if _ending.is_set():
+            raise SystemExit
+        return function(item)
+    except SystemExit:
+        if _ending.is_set():  # all is tidied up; the pool would take this for a result, and the worker for one to wait
+            os._exit(1)
+        raise
 
 
 def progress(results: Generator[Done, None, None], what: str, total: int, console: Console) -> Done:
@@ -145,20 +151,48 @@ def check_writable(folder: Path) -> None:
         raise Failure(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
 
 
+def digest_of(path: Path) -> str:
+    """64 hex digits of what is in a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as opened:
+        for piece in iter(partial(opened.read, 1 << 24), b""):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def weights_in(folder: Path, *others: str) -> list[Path]:
+    """The files of a model's weights, and those of other suffixes."""
+    return sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", *others))
+
+
+def _interrupt(*_: object) -> None:
+    """Take Ctrl-C once: another one, while what is under way is ended, would leave some of it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def as_lines(texts: Iterable[object]) -> bytes:
+    """UTF-8, a line each; the bytes of a file's name stay, whatever they are."""
+    return "".join(f"{text}\n" for text in texts).encode(errors="surrogateescape")
+
+
 def main(tool: str, prepare: Callable[[Console], tuple[Done, Path, Path]]) -> int:
     """Exit code of a program that does `prepare`: what was done, the folder that it is in, and where to list what is
     broken; KeyboardInterrupt, Failure and OSError end it with a line."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be no text
 
     def fail(code: int, message: str) -> int:
         print(f"{tool}: {message}", file=sys.stderr)
         return code
 
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
         done, folder, report = prepare(console)
         lines = [f"{path}: {why}" for path, why in done.broken]
         if lines:
-            write_atomic(report, "\n".join(lines) + "\n", durable=False)
+            write_atomic(report, as_lines(lines), durable=False)
         else:
             report.unlink(missing_ok=True)  # of an earlier run
     except KeyboardInterrupt:

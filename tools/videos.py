@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".mp4", ".avi", ".m4v", ".mkv", ".mov", ".webm")
 PROMPTS = ("prompts.txt", "prompt.txt")
 """CogVideo's guide has the first name, its scripts the second."""
+ENCODING = "utf-8-sig"
+"""UTF-8; the mark that editors on Windows put before it is no part of a caption."""
 ROUNDED = 0.002
 """Seconds by which a container may have rounded a frame's time."""
 
@@ -41,7 +44,8 @@ ROUNDED = 0.002
 class Video:
     """A video, its caption (None if it has none), a name of its own, and the folder in which it has that name.
 
-    The name is a path without `..`, without dots at the beginning of its parts, and without a suffix.
+    The name is a path without `..`, without dots at the beginning of its parts, and without a suffix; a byte that is no
+    UTF-8 stands in it as %E9, since safetensors opens no such file.
     """
 
     path: Path
@@ -78,14 +82,16 @@ def _name(path: Path, root: Path) -> str:
     below = path.resolve().relative_to("/") if relative.parts[0] == ".." else relative
     # The training takes what begins with a dot for a file that is being written, or for .texts.
     shown = (f"_{part}" if part.startswith(".") else part for part in below.with_suffix("").parts)
-    return str(Path(*shown))
+    return re.sub("[\udc80-\udcff]", lambda byte: f"%{ord(byte[0]) - 0xDC00:02X}", str(Path(*shown)))
 
 
 def _listed(source: Path) -> Iterator[tuple[Path, str]]:
-    with source.open(encoding="utf-8", newline="") as lines:
+    with source.open(encoding=ENCODING, newline="") as lines:
         rows = csv.DictReader(lines) if source.suffix == ".csv" else _json_lines(source, lines)
         for row in rows:
             number = rows.line_num if isinstance(rows, csv.DictReader) else row.pop(None)
+            if None in row:  # a caption would end at its first comma
+                raise Failure(f"{source}:{number}: more fields than columns; a text with a comma in it is in quotes")
             video, caption = row.get("video"), row.get("caption") or ""
             if not isinstance(video, str) or not video or not isinstance(caption, str):
                 keys = ", ".join(str(key) for key in row)
@@ -124,7 +130,7 @@ def _path(text: str) -> Path:
 
 def _lines_of(file: Path) -> list[str]:
     r"""The lines of a text, which "\n" ends and nothing else; Failure names one that is empty between others."""
-    lines = [line.strip() for line in file.read_bytes().decode().rstrip().split("\n")]
+    lines = [line.strip() for line in _text_of(file).rstrip().split("\n")]
     if lines == [""]:
         return []
     for number, line in enumerate(lines, start=1):
@@ -143,8 +149,16 @@ def _label(source: Path, video: Path) -> str:
     parts = ["labels" if part == "videos" else part for part in video.relative_to(source).parts]
     for file in (source.joinpath(*parts).with_suffix(".txt"), video.with_suffix(".txt")):
         if file.exists():
-            return file.read_bytes().decode().strip().partition("\n")[0].strip()
+            return _text_of(file).strip().partition("\n")[0].strip()
     return ""
+
+
+def _text_of(file: Path) -> str:
+    """What is in a file; Failure where that is no UTF-8."""
+    try:
+        return file.read_bytes().decode(ENCODING)
+    except UnicodeDecodeError as error:
+        raise Failure(f"{file}: no UTF-8 text: {error}") from None
 
 
 def read_frames(path: Path, count: int, per_second: int, size: tuple[int, int], skip: int) -> Tensor:

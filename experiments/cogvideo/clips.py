@@ -10,9 +10,8 @@ of clips nor their size matters for memory, and a run keeps its clips when other
 from __future__ import annotations
 
 import io
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from jobkit.run.files import files_below, write_atomic
-
-SUFFIXES = (".safetensors", ".npz")
+from experiments.cogvideo.manifest import SUFFIXES, clips_in
+from jobkit.run.files import write_atomic
 
 
 class Clips(Dataset):
@@ -81,31 +79,12 @@ def write_index(folder: Path, index: Path) -> None:
     """Write the file names of a folder's clips, bytes [N, 2] (of the latent, of the text), unless that is done."""
     if index.exists():
         return
-    manifest = folder / "manifest.jsonl"
-    names = list(_listed(manifest)) if manifest.exists() else [(name, name) for name in sorted(_found(folder))]
+    names = list(clips_in(folder)) if (folder / "manifest.jsonl").exists() else sorted(clips_in(folder))
     if not names:
         raise ValueError(f"{folder}: no clips in it: neither {' nor '.join(SUFFIXES)} files nor a manifest.jsonl")
     content = io.BytesIO()
     np.save(content, np.array(names, dtype=np.bytes_))
     write_atomic(index, content.getvalue())
-
-
-def _found(folder: Path) -> Iterator[bytes]:
-    # Names with a dot, which are left out, are the captions of tools/prepare_video.py.
-    return (os.fsencode(path.relative_to(folder)) for path in files_below(folder) if path.suffix in SUFFIXES)
-
-
-def _listed(manifest: Path) -> Iterator[tuple[bytes, bytes]]:
-    with manifest.open("rb") as lines:  # UTF-8, whatever the locale of a node is
-        for number, line in enumerate(lines, start=1):
-            try:
-                entry = json.loads(line)
-                yield entry["latent"].encode(), entry["text"].encode()
-            except (ValueError, TypeError, KeyError, AttributeError):
-                found = line.decode(errors="replace").strip()[:80]
-                raise ValueError(
-                    f'{manifest}:{number}: found {found}, expected {{"latent": file, "text": file}}'
-                ) from None
 
 
 def _product(shape: Sequence[int]) -> str:

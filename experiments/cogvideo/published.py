@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from experiments.cogvideo.check import WEIGHTS, weight_map
 from experiments.cogvideo.transformer import VideoTransformer
 from jobkit import JobkitError
+from jobkit.errors import UsageError
 
 MODULES = (
     (r"patch_embed\.proj", "embed.video"),
@@ -36,8 +38,6 @@ MODULES = (
     (r"proj_out", "velocity.out"),
 )
 """Modules of diffusers' CogVideoXTransformer3DModel, and ours."""
-FILE = "diffusion_pytorch_model.safetensors"
-"""Or, for weights in several files, that name with .index.json, which says which tensor is in which."""
 ALWAYS = {
     "use_rotary_positional_embeddings": False,
     "use_learned_positional_embeddings": False,
@@ -68,7 +68,8 @@ def our_name(name: str) -> str | None:
 def load_published(net: VideoTransformer, folder: Path | str) -> None:
     """Copy the weights of a folder (config.json and .safetensors) into a model, one tensor after the other.
 
-    Raises JobkitError for a folder that is not there, is of another model, or lacks weights, and names the first.
+    Raises JobkitError for a folder that cannot be read, UsageError where it is of another model, or lacks weights; both
+    name the first.
     """
     folder = Path(folder)
     check_config(net, _json(folder / "config.json"))
@@ -76,7 +77,7 @@ def load_published(net: VideoTransformer, folder: Path | str) -> None:
     for name, file in _files(folder).items():
         ours = our_name(name)
         if ours is None or ours not in own:
-            raise JobkitError(
+            raise UsageError(
                 f"{file}: {name} is nothing that this model has: it is not CogVideoX-2b's, or has more layers"
             )
         tensor = _tensor(file, name)
@@ -85,32 +86,34 @@ def load_published(net: VideoTransformer, folder: Path | str) -> None:
         parameter = own.pop(ours)
         if tensor.shape != parameter.shape:
             found, expected = (" x ".join(map(str, shape)) for shape in (tensor.shape, parameter.shape))
-            raise JobkitError(f"{file}: {name} is {found}, expected {expected} ({ours})")
+            raise UsageError(f"{file}: {name} is {found}, expected {expected} ({ours})")
         with torch.no_grad():
             parameter.copy_(tensor)
     if own:
-        raise JobkitError(f"{folder}: no weights for {next(iter(own))} in it, and for {len(own) - 1} more")
+        raise UsageError(f"{folder}: no weights for {next(iter(own))} in it, and for {len(own) - 1} more")
 
 
 def check_config(net: VideoTransformer, config: Mapping[str, Any]) -> None:
-    """JobkitError where a config.json describes a model that computes something else than ours."""
+    """UsageError where a config.json describes a model that computes something else than ours."""
     expected = ALWAYS | {"spatial_interpolation_scale": net.embed.rescale, "patch_size": net.embed.patch}
     expected["num_attention_heads"] = net.embed.dim // net.block_0.attention.head
     for key, value in expected.items():
         if key in config and config[key] != value:
-            raise JobkitError(f"config.json of the published weights: {key}: found {config[key]}, expected {value}")
+            raise UsageError(f"config.json of the published weights: {key}: found {config[key]}, expected {value}")
 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Which file has which tensor."""
-    index = folder / f"{FILE}.index.json"
-    if index.exists():
-        return {name: folder / file for name, file in _json(index)["weight_map"].items()}
+    index = folder / f"{WEIGHTS}.index.json"
     try:
-        with safe_open(folder / FILE, "pt") as opened:
-            return dict.fromkeys(opened.keys(), folder / FILE)
+        if index.exists():
+            return {name: folder / file for name, file in weight_map(index).items()}
+        with safe_open(folder / WEIGHTS, "pt") as opened:
+            return dict.fromkeys(opened.keys(), folder / WEIGHTS)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     except (OSError, SafetensorError) as error:
-        raise JobkitError(f"{folder / FILE} cannot be read: {error}") from None
+        raise JobkitError(f"{folder / WEIGHTS} cannot be read: {error}") from None
 
 
 def _tensor(file: Path, name: str) -> Tensor:

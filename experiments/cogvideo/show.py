@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
@@ -72,7 +73,17 @@ def write_mp4(path: Path, video: Tensor) -> None:
     write_atomic(path, mp4(video))
 
 
-def write_latent(path: Path, latent: Tensor) -> None:
-    """Write a latent for a decoder to take, as a safetensors file like those that it was learnt from."""
+def write_latent(path: Path, latent: Tensor, weights: str) -> None:
+    """Write a latent for a decoder to take, as a safetensors file like those that it was learnt from, which says of
+    which weights it is."""
     path.parent.mkdir(exist_ok=True)
-    write_atomic(path, save({"latent": latent.contiguous().cpu()}))
+    write_atomic(path, save({"latent": latent.contiguous().cpu()}, metadata={"weights": weights}))
+
+
+def is_of(path: Path, weights: str) -> bool:
+    """Whether `write_latent` has written a file of these weights."""
+    try:
+        with safe_open(path, "pt") as opened:
+            return (opened.metadata() or {}).get("weights") == weights
+    except (OSError, SafetensorError):
+        return False

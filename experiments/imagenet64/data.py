@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from rich.progress import track
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -129,6 +130,8 @@ def decode(path: Path, res: int, channels: int) -> np.ndarray:
     """An image file as uint8 [R, R, C]; ValueError names one that is broken or of another size."""
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):  # Pillow would cut such values off at 255
+                raise ValueError(f"{path}: more than 8 bits a pixel (Pillow's mode {image.mode})")
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except OSError as error:
         raise ValueError(f"{path}: not a whole image ({error})") from error
@@ -142,20 +145,24 @@ def read_png(path: Path, res: int, channels: int) -> Tensor:
     return _to_tensor(decode(path, res, channels))
 
 
-def is_image(path: Path, res: int, channels: int) -> bool:
-    """Whether an image is there, and whole: after a power failure, a file that was just renamed can be empty."""
+def is_image(path: Path, res: int, channels: int, made_of: str) -> bool:
+    """Whether an image is there that says it is made of this, and whole: after a power failure, a file that was just
+    renamed can be empty."""
     try:
         decode(path, res, channels)
+        with Image.open(path) as image:
+            return image.info.get("made_of") == made_of
     except ValueError:
         return False
-    return True
 
 
-def write_png(path: Path, image: Tensor) -> None:
-    """Write a uint8 image [C, H, W]; the file appears whole, in a folder that is made where there is none."""
+def write_png(path: Path, image: Tensor, made_of: str = "") -> None:
+    """Write a uint8 image [C, H, W], which says what it is made of; the file appears whole, in a folder that is made
+    where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    png = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(png, format="png")
+    png, about = io.BytesIO(), PngInfo()
+    about.add_text("made_of", made_of)
+    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(png, format="png", pnginfo=about)
     write_atomic(path, png.getvalue(), durable=False)
 
 

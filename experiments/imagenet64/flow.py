@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchdiffeq import odeint
 
+from experiments.imagenet64.check import SOLVERS
 from experiments.imagenet64.unet import UNet
 
-SOLVERS = ("euler", "midpoint", "heun2", "dopri5")
 TOLERANCE = 1e-5
 """dopri5's, relative and absolute, for pixels in [-1, 1]."""
 

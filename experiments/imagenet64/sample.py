@@ -20,14 +20,14 @@ from experiments.imagenet64.data import Part, is_image, open_images, read_png, s
 from experiments.imagenet64.fid import BATCH, Fid, Inception
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
 from experiments.imagenet64.train import draws, errors, method_of, tiled
-from jobkit.train.exported import load_weights
+from jobkit.train.exported import load_weights, weights_digest
 
 
 def sample(ctx: jobkit.Context, network: Callable[[str], nn.Module] = Inception) -> dict[str, float | None]:
     """Draw `params.samples` images into samples/<class>/<number>.png, all classes equally often, and score them.
 
-    An image that is there already, from an attempt that was interrupted, is not drawn again. `network` is what FID's
-    features are of, made of `params.inception`.
+    An image that is there already, from an attempt that was interrupted, is not drawn again, unless the run has other
+    weights now. `network` is what FID's features are of, made of `params.inception`.
     """
     p = ctx.params
     trained = OmegaConf.load(Path(p.run) / "config.yaml").params
@@ -38,6 +38,7 @@ def sample(ctx: jobkit.Context, network: Callable[[str], nn.Module] = Inception)
     method = method_of(trained)
     net = method.network(trained.channels, len(images.classes), trained.unet).to(ctx.device).eval()
     load_weights(net, p.run)
+    made_of = weights_digest(p.run)
     labels = [number % len(images.classes) for number in range(p.samples)]
     files = [
         ctx.run_dir / "samples" / images.classes[label] / f"{number:06d}.png" for number, label in enumerate(labels)
@@ -46,11 +47,10 @@ def sample(ctx: jobkit.Context, network: Callable[[str], nn.Module] = Inception)
 
     def draw(label: Tensor, ids: Tensor) -> None:
         here = [files[number] for number in ids.tolist()]
-        if not all(
-            is_image(one, trained.res, trained.channels) for one in here
-        ):  # all or none: dopri5 chooses its steps for a batch as a whole
+        # All or none: dopri5 chooses its steps for a batch as a whole.
+        if not all(is_image(one, trained.res, trained.channels, made_of) for one in here):
             for one, image in zip(here, drawn_of(label, ids).cpu(), strict=True):
-                write_png(one, image)
+                write_png(one, image, made_of)
 
     ctx.map(draw, labels, batch_size=p.batch)
     if ctx.is_main:

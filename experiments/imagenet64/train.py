@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import jobkit
+from experiments.imagenet64.check import METHODS
 from experiments.imagenet64.data import Part, open_images, split, write_png
 from experiments.imagenet64.digits import write_digits
 from experiments.imagenet64.discrete import DiscreteFlowMatching
@@ -119,14 +120,14 @@ def open_data(ctx: jobkit.Context, p: DictConfig) -> tuple[Part, Part]:
     ctx.barrier()
     images = open_images(Path(p.data), p.res, p.channels)
     if len(images.classes) != p.classes:
-        raise ValueError(f"params.classes: found {p.classes}, and {p.data} has {len(images.classes)} classes")
+        raise UsageError(f"params.classes: found {p.classes}, and {p.data} has {len(images.classes)} classes")
     return split(images, p.held_out, p.flip)
 
 
 def method_of(p: DictConfig) -> Method:
     """The method that `params.method` names."""
-    if p.method not in ("continuous", "discrete"):
-        raise ValueError(f"params.method: found {p.method!r}, allowed: continuous, discrete")
+    if p.method not in METHODS:
+        raise UsageError(f"params.method: found {p.method!r}, allowed: {', '.join(METHODS)}")
     return FlowMatching() if p.method == "continuous" else DiscreteFlowMatching(p.levels)
 
 

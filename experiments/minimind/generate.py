@@ -16,6 +16,8 @@ import jobkit
 from experiments.minimind.model import MiniMind
 from experiments.minimind.sampling import complete, write_text
 from experiments.minimind.train import held_out_costs, open_data
+from jobkit.errors import UsageError
+from jobkit.run.rundir import RunDir
 from jobkit.train.exported import load_weights
 from jobkit.train.seeds import derive_seed
 
@@ -25,6 +27,8 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
     p = ctx.params
     trained = OmegaConf.load(Path(p.run) / "config.yaml").params
     tokenizer, corpus = open_data(ctx, trained)
+    if (RunDir(p.run).status().result or {}).get("tokenizer", corpus.tokenizer) != corpus.tokenizer:
+        raise UsageError(f"{trained.tokenizer}: not the tokenizer that {p.run} was trained with")
     net = MiniMind(**trained.model).to(ctx.device)
     load_weights(net, p.run)
 
@@ -54,4 +58,4 @@ def generate(ctx: jobkit.Context) -> dict[str, float | str]:
         print(f"samples: {ctx.run_dir / 'samples'}", flush=True)
         for number, texts in enumerate(written):
             ctx.log_text(f"samples/{number:04d}", f"```\n{texts[0]}\n```")
-    return {**held_out_costs(ctx, net, corpus, trained), "corpus": corpus.sha256}
+    return {**held_out_costs(ctx, net, corpus, trained), "corpus": corpus.sha256, "tokenizer": corpus.tokenizer}

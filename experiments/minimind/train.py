@@ -21,7 +21,7 @@ from jobkit.train import schedule
 
 
 def train(ctx: jobkit.Context) -> dict[str, float | str]:
-    """Train as the YAML's params say; the result is the cost of held-out text, and which text it was."""
+    """Train as the YAML's params say; the result is the cost of held-out text, and which text and tokenizer."""
     p = ctx.params
     model = ctx.parallelize(MiniMind(**p.model))  # before data are read: one that cannot be spread fails at once
     optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=p.lr, betas=tuple(p.betas), weight_decay=p.weight_decay)
@@ -55,7 +55,7 @@ def train(ctx: jobkit.Context) -> dict[str, float | str]:
         norm = ctx.update(optimizer, max_norm=p.max_norm)
         scheduler.step()
         ctx.log({"train/loss": loss, "train/gradient_norm": norm})
-    return {**validate(), "corpus": corpus.sha256}
+    return {**validate(), "corpus": corpus.sha256, "tokenizer": corpus.tokenizer}
 
 
 def open_data(ctx: jobkit.Context, p: DictConfig) -> tuple[Tokenizer, Corpus]:

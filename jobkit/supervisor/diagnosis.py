@@ -104,25 +104,35 @@ SAID_LINES, SAID_BYTES = 4, 4096
 """How many of the last lines of a rank's stderr are told, and how far from its end they are looked for."""
 
 
-def _last_said(run: RunDir, attempt: int, rank: int | None) -> str:
-    """The last lines that a rank printed to stderr, in one; empty where there are none."""
+USAGE = 2
+"""The exit code with which argparse, and click, end a program whose options are wrong."""
+
+_USAGE = re.compile(r"^usage: .*?^(\S.*?: )?error: [^\n]*\Z", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+"""What they print before it, to the end: other programs end with that code, too."""
+
+
+def _last_said(run: RunDir, attempt: int, rank: int | None) -> list[str]:
+    """The last lines that a rank printed to stderr, without empty ones."""
     if rank is None:
-        return ""
+        return []
     try:
         with run.rank_log(attempt, rank, "err").open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - SAID_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
     except OSError:
-        return ""
-    return " / ".join([line.strip() for line in lines if line.strip()][-SAID_LINES:])
+        return []
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _silent(run: RunDir, attempt: int, first: FirstFailure, known: Failure) -> EndCause:
     code = "" if first.code is None else f" with exit code {first.code}"
     who = "the ranks" if first.rank is None else f"rank {first.rank}"
-    said = _last_said(run, attempt, first.rank)
+    lines = _last_said(run, attempt, first.rank)
+    said = " / ".join(lines[-SAID_LINES:])
     error = f"{who} ended{code}{f': {said}' if said else '; what it printed is in its log'}"
-    return EndCause("crashed", replace(known, rank=first.rank, node=first.node, error=error))
+    # Its words are those of the YAML, whichever attempt it is.
+    final = True if first.code == USAGE and _USAGE.search("\n".join(lines)) else None
+    return EndCause("crashed", replace(known, rank=first.rank, node=first.node, error=error, final=final))
 
 
 def _killed(first: FirstFailure, known: Failure) -> EndCause:

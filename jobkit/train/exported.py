@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,21 @@ def load_weights(module: nn.Module, path: Path | str, name: str = "model", *, tr
         load_module_state(module, state)
     except RuntimeError as error:
         raise JobkitError(f"{file} does not fit {type(module).__name__}: {error}") from None
+
+
+def weights_digest(path: Path | str, name: str = "model") -> str:
+    """64 hex digits of what `load_weights` loads, equal for equal weights: to tell what was made of which.
+
+    Raises JobkitError for a file that is not there.
+    """
+    file = _find(Path(path), name)
+    found = hashlib.sha256()
+    for one in (file, file.with_name(f"{file.stem}.extra.pt")):
+        if one.exists():
+            with one.open("rb") as opened:
+                for piece in iter(partial(opened.read, 1 << 24), b""):
+                    found.update(piece)
+    return found.hexdigest()
 
 
 def _load_extra(file: Path, trusted: bool) -> dict[str, Any]:

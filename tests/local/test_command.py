@@ -66,6 +66,17 @@ sys.exit(int(os.environ.get("EXIT", "0")) if rank == "1" else 0)
 """
 
 
+PARSING = """\
+import argparse, os
+from pathlib import Path
+
+Path(os.environ["JOBKIT_RUN"], f"began_{os.environ['JOBKIT_ATTEMPT']}").touch()
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+parser.parse_args()
+"""
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     made = Project(tmp_path / "project")
@@ -115,6 +126,14 @@ def test_a_script_that_fails_is_tried_again_within_its_budget(project: Project) 
     assert status(run)["state"] == "failed"
     assert [attempt["cause"] for attempt in status(run)["attempts"]] == ["crashed", "crashed"]
     assert "rank 1 ended with exit code 3" in status(run)["error"]
+
+
+def test_a_script_that_does_not_know_its_options_is_not_tried_again(project: Project) -> None:
+    (project.path / "bare.py").write_text(PARSING)
+    said = project.submit("--local", "command=[python, bare.py, --lrr, 1]", expect=1).stderr
+    (run,) = project.runs
+    assert len(status(run)["attempts"]) == 1 and len(list(run.glob("began_*"))) == 1
+    assert "bare.py: error: unrecognized arguments: --lrr 1 (would fail again: not retried)" in said
 
 
 def test_a_script_without_init_is_preempted_and_starts_again_on_this_machine(project: Project) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -466,7 +467,7 @@ def test_too_few_clips_are_refused_before_anything_is_queued(folder: Path, tmp_p
     check(params | {"held_out": 3})
     with pytest.raises(InvalidValue, match=r"params.held_out: found 0, expected 1 or more"):
         check(params | {"held_out": 0})
-    write_manifest = "".join('{"latent": "a", "text": "b"}\n' for _ in range(2))
+    write_manifest = "".join('{"latent": "a.safetensors", "text": "b.npz"}\n' for _ in range(2))
     (folder / "manifest.jsonl").write_text(write_manifest)
     with pytest.raises(InvalidValue, match="expected 1 to 1"):
         check(params)
@@ -475,6 +476,42 @@ def test_too_few_clips_are_refused_before_anything_is_queued(folder: Path, tmp_p
         check(params | {"data": str(tmp_path / "empty")})
     with pytest.raises(InvalidValue, match=r"params.data: nowhere: no such folder"):
         check(params | {"data": "nowhere"})
+
+
+def test_a_manifest_is_looked_at_before_anything_is_queued(folder: Path) -> None:
+    params = {"data": str(folder), "digits": False, "vae": "", "held_out": 1}
+    lines = ['{"latent": "a.safetensors", "text": "a.safetensors"}', "", '{"latent": "d.npz", "text": "d.npz"}', "  "]
+    (folder / "manifest.jsonl").write_text("\n".join(lines))
+    check(params)
+    assert len(clips(folder)) == 2
+    for line, says in [
+        ("b.npz", r'manifest.jsonl:5: found b.npz, expected {"latent": file, "text": file}'),
+        ('{"latent": "d.npz", "text": "nowhere.npz"}', r"nowhere.npz: no such file, which manifest.jsonl names"),
+    ]:
+        (folder / "manifest.jsonl").write_text("\n".join([*lines, line]))
+        with pytest.raises(InvalidValue, match=rf"params.data: .*{re.escape(says)}"):
+            check(params)
+
+
+def test_weights_of_which_a_file_is_missing_are_refused_before_anything_is_queued(folder: Path, tmp_path: Path) -> None:
+    name, params = "diffusion_pytorch_model", {"data": str(folder), "digits": False, "held_out": 1}
+    (tmp_path / "config.json").touch()
+    index = tmp_path / f"{name}.safetensors.index.json"
+
+    def refused(key: str, says: str) -> None:
+        with pytest.raises(InvalidValue, match=rf"params.{key}: .*{re.escape(says)}"):
+            check(params | {key: str(tmp_path)})
+
+    for key in ("start", "vae"):
+        refused(key, f"no {name}.safetensors in it")
+    for text in ("{", "[]", '{"weight_map": null}', '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        refused("start", f"{index.name}: ")
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (tmp_path / "1.safetensors").touch()
+    refused("start", "no 2.safetensors in it")
+    (tmp_path / "2.safetensors").touch()
+    check(params | {"start": str(tmp_path)})
 
 
 def test_clips_behind_a_link_count_before_anything_is_queued_as_they_do_in_training(
@@ -648,6 +685,19 @@ def test_clips_are_the_same_on_one_rank_or_two_and_those_there_are_not_made_agai
     assert samples(again) == samples(made)
     assert all(file.stat().st_mtime_ns == when for file, when in written.items())
     assert status(again)["result"] == status(made)["result"]
+
+
+def test_clips_of_weights_that_the_run_has_no_more_are_made_again(trained: Folder, tmp_path: Path) -> None:
+    run, found = shutil.copytree(trained.run("cogvideo"), tmp_path / "run"), []
+    for name in ("begun before", "begun after"):
+        folder = folder_in(tmp_path / name)
+        if name == "begun before":
+            folder.script("sample", SAMPLING, MAKING, f"params.run={run}", stop_after=3)
+            weights = run / "final" / "model.safetensors"
+            state = {key: value + 0.01 * torch.randn_like(value) for key, value in load_file(weights).items()}
+            save_file(state, weights, metadata={"format": "pt"})
+        found.append(samples(folder.script("sample", SAMPLING, MAKING, f"params.run={run}")))
+    assert found[0] == found[1]
 
 
 def test_sampling_without_a_finished_run_is_refused(tmp_path: Path) -> None:

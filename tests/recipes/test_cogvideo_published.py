@@ -19,6 +19,7 @@ from experiments.cogvideo.published import load_published, our_name
 from experiments.cogvideo.train import network
 from experiments.cogvideo.transformer import VideoTransformer, positions
 from jobkit import JobkitError
+from jobkit.errors import UsageError
 from jobkit.run.experiment import load
 
 ROOT = Path(__file__).parents[2]
@@ -129,17 +130,17 @@ def test_the_loss_is_the_weighted_error_of_the_data_that_theirs_is() -> None:
 def test_weights_of_another_shape_or_model_and_missing_ones_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(JobkitError, match=r"nowhere/config\.json cannot be read"):
         load_published(small_net(), tmp_path / "nowhere")
-    with pytest.raises(JobkitError, match=r"norm_final\.bias is 32, expected 48 \(velocity\.norm\.bias\)"):
+    with pytest.raises(UsageError, match=r"norm_final\.bias is 32, expected 48 \(velocity\.norm\.bias\)"):
         load_published(small_net(dim=48, heads=4), folder)
-    with pytest.raises(JobkitError, match=r"spatial_interpolation_scale: found 1\.875, expected 1\.0"):
+    with pytest.raises(UsageError, match=r"spatial_interpolation_scale: found 1\.875, expected 1\.0"):
         load_published(small_net(rescale=1.0), folder)
-    with pytest.raises(JobkitError, match=r"transformer_blocks\.1\.\S+ is nothing that this model has"):
+    with pytest.raises(UsageError, match=r"transformer_blocks\.1\.\S+ is nothing that this model has"):
         load_published(small_net(layers=1), folder)
-    with pytest.raises(JobkitError, match=r"no weights for block_2\.\S+ in it, and for 23 more"):
+    with pytest.raises(UsageError, match=r"no weights for block_2\.\S+ in it, and for 23 more"):
         load_published(small_net(layers=3), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"use_rotary_positional_embeddings": True}))
-    with pytest.raises(JobkitError, match="use_rotary_positional_embeddings: found True, expected False"):
+    with pytest.raises(UsageError, match="use_rotary_positional_embeddings: found True, expected False"):
         load_published(small_net(), folder)
 
 

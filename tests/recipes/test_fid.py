@@ -248,6 +248,32 @@ def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["a.npz"]
 
 
+@pytest.mark.parametrize("damage", ["empty", "half", "a byte", "of something else", "a folder"])
+def test_statistics_that_are_damaged_are_made_again(damage: str, tmp_path: Path) -> None:
+    data = tmp_path / "train_8" / "box"
+    random = torch.Generator().manual_seed(0)
+    for number in range(6):
+        write_png(data / "class" / f"{number}.png", torch.randint(0, 256, (1, 8, 8), generator=random).to(torch.uint8))
+    training = split(open_images(data, 8, 1), 0, flip=False)[0]
+    expected = Fid(alone(tmp_path / "run"), Sums, "", training, data).real
+    (file,) = data.with_name("box.fid").iterdir()
+    whole = file.read_bytes()
+    if damage == "of something else":
+        np.savez(file, mean=np.zeros(3))
+    elif damage == "a folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        middle = len(whole) // 2
+        file.write_bytes(
+            {"empty": b"", "half": whole[:middle]}.get(damage, whole[:middle] + b"x" + whole[middle + 1 :])
+        )
+    found = Fid(alone(tmp_path / "run"), Sums, "", training, data).real
+    assert torch.equal(found.covariance, expected.covariance)
+    if damage != "a folder":
+        assert torch.equal(read(file).covariance, expected.covariance)
+
+
 class Sums(nn.Module):
     """Four features of pixels."""
 

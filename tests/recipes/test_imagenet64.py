@@ -18,7 +18,7 @@ from harness.experiment_folder import Folder
 from harness.project import status, weights
 from omegaconf import OmegaConf
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from experiments.imagenet64 import data
 from experiments.imagenet64.data import PackedImages, PngImages, open_images, split, write_png
@@ -28,6 +28,7 @@ from experiments.imagenet64.flow import FlowMatching, fixed_noise, guided, integ
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
 from experiments.imagenet64.train import errors, method_of, rows, tiled
 from experiments.imagenet64.unet import UNet
+from jobkit.errors import UsageError
 from jobkit.run.config import Config
 from jobkit.run.experiment import load
 from jobkit.train.evaluate import evaluate
@@ -234,7 +235,7 @@ def test_dopri5_takes_more_steps_where_the_velocity_changes_faster_and_keeps_its
 def test_an_unknown_solver_or_method_is_named_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"solver: found 'rk45', allowed: euler, midpoint, heun2, dopri5"):
         integrate(growth, torch.ones(1, 1), "rk45", 2)
-    with pytest.raises(ValueError, match=r"method: found 'discreet', allowed: continuous, discrete"):
+    with pytest.raises(UsageError, match=r"method: found 'discreet', allowed: continuous, discrete"):
         method_of(OmegaConf.create({"method": "discreet"}))
 
 
@@ -552,6 +553,41 @@ def test_samples_are_the_same_on_one_rank_or_two_and_those_there_are_not_drawn_a
     assert pictures(again) == pictures(drawn)
     assert all(file.stat().st_mtime_ns == when for file, when in written.items())
     assert status(again)["result"] == result
+
+
+def test_images_of_weights_that_the_run_has_no_more_are_drawn_again(trained: Folder, tmp_path: Path) -> None:
+    run, found = shutil.copytree(trained.run("imagenet64"), tmp_path / "run"), []
+    for name in ("begun before", "begun after"):
+        folder = folder_in(tmp_path / name)
+        shutil.copytree(trained.path / "data", folder.path / "data")
+        if name == "begun before":
+            folder.script("sample", SAMPLING, DRAWING, f"params.run={run}", stop_after=7)
+            train_again(run / "final" / "model.safetensors")
+        drawn = folder.script("sample", SAMPLING, DRAWING, f"params.run={run}")
+        found.append((pictures(drawn), status(drawn)["result"]))
+    assert found[0] == found[1]
+
+
+def train_again(weights: Path) -> None:
+    """Other weights in a file."""
+    state = {name: value + 0.01 * torch.randn_like(value) for name, value in load_file(weights).items()}
+    save_file(state, weights, metadata={"format": "pt"})
+
+
+def test_what_no_job_could_train_is_refused_before_anything_is_queued(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path / "folder")
+    (folder.path / "mine" / "a class").mkdir(parents=True)
+    for overrides, says in [
+        (["params.method=discreet"], "params.method: found 'discreet', allowed: continuous, discrete; did you mean"),
+        (
+            ["params.solver=dopri"],
+            "params.solver: found 'dopri', allowed: euler, midpoint, heun2, dopri5; did you mean",
+        ),
+        (["params.digits=false", "params.data=mine"], "params.classes: found 10, and mine has 1 folders of classes"),
+        (["params.digits=false", "params.data=none"], "params.data: none cannot be read: No such file"),
+    ]:
+        assert says in folder.submit(RECIPE, *overrides, expect=2)
+    assert not (folder.path / "runs").exists()
 
 
 def test_the_discrete_model_is_trained_and_sampled_by_the_same_recipes(tmp_path: Path) -> None:

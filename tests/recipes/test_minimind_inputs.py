@@ -263,6 +263,11 @@ def test_a_model_trains_on_the_data_with_the_tokenizer_that_was_built(project: P
     assert 0 < found["result"]["nats_per_token"] < 5.0  # ln 400 is 5.99
     assert found["result"]["corpus"] == corpus["sha256"]
     assert all(file.read_text().startswith("document") for file in (run / "samples").iterdir())
+    Path(project.env["MINIMIND_TOKENIZER"]).unlink()
+    assert build(project.env["MINIMIND_DATA"], project.env["MINIMIND_TOKENIZER"], "--vocabulary", 399).returncode == 0
+    generate = ("params.prompts=[document]", "precision=fp32", "resources={gpus_per_task: 0}", f"params.run={run}")
+    said = project.jobkit("submit", "experiments/minimind_generate.yaml", "--local", *generate, expect=1).stderr
+    assert f"tokenizer.json: not the tokenizer that {run} was trained with" in said
 
 
 def test_the_small_model_trains_on_ones_own_text_and_writes_on_from_ones_own_prompts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,12 @@ def source(tmp_path: Path) -> Path:
     (root / "n02" / "cut.JPEG").write_bytes(whole[: len(whole) // 2])
     (root / "n02" / "text.JPEG").write_text("no image")
     return root
+
+
+def without_broken(source: Path) -> Path:
+    for name in ("cut", "text"):
+        (source / "n02" / f"{name}.JPEG").unlink()
+    return source
 
 
 def test_the_layout_the_pixels_and_the_broken_images(source: Path, tmp_path: Path) -> None:
@@ -80,6 +87,42 @@ def test_crop_takes_the_centred_square_into_a_folder_of_its_own(source: Path, tm
         square = original.crop((20, 0, 80, 60)).resize((8, 8), Image.Resampling.BOX)
     with Image.open(tmp_path / "train_cropped_8" / "box" / "n01" / "a.png") as small:
         assert np.array_equal(small, square)
+
+
+def test_a_grey_image_of_16_bits_is_broken_and_not_white(source: Path, tmp_path: Path) -> None:
+    without_broken(source)
+    Image.fromarray(np.full((9, 9), 5000, np.uint16)).save(source / "n01" / "deep.png")
+    assert "3 made, 0 already there, 1 broken" in prepare(source, tmp_path, "--res", 8).stdout
+    assert "deep.png: more than 8 bits a pixel" in (tmp_path / "broken_8.txt").read_text()
+
+
+def test_images_made_otherwise_do_not_count_as_made(source: Path, tmp_path: Path) -> None:
+    without_broken(source)
+    common = tmp_path / "out", "--res", 8, "--name", "mine"
+    assert prepare(source, *common).returncode == 0
+    said = prepare(source, *common, "--crop")
+    assert said.returncode == 2 and "n01 was made without --crop: give another --name" in said.stderr
+    blurred = shutil.copytree(source, tmp_path / "blurred")
+    said = prepare(blurred, *common)
+    assert said.returncode == 2 and f"n01 is of {source}: give this source a --name of its own" in said.stderr
+    shutil.copytree(blurred / "n01", tmp_path / "rest" / "n03")
+    assert "2 made, 0 already there" in prepare(tmp_path / "rest", *common).stdout  # classes on another disk
+    source.rename(tmp_path / "moved")
+    assert "0 made, 3 already there" in prepare(tmp_path / "moved", *common).stdout
+
+
+def test_two_images_of_one_name_are_refused(source: Path, tmp_path: Path) -> None:
+    noise(9, 9, seed=1).save(source / "n01" / "a.png")
+    said = prepare(source, tmp_path, "--res", 8)
+    assert said.returncode == 2 and "a.JPEG and a.png would both be a.png; rename one of them" in said.stderr
+    assert not (tmp_path / "train_8" / "box" / "n01").exists()
+
+
+def test_a_name_that_is_no_text_is_listed_as_it_is(source: Path, tmp_path: Path) -> None:
+    name = b"\xff\xe9.JPEG"
+    Path(os.fsdecode(bytes(source) + b"/n02/" + name)).write_text("no image")
+    assert "3 made, 0 already there, 3 broken" in prepare(source, tmp_path, "--res", 8).stdout
+    assert name + b": cannot identify" in (tmp_path / "broken_8.txt").read_bytes()
 
 
 def test_wrong_input_is_one_line_and_exit_code_2(source: Path, tmp_path: Path) -> None:

@@ -209,6 +209,61 @@ def test_what_other_weights_made_is_made_again(
     assert made == ["1", "0", "1"]
 
 
+def test_a_video_that_was_replaced_by_one_of_the_same_length_is_made_again_and_one_that_is_only_copied_anew_is_not(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    write_source(source, tmp_path / "cats", {"0": "one", "1": "two"})
+    common = tmp_path / "cats", tmp_path / "out", "--weights", weights, *SIZE
+    here(prepare_video, *common)
+    before = files(tmp_path / "out")
+    zero, one = (tmp_path / "cats" / name for name in ("0.mp4", "1.mp4"))
+    write_video(tmp_path / "other.mp4", 15)
+    (tmp_path / "other.mp4").open("ab").write(b"\0" * (zero.stat().st_size - (tmp_path / "other.mp4").stat().st_size))
+    (tmp_path / "other.mp4").rename(zero)
+    os.utime(one, (0, 0))
+    assert "1 made, 1 already there, 0 broken" in here(prepare_video, *common)
+    after = files(tmp_path / "out")
+    assert {name for name in after if after[name] != before[name]} == {"0.safetensors"}
+    assert "0 made, 2 already there, 0 broken" in here(prepare_video, *common)
+
+
+def test_another_tokenizer_makes_other_embeddings(source: Path, weights: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(weights, tmp_path / "other")
+    assert prepare_video.digest_of(other) == prepare_video.digest_of(weights)
+    (other / "tokenizer" / "spiece.model").write_bytes(b"another")
+    assert prepare_video.digest_of(other) != prepare_video.digest_of(weights)
+
+
+def test_names_that_are_no_text_are_prepared_and_listed_as_they_are(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    write_source(source, tmp_path / "cats", {"\udcff": "one", "caf\udce9": "two"})
+    common = tmp_path / "cats", tmp_path / "out", "--weights", weights, *SIZE
+    assert "2 made, 0 already there, 0 broken" in here(prepare_video, *common)
+    assert "0 made, 2 already there, 0 broken" in here(prepare_video, *common)
+    assert trained_on(tmp_path / "out") == ["%FF.safetensors", "caf%E9.safetensors"]
+    assert len(Clips(tmp_path / "out", tmp_path / "out.npy", LATENT, (WORDS, FEATURES))[1]) == 2
+    (tmp_path / "cats" / "caf\udce9.mp4").write_text("no video")
+    assert "0 made, 1 already there, 1 broken" in here(prepare_video, *common)
+    assert b"/caf\xe9.mp4: " in (tmp_path / "out" / "broken.txt").read_bytes()
+
+
+def test_a_video_that_goes_away_meanwhile_ends_nothing(
+    source: Path, weights: Path, tmp_path: Path, here: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_source(source, tmp_path / "cats", {"0": "one", "1": "two"})
+
+    def found_and_removed(*arguments: object) -> object:
+        found = find_clips(*arguments)
+        (tmp_path / "cats" / "0.mp4").unlink()
+        return found
+
+    find_clips = prepare_video.find_clips
+    monkeypatch.setattr(prepare_video, "find_clips", found_and_removed)
+    said = here(prepare_video, tmp_path / "cats", tmp_path / "out", "--weights", weights, *SIZE)
+    assert "1 made, 0 already there, 1 broken" in said
+
+
 def test_another_text_encoder_with_the_same_settings_makes_other_embeddings(
     source: Path, weights: Path, tmp_path: Path, here: Callable[..., str]
 ) -> None:
@@ -352,7 +407,7 @@ def test_a_video_that_is_being_copied_is_made_when_it_is_whole(
     assert "1 made, 0 already there, 0 broken" in here(prepare_video, *common)
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C again and again", "kill -9"])
 def test_what_ends_it_ends_its_processes_at_once_and_the_same_command_continues(
     how: str, source: Path, weights: Path, prepared: Path, tmp_path: Path, here: Callable[..., str]
 ) -> None:
@@ -376,13 +431,16 @@ def test_what_ends_it_ends_its_processes_at_once_and_the_same_command_continues(
     deadline = time.monotonic() + 200
     while not (tmp_path / "out" / "videos" / "1.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    if how == "Ctrl-C":
-        os.killpg(process.pid, signal.SIGINT)
-    else:
+    if how == "kill -9":
         process.kill()
+    else:
+        os.killpg(process.pid, signal.SIGINT)
+    while how == "Ctrl-C again and again" and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
     _, message = process.communicate(timeout=200)  # until the last of its processes has closed it
-    assert process.returncode == (130 if how == "Ctrl-C" else -signal.SIGKILL), message
-    assert message.endswith("prepare_video: interrupted; the same command continues\n") is (how == "Ctrl-C")
+    assert process.returncode == (-signal.SIGKILL if how == "kill -9" else 130), message
+    assert message.endswith("prepare_video: interrupted; the same command continues\n") is (how != "kill -9")
     assert "Traceback" not in message
     assert sorted(path.name for path in (tmp_path / "out" / "videos").iterdir()) == ["0.safetensors", "1.safetensors"]
     stuck.unlink()
@@ -443,9 +501,23 @@ def test_captions_end_at_newlines_alone(tmp_path: Path) -> None:
     assert [video.caption for video in find_videos(tmp_path)] == [one, two]
 
 
+def test_the_mark_before_a_text_of_windows_is_no_part_of_a_caption(tmp_path: Path) -> None:
+    mark = "\ufeff"
+    (tmp_path / "a.mp4").touch()
+    (tmp_path / "a.txt").write_text(f"{mark}a cat", encoding="utf-8")
+    (tmp_path / "list.csv").write_text(f"{mark}video,caption\na.mp4,a cat\n", encoding="utf-8")
+    (tmp_path / "list.jsonl").write_text(f'{mark}{{"video": "a.mp4", "caption": "a cat"}}', encoding="utf-8")
+    found = [find_videos(tmp_path / name) for name in (".", "list.csv", "list.jsonl")]
+    for name, text in (("videos.txt", "a.mp4"), ("prompts.txt", "a cat")):
+        (tmp_path / name).write_text(mark + text, encoding="utf-8")
+    found.append(find_videos(tmp_path))
+    assert [[(video.name, video.caption) for video in videos] for videos in found] == [[("a", "a cat")]] * 4
+
+
 @pytest.mark.parametrize(
     ("written", "source", "says"),
     [
+        ({"list.csv": "video,caption\na.mp4,one, two"}, "list.csv", "list.csv:2: more fields than columns"),
         ({"videos.txt": "a.mp4\nb.mp4", "prompts.txt": "one"}, ".", "prompts.txt: 1 captions, expected 2"),
         ({"videos.txt": "a.mp4\nb.mp4", "prompts.txt": "one\x0c\n\nthree\n"}, ".", "prompts.txt:2: an empty line"),
         ({"videos.txt": "\na.mp4\nb.mp4", "prompts.txt": "one\ntwo"}, ".", "videos.txt:1: an empty line"),
@@ -669,6 +741,24 @@ def test_a_latent_that_cannot_be_watched_is_broken_and_the_others_are_decoded(
     said = here(decode_video, tmp_path / "latents", tmp_path / "clips", "--weights", weights)
     assert "1 made, 0 already there, 1 broken" in said and (tmp_path / "clips" / "b.mp4").exists()
     assert says in (tmp_path / "clips" / "broken.txt").read_text()
+
+
+def test_what_was_decoded_with_other_options_is_decoded_again(
+    weights: Path, tmp_path: Path, here: Callable[..., str]
+) -> None:
+    (tmp_path / "latents").mkdir()
+    save_file({"latent": torch.randn(LATENT)}, tmp_path / "latents" / "a.safetensors")
+    decoding = decode_video, tmp_path / "latents", tmp_path / "clips", "--weights"
+    copied = shutil.copytree(weights, tmp_path / "copied")
+    other = shutil.copytree(weights, tmp_path / "other")
+    config = json.loads((other / "vae" / "config.json").read_text()) | {"scaling_factor": 0.7}
+    (other / "vae" / "config.json").write_text(json.dumps(config))
+    made = []
+    for options in ([weights], [copied], [weights, "--fps", 16], [weights, "--fps", 16], [other, "--fps", 16]):
+        made.append(here(*decoding, *options).partition(": ")[2].partition(" made")[0])
+    assert made == ["1", "0", "1", "0", "1"]
+    with av.open(str(tmp_path / "clips" / "a.mp4")) as container:
+        assert container.streams.video[0].average_rate == 16
 
 
 def test_fine_tuning_begins_with_the_published_weights_and_validates_by_clips_that_can_be_watched(

@@ -373,6 +373,32 @@ def test_the_last_that_a_silent_rank_printed_to_stderr_is_told(run: RunDir) -> N
     assert error.endswith("usage: train.py [-h] / train.py: error: unrecognized arguments: --foo")
 
 
+ARGPARSE = (
+    "usage: train.py [-h] --lr LR\n                [--steps STEPS]\ntrain.py: error: unrecognized arguments: --foo\n"
+)
+CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option '--foo'.\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "final"),
+    [
+        (f"a warning\n{ARGPARSE}\n", 2, True),
+        (CLICK, 2, True),
+        (ARGPARSE, 1, None),  # as of torchrun, whose ranks may have failed otherwise
+        (ARGPARSE + "Traceback (most recent call last):\nOSError: no\n", 2, None),  # of a program that was called
+        ("python: can't open file 'train.py': [Errno 2] No such file or directory\n", 2, None),  # a disk may be away
+        ("train.py: error: the server is away\n", 2, None),
+        ("", 2, None),
+    ],
+)
+def test_wrong_options_of_a_program_would_be_wrong_again(run: RunDir, said: str, code: int, final: bool | None) -> None:
+    log = run.rank_log(2, 1, "err")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(said)
+    found = death(run, FirstFailure(rank=1, code=code))
+    assert (found.cause, found.failure.final) == ("crashed", final)
+
+
 def test_the_memory_that_was_used_is_told_where_it_may_be_the_reason(run: RunDir) -> None:
     write_json(run.progress_file, {"attempt": 2, "time": 1.0, "step": 5, "peak_bytes": 3 * GIB})
     for first in (FirstFailure(rank=1, signal=9), FirstFailure(rank=1, signal=9, out_of_memory=True)):
