@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import metadata as metadata_module
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from jobkit.checkpoint.state import bytes_of
 from jobkit.checkpoint.store import FileDigest
 from jobkit.errors import CheckpointError
 
@@ -299,4 +300,6 @@ def raw(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype."""
     if not tensor.numel():
         return memoryview(b"")
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of strides {tensor.stride()} is not contiguous")
+    return bytes_of(tensor).numpy().data

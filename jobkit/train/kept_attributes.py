@@ -19,7 +19,7 @@ from torch.serialization import default_restore_location
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Sampler
 
-from jobkit.checkpoint.state import is_raw
+from jobkit.checkpoint.state import bytes_of, is_raw
 from jobkit.checkpoint.summary import digest, summarise
 from jobkit.group import RankGroup
 from jobkit.log import log
@@ -374,7 +374,7 @@ def _checksum(state: Any) -> int:
     found = 0
     for one in tree_leaves(state):
         if isinstance(one, Tensor) and is_raw(one):
-            data: Any = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data: Any = bytes_of(one.detach().cpu().resolve_conj().resolve_neg()).numpy()
             found = zlib.crc32(data, found)
     return found
 
