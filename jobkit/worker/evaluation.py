@@ -201,7 +201,7 @@ class Evaluator:
             except Exception as error:
                 log.info("%s; what is done of the evaluation will be repeated", error)
         if self._rank.is_main:
-            counts = {"done": now.done, "total": now.length}
+            counts = {"done": now.done, "total": now.length, "known": sum(one.done for one in self._of_step)}
             self._reporter.record(Event.EVALUATION_INTERRUPTED, step=self._step, **counts, kept=kept)
 
     def _load(self) -> list[Outputs]:
