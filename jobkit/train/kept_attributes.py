@@ -275,7 +275,7 @@ class KeptAttributes:
         """The rank before this one that has the same: only that one writes it."""
         if self._ranks is None or self._ranks.world_size == 1:
             return {}
-        marks = {place: (mark, _checksum(state)) for place, (mark, state) in states.items()}
+        marks = {place: (mark, checksum(state)) for place, (mark, state) in states.items()}
         everyone = self._ranks.gather(marks)
         found = {}
         for place, mark in marks.items():
@@ -369,7 +369,7 @@ def _state_mark(value: Any, state: Any) -> tuple[Any, ...]:
     return (*counts, digest(summarise(state)))
 
 
-def _checksum(state: Any) -> int:
+def checksum(state: Any) -> int:
     """Of all bytes of a state's tensors: what is equal in some elements only is not to be taken for the same."""
     found = 0
     for one in tree_leaves(state):
