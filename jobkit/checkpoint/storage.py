@@ -75,6 +75,7 @@ class ChecksummedFile:
         self._crc = 0
         self._fd, self._direct = _open_direct(path)
         self._checksummer = ThreadPoolExecutor(1, "checkpoint-crc")
+        self._has_thread = True
         self._summed: ThreadFuture[None] | None = None
         """The last one: those before it are done when it is."""
         self._block = mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -110,11 +111,16 @@ class ChecksummedFile:
             self._used = 0
 
     def _append(self, view: memoryview) -> None:
-        try:
-            self._summed = self._checksummer.submit(self._checksum, view)
-        except RuntimeError:  # the interpreter is ending: a pool takes no more work then
-            self._wait()
+        if not self._has_thread:
             self._checksum(view)
+        else:
+            try:
+                self._summed = self._checksummer.submit(self._checksum, view)
+            except RuntimeError:  # the interpreter is ending, or there may be no more threads
+                # For good: where no thread could be started the pool has the work all the same, for the next thread.
+                self._has_thread = False
+                self._wait()
+                self._checksum(view)
         self._write(view)
 
     def _wait(self) -> None:

@@ -224,7 +224,7 @@ def test_setup_that_works_leaves_the_shell_as_it_was(tmp_path: Path) -> None:
 
 
 def test_teardown_leaves_the_requeue_the_time_after_the_limit(tmp_path: Path) -> None:
-    """The script's first sleep beside it lasts until it has begun, and then the job's time is over, by the script's clock."""
+    """The script's first sleep lasts until that has begun; then the job's time is over, by the script's clock."""
     sleep = shutil.which("sleep")
     node = Node(tmp_path, teardown=["echo begins >>calls", f"{sleep} 1000", "echo ends >>calls"])
     over = datetime.now(timezone.utc) + timedelta(hours=1)
