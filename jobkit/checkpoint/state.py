@@ -80,6 +80,14 @@ def is_raw(tensor: torch.Tensor) -> bool:
     )
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, as uint8 [n]: a view of a contiguous one, else a copy."""
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # one element is contiguous at any distance, and torch views neither as another type
+        flat = flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat.contiguous()
+    return flat.view(torch.uint8)
+
+
 class _Pickler(pickle.Pickler):
     """Pickles everything but tensors; those that the path walk did not reach are named in the order met."""
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import metadata as metadata_module
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from jobkit.checkpoint.state import bytes_of
 from jobkit.checkpoint.store import FileDigest
 from jobkit.errors import CheckpointError
 
@@ -74,6 +75,7 @@ class ChecksummedFile:
         self._crc = 0
         self._fd, self._direct = _open_direct(path)
         self._checksummer = ThreadPoolExecutor(1, "checkpoint-crc")
+        self._has_thread = True
         self._summed: ThreadFuture[None] | None = None
         """The last one: those before it are done when it is."""
         self._block = mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -109,11 +111,16 @@ class ChecksummedFile:
             self._used = 0
 
     def _append(self, view: memoryview) -> None:
-        try:
-            self._summed = self._checksummer.submit(self._checksum, view)
-        except RuntimeError:  # the interpreter is ending: a pool takes no more work then
-            self._wait()
+        if not self._has_thread:
             self._checksum(view)
+        else:
+            try:
+                self._summed = self._checksummer.submit(self._checksum, view)
+            except RuntimeError:  # the interpreter is ending, or there may be no more threads
+                # For good: where no thread could be started the pool has the work all the same, for the next thread.
+                self._has_thread = False
+                self._wait()
+                self._checksum(view)
         self._write(view)
 
     def _wait(self) -> None:
@@ -299,4 +306,6 @@ def raw(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype."""
     if not tensor.numel():
         return memoryview(b"")
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of strides {tensor.stride()} is not contiguous")
+    return bytes_of(tensor).numpy().data

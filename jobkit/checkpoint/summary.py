@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from jobkit.checkpoint.state import bytes_of
+
 _WINDOW = 16
 """Elements looked at in one place of a tensor, of three; a tensor of no more than these is looked at whole."""
 
@@ -151,9 +153,9 @@ def windows(tensor: Tensor, whole_up_to: int = 3 * _WINDOW) -> list[Tensor]:
     flat = _flat(tensor.detach().resolve_conj().resolve_neg())
     size = flat.numel()
     if size <= max(whole_up_to, 3 * _WINDOW):
-        return [flat.view(torch.uint8)]
+        return [bytes_of(flat)]
     starts = (0, (size - _WINDOW) // 2, size - _WINDOW)
-    return [flat[start : start + _WINDOW].view(torch.uint8) for start in starts]
+    return [bytes_of(flat[start : start + _WINDOW]) for start in starts]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -48,6 +48,11 @@ class PendingSave:
         self._ended = threading.Event()
         self._saved: Saved | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known to have."""
+        return self._saved is not None and self._saved.error is not None
+
     def outcome(self, timeout: float | None = None) -> Saved:
         """How it ended, once it has; TimeoutError after `timeout` seconds."""
         self._ended.wait(timeout)

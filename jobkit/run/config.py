@@ -197,7 +197,8 @@ class CheckpointConfig:
 class RetryConfig:
     """How many attempts in a row may end without a newer checkpoint, by what ended them; then the run has failed.
 
-    The count starts again with every new checkpoint, and when a person submits the run again.
+    The count starts again with every new checkpoint, with more samples of an evaluation that was broken off and goes
+    on, and when a person submits the run again.
     """
 
     preemption: str | int = _field(_check_budget, UNLIMITED)

@@ -77,6 +77,10 @@ class Attempt:
     """Which submission by a person it belongs to: budgets are counted for each by itself."""
     durable_step: int = 0
     """Step of the newest checkpoint when it ended."""
+    evaluated: int = 0
+    """Samples that were known of a step's evaluations when a stop broke one off, kept for the next attempt."""
+    evaluated_step: int = 0
+    """That step."""
     failure: Failure | None = None
     """What is known of an end that left no time to save; None where the ranks could say themselves why they ended."""
     slurm_cluster: str | None = None
@@ -382,6 +386,9 @@ def _apply(status: Status, event: Entry) -> None:
             if attempt:
                 attempt.durable_step = status.checkpoint
                 attempt.stalled += float(event.get("stall", 0.0))
+        case Event.EVALUATION_INTERRUPTED:
+            if attempt and event["kept"]:
+                attempt.evaluated_step, attempt.evaluated = int(event["step"]), int(event.get("known", 0))
         case Event.REWOUND:
             status.state, status.error, status.result = State.INTERRUPTED, None, None
             status.step = status.checkpoint = int(event["step"])

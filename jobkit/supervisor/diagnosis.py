@@ -178,7 +178,7 @@ def _reported(report: FailureReport, reports: Sequence[FailureReport], nodes: in
 # clocks of nodes differ, nor by who ended first: the one that failed may take longer to end than the others.
 _SECONDARY = re.compile(
     r"Connection closed by peer|Connection reset|Broken pipe|Connection was likely closed|Failed to (recv|send)|"
-    r"Timed out waiting \d+ms|recvValue|Application timeout|NCCL|remote process"
+    r"Timed out waiting \d+ms|recvValue|Application timeout|NCCL|remote process|has lost the connection to another rank"
 )
 
 

@@ -19,7 +19,7 @@ from torch.serialization import default_restore_location
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Sampler
 
-from jobkit.checkpoint.state import is_raw
+from jobkit.checkpoint.state import bytes_of, is_raw
 from jobkit.checkpoint.summary import digest, summarise
 from jobkit.group import RankGroup
 from jobkit.log import log
@@ -275,7 +275,7 @@ class KeptAttributes:
         """The rank before this one that has the same: only that one writes it."""
         if self._ranks is None or self._ranks.world_size == 1:
             return {}
-        marks = {place: (mark, _checksum(state)) for place, (mark, state) in states.items()}
+        marks = {place: (mark, checksum(state)) for place, (mark, state) in states.items()}
         everyone = self._ranks.gather(marks)
         found = {}
         for place, mark in marks.items():
@@ -369,12 +369,12 @@ def _state_mark(value: Any, state: Any) -> tuple[Any, ...]:
     return (*counts, digest(summarise(state)))
 
 
-def _checksum(state: Any) -> int:
+def checksum(state: Any) -> int:
     """Of all bytes of a state's tensors: what is equal in some elements only is not to be taken for the same."""
     found = 0
     for one in tree_leaves(state):
         if isinstance(one, Tensor) and is_raw(one):
-            data: Any = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data: Any = bytes_of(one.detach().cpu().resolve_conj().resolve_neg()).numpy()
             found = zlib.crc32(data, found)
     return found
 

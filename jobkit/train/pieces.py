@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jobkit.checkpoint.state import bytes_of
+
 ALIGNMENT = 16
 
 Leaf = Tensor | list[Any]
@@ -45,7 +47,7 @@ class Packed:
         start = _aligned(len(head))
         for tensor in self.tensors:
             if tensor.nbytes:
-                piece[start : start + tensor.nbytes] = tensor.flatten().view(torch.uint8)
+                piece[start : start + tensor.nbytes] = bytes_of(tensor)
             start += _aligned(tensor.nbytes)
         return piece
 

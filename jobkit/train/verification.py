@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from jobkit.checkpoint.state import bytes_of
 from jobkit.errors import UsageError
 from jobkit.train.data_parallel import without_synchronisation
 from jobkit.train.parallel import unwrapped
@@ -101,5 +102,4 @@ def _are_same(one: Result, other: Result) -> bool:
 def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    bits = [tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*bits)
+    return torch.equal(bytes_of(one.detach()), bytes_of(other.detach()))

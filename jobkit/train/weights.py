@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import swap_tensors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from jobkit.checkpoint.state import bytes_of
 from jobkit.errors import UsageError
 from jobkit.train.devices import is_spread_by_hand
 from jobkit.train.initialise import Block, blocks_of, is_untouched
@@ -127,7 +128,7 @@ class Weights:
         else:
             value = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
         if self._several and send and value.numel():
-            dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: gloo does not know every type
+            dist.broadcast(bytes_of(value), src=0)  # bytes: gloo does not know every type
         return value
 
     def _drawn(self, block: Block, device: torch.device) -> list[tuple[_Whole, Tensor]]:

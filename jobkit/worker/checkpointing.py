@@ -115,6 +115,11 @@ class Checkpoints:
         """Whether this attempt has made a checkpoint of it."""
         return self._durable_place == place
 
+    def is_safe(self, place: Place) -> bool:
+        """Whether a checkpoint of it is on the disk, be it an earlier attempt's, or on its way there."""
+        is_pending = self._pending is not None and self._pending_place == place and not self._pending.has_failed
+        return is_pending or self.is_durable(place)
+
     def snapshot(self, step: int) -> None:
         """Keep the state after `step` steps in memory, on all ranks together; not while something is being written.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from jobkit.log import log
 from jobkit.run.events import Event
@@ -19,6 +20,7 @@ from jobkit.run.files import foreign_owner, read_fresh, replacing
 from jobkit.train.batches import DynamicBatches, HandOut, LockstepBatches
 from jobkit.train.ddp_buffers import independent_forwards
 from jobkit.train.evaluate import computed
+from jobkit.train.kept_attributes import checksum
 from jobkit.train.outputs import Outputs
 from jobkit.train.parallel import Parallel
 from jobkit.worker.called import called
@@ -76,9 +78,9 @@ class Evaluator:
         `options` are those of jobkit.train.evaluate.computed.
         """
         equal = list(equal)
-        # A repeated step may lead to other weights, as on a GPU: then they are another's.
-        held = (dataset, equal) if place == AFTER_LOOP else dataset
-        of = called(function, held) if _can_be_kept() else ""
+        of = called(function, dataset) if _can_be_kept() else ""
+        if of and place == AFTER_LOOP:  # a repeated step may lead to other weights, as on a GPU: it is another's then
+            of += f", of {self._weights(equal)}"
         outputs = self._begin(step, place, Outputs(len(dataset), batch_size), of)
         group, stoppable = self._rank.group, True
         try:
@@ -105,6 +107,12 @@ class Evaluator:
         if (kept := self._kept_at(place)) and len(self._of_step) >= len(kept):
             self._drop_kept()
         return result
+
+    def _weights(self, modules: Sequence[nn.Module]) -> list[str]:
+        """What tells some modules' parameters and buffers from others that differ in a bit. Collective."""
+        tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+        parts = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+        return sorted({f"{found:08x}" for found in self._rank.group.gather(checksum(parts))})
 
     @property
     def has_run(self) -> bool:
@@ -201,7 +209,7 @@ class Evaluator:
             except Exception as error:
                 log.info("%s; what is done of the evaluation will be repeated", error)
         if self._rank.is_main:
-            counts = {"done": now.done, "total": now.length}
+            counts = {"done": now.done, "total": now.length, "known": sum(one.done for one in self._of_step)}
             self._reporter.record(Event.EVALUATION_INTERRUPTED, step=self._step, **counts, kept=kept)
 
     def _load(self) -> list[Outputs]:

@@ -89,8 +89,6 @@ class TrainingLoop:
         self._place_number = 0
         self._is_due_later = False
         """Whether a checkpoint was due where none could be."""
-        self._saved_before_last = False
-        """Whether a checkpoint, on the disk or on its way there, has all but the last step."""
         self.is_held = False
         """Whether what follows the last batch of an epoch needs what the loop over the batches has set."""
         self._write_files: own_files.Write | None = None
@@ -289,8 +287,6 @@ class TrainingLoop:
         if self._engine.scaler is not None:
             self._tracked.add(LOSS_SCALE, self._engine.scaler)
         restored = self._restored
-        if restored is not None and restored.snapshot is None and not restored.of_other_run:
-            self._saved_before_last = self.step + 1 == total
         self._tracked.settle_schedules()
         self._tracked.begin_modes()
         self._tracked.restore_gradients()
@@ -383,8 +379,7 @@ class TrainingLoop:
             due, in_memory = due or by_time, in_memory or in_memory_by_time
         if due:
             self._is_due_later = False
-            self._saved_before_last = self.step + 1 == self.total
-            self._save(is_last=self._saved_before_last)
+            self._save(is_last=self.step + 1 == self.total)
         elif in_memory and self._write_files is None:
             self.settle_losses()
             self._checkpoints.snapshot(self.step)
@@ -597,7 +592,7 @@ class TrainingLoop:
         # An evaluation is not known by weights that are shared out, and a GPU may compute others in the repeated step.
         parallel = self._engine.parallel
         is_whole = not (parallel.forward_is_collective or parallel.parallel.offload)
-        return is_whole and self._saved_before_last and self.step == self.total
+        return is_whole and self.step == self.total and self._checkpoints.is_safe(Place(self.step - 1))
 
     @contextmanager
     def unchanged_by(self, swap: AbstractContextManager[None]) -> Iterator[None]:

@@ -21,10 +21,11 @@ def attempt(ranks: int, runs: Path, train: Callable[..., Any], *args: Any, confi
 
     STOPPED where it was told to stop; the message where it raised JobkitError. `config` is a YAML's text.
     """
-    return on_ranks(ranks, _attempt, runs, train, args, config)
+    return on_ranks(ranks, attempt_of_rank, runs, train, args, config)
 
 
-def _attempt(team: Team, runs: Path, train: Callable[..., Any], args: tuple[Any, ...], config: str) -> Any:
+def attempt_of_rank(team: Team, runs: Path, train: Callable[..., Any], args: tuple[Any, ...], config: str) -> Any:
+    """`attempt`, on one of its ranks."""
     os.environ["JOBKIT_RUNS"] = str(runs)
     if config:
         file = runs / f"config_{team.rank}" / "run.yaml"

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 import torch
 from harness.ranks import Team, on_ranks
 from torch import nn
 
+from jobkit.errors import DistributedError
 from jobkit.group import RankGroup
+from jobkit.run.records import FailureReport
+from jobkit.supervisor.diagnosis import _is_secondary
 from jobkit.train.data_parallel import send_first
 from jobkit.train.local_sgd import average_replicas
 
@@ -24,6 +31,27 @@ def gathered(team: Team, sizes: list[int]) -> tuple[Gathered, Gathered]:
 def test_values_of_any_size_are_gathered_on_all_ranks_or_on_the_first(sizes: list[int]) -> None:
     expected = [(rank, "x" * size) for rank, size in enumerate(sizes)]
     assert on_ranks(3, gathered, sizes) == [(expected, expected), (expected, []), (expected, [])]
+
+
+def lose_one(team: Team, folder: Path) -> None:
+    """A rank dies before it is asked for its value; the first goes on to tell the others something else."""
+    group = RankGroup.of_world()
+    group.gather("all are well")
+    if team.rank == 2:
+        os._exit(1)
+    try:
+        group.gather("all are well")
+    except (RuntimeError, DistributedError) as error:  # and nothing else: what came is not taken for an answer
+        (folder / f"{team.rank}").write_text(str(error))
+    with suppress(RuntimeError):
+        group.broadcast("something else")
+
+
+def test_ranks_that_wait_for_an_answer_learn_that_another_is_lost(tmp_path: Path) -> None:
+    on_ranks(4, lose_one, tmp_path)
+    for rank in (0, 1, 3):
+        report = FailureReport(rank=rank, time=0.0, error=(tmp_path / f"{rank}").read_text())
+        assert _is_secondary(report), "the rank that is gone is to blame, and its node"
 
 
 class Views(nn.Module):

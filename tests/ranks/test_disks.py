@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.attempts import STOPPED, _attempt, stop_after
+from harness.attempts import STOPPED, attempt_of_rank, stop_after
 from harness.ranks import Team, on_ranks
 from torch import nn
 
@@ -47,7 +47,7 @@ def _on_nodes(team: Team, folders: list[Path], per_node: int, stop: bool, config
     os.environ.update({name: str(value) for name, value in place.items()})
     disks.LATE_SECONDS = 0.2
     try:
-        return _attempt(team, folders[team.rank], train, (stop,), config)
+        return attempt_of_rank(team, folders[team.rank], train, (stop,), config)
     except JobkitError as error:  # of jobkit.init itself
         return f"{type(error).__name__}: {error}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import torch
 from harness.attempts import STOPPED, attempt
 from harness.project import names
 
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor.retry import decide
 from jobkit.worker import evaluation
 
 
@@ -36,6 +39,33 @@ def test_what_is_kept_of_an_evaluation_is_not_given_to_another(tmp_path: Path, m
     monkeypatch.setenv("JOBKIT_CODE", "1")
     assert attempt(1, tmp_path, with_a_baseline, True) == [STOPPED]
     assert attempt(1, tmp_path, with_a_baseline, False) == [(1000.0, 1.0)]
+
+
+def endless(ctx: Any) -> None:
+    """Two evaluations, of which each attempt does a little more, and nothing else."""
+
+    def score(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        if ids[0] % 8 == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ids.double()
+
+    for _ in range(2):
+        ctx.evaluate(score, HELD_OUT, batch_size=2)
+
+
+def test_an_attempt_that_has_come_further_in_an_evaluation_has_made_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a time limit: what is computed in attempt after attempt does not fail for want of checkpoints."""
+    monkeypatch.setenv("JOBKIT_CODE", "1")
+    for number, known in enumerate((8, 16, 28, 36), start=1):
+        assert attempt(1, tmp_path, endless) == [STOPPED]
+        (run,) = tmp_path.glob("run-*")
+        status = RunDir(run).status()
+        assert [one.evaluated for one in status.attempts][number - 1 :] == [known]
+    timeouts = [dataclasses.replace(one, cause="timeout") for one in status.attempts]
+    assert decide(timeouts).action == "requeue"
+    assert decide([*timeouts, *[timeouts[-1]] * 3]).failed
 
 
 HELD_OUT = torch.utils.data.TensorDataset(torch.arange(20.0))

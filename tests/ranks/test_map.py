@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -13,12 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from harness.attempts import STOPPED, attempt
+from harness.attempts import STOPPED, attempt, attempt_of_rank
+from harness.project import events
+from harness.ranks import Team, on_ranks
+from harness.slots import Slots, new_slots
 from torch import Tensor, nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from jobkit.checkpoint import writer
+from jobkit.checkpoint.storage import write_items
+from jobkit.errors import JobkitError
 from jobkit.train import outputs
 from jobkit.train.batches import NOT_YET, DynamicBatches
 from jobkit.train.evaluate import evaluate
@@ -207,6 +214,90 @@ def test_a_map_after_the_last_step_begins_again_where_the_repeated_step_led_else
     ((*_, seen),) = attempt(1, tmp_path / "runs", after_the_last_step, tmp_path, 2.0)
     assert seen == 3
     assert computed(tmp_path, "second") == Counter([*range(23), *range(4)])
+
+
+def with_a_table(ctx: Any, last: float) -> list[float]:
+    """A map after the loop, of a table of which the last step changes one row in the midst."""
+    os.environ["JOBKIT_CODE"] = "/code/one"
+    table = nn.Embedding.from_pretrained(torch.zeros(1000, 8), freeze=False)
+    TRAINED[:] = [table]
+    ctx.track(table=table)
+
+    def row(batch: Tensor, ids: Tensor) -> Tensor:
+        if ctx.attempt == 1 and ids[0] == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return TRAINED[0](torch.full_like(ids, 100))[:, 0]
+
+    for step in ctx.steps(4):
+        with torch.no_grad():
+            table.weight[100] += last if step == 3 else 1
+    return ctx.map(row, 20, batch_size=2).tolist()  # type: ignore[no-any-return]
+
+
+def test_weights_that_differ_in_one_row_of_many_are_other_weights(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path, with_a_table, 1.0) == [STOPPED]
+    assert attempt(1, tmp_path, with_a_table, 2.0) == [[5.0] * 20]
+
+
+def with_a_death_before(ctx: Any) -> list[int]:
+    """A map after the loop: the first attempt fails in it, the second is told to stop."""
+    os.environ["JOBKIT_CODE"] = "/code/one"
+    model = nn.Linear(2, 1)
+    ctx.track(model=model)
+    for _ in ctx.steps(4):
+        with torch.no_grad():
+            model.weight += 1
+
+    def some(batch: Tensor, ids: Tensor) -> Tensor:
+        if ctx.attempt == 1:
+            ctx.ending.wait_for_checkpoint()
+            raise JobkitError("a node has died")
+        if ctx.attempt == 2 and ids[0] == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ids
+
+    return ctx.map(some, 20, batch_size=2).tolist()  # type: ignore[no-any-return]
+
+
+def with_slots(team: Team, slots: Slots, runs: Path) -> Any:
+    os.environ.update(slots.environment(team.rank))
+    return attempt_of_rank(team, runs, with_a_death_before, (), "")
+
+
+def test_a_map_after_the_last_step_stops_also_where_the_attempt_began_from_memory(tmp_path: Path) -> None:
+    with new_slots(1) as slots:
+        assert on_ranks(1, with_slots, slots, tmp_path) == ["JobkitError: a node has died"]
+        assert on_ranks(1, with_slots, slots, tmp_path) == [STOPPED]
+        assert on_ranks(1, with_slots, slots, tmp_path) == [list(range(20))]
+    (run,) = tmp_path.glob("run-*")
+    (second, _) = [event for event in events(run) if event["event"] == "resumed"][1:]
+    assert second["memory"] and second["durable_step"] == second["step"] == 3
+
+
+def with_a_full_disk(ctx: Any) -> list[int]:
+    """A map after the loop that is told to stop, where the checkpoint before the last step could not be written."""
+    model = nn.Linear(2, 1)
+    ctx.track(model=model)
+    for step in ctx.steps(4):
+        if step == 2:
+            writer.write_items = refuse  # type: ignore[assignment]
+    ctx.ending.wait_for_checkpoint()
+    writer.write_items = write_items
+
+    def some(batch: Tensor, ids: Tensor) -> Tensor:
+        if ids[0] == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ids
+
+    return ctx.map(some, 20, batch_size=2).tolist()  # type: ignore[no-any-return]
+
+
+def refuse(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_map_after_the_last_step_goes_on_where_no_checkpoint_would_lead_there_again(tmp_path: Path) -> None:
+    assert attempt(1, tmp_path, with_a_full_disk) == [list(range(20))]
 
 
 class Broken(Augmented):

@@ -92,6 +92,21 @@ def test_a_tensor_restored_without_gradients_can_be_trained_and_changed_in_place
     assert weight.grad.eq(2).all() and found[0].resize_(100).numel() == 100
 
 
+def restore_one_element(team: Team, root: Path) -> list[float]:
+    """Into parts of one element, which count as contiguous at any distance from a next one."""
+    mesh = init_device_mesh("cpu", (2,))
+    checkpointer = team.checkpointer(root)
+    saved = distribute_tensor(torch.tensor([[3.0], [4]]), mesh, [Shard(0)])
+    live = DTensor.from_local(torch.zeros(2)[::2].view(1, 1).t(), mesh, [Shard(0)])
+    checkpointer.save(1, {"state": {"one": saved}}).wait()
+    assert checkpointer.load_newest({"state": {"one": live}}) is not None
+    return live.full_tensor().flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_a_part_of_one_element_is_filled_whatever_its_strides(tmp_path: Path) -> None:
+    assert on_ranks(2, restore_one_element, tmp_path) == [[3, 4], [3, 4]]
+
+
 # Of a bad one
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from harness.attempts import STOPPED, attempt, stop_after
+from torch.distributed.tensor import DTensor
 
 from jobkit.train.optim import fused_ema_adam
 
@@ -304,6 +305,30 @@ def with_a_registry(ctx: Any) -> None:
 
 def test_equal_state_is_found_equal_however_a_process_writes_it_down(tmp_path: Path) -> None:
     assert attempt(2, tmp_path, with_a_registry) == [None, None]
+
+
+def with_strides(ctx: Any) -> list[float]:
+    """Every third element of a table, and one alone: no two neighbours in memory, or one that has none."""
+    table = torch.arange(12.0).view(4, 3)
+    net, values = torch.nn.Linear(1, 1), Registry(0)
+    net.bias = torch.nn.Parameter(torch.zeros(2)[::2])
+    values.state = {"rates": table[:, 0], "last": table[3:, 0], "alike": torch.ones(1).expand(4)}
+    ctx.track(net=ctx.parallelize(net), values=values)
+    for _ in ctx.steps(4):
+        with torch.no_grad():
+            net.bias += 1
+        if ctx.attempt == 1:
+            stop_after(ctx, 1)
+    bias = net.bias.full_tensor() if isinstance(net.bias, DTensor) else net.bias
+    return torch.cat([*values.state.values(), bias.detach()]).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensors_may_lie_in_memory_at_any_distances(tmp_path: Path, ranks: int) -> None:
+    config = "parallel: {data: zero3}" if ranks > 1 else ""
+    assert attempt(ranks, tmp_path, with_strides, config=config) == [STOPPED] * ranks
+    for found in attempt(ranks, tmp_path, with_strides, config=config):
+        assert found == [0, 3, 6, 9, 9, 1, 1, 1, 1, 4]
 
 
 def what_cannot_be_saved(ctx: Any) -> None:

@@ -224,10 +224,13 @@ def test_setup_that_works_leaves_the_shell_as_it_was(tmp_path: Path) -> None:
 
 
 def test_teardown_leaves_the_requeue_the_time_after_the_limit(tmp_path: Path) -> None:
-    node = Node(tmp_path, teardown=["echo begins >>calls", f"{shutil.which('sleep')} 1000", "echo ends >>calls"])
-    over = datetime.now(timezone.utc) + timedelta(seconds=1)
+    """The script's first sleep lasts until that has begun; then the job's time is over, by the script's clock."""
+    sleep = shutil.which("sleep")
+    node = Node(tmp_path, teardown=["echo begins >>calls", f"{sleep} 1000", "echo ends >>calls"])
+    over = datetime.now(timezone.utc) + timedelta(hours=1)
     node.say(code=77, job=f"{RUNNING} EndTime={over:%Y-%m-%dT%H:%M:%S} Deadline=N/A")
-    done = node.start()
+    waits = f"() {{ until grep -q begins calls; do {sleep} 0.01; done; SECONDS=$((SECONDS + 7200)); }}"
+    done = node.start(**{"BASH_FUNC_sleep%%": waits})
     assert (done.returncode, node.calls) == (0, ["slurm RUN", "begins", "end RUN"])
     assert "teardown is cut off" in done.stderr
 

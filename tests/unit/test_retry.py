@@ -64,6 +64,14 @@ def from_memory(first: int, durable: int = 0) -> Attempt:
     return ended("killed", first, first + 3, durable, from_memory=True)
 
 
+def evaluated(step: int, samples: int, durable: int | None = None) -> Attempt:
+    """One without a loop, or with the one step before an evaluation, that left so much of that to the next."""
+    first = durable if durable is not None else step or None
+    attempt = ended("timeout", first, step, first or 0)
+    attempt.evaluated_step, attempt.evaluated = step, samples
+    return attempt
+
+
 DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     # Snapshots in memory
     ("deaths, each with a newer snapshot", [ended("killed", 0, 20), *map(from_memory, range(20, 90, 10))], True),
@@ -105,6 +113,14 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
     ("a step between starts the count anew", [TIMEOUT_5, TIMEOUT_5, ended("timeout", 5, 6), ended("timeout", 6)], True),
     ("steps long ago do not help", [ended("timeout", 0, 5), *[TIMEOUT_5] * 3], False),
     ("a step that no checkpoint holds is none", [ended("timeout", 5, 6, durable=5)] * 3, False),
+    ("out of time in an evaluation that goes on, ten times", [evaluated(0, 7 * n) for n in range(1, 10)], True),
+    ("out of time in one that goes no further", [evaluated(0, 7)] * 4, False),
+    ("out of time in one that begins again each time", [evaluated(0, 0)] * 3, False),
+    (
+        "out of time in the evaluation of a later step",
+        [*[evaluated(5, 70)] * 3, evaluated(6, 7, durable=5), *[evaluated(6, 7, durable=5)] * 2],
+        True,
+    ),
     # Preemptions
     ("preempted, for the hundredth time and with nothing done", [ended("preempted", 0)] * 100, True),
     ("signals for the hundredth time", [ended("signal", 0)] * 100, True),

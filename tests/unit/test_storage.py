@@ -133,6 +133,24 @@ def test_the_checksum_keeps_its_order_where_the_interpreter_ends_while_some_is_b
     assert file.digest == digest_of(tmp_path / "file")
 
 
+def test_the_checksum_is_right_where_a_thread_can_be_started_only_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As near a limit of processes: the pool keeps what it was given, and does it with the first thread it gets."""
+    real, refusals = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def start(thread: threading.Thread) -> None:
+        if refusals:
+            raise refusals.pop()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with ChecksummedFile(tmp_path / "file") as file:
+        for _ in range(3):
+            file.write(memory(LARGE))
+    assert not refusals and file.digest == digest_of(tmp_path / "file")
+
+
 # The tensors of a state
 
 
