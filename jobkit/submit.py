@@ -232,6 +232,7 @@ def start(
                 given=given,
                 turn=turn,
                 notify=notify,
+                of_environment=loaded.of_environment,
             )
         supervisor = outcome.started.supervisor if outcome.started is not None else None
         if supervisor is not None and started is not None:

@@ -87,7 +87,8 @@ A run for each combination of values; [many-runs.md](many-runs.md#sweeps) says m
 
 Values may refer to others and to the environment, as [OmegaConf](https://omegaconf.readthedocs.io) does:
 `${params.data}`, `${oc.env:IMAGENET_DIR}`, `${oc.env:HOME,/tmp}` with a default. `???` is a value that the command line
-must give.
+must give. Where such a variable is another one, or unset, the same command means another run. So what is
+printed to continue a run that has them is `jobkit resume RUN`, which takes their values from the run.
 
 `key=value` on the command line sets a value after `demo` and before interpolation: `params.lr=3e-4`,
 `resources.nodes=8`, `parallel=zero3`, `params.sizes=[1,2,3]`. One of `params` that is not in the file is refused, with

@@ -106,7 +106,9 @@ def resume(
         raise InputError(f"{status.cwd}: {error.strerror}: {found.name} was submitted there") from None
     return submit.start(
         # As it is: what stands in it was resolved once, and a text may look like an interpolation by now.
-        LoadedConfig(config, [], Places(path=found.config_file, lines=read_yaml(found.config_file)[1])),
+        LoadedConfig(
+            config, [], Places(path=found.config_file, lines=read_yaml(found.config_file)[1]), bool(status.resume)
+        ),
         status.cluster or "local",
         found.path.parent,
         command=status.command,

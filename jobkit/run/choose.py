@@ -140,6 +140,8 @@ def _none(word: str, runs_dir: Path, runs: Sequence[FoundRun]) -> list[FoundRun]
     if re.search(r"\w\s*[=<>~]", word):
         hint = f"; a condition: --where {shlex.quote(word)}"
     hint = hint or in_a_folder_above(runs_dir)
+    if not (hint or runs):
+        raise InputError(f"no run {word!r} in {runs_dir}, which has none; --runs-dir DIR, or JOBKIT_RUNS, says where")
     end = " " if hint.endswith("?") else "; "
     raise InputError(f"no run {word!r} in {runs_dir}{hint}{end}`{to_type('list')}` shows them")
 

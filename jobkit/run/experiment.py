@@ -33,6 +33,9 @@ class LoadedConfig:
     config: Config
     notes: list[str]
     places: Places
+    of_environment: bool = False
+    """Whether a value is a variable's of the shell: where the same command is typed in another one, it means another
+    run."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Experiment:
                     OmegaConf.update(merged, override.key, override.value, force_add=True)
                 except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
                     raise InputError(f"{given.place}: {given.text}: {first_line(error)}") from None
+            of_environment = _reads_variables(OmegaConf.to_yaml(merged))
             resolved = resolve(merged)
             if isinstance(resolved.get("params"), dict):
                 refuse_sections_in_params(resolved["params"], SECTIONS)
@@ -78,7 +82,13 @@ class Experiment:
             if not (config.task or config.command):
                 raise InvalidValue("task", "missing; it is required (or command: [python, train.py])")
         clusters = _without_typed(self.own_clusters | config.clusters, typed)
-        return LoadedConfig(dataclasses.replace(config, clusters=clusters), self.notes, places)
+        return LoadedConfig(dataclasses.replace(config, clusters=clusters), self.notes, places, of_environment)
+
+
+def _reads_variables(text: str) -> bool:
+    """Whether a config, not yet interpolated, takes a variable that is set here and that not every shell has alike."""
+    named = re.findall(r"\$\{oc\.env:\s*(\w+)", text)
+    return any(name in os.environ for name in named if name not in ("HOME", "USER", "LOGNAME"))
 
 
 def _without_typed(clusters: Mapping[str, Mapping[str, Any]], typed: Sequence[Override]) -> dict[str, dict[str, Any]]:

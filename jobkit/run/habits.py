@@ -32,6 +32,24 @@ TEXTS = {
 """What to say of a name that no one key stands for."""
 TEXTS["zero_optimization"] = "DeepSpeed's; its stage 2 is parallel: zero2, and docs/coming-from.md has the rest"
 
+STRATEGIES = {
+    **dict.fromkeys(("fsdp", "fsdp2", "full_shard", "fully_shard", "stage3", "deepspeed_stage_3"), "zero3"),
+    **dict.fromkeys(("shard_grad_op", "stage2", "deepspeed", "deepspeed_stage_2"), "zero2"),
+    **dict.fromkeys(("hybrid_shard", "fsdp_hybrid"), "hsdp"),
+    **dict.fromkeys(("stage1", "deepspeed_stage_1", "distributed_optimizer"), "zero1"),
+}
+"""A word of `parallel` for others' names of it."""
+
+PRECISIONS = {
+    **dict.fromkeys(("32", "32-true", "float32", "no"), "fp32"),
+    **dict.fromkeys(("bf16-mixed", "bf16-true", "bfloat16"), "bf16"),
+    **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "half"), "fp16"),
+}
+"""A `precision` for others' names of it."""
+
+VALUES = {"precision": PRECISIONS, "parallel": STRATEGIES, "parallel.data": STRATEGIES}
+"""By dotted key, others' names of its values."""
+
 DEVICES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "ascend": "npu", "metal": "mps"}
 """torch's name of a device."""
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jobkit.errors import InvalidValue, nearest
+from jobkit.run import habits
 from jobkit.run.config import ALL, AUTO, PARALLEL_WORDS
 
 
@@ -94,8 +95,10 @@ def in_full(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(word, str):
         return values
     if word not in PARALLEL_WORDS:
-        allowed = f"{', '.join(PARALLEL_WORDS)}{nearest(word, PARALLEL_WORDS)}"
-        raise InvalidValue("parallel", f"found {word!r}, allowed: {allowed}, or a mapping of data, tensor, pipeline")
+        named = habits.STRATEGIES.get(word.lower().replace("-", "_"))
+        hint = f"; did you mean {named!r}?" if named else nearest(word, PARALLEL_WORDS)
+        allowed = f"{', '.join(PARALLEL_WORDS)}, or a mapping of data, tensor, pipeline"
+        raise InvalidValue("parallel", f"found {word!r}, allowed: {allowed}{hint}")
     written = {word: ALL} if word in ("tensor", "pipeline") else {"data": word}
     return values | {"parallel": written}
 

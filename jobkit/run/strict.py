@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jobkit.errors import InvalidValue, nearest
-from jobkit.run.habits import elsewhere
+from jobkit.run.habits import VALUES, elsewhere
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def _value(kind: Any, value: Any, key: str, check: Callable[[Any], object] | Non
         raise InvalidValue(key, f"found {value!r}, expected {describe(kind)}{hint}")
     if typing.get_origin(kind) is typing.Literal and value not in typing.get_args(kind):
         allowed = [str(one) for one in typing.get_args(kind)]
-        raise InvalidValue(key, f"found {value!r}, allowed: {', '.join(allowed)}{nearest(str(value), allowed)}")
+        raise InvalidValue(key, f"found {value!r}, allowed: {', '.join(allowed)}{_meant(key, str(value), allowed)}")
     if check is not None:
         try:
             check(value)
@@ -97,3 +97,9 @@ def describe(kind: Any) -> str:
         return "a mapping"
     words = {int: "a whole number", str: "a text", bool: "true or false", float: "a number", type(None): "nothing"}
     return words.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _meant(key: str, value: str, allowed: Sequence[str]) -> str:
+    """The hint for a value that there is not: what others call one that there is, else the nearest."""
+    named = VALUES.get(key, {}).get(value.lower())
+    return f"; did you mean {named!r}?" if named else nearest(value, allowed)

@@ -43,6 +43,8 @@ class Candidate:
     """The run that it starts from, where that is not to be found by its name."""
     given: GivenValues = field(default_factory=GivenValues)
     """What it is given beside its YAML."""
+    of_environment: bool = False
+    """As of a LoadedConfig."""
     before: Status = field(init=False)
     """The status before this submission."""
     code_changes: list[str] = field(default_factory=list)
@@ -109,7 +111,7 @@ class Candidate:
             **_turn(plan),
             **({"after": plan.config.after} if plan.config.after else {}),
             **({"held_for_others": True} if self.plan.is_held else {}),
-            **_how_to_resume(run, self.command),
+            **_how_to_resume(run, self.command, self.of_environment),
         )
         self._is_recorded = True
 
@@ -145,9 +147,10 @@ def _turn(plan: LaunchPlan) -> dict[str, Any]:
     return {"priority": plan.turn.priority, "queues": plan.turn.queues} if plan.scheduler == "local" else {}
 
 
-def _how_to_resume(run: RunDir, command: str) -> dict[str, str]:
-    """What continues the run where the command that is recorded lacks what is secret in it."""
-    if secrets.MASK not in command:
+def _how_to_resume(run: RunDir, command: str, of_environment: bool) -> dict[str, str]:
+    """What continues the run where the command that is recorded lacks what is secret in it, or the variables that it
+    was typed with."""
+    if secrets.MASK not in command and not of_environment:
         return {}
     words = ["python", "-m", "jobkit", "resume", run.name, "--runs-dir", str(run.path.parent)]
     return {"resume": shlex.join(words)}

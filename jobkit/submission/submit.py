@@ -180,12 +180,13 @@ def submit(
     given: GivenValues | None = None,
     turn: Turn | None = None,
     notify: str | None = None,
+    of_environment: bool = False,
 ) -> Outcome:
     """Start the run of `config`, or continue it, unless it is finished or under way already.
 
     `source` is where the command was typed, `command` what to type there to continue the run. `parent` is the run that
     it starts from, where that is not to be found by its name, `given` what it has beside its YAML; `notify` a command
-    to be run when it has ended.
+    to be run when it has ended. `of_environment` as of a LoadedConfig.
     Two submissions of one config at the same time start one job: the second waits for the first to have decided.
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
@@ -199,7 +200,15 @@ def submit(
     refuse_impossible(plan)
     with RunDir(runs_dir / name_in(runs_dir, config)).submission_lock() as lock:
         run = choose_run(config, runs_dir, fresh)  # again: another --fresh may have taken the number
-        candidate = Candidate(run, plan.at(run.path), source, command, parent=parent, given=given or GivenValues())
+        candidate = Candidate(
+            run,
+            plan.at(run.path),
+            source,
+            command,
+            parent=parent,
+            given=given or GivenValues(),
+            of_environment=of_environment,
+        )
         try:
             code = read_code(source, runs_dir, needed, tells=candidate.starts)
             candidate.compare_code(code)

@@ -365,7 +365,15 @@ class _Submission:
         """Write what a run's job needs, and add it to `candidates`, unless somebody has started it since."""
         run = RunDir(plan.run)
         with run.submission_lock():
-            candidate = Candidate(run, plan, self.source, point.command, sweep=self.sweep.name, given=point.given)
+            candidate = Candidate(
+                run,
+                plan,
+                self.source,
+                point.command,
+                sweep=self.sweep.name,
+                given=point.given,
+                of_environment=point.loaded.of_environment,
+            )
             if not candidate.starts:
                 self.outcome.states[run.name] = str(candidate.before.state)
                 return

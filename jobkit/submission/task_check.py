@@ -126,7 +126,13 @@ def _check_program(command: list[str], root: Path, has_setup: bool) -> Checked:
         file = root / runs.text
         if not file.exists():
             scripts = [str(one.relative_to(root)) for one in root.glob("*.py")]
-            raise InvalidValue("command", f"{runs.text}: no such file in {root}{nearest(runs.text, scripts)}")
+            below = (
+                next((one.parent for one in sorted(root.glob(f"*/{runs.text}"))), None)
+                if "/" not in runs.text
+                else None
+            )
+            hint = f"; it is in {below}: type the command there" if below else nearest(runs.text, scripts)
+            raise InvalidValue("command", f"{runs.text}: no such file in {root}{hint}")
     own = _OwnModules(root, root if runs.kind == "module" else file.parent, refuses=False)
     if file.suffix == ".py" and (runs.kind == "script" or _name_below(root, file) is not None):
         own.check_file(file, module)

@@ -105,6 +105,11 @@ def test_a_word_that_means_none_is_refused_with_what_to_type(word: str, told: st
         choose(["gpu", word], runs)
 
 
+def test_where_no_runs_are_the_refusal_says_how_to_name_another_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no run 'gpu' in .*, which has none; --runs-dir DIR, or JOBKIT_RUNS, "):
+        choose(["gpu"], tmp_path / "runs")
+
+
 def test_one_run_is_not_several(runs: Path) -> None:
     assert find_run("13", runs).name == "digits-0000000c"
     with pytest.raises(InputError, match=r"'digits\*' means 3 runs, and one is wanted: digits-0000000a, "):

@@ -90,7 +90,7 @@ OPTION_MISTAKES = [
     ({"cpus": 1}, ["clusters.slurm.cpus: not an option of sbatch"]),
     ({"output": "x"}, ["clusters.slurm.output", "jobkit logs"]),
     ({"ntasks-per-node": 2}, ["clusters.slurm.ntasks-per-node", "tasks_per_node"]),
-    ({"array": "0-3"}, ["clusters.slurm.array", "one run is one job"]),
+    ({"array": "0-3"}, ["clusters.slurm.array", "one run is one job", "--sweep key=v1,v2"]),
     ({"scheduler": "pbs"}, ["clusters.slurm.scheduler: found 'pbs'", "slurm, local"]),
     ({"nodes": 0}, ["clusters.slurm.nodes: found 0", "1 or more"]),
     ({"time": "soon"}, ["clusters.slurm.time: found 'soon'", "30min"]),

@@ -83,6 +83,15 @@ MISTAKES = [
         files={"toy.yaml": SHORT + "inputs: [/,\n  '${oc.env:JOBKIT_TEST_NOT_SET}']\n"},
     ),
     Mistake("torch's device by another name", ["device: found 'gpu'", "did you mean 'cuda'?"], ["device=gpu"]),
+    Mistake("FSDP by its own name", ["parallel: found 'fsdp'", "did you mean 'zero3'?"], ["parallel=fsdp"]),
+    Mistake("FSDP in a mapping", ["found 'HYBRID_SHARD'", "did you mean 'hsdp'?"], ["parallel.data=HYBRID_SHARD"]),
+    Mistake("Lightning's precision", ["found 'bf16-mixed'", "did you mean 'bf16'?"], ["precision=bf16-mixed"]),
+    Mistake(
+        "a script that is in the folder of the YAML",
+        ["command: train.py: no such file in ", "it is in ", "/mine: type the command there"],
+        files={"mine/toy.yaml": "name: toy\ncommand: [python, train.py]\n", "mine/train.py": ""},
+        yaml="mine/toy.yaml",
+    ),
     Mistake("an option of Slurm's", ["did you mean 'clusters.slurm.partition'?"], ["partition=low"]),
     Mistake("an option of Slurm's as one", ["is set without dashes: clusters.slurm.qos=low"], ["--qos", "low"]),
     *(
@@ -443,7 +452,7 @@ def test_help_is_given(project: Project, arguments: list[str]) -> None:
 )
 def test_a_verb_refuses_an_unknown_run_in_one_line(project: Project, verb: str) -> None:
     done = jobkit(project, verb, "nosuch", *{"diff": ["nosuch"], "rewind": ["--step", "1"]}.get(verb, []), expect=2)
-    assert_said(done, ["nosuch", "jobkit list"])
+    assert_said(done, ["nosuch", "--runs-dir"])
     assert len(done.stderr.splitlines()) == 1
     assert not (project.path / "runs").exists()
 
