@@ -154,7 +154,6 @@ def _run_of_command() -> RunDir | None:
 
 def _continue_command(run: RunDir, params: Mapping[str, Any], *, keeps_generators: bool) -> Context:
     """The context of an attempt that jobkit has begun, and will end."""
-    STOP_SIGNALS.install()
     survive_full_disks()
     show_stacks_when_asked()
     number, topology = int(os.environ["JOBKIT_ATTEMPT"]), Topology(rank=int(os.environ.get("RANK") or 0))
@@ -166,6 +165,9 @@ def _continue_command(run: RunDir, params: Mapping[str, Any], *, keeps_generator
         seed = None if keeps_generators else config.seed
         config = dataclasses.replace(config, params=merged, seed=seed)
         rank = join(found, run, config, number, disks_of_command(os.environ))
+        # Not before: a rank that waits for one which has ended of the signal has nothing to save, and would call no
+        # handler until torch gives up, after minutes.
+        STOP_SIGNALS.install()
         context = open_context(rank)
     except BaseException as error:
         write_report(run, number, topology, error, None, ())

@@ -249,6 +249,40 @@ def test_a_script_with_init_is_preempted_here_and_continues_where_it_was(
     assert weights(run) == uninterrupted(2), "those of the same function as a task"
 
 
+BEFORE_THE_OTHERS = """
+import os
+import time
+from pathlib import Path
+
+import jobkit
+from jobkit.worker import script
+
+found = script.rendezvous
+
+def rendezvous(*arguments):
+    Path(os.environ["JOBKIT_RUN"], "waits").touch()
+    return found(*arguments)
+
+script.rendezvous = rendezvous
+if os.environ["RANK"] == "0":
+    time.sleep(1000)
+jobkit.init(seed=None)
+"""
+
+
+def test_a_rank_whose_init_waits_for_another_ends_with_that_when_told_to_stop(project: Project) -> None:
+    (project.path / "train.py").write_text(BEFORE_THE_OTHERS)
+    words = ("command=[python, train.py]", "resources.nodes=1", "resources.tasks_per_node=2")
+    with project.start("submit", "toy.yaml", "--local", *words) as process:
+        wait_for("rank 1", lambda: project.runs and (project.runs[0] / "waits").exists())
+        (run,) = project.runs
+        time.sleep(0.5)  # until it is in torch's store, where Python calls no handler
+        process.send_signal(signal.SIGINT)
+        process.wait(600)
+    (attempt,) = status(run)["attempts"]
+    assert attempt["cause"] == "user" and not list(run.glob("logs/1/error_*")), describe(run)
+
+
 def test_a_script_with_init_is_preempted_on_slurm_and_an_exception_is_named(project: Project, slurm: Cluster) -> None:
     (project.path / "scripts" / "orders.py").write_text(FAIL_ONCE)
     project.env.update(slurm.env)
