@@ -209,7 +209,7 @@ RUN_BY = {
             "COGVIDEO_DATA=... tools/run experiments/cogvideo.yaml --cluster slurm",
             "COGVIDEO_DATA=... tools/run experiments/cogvideo_sample.yaml --cluster slurm params.run=RUN "
             "params.vae=$COGVIDEO_WEIGHTS/vae",
-            ".venv/bin/python tools/decode_video.py RUN/samples clips --weights $COGVIDEO_WEIGHTS",
+            ".venv/bin/python tools/decode_video.py runs/SAMPLED/samples clips --weights $COGVIDEO_WEIGHTS",
         ),
         "test_from_videos_over_training_and_sampling_to_clips_that_can_be_watched",
     ),
