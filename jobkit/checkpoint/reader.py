@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from jobkit.checkpoint.store import Manifest, Store
 from jobkit.checkpoint.targets import Targets
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
+from jobkit.run.garbage import uncollected
 
 Contents = dict[str, tuple[torch.Size, torch.dtype]]
 
@@ -69,18 +68,6 @@ class RestoredCheckpoint:
         return self.path.name if self.snapshot is None else f"the snapshot of step {self.step} in memory"
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collections, which take most of the time where tens of thousands of records are made to stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class Reader:
     """Chooses and loads on all ranks together."""
 
@@ -93,7 +80,7 @@ class Reader:
         self._memory = memory
         self.set_aside: list[tuple[int, str]] = []
 
-    @_uncollected()
+    @uncollected()
     def load_newest(self, templates: Mapping[str, Any], names: Collection[str] | None) -> RestoredCheckpoint | None:
         self.set_aside = []
         bad: list[tuple[int, str]] = []
@@ -147,7 +134,7 @@ class Reader:
         loaded = self._load(manifest, MemorySource(snapshot, self._ranks), templates, names)
         return replace(loaded, durable_step=durable_step, snapshot=snapshot)
 
-    @_uncollected()
+    @uncollected()
     def read(
         self, loaded: RestoredCheckpoint, templates: Mapping[str, Any], wants: Callable[[str, str], bool]
     ) -> dict[str, Any]:

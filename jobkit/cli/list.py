@@ -17,6 +17,7 @@ from jobkit.cli.json_text import json_text
 from jobkit.cli.table import Table, as_csv, as_latex, as_lines
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.command_line import to_type
+from jobkit.run.garbage import uncollected
 from jobkit.run.runs import FoundRun, in_a_folder_above
 from jobkit.run.summary import Summary, check_keys
 from jobkit.run.usage import show_examples
@@ -117,6 +118,7 @@ def _redraw(text: str) -> None:
     print("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J", end="", flush=True)
 
 
+@uncollected()
 def _text(arguments: argparse.Namespace) -> str:
     """The list as it was asked for."""
     found = found_runs(arguments)

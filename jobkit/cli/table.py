@@ -8,7 +8,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 ABSENT = "-"
 """What a table shows where a run has nothing."""
@@ -19,8 +19,7 @@ MAX_CELL = 40
 """How many characters of a cell are shown: a param may be a whole text."""
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A value, for programs and to sort by, and what a person reads."""
 
     value: Any

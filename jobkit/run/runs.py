@@ -6,9 +6,8 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobkit.errors import InputError
 from jobkit.run.rundir import BESIDE, CONFIG, JOURNAL, NUMBERED, STATUS, VERSION, RunDir
@@ -24,8 +23,7 @@ JournalKey = tuple[int, int, int]
 """Modification time in ns, bytes and inode of a run's journal: one that has changed has another."""
 
 
-@dataclass(frozen=True)
-class FoundRun:
+class FoundRun(NamedTuple):
     """A run in a runs directory that may hold thousands: nothing of it has been read yet."""
 
     name: str
@@ -59,8 +57,8 @@ class FoundRun:
     def recorded_status(self) -> dict[str, Any] | None:
         """What status.json says; None where it does not follow from the whole journal."""
         try:
-            with open(f"{self.directory}/{STATUS}", "rb") as file:  # noqa: PTH123
-                status = json.loads(file.read())
+            with open(f"{self.directory}/{STATUS}", "rb", buffering=0) as file:  # noqa: PTH123
+                status = json.loads(str(file.read(), "utf-8"))
         except (OSError, ValueError):
             return None
         is_new = isinstance(status, dict) and status.get("journal_bytes") == self.journal_bytes
