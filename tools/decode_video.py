@@ -23,7 +23,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jobkit.run.files import files_below, read_json, write_atomic, write_json
+from jobkit.run.files import content_digest, files_below, read_json, write_atomic, write_json
 from jobkit.train.video import FRAMES_PER_SECOND, gif, mp4
 
 
@@ -73,7 +73,7 @@ def decoder_of(weights: Path, precision: str, tiling: bool) -> Callable[[Tensor]
 
 def keep_options(file: Path, fps: int, weights: Path, precision: str, tiling: bool) -> int:
     """Write down how videos are made, unless that is what the file says already: when it was written, in ns."""
-    vae = [preparing.digest_of(one) for one in preparing.weights_in(weights / "vae", ".json")]
+    vae = [content_digest(one) for one in preparing.weights_in(weights / "vae", ".json")]
     options = {"fps": fps, "vae": vae, "precision": precision, "tiling": tiling}
     if read_json(file) != options:
         write_json(file, options, durable=False)

@@ -32,7 +32,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from jobkit import JobkitError
-from jobkit.run.files import files_below, write_atomic
+from jobkit.run.files import content_digest, files_below, write_atomic
 
 SAMPLE = 1 << 16
 """Bytes of T5's weights that are looked at together."""
@@ -91,7 +91,7 @@ class Clip:
         if state.st_size != made_of.get("bytes"):
             return False
         is_of_then = state.st_mtime_ns == made_of.get("modified")
-        return is_of_then or (reads and preparing.digest_of(self.video.path) == made_of.get("sha256"))
+        return is_of_then or (reads and content_digest(self.video.path) == made_of.get("sha256"))
 
     def refusal(self, made_of: dict[str, Any] | None) -> str | None:
         """Why the file cannot be made, or None: it is of another source's video of this name."""
@@ -162,7 +162,7 @@ def encode(clip: Clip) -> Done:
         before = clip.video.path.stat()
         if clip.is_as_asked(clip.made_from(), reads=True):  # or by another process, since this one looked
             return Done(kept=1)
-        digest = preparing.digest_of(clip.video.path)
+        digest = content_digest(clip.video.path)
         frames = videos.read_frames(clip.video.path, of.frames, of.fps, (of.height, of.width), of.skip)
         after = clip.video.path.stat()
     except Exception as error:  # a decoder may raise anything for a file that is no video
@@ -318,7 +318,7 @@ def digest_of(weights: Path) -> str:
                 found.update(opened.read(SAMPLE))
     tokenizer = sorted(file for file in (weights / "tokenizer").iterdir() if file.is_file())
     for file in (*preparing.weights_in(weights / "vae", ".json"), *tokenizer):
-        found.update(preparing.digest_of(file).encode())
+        found.update(content_digest(file).encode())
     return found.hexdigest()[:16]
 
 

@@ -5,7 +5,6 @@ A file appears whole or not at all, so the same command continues: what is there
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -149,15 +148,6 @@ def check_writable(folder: Path) -> None:
             probe.unlink()
     except OSError as error:
         raise Failure(f"{error.filename or folder}: cannot be written: {error.strerror}") from None
-
-
-def digest_of(path: Path) -> str:
-    """64 hex digits of what is in a file."""
-    found = hashlib.sha256()
-    with path.open("rb") as opened:
-        for piece in iter(partial(opened.read, 1 << 24), b""):
-            found.update(piece)
-    return found.hexdigest()
 
 
 def weights_in(folder: Path, *others: str) -> list[Path]:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -151,3 +152,15 @@ def files_below(folder: Path) -> Iterator[Path]:
                 seen.add((state.st_dev, state.st_ino))
                 folders.append(path.name)
         yield from (Path(parent, file) for file in files if not file.startswith("."))
+
+
+def content_digest(*files: Path) -> str:
+    """64 hex digits (SHA-256) of what is in some files, one after the other; raises OSError."""
+    import hashlib  # here: most commands need none
+
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            for piece in iter(partial(opened.read, 1 << 24), b""):
+                found.update(piece)
+    return found.hexdigest()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 from jobkit.errors import JobkitError
-from jobkit.run.files import fsync_dir, fsync_file
+from jobkit.run.files import content_digest, fsync_dir, fsync_file
 from jobkit.train.names import load_module_state, module_state
 
 _TIED, _EXTRA, _LEFT_OUT = "tied", "extra", "left_out"
@@ -92,13 +90,7 @@ def weights_digest(path: Path | str, name: str = "model") -> str:
     Raises JobkitError for a file that is not there.
     """
     file = _find(Path(path), name)
-    found = hashlib.sha256()
-    for one in (file, file.with_name(f"{file.stem}.extra.pt")):
-        if one.exists():
-            with one.open("rb") as opened:
-                for piece in iter(partial(opened.read, 1 << 24), b""):
-                    found.update(piece)
-    return found.hexdigest()
+    return content_digest(*(one for one in (file, file.with_name(f"{file.stem}.extra.pt")) if one.exists()))
 
 
 def _load_extra(file: Path, trusted: bool) -> dict[str, Any]:
