@@ -204,7 +204,10 @@ def rehearse_without_grace(cluster: Cluster, project: Project, run: Path) -> Non
 
 
 def kill_a_rank_and_preempt(cluster: Cluster, project: Project, run: Path) -> None:
+    """The job is preempted while it starts the ranks again: what of two at once comes first is Slurm's to say."""
+    number = len(status(run)["attempts"])
     kill_a_rank(cluster, project, run)
+    end_of(run, number)
     preempt(cluster, project, run)
 
 
