@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +73,18 @@ class FoundRun(NamedTuple):
 
 def all_runs(runs_dir: Path) -> list[FoundRun]:
     """Every run under a runs directory, the most recently changed first; InputError where that may not be read."""
+    return _all_runs(runs_dir, lambda name: True)
+
+
+def runs_of(runs_dir: Path, name: str) -> list[FoundRun]:
+    """The runs whose configs have one name, the most recently changed first."""
+    return _all_runs(runs_dir, re.compile(f"{re.escape(name)}-[0-9a-f]{{8}}{VERSION}").fullmatch)
+
+
+def _all_runs(runs_dir: Path, is_wanted: Callable[[str], object]) -> list[FoundRun]:
     try:
-        found = [run for entry in os.scandir(runs_dir) if (run := _found(entry.name, entry.path)) is not None]
+        entries = (entry for entry in os.scandir(runs_dir) if is_wanted(entry.name))
+        found = [run for entry in entries if (run := _found(entry.name, entry.path)) is not None]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except PermissionError as error:

@@ -25,6 +25,7 @@ from jobkit.run.runs import all_runs, next_version, versions
 from jobkit.run.status import Status
 from jobkit.submission import chains, job, start_from
 from jobkit.submission.candidate import Candidate
+from jobkit.submission.left_unfinished import left_unfinished
 from jobkit.submission.mirror_check import check_mirrors
 from jobkit.submission.own_check import run_check
 from jobkit.submission.partition_check import refuse_impossible
@@ -53,7 +54,7 @@ class Outcome:
     unapplied: tuple[str, ...] = ()
     """What was asked for and the run's job, which is under way, does not get."""
     begins: str = ""
-    """What to tell of a run that begins with the checkpoint of another."""
+    """What to tell of a run that begins with the checkpoint of another, or does not where that might be expected."""
 
 
 def check(plan: LaunchPlan, source: Path, told: set[str] | None = None) -> list[Path]:
@@ -213,6 +214,7 @@ def submit(
             code = read_code(source, runs_dir, needed, tells=candidate.starts)
             candidate.compare_code(code)
             started, released = None, False
+            leaves = "" if fresh else left_unfinished(run, config)
             not_applied: tuple[str, ...] = ()
             if candidate.starts:
                 slurm_cluster = slurm_of(plan)
@@ -233,7 +235,7 @@ def submit(
                 candidate.outputs,
                 released,
                 not_applied,
-                candidate.begins,
+                candidate.begins or leaves,
             )
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             candidate.undo(error)

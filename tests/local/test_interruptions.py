@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.in_process import jobkit
 from harness.project import (
     Project,
     assert_each_step_once,
@@ -44,6 +45,8 @@ def test_interrupted_twice_on_this_machine(tmp_path: Path, uninterrupted: Callab
         _, errors = process.communicate(timeout=600)
         assert process.returncode == 75, errors
         assert "the same command continues" in errors
+    said = jobkit(project, "submit", "toy.yaml", "--local", "seed=7", "--dry-run").stderr
+    assert f"a new run, from step 0: seed 0 -> 7, compared with {run.name}, interrupted at step " in said
     project.submit("--local", *TWO_RANKS)
     assert causes(run) == ["user", "user", "finished"]
     assert weights(run) == uninterrupted(2)
