@@ -394,16 +394,16 @@ def _words_of_start(start: StartFrom, parent: RunDir | None, runs_dir: Path) -> 
 
 def _dry_run(begun: Start, given: GivenValues, cluster: str, runs_dir: Path, fresh: bool, checks_model: bool) -> int:
     from jobkit.run.rundir import RunDir
-    from jobkit.submission import start_from
+    from jobkit.submission import inputs, start_from
     from jobkit.submission.left_unfinished import left_unfinished
     from jobkit.submission.model_check import check_model, describe
     from jobkit.submission.partition_check import refuse_impossible
     from jobkit.submission.plan import make_plan
-    from jobkit.submission.submit import check, check_inputs, choose_run
+    from jobkit.submission.submit import check, choose_run
 
     loaded = begun.loaded
     with loaded.places.locating_errors():
-        check_inputs(loaded.config, runs_dir)
+        inputs.check(loaded.config, runs_dir)
         run = choose_run(loaded.config, runs_dir, fresh)
         plan = make_plan(run.path, loaded.config, cluster)
         check(plan, Path.cwd())
@@ -463,6 +463,8 @@ def _report(outcome: Outcome, after: Sequence[str], command: str, follow: bool) 
         print(f"{to_type('logs', '-f', run.name)}   shows its output", file=sys.stderr)
     elif status.state == State.FINISHED:
         print(f"already finished{status.at_steps}: {run.path}")
+        if outcome.changed_inputs:
+            print(f"changed since it finished: {', '.join(outcome.changed_inputs)}", file=sys.stderr)
         from jobkit.run.secrets import MASK
 
         again = "the same command, with" if MASK in command else command  # what is not shown has to be typed

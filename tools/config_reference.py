@@ -100,6 +100,9 @@ a number, and the like: `params.lr=1e-3x`; `+params.lr=auto` takes any value. Fo
 The run directory is `<name>-<hash>`. The hash is of `task` or `command`, `params`, `seed` and `precision`, and of
 `parallel`, `comm` and `start_from` where they differ from their defaults. Everything else says where and how safely a
 run is executed, and may change between two submissions of the same run. `1` and `1.0` are the same value to it.
+A submission of another run says so where the last one of that name was interrupted or has failed with a checkpoint:
+what differs, how to continue that one, and how to go on from its checkpoint. A finished run whose `inputs` were written
+since is not run again by itself, and that is said, too: `--fresh` runs it anew.
 """
 
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from jobkit import slurm
 from jobkit.errors import InputError, InvalidValue, JobkitError
 from jobkit.log import log
-from jobkit.run import code_files, references, secrets, snapshot
+from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.identity import name_in
 from jobkit.run.own_outputs import check_outputs
 from jobkit.run.records import GivenValues
 from jobkit.run.rundir import RunDir
-from jobkit.run.runs import all_runs, next_version, versions
-from jobkit.run.status import Status
-from jobkit.submission import chains, job, start_from
+from jobkit.run.runs import next_version, versions
+from jobkit.run.status import State, Status
+from jobkit.submission import chains, inputs, job, start_from
 from jobkit.submission.candidate import Candidate
 from jobkit.submission.left_unfinished import left_unfinished
 from jobkit.submission.mirror_check import check_mirrors
@@ -55,6 +55,8 @@ class Outcome:
     """What was asked for and the run's job, which is under way, does not get."""
     begins: str = ""
     """What to tell of a run that begins with the checkpoint of another, or does not where that might be expected."""
+    changed_inputs: tuple[str, ...] = ()
+    """Of a finished run the `inputs` that were written since."""
 
 
 def check(plan: LaunchPlan, source: Path, told: set[str] | None = None) -> list[Path]:
@@ -100,34 +102,7 @@ def check_values(plan: LaunchPlan) -> None:
     check_outputs(config)
     check_mirrors(config.mirror)
     chains.check(plan)
-    check_inputs(config, plan.run.parent)
-
-
-def check_inputs(config: Config, runs_dir: Path) -> None:
-    """Raise InvalidValue for a path of `inputs` that is not there; a run looks for another's when it starts."""
-    refers = {text for _, text in references.texts_with_references(config)}
-    for path in (one for one in config.inputs if one not in refers):
-        try:
-            full = Path(path).expanduser()
-            problem = "" if full.exists() else "no such file or directory"
-            if path.startswith("~") and not problem:  # params have it as it stands, and open() takes no `~`
-                problem = f"`~` is not expanded in the job: write {full}"
-        except (OSError, ValueError, RuntimeError) as error:  # too long, not to be looked at, or `~` of nobody
-            problem = getattr(error, "strerror", None) or str(error)
-        if problem:
-            meant = _directory_meant(path, runs_dir)
-            raise InvalidValue("inputs", f"{path}: {problem}; the task needs it to start{meant}")
-
-
-def _directory_meant(path: str, runs_dir: Path) -> str:
-    """What to say of a path that begins with a run's name, or the beginning of one, and not with its directory."""
-    word, *below = path.split("/")
-    if not word or not below:
-        return ""
-    runs = [run for run in all_runs(runs_dir) if run.name.startswith(word)]
-    runs = [run for run in runs if run.name.startswith(f"{word}-")] or runs
-    shown = [os.path.relpath(run.directory) for run in runs[:3]]
-    return f"; {word!r} is a run's name: give its directory, {' or '.join(shown)}" if shown else ""
+    inputs.check(config, plan.run.parent)
 
 
 def _check_turn(plan: LaunchPlan) -> None:
@@ -192,7 +167,7 @@ def submit(
     Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
     """
     # Whatever is wrong with the input is refused before anything is touched on the disk.
-    check_inputs(config, runs_dir)  # first: what is missing there is missing on a machine with more GPUs, too
+    inputs.check(config, runs_dir)  # first: what is missing there is missing on a machine with more GPUs, too
     plan = make_plan(choose_run(config, runs_dir, fresh).path, config, cluster)
     plan = dataclasses.replace(plan, turn=turn or plan.turn)
     needed = check(plan, source)
@@ -216,6 +191,7 @@ def submit(
             started, released = None, False
             leaves = "" if fresh else left_unfinished(run, config)
             not_applied: tuple[str, ...] = ()
+            changed_inputs: tuple[str, ...] = ()
             if candidate.starts:
                 slurm_cluster = slurm_of(plan)
                 candidate.prepare(lambda run: snapshot.take(source, code, run.code), slurm_cluster)
@@ -227,6 +203,8 @@ def submit(
             else:
                 released = _release(candidate.before, plan)
                 not_applied = unapplied(run, candidate.before, plan)
+                if candidate.before.state == State.FINISHED and candidate.before.attempt is not None:
+                    changed_inputs = inputs.changed_since(config, candidate.before.attempt.ended)
             return Outcome(
                 run,
                 candidate.before,
@@ -236,6 +214,7 @@ def submit(
                 released,
                 not_applied,
                 candidate.begins or leaves,
+                changed_inputs,
             )
         except (JobkitError, OSError, KeyboardInterrupt) as error:
             candidate.undo(error)
