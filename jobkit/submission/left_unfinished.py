@@ -13,6 +13,9 @@ from jobkit.run.runs import runs_of
 from jobkit.run.status import State
 from jobkit.submission.observer import observe
 
+LOOKED_AT = 200
+"""Of more runs of one name the last one is not looked for: they are a sweep's."""
+
 SHOWN = 5
 """How many differences are told."""
 
@@ -23,14 +26,17 @@ def left_unfinished(run: RunDir, config: Config) -> str:
     Whoever has changed a value of the YAML, or lacks a variable of the environment, may expect that one to go on.
     Empty where the last one is finished, cancelled, under way, a sweep's, or has no checkpoint.
     """
-    if config.start_from.run or run.exists() or not (others := runs_of(run.path.parent, config.name)):
+    if config.start_from.run or run.exists() or not (others := runs_of(run.path.parent, config.name, LOOKED_AT)):
         return ""
     last = others[0].open()
     with contextlib.suppress(InputError, SchedulerError, OSError):  # what cannot be read is not for this submission
-        status = observe(last)
+        status = last.status()
+        if not status.checkpoint or status.sweep:
+            return ""
+        if status.state.is_under_way:  # what it ended of may have left no time to record it
+            status = observe(last)
         changed = [str(one) for one in differences(last.config(), config, DECIDES)]
-        has_stopped = status.state in (State.INTERRUPTED, State.FAILED) and not status.sweep
-        if has_stopped and status.checkpoint and changed:
+        if status.state in (State.INTERRUPTED, State.FAILED) and changed:
             more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
             return (
                 f"{run.name} is a new run, from step 0: {', '.join(changed[:SHOWN])}{more}, compared with {last.name}, "

@@ -12,7 +12,7 @@ from harness.made_run import made_run
 from jobkit.run.config import Config, StartFrom
 from jobkit.run.identity import run_name
 from jobkit.run.rundir import RunDir
-from jobkit.submission.left_unfinished import left_unfinished
+from jobkit.submission.left_unfinished import LOOKED_AT, left_unfinished
 
 
 @pytest.fixture
@@ -72,6 +72,15 @@ def test_only_the_last_run_of_the_name_counts(last: RunDir) -> None:
     assert told(last, with_params(last.config(), lr=0.2)) == ""
     made_run(last.path.parent / "made-other-0000000c", lr=0.4)
     assert told(last, dataclasses.replace(last.config(), name="made-other2")) == ""
+
+
+def test_among_very_many_runs_of_the_name_none_is_looked_for(last: RunDir) -> None:
+    config = with_params(last.config(), lr=0.2)
+    for number in range(LOOKED_AT):
+        (last.path.parent / f"made-{number:08x}").mkdir(exist_ok=True)
+    assert told(last, config)
+    (last.path.parent / f"made-{LOOKED_AT:08x}").mkdir()
+    assert told(last, config) == ""
 
 
 def test_what_cannot_be_read_is_not_told(last: RunDir) -> None:
