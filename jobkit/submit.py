@@ -393,10 +393,11 @@ def _words_of_start(start: StartFrom, parent: RunDir | None, runs_dir: Path) -> 
 
 
 def _dry_run(begun: Start, given: GivenValues, cluster: str, runs_dir: Path, fresh: bool, checks_model: bool) -> int:
+    from jobkit.run.left_unfinished import left_unfinished
     from jobkit.run.rundir import RunDir
     from jobkit.submission import inputs, start_from
-    from jobkit.submission.left_unfinished import left_unfinished
     from jobkit.submission.model_check import check_model, describe
+    from jobkit.submission.observer import observe
     from jobkit.submission.partition_check import refuse_impossible
     from jobkit.submission.plan import make_plan
     from jobkit.submission.submit import check, choose_run
@@ -413,7 +414,7 @@ def _dry_run(begun: Start, given: GivenValues, cluster: str, runs_dir: Path, fre
     start = loaded.config.start_from
     if start.run and (told := start_from.describe(plan.config, begun.parent or RunDir(runs_dir / start.run), given)):
         print(f"{run.name}: {told}", file=sys.stderr)
-    if not fresh and (told := left_unfinished(run, plan.config)):
+    if not fresh and (told := left_unfinished(run, plan.config, observe)):
         print(told, file=sys.stderr)
     print(f"{plan.config.masked_yaml()}---\n{plan.describe()}")
     if plan.scheduler == "slurm":

@@ -18,6 +18,7 @@ from jobkit.log import log
 from jobkit.run import code_files, secrets, snapshot
 from jobkit.run.config import Config
 from jobkit.run.identity import name_in
+from jobkit.run.left_unfinished import left_unfinished
 from jobkit.run.own_outputs import check_outputs
 from jobkit.run.records import GivenValues
 from jobkit.run.rundir import RunDir
@@ -25,8 +26,8 @@ from jobkit.run.runs import next_version, versions
 from jobkit.run.status import State, Status
 from jobkit.submission import chains, inputs, job, start_from
 from jobkit.submission.candidate import Candidate
-from jobkit.submission.left_unfinished import left_unfinished
 from jobkit.submission.mirror_check import check_mirrors
+from jobkit.submission.observer import observe
 from jobkit.submission.own_check import run_check
 from jobkit.submission.partition_check import refuse_impossible
 from jobkit.submission.plan import LaunchPlan, Turn, make_plan
@@ -189,7 +190,7 @@ def submit(
             code = read_code(source, runs_dir, needed, tells=candidate.starts)
             candidate.compare_code(code)
             started, released = None, False
-            leaves = "" if fresh else left_unfinished(run, config)
+            leaves = "" if fresh else left_unfinished(run, config, observe)
             not_applied: tuple[str, ...] = ()
             changed_inputs: tuple[str, ...] = ()
             if candidate.starts:

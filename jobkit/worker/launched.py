@@ -25,6 +25,7 @@ from jobkit.run.command_line import is_started_by_itself, own_words
 from jobkit.run.config import AUTO, Config
 from jobkit.run.events import Event
 from jobkit.run.identity import run_name
+from jobkit.run.left_unfinished import left_unfinished
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import State
 from jobkit.supervisor import attempt as attempts
@@ -96,6 +97,8 @@ def begin(run: RunDir, config: Config, launcher: str, lock: FileLock) -> int | N
     if before.state == State.FINISHED:
         print(f"already finished{before.at_steps}: {run.path}; other params or another name make a new run")
         return None
+    if told_before := left_unfinished(run, config, RunDir.status):
+        print(told_before, file=sys.stderr)
     run.write_config(config)  # before the event: whoever sees a run in the journal may read its config
     by = "python" if is_started_by_itself() else launcher
     here = str(Path.cwd())

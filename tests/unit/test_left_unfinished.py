@@ -11,8 +11,9 @@ from harness.made_run import made_run
 
 from jobkit.run.config import Config, StartFrom
 from jobkit.run.identity import run_name
+from jobkit.run.left_unfinished import LOOKED_AT, left_unfinished
 from jobkit.run.rundir import RunDir
-from jobkit.submission.left_unfinished import LOOKED_AT, left_unfinished
+from jobkit.worker.launched import begin, make_folders
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def last(tmp_path: Path) -> RunDir:
 
 
 def told(last: RunDir, config: Config) -> str:
-    return left_unfinished(RunDir(last.path.parent / run_name(config)), config)
+    return left_unfinished(RunDir(last.path.parent / run_name(config)), config, RunDir.status)
 
 
 def with_params(config: Config, **params: object) -> Config:
@@ -49,7 +50,7 @@ def test_nothing_is_told_of_a_run_that_is_there_or_starts_from_another(last: Run
     start = StartFrom(run=last.name, step=70)
     assert told(last, dataclasses.replace(config, start_from=start)) == ""
     run = made_run(last.path.parent / run_name(config), lr=0.2)
-    assert left_unfinished(run, config) == ""
+    assert left_unfinished(run, config, RunDir.status) == ""
 
 
 @pytest.mark.parametrize("state", ["finished", "cancelled", "no checkpoint"])
@@ -87,3 +88,14 @@ def test_what_cannot_be_read_is_not_told(last: RunDir) -> None:
     config = with_params(last.config(), lr=0.2)
     last.config_file.write_text("{")
     assert told(last, config) == ""
+
+
+def test_a_script_that_a_launcher_starts_says_it_too(last: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = last.journal.path.read_bytes()
+    last.journal.path.write_bytes(journal.replace(b'"scheduler"', b'"launcher": "torchrun", "scheduler"', 1))
+    config = with_params(last.config(), lr=0.2)
+    run = RunDir(last.path.parent / run_name(config))
+    make_folders(run)
+    assert begin(run, config, "torchrun", run.alive_lock()) == 1
+    said = capsys.readouterr().err
+    assert "from step 0: params.lr 0.1 -> 0.2, compared with made-0000000a, failed at step 77/100; the values" in said
