@@ -592,6 +592,23 @@ def test_what_no_job_could_train_is_refused_before_anything_is_queued(tmp_path: 
     assert not (folder.path / "runs").exists()
 
 
+def test_the_small_model_trains_on_ones_own_images(tmp_path: Path) -> None:
+    place, random = folder_in(tmp_path / "folder"), np.random.default_rng(0)
+    for number in range(36):
+        file = place.path / "mine" / "abc"[number % 3] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (16, 16, 3), np.uint8)).save(file)
+    own = ("params.data=mine", "params.digits=false", "params.res=16", "params.channels=3", "params.classes=3")
+    few = ("params.steps=1", "params.batch=8", "params.micro_batch=8", "params.solver_steps=1")
+    place.submit(RECIPE, *own, "params.held_out=6", *few, "params.validate_batch=6", "resources.tasks_per_node=1")
+    run = place.run("imagenet64")
+    assert status(run)["step"] == 1 and status(run)["result"]["validation_loss"] > 0
+    options = ("params.samples=30", "params.solver_steps=1", "params.batch=30", "resources.tasks_per_node=1")
+    place.submit(SAMPLING, f"params.run={run}", *options)
+    drawn = pictures(place.run("imagenet64_sample"))
+    assert sorted(drawn) == sorted(f"{'abc'[number % 3]}/{number:06d}.png" for number in range(30))
+
+
 def test_images_that_are_not_as_the_params_say_are_refused_before_anything_is_queued(folder: Path) -> None:
     params = {"digits": False, "data": str(folder), "classes": 3, "res": 4, "held_out": 8, "fid_every": 0}
     params["unet"] = {"multipliers": [1, 2]}
