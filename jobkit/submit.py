@@ -127,8 +127,8 @@ def _meant_to_set(option: str, words: Sequence[str], arguments: argparse.Namespa
         values = read_experiment(arguments.experiment, arguments.demo).values
     except JobkitError:
         return ""
-    found = of_option(option, words, options, values, SECTIONS)
-    return f"; a value is set without dashes: {found}" if found else ""
+    hint = of_option(option, words, options, values, SECTIONS)
+    return hint.replace("clusters.slurm.", f"clusters.{arguments.cluster}.") if arguments.cluster else hint
 
 
 def interrupted() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from itertools import islice
@@ -10,23 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cogvideo.manifest import clips_in
-from jobkit.errors import InvalidValue
+from experiments.cogvideo.weights_folder import check_decoder, check_transformer, files_of_weights, shapes_of
+from jobkit.errors import InvalidValue, nearest
+from jobkit.run.array_files import shapes_in
 from jobkit.run.command_line import to_install
 
 FIRST = 1000
 """Clips that are looked at: there may be millions."""
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-"""Or, for weights in several files, that name with .index.json, which says which tensor is in which."""
+READ = 16
+"""Clips of which the shapes are read, too."""
+DIGITS = {"latent": [4, 5, 8, 8], "text": [2, 16]}
+"""The shapes of the moving digits."""
 
 
 def check(params: dict[str, Any]) -> None:
-    """Raise InvalidValue where too few clips are there, or weights that are to be started from or to decode with, or
-    the packages are not installed that are to decode."""
+    """Raise InvalidValue where clips are too few or of other shapes, where weights that are to be started from or to
+    decode with are missing or of another model, or the packages are not installed that are to decode."""
     if "held_out" in params and not params["digits"]:
-        _check_clips(Path(params["data"]), params["held_out"])
+        _check_shapes(_first_clips(Path(params["data"]), params["held_out"]), params)
+    elif "held_out" in params:
+        for key, shape in DIGITS.items():
+            if params[key] != shape:
+                raise InvalidValue(f"params.{key}", f"found {params[key]}, and the moving digits have {shape}")
     for key in ("start", "vae"):
         if params.get(key):
-            _check_weights(key, Path(params[key]))
+            _check_weights(key, Path(params[key]), params)
     if not params.get("vae"):
         return
     if missing := [name for name in ("diffusers", "av") if find_spec(name) is None]:
@@ -37,8 +44,9 @@ def check(params: dict[str, Any]) -> None:
         )
 
 
-def _check_clips(folder: Path, held_out: int) -> None:
-    """Raise InvalidValue where so many clips held out leave none to train on, or none are held out."""
+def _first_clips(folder: Path, held_out: int) -> list[tuple[Path, Path]]:
+    """The files of the latents and the texts of the first clips; InvalidValue where so many clips held out leave none
+    to train on, or none are held out."""
     if not folder.is_dir():
         raise InvalidValue("params.data", f"{folder}: no such folder")
     try:
@@ -53,13 +61,32 @@ def _check_clips(folder: Path, held_out: int) -> None:
         if held_out > 0:
             found = f"found {held_out}, expected 1 to {count - 1}: {folder} has {count} clips"
         raise InvalidValue("params.held_out", found)
-    for name in (name for names in first[:FIRST] for name in names):
-        if not (folder / os.fsdecode(name)).exists():
-            raise InvalidValue("params.data", f"{folder / os.fsdecode(name)}: no such file, which manifest.jsonl names")
+    files = [(folder / os.fsdecode(latent), folder / os.fsdecode(text)) for latent, text in first[:FIRST]]
+    for file in (file for pair in files for file in pair):
+        if not file.exists():
+            raise InvalidValue("params.data", f"{file}: no such file, which manifest.jsonl names")
+    return files
 
 
-def _check_weights(key: str, folder: Path) -> None:
-    """Raise InvalidValue where a folder of a model that diffusers wrote lacks a file."""
+def _check_shapes(clips: list[tuple[Path, Path]], params: dict[str, Any]) -> None:
+    """Raise InvalidValue where the first clips are of other shapes than params.latent and params.text."""
+    for files in clips[:READ]:
+        for key, file in zip(("latent", "text"), files, strict=True):
+            try:
+                shapes = shapes_in(file)
+            except (OSError, ValueError) as error:
+                raise InvalidValue("params.data", str(error)) from None
+            if key not in shapes:
+                raise InvalidValue("params.data", f"{file}: no {key!r} in it{nearest(key, shapes)}")
+            if (found := list(shapes[key])) != params[key]:
+                meant = f"'params.{key}={str(found).replace(' ', '')}'"
+                raise InvalidValue(
+                    f"params.{key}", f"found {params[key]}, and {file} has {found}; did you mean {meant}?"
+                )
+
+
+def _check_weights(key: str, folder: Path, params: dict[str, Any]) -> None:
+    """Raise InvalidValue where a folder of a model that diffusers wrote lacks a file, or is of another model."""
     if key == "vae" and list(folder.glob("*.bin")):  # diffusers itself reads those too
         return
     try:
@@ -69,22 +96,11 @@ def _check_weights(key: str, folder: Path) -> None:
     for name in ("config.json", *names):
         if not (folder / name).is_file():
             raise InvalidValue(f"params.{key}", f"{folder}: no {name} in it, as diffusers keeps a model")
-
-
-def files_of_weights(folder: Path) -> set[str]:
-    """The files of the weights of a model that diffusers wrote; ValueError where its index does not say."""
-    index = folder / f"{WEIGHTS}.index.json"
-    if not index.exists():
-        return {WEIGHTS}
-    return set(weight_map(index).values())
-
-
-def weight_map(index: Path) -> dict[str, str]:
-    """Which tensor is in which file, by an index; ValueError where it does not say."""
     try:
-        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if all(isinstance(file, str) for file in found.values()):
-            return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: cannot be read: {type(error).__name__}: {error}") from None
-    raise ValueError(f"{index}: its weight_map names other things than files")
+        if key == "start":
+            check_transformer(folder, params["model"], params["latent"][0], params["text"][1])
+        else:
+            check_decoder(folder, params.get("latent"))
+            shapes_of(folder)
+    except (OSError, ValueError) as error:
+        raise InvalidValue(f"params.{key}", str(error)) from None

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from experiments.cogvideo.check import WEIGHTS, weight_map
 from experiments.cogvideo.transformer import VideoTransformer
+from experiments.cogvideo.weights_folder import WEIGHTS, check_config, config_of, weight_map
 from jobkit import JobkitError
 from jobkit.errors import UsageError
 
@@ -38,22 +35,6 @@ MODULES = (
     (r"proj_out", "velocity.out"),
 )
 """Modules of diffusers' CogVideoXTransformer3DModel, and ours."""
-ALWAYS = {
-    "use_rotary_positional_embeddings": False,
-    "use_learned_positional_embeddings": False,
-    "patch_size_t": None,
-    "ofs_embed_dim": None,
-    "attention_bias": True,
-    "patch_bias": True,
-    "norm_elementwise_affine": True,
-    "norm_eps": 1e-5,
-    "activation_fn": "gelu-approximate",
-    "timestep_activation_fn": "silu",
-    "flip_sin_to_cos": True,
-    "freq_shift": 0,
-    "temporal_interpolation_scale": 1.0,
-}
-"""What a model's config.json may say, where it says it: of the 5b and of version 1.5 some of this is different."""
 
 
 def our_name(name: str) -> str | None:
@@ -72,7 +53,20 @@ def load_published(net: VideoTransformer, folder: Path | str) -> None:
     name the first.
     """
     folder = Path(folder)
-    check_config(net, _json(folder / "config.json"))
+    try:
+        config = config_of(folder)
+    except ValueError as error:
+        raise JobkitError(str(error)) from None
+    try:
+        check_config(
+            folder,
+            config,
+            num_attention_heads=net.embed.dim // net.block_0.attention.head,
+            patch_size=net.embed.patch,
+            spatial_interpolation_scale=net.embed.rescale,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     own = dict(net.named_parameters())
     for name, file in _files(folder).items():
         ours = our_name(name)
@@ -91,15 +85,6 @@ def load_published(net: VideoTransformer, folder: Path | str) -> None:
             parameter.copy_(tensor)
     if own:
         raise UsageError(f"{folder}: no weights for {next(iter(own))} in it, and for {len(own) - 1} more")
-
-
-def check_config(net: VideoTransformer, config: Mapping[str, Any]) -> None:
-    """UsageError where a config.json describes a model that computes something else than ours."""
-    expected = ALWAYS | {"spatial_interpolation_scale": net.embed.rescale, "patch_size": net.embed.patch}
-    expected["num_attention_heads"] = net.embed.dim // net.block_0.attention.head
-    for key, value in expected.items():
-        if key in config and config[key] != value:
-            raise UsageError(f"config.json of the published weights: {key}: found {config[key]}, expected {value}")
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -122,10 +107,3 @@ def _tensor(file: Path, name: str) -> Tensor:
             return opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise JobkitError(f"{file}: no {name} can be read from it: {error}") from None
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise JobkitError(f"{path} cannot be read: {error}") from None

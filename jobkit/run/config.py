@@ -341,8 +341,8 @@ class Config:
     """A function, `module:callable`, that is called with `params`, a plain mapping, before anything is queued, in a
     process of its own: for what must be right in `inputs`, as a file's format. What it raises is the refusal, at the
     key that a `jobkit.errors.InvalidValue(key, problem)` names. It may take a minute, for each point of a sweep; its
-    module should import no torch, and nothing that only a cluster's `setup` brings. Not called where values come from
-    other runs."""
+    module should import no torch, and nothing that only a cluster's `setup` brings; `jobkit.run.array_files` has what
+    arrays are in a file without it. Not called where values come from other runs."""
     seed: int | None = 0
     """Decides initial weights, sample order and all random numbers. `null` leaves the training function's own random
     numbers alone: it seeds them itself, or not at all; they go on where they were, as they do with a seed."""

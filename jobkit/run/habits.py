@@ -5,7 +5,8 @@ from __future__ import annotations
 
 _OF_SLURM = (
     "partition", "account", "qos", "gres", "constraint", "nodelist", "exclude", "exclusive", "reservation", "mem",
-    "mem_per_cpu", "mem_per_gpu", "gpus_per_node", "mail_user", "mail_type", "licenses", "setup",
+    "mem_per_cpu", "mem_per_gpu", "gpus_per_node", "cpus_per_gpu", "mail_user", "mail_type", "licenses", "setup",
+    "comment", "begin", "nice", "export", "time_min", "prefer", "switches", "oversubscribe",
 )  # fmt: skip
 
 KEYS = {
@@ -14,8 +15,12 @@ KEYS = {
     **dict.fromkeys(("interval", "frequency", "save_every", "save_interval", "save_steps"), "checkpoint.every"),
     **dict.fromkeys(("keep_last", "max_to_keep", "save_total_limit", "save_top_k"), "checkpoint.keep"),
     **dict.fromkeys(("nproc_per_node", "ntasks_per_node", "devices"), "resources.tasks_per_node"),
-    **dict.fromkeys(("nnodes", "num_nodes"), "resources.nodes"),
+    **dict.fromkeys(("gpus", "num_gpus", "ngpus", "n_gpus", "gpu_count"), "resources.tasks_per_node"),
+    **dict.fromkeys(("nnodes", "num_nodes", "num_machines"), "resources.nodes"),
+    **dict.fromkeys(("cpus", "num_cpus"), "resources.cpus_per_task"),
     **dict.fromkeys(("walltime", "timeout"), "resources.time"),
+    **dict.fromkeys(("job_name", "run_name", "experiment_name"), "name"),
+    "max_restarts": "retry.crash",
 }
 """The dotted key for a name that is none of a config's, nor of its params."""
 
@@ -24,7 +29,35 @@ _OF_DEEPSPEED = (
     "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu",
 )  # fmt: skip
 
+_OF_LAUNCHERS = (
+    "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "node_rank", "machine_rank",
+    "main_process_ip", "main_process_port", "standalone", "hostfile",
+)  # fmt: skip
+
 TEXTS = {
+    **dict.fromkeys(
+        ("ntasks", "num_processes", "np", "nprocs", "world_size"),
+        "the number of ranks is resources.nodes times resources.tasks_per_node",
+    ),
+    **dict.fromkeys(
+        ("gpu", "gpu_id", "gpu_ids"),
+        "how many: resources.tasks_per_node; which: CUDA_VISIBLE_DEVICES=... before the command",
+    ),
+    **dict.fromkeys(_OF_LAUNCHERS, "jobkit starts the ranks and sets it; docs/launchers.md has other launchers"),
+    **dict.fromkeys(
+        ("resume", "auto_resume", "resume_from_checkpoint", "ckpt_path"),
+        "the same command continues a run; to begin with another one's checkpoint: --from RUN@STEP",
+    ),
+    "requeue": "always on",
+    "array": "several runs are a sweep: --sweep key=v1,v2",
+    "dependency": "to start when another run is finished: --after RUN",
+    **dict.fromkeys(
+        ("output", "error", "output_dir", "log_dir", "logging_dir", "default_root_dir"),
+        "a run has its own directory for all of it, in --runs-dir DIR",
+    ),
+    "signal": "jobkit asks Slurm for it; how long before the end: clusters.slurm.signal_delay_s",
+    "wrap": "command: of the YAML is what is run",
+    **dict.fromkeys(("config", "config_file", "config_name", "config_path"), "the YAML is the first word"),
     **dict.fromkeys(_OF_DEEPSPEED, "DeepSpeed's; docs/coming-from.md has what jobkit has for it"),
     **dict.fromkeys(("bf16", "fp16", "mixed_precision", "amp"), "here it is precision: bf16, or fp16"),
     **dict.fromkeys(("fsdp", "fsdp_config", "strategy"), "here it is parallel: zero3, zero2, zero1, hsdp or ddp"),
@@ -49,6 +82,13 @@ PRECISIONS = {
 
 VALUES = {"precision": PRECISIONS, "parallel": STRATEGIES, "parallel.data": STRATEGIES}
 """By dotted key, others' names of its values."""
+
+SHORT = {
+    "N": "nodes", "n": "ntasks", "p": "partition", "t": "time", "c": "cpus_per_task", "G": "gpus", "A": "account",
+    "q": "qos", "J": "job_name", "C": "constraint", "w": "nodelist", "x": "exclude", "d": "dependency", "a": "array",
+    "o": "output", "e": "error",
+}  # fmt: skip
+"""The long name of an option that sbatch, and in part mpirun, takes as one letter."""
 
 DEVICES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "ascend": "npu", "metal": "mps"}
 """torch's name of a device."""

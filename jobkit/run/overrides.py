@@ -93,22 +93,27 @@ def of_option(
     options: Iterable[str],
     values: Mapping[str, Any],
     sections: Mapping[str, Sequence[str]],
-) -> str | None:
-    """`params.lr=0.1` for the option `--lr`, or `--model.lr=0.1`, that another program would take; None for no value.
+) -> str:
+    """The hint for `--lr`, `--model.lr=0.1` or `-N2`, which another program would take, as it stands in an error: what
+    to type here, `params.lr=0.1`; empty for none.
 
     Args:
         words: those that stood alone on the command line, of which one may be its value.
         options: what there is; one that is like `option` comes before a value that is only like it.
     """
     name, _, value = option.lstrip("-").partition("=")
+    if short := re.fullmatch(r"-([A-Za-z])(\d*)", option):  # -N 2 and -N2
+        name, value = habits.SHORT.get(short[1], short[1]), short[2]
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]
     key = name_meant(name, values, sections) or name_meant(last, values, sections)
-    is_exact = key is not None and key.rpartition(".")[2] == last
-    if key is None or not (is_exact or closest(option, options) is None):
-        return None
-    alone = [word for word in words if "=" not in word and not word.startswith("--")]
-    return f"{key}={value or ''.join(alone[:1]) or '...'}"
+    if key is None:
+        return f"; {habits.TEXTS[last]}" if last in habits.TEXTS else ""
+    is_exact = key.rpartition(".")[2] == last or habits.KEYS.get(last) == key
+    if not (is_exact or closest(option, options) is None):
+        return ""
+    alone = [word for word in words if "=" not in word and not word.startswith("--") and word != option]
+    return f"; a value is set without dashes: {key}={value or ''.join(alone[:1]) or '...'}"
 
 
 def masked(text: str) -> str:

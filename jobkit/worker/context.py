@@ -47,7 +47,7 @@ from jobkit.worker.results import flat, literal
 from jobkit.worker.start_from import load_start
 from jobkit.worker.state_names import VALUES
 from jobkit.worker.stop import CauseFinder
-from jobkit.worker.trackable import check_trackable
+from jobkit.worker.trackable import check_trackable, unprepared
 from jobkit.worker.tracked_state import TrackedState
 from jobkit.worker.values import Values
 
@@ -334,7 +334,8 @@ class Context:
             raise UsageError(
                 f"ctx.track comes before {self._loop.call}: what is tracked later, no attempt would restore"
             )
-        own = dict(per_rank or {})
+        own = {name: unprepared(value) for name, value in (per_rank or {}).items()}
+        objects = {name: unprepared(value) for name, value in objects.items()}
         for name, value in [*objects.items(), *own.items()]:
             if not is_generator(value):
                 check_trackable(name, value)

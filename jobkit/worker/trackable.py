@@ -17,6 +17,16 @@ from jobkit.errors import UsageError
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
+def unprepared(value: Any) -> Any:
+    """The torch optimizer or schedule within what accelerate's `prepare` makes of it, which has its state and no steps
+    that can be seen; any other object itself."""
+    if type(value).__module__.partition(".")[0] == "accelerate":
+        for name, kind in (("optimizer", torch.optim.Optimizer), ("scheduler", torch.optim.lr_scheduler.LRScheduler)):
+            if isinstance(found := getattr(value, name, None), kind):
+                return found
+    return value
+
+
 def check_trackable(name: str, value: Any) -> None:
     """Raise, for an object that ctx.track(name=value) cannot keep, TypeError with what to write instead.
 

@@ -89,6 +89,7 @@ USUAL = [
     Example("huggingface", range(1, 25), needs=("transformers", "accelerate")),
     Example("lightning", range(24), needs=("lightning",)),
 ]
+ACCELERATE = Example("accelerate", range(24), needs=("accelerate",))
 BY_BOUNDARY = [
     Example("framework", range(30)),
     Example("torchtitan", range(30), kept=6),  # torch steps the optimizer to load it: the gate is earlier

@@ -315,6 +315,9 @@ def test_a_validation_draws_each_clip_once_on_one_rank_or_another(tmp_path: Path
 
 
 LATENT, TEXT = (2, 3, 4, 4), (5, 6)
+PARAMS = {"digits": False, "latent": list(LATENT), "text": list(TEXT), "held_out": 1, "vae": ""}
+PARAMS |= {"model": {"dim": 16, "layers": 2, "heads": 4, "time": 8, "patch": 2, "rescale": 1.0}}
+"""What a check looks at, beside the folder of the clips."""
 
 
 def arrays(number: int) -> dict[str, Tensor]:
@@ -461,7 +464,7 @@ def test_an_empty_folder_and_too_many_held_out_clips_are_refused(folder: Path, t
 
 
 def test_too_few_clips_are_refused_before_anything_is_queued(folder: Path, tmp_path: Path) -> None:
-    params = {"data": str(folder), "digits": False, "vae": "", "held_out": 256}
+    params = PARAMS | {"data": str(folder), "held_out": 256}
     with pytest.raises(InvalidValue, match=rf"params.held_out: found 256, expected 1 to 3: {folder} has 4 clips"):
         check(params)
     check(params | {"held_out": 3})
@@ -479,7 +482,7 @@ def test_too_few_clips_are_refused_before_anything_is_queued(folder: Path, tmp_p
 
 
 def test_a_manifest_is_looked_at_before_anything_is_queued(folder: Path) -> None:
-    params = {"data": str(folder), "digits": False, "vae": "", "held_out": 1}
+    params = PARAMS | {"data": str(folder)}
     lines = ['{"latent": "a.safetensors", "text": "a.safetensors"}', "", '{"latent": "d.npz", "text": "d.npz"}', "  "]
     (folder / "manifest.jsonl").write_text("\n".join(lines))
     check(params)
@@ -494,7 +497,7 @@ def test_a_manifest_is_looked_at_before_anything_is_queued(folder: Path) -> None
 
 
 def test_weights_of_which_a_file_is_missing_are_refused_before_anything_is_queued(folder: Path, tmp_path: Path) -> None:
-    name, params = "diffusion_pytorch_model", {"data": str(folder), "digits": False, "held_out": 1}
+    name, params = "diffusion_pytorch_model", PARAMS | {"data": str(folder)}
     (tmp_path / "config.json").touch()
     index = tmp_path / f"{name}.safetensors.index.json"
 
@@ -511,7 +514,26 @@ def test_weights_of_which_a_file_is_missing_are_refused_before_anything_is_queue
     (tmp_path / "1.safetensors").touch()
     refused("start", "no 2.safetensors in it")
     (tmp_path / "2.safetensors").touch()
-    check(params | {"start": str(tmp_path)})
+    refused("start", "config.json cannot be read: ")
+
+
+def test_clips_of_other_shapes_are_refused_before_anything_is_queued(folder: Path) -> None:
+    params = PARAMS | {"data": str(folder)}
+    for changes, says in [
+        ({"latent": [3, 2, 4, 2]}, "params.latent: found [3, 2, 4, 2], and "),
+        ({"text": [5, 7]}, " has [5, 6]; did you mean 'params.text=[5,6]'?"),
+        ({"digits": True}, "params.latent: found [2, 3, 4, 4], and the moving digits have [4, 5, 8, 8]"),
+    ]:
+        with pytest.raises(InvalidValue, match=re.escape(says)):
+            check(params | changes)
+    check(params)
+    whole = (folder / "a.safetensors").read_bytes()
+    (folder / "a.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(InvalidValue, match=rf"params.data: .*a.safetensors: torn: {len(whole) - 1} bytes of"):
+        check(params)
+    save_file({"latents": torch.zeros(LATENT), "text": torch.zeros(TEXT)}, folder / "a.safetensors")
+    with pytest.raises(InvalidValue, match=r"params.data: .*: no 'latent' in it; did you mean 'latents'\?"):
+        check(params)
 
 
 def test_clips_behind_a_link_count_before_anything_is_queued_as_they_do_in_training(
@@ -519,7 +541,7 @@ def test_clips_behind_a_link_count_before_anything_is_queued_as_they_do_in_train
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "disk").symlink_to(folder)
-    check({"data": str(tmp_path / "there"), "digits": False, "vae": "", "held_out": 3})
+    check(PARAMS | {"data": str(tmp_path / "there"), "held_out": 3})
     assert len(clips(tmp_path / "there")) == 4
 
 

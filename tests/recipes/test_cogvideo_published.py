@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_sincos_pos_embed
-from harness.cogvideo_weights import CHANNELS, FEATURES, WORDS, small_transformer
+from harness.cogvideo_weights import CHANNELS, FEATURES, WORDS, small_transformer, write_encoders
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
+from experiments.cogvideo.check import check
 from experiments.cogvideo.diffusion import NoiseSchedule, denoise
 from experiments.cogvideo.published import load_published, our_name
 from experiments.cogvideo.train import network
 from experiments.cogvideo.transformer import VideoTransformer, positions
 from jobkit import JobkitError
-from jobkit.errors import UsageError
+from jobkit.errors import InvalidValue, UsageError
 from jobkit.run.experiment import load
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +145,62 @@ def test_weights_of_another_shape_or_model_and_missing_ones_are_named(folder: Pa
     (folder / "config.json").write_text(json.dumps(config | {"use_rotary_positional_embeddings": True}))
     with pytest.raises(UsageError, match="use_rotary_positional_embeddings: found True, expected False"):
         load_published(small_net(), folder)
+
+
+@pytest.mark.parametrize("files", ["several", "one"])
+def test_what_weights_are_of_is_looked_at_before_anything_is_queued(files: str, folder: Path) -> None:
+    if files == "one":
+        shutil.rmtree(folder)
+        small_transformer().save_pretrained(folder)
+    model = SMALL | {"patch": 2}
+    params = {"start": str(folder), "latent": [CHANNELS, 3, 4, 6], "text": [WORDS, FEATURES], "model": model}
+
+    def refused(says: str, **changes: Any) -> None:
+        with pytest.raises(InvalidValue, match=rf"^params\.start: .*{re.escape(says)}"):
+            check(params | changes)
+
+    check(params)
+    for changes, says in [
+        ({"layers": 3}, "config.json: num_layers: found 2, expected 3"),
+        ({"dim": 48}, "attention_head_dim: found 8, expected 12"),
+        ({"time": 24}, "time_embed_dim: found 16, expected 24"),
+        ({"rescale": 1.0}, "spatial_interpolation_scale: found 1.875, expected 1.0"),
+    ]:
+        refused(says, model=model | changes)
+    refused("in_channels: found 4, expected 16", latent=[16, 3, 4, 6])
+    refused("text_embed_dim: found 12, expected 4096", text=[226, 4096])
+
+    config = json.loads((folder / "config.json").read_text())
+    for other, says in [
+        (
+            small_transformer(attention_head_dim=16),
+            "patch_embed.proj.weight is 64 x 4 x 2 x 2, expected 32",
+        ),
+        (small_transformer(num_layers=1), "no transformer_blocks.1.attn1.norm_q.weight in its files"),
+        (small_transformer(num_layers=3), "transformer_blocks.2."),
+    ]:  # the weights of another model beside this one's config.json
+        shutil.rmtree(folder)
+        other.save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        refused(says)
+
+    file = max(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(f"{file.name}: torn: ")
+
+
+def test_a_decoder_for_other_latents_is_refused_before_anything_is_queued(tmp_path: Path) -> None:
+    vae = write_encoders(tmp_path) / "vae"
+    check({"vae": str(vae), "latent": [CHANNELS, 3, 4, 6]})
+    with pytest.raises(InvalidValue, match=r"params\.vae: .*config\.json: latent_channels: found 4, expected 16"):
+        check({"vae": str(vae), "latent": [16, 3, 4, 6]})
+    (file,) = vae.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(InvalidValue, match=rf"params\.vae: .*{file.name}: torn: "):
+        check({"vae": str(vae)})
+    small_transformer().save_pretrained(vae)
+    with pytest.raises(InvalidValue, match="_class_name: found CogVideoXTransformer3DModel, expected Auto"):
+        check({"vae": str(vae)})
 
 
 def test_a_broken_or_missing_file_of_weights_is_named(folder: Path) -> None:

@@ -21,11 +21,13 @@ from harness.project import causes, logged_steps, status, weights
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
+from experiments.imagenet64 import check as imagenet64_check
+from experiments.imagenet64.check import INCEPTION, check
 from experiments.imagenet64.data import Part, PngImages, open_images, split, write_png
 from experiments.imagenet64.fid import Fid, Gaussian, Inception, features_of, hash_of, read, sums_of, write
 from experiments.imagenet64.scores import frechet_distance
 from experiments.imagenet64.train import withheld
-from jobkit.errors import UsageError
+from jobkit.errors import InvalidValue, UsageError
 from jobkit.run.experiment import load
 
 ROOT = Path(__file__).parents[2]
@@ -366,6 +368,36 @@ def test_the_variable_for_the_weights_counts_in_the_small_recipe_too(
     done = subprocess.run(command, cwd=place.path, capture_output=True, text=True)
     assert done.returncode == 2 and "inputs: missing.pth: no such file or directory" in done.stderr
     assert not (place.path / "runs").exists()
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
+def test_weights_that_are_no_inceptions_are_refused_at_submission(
+    is_zip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imagenet64_check, "find_spec", lambda name: object())  # as if FID's packages were installed
+    file = tmp_path / "inception.pth"
+    weights = {name: torch.zeros(shape) for name, shape in INCEPTION.items()} | {"fc.bias": torch.zeros(1008)}
+
+    def save(content: object) -> None:
+        torch.save(content, file, _use_new_zipfile_serialization=is_zip)
+
+    def refused(says: str) -> None:
+        with pytest.raises(InvalidValue, match=rf"^params\.inception: {file}: {says}; expected the weights that docs"):
+            check({"fid": True, "inception": str(file)})
+
+    save(weights)
+    check({"fid": True, "inception": str(file)})
+    file.write_bytes(file.read_bytes()[:-1])
+    refused("torn: .*")
+    save(weights | {"fc.weight": torch.zeros(1000, 2048)})
+    refused("fc.weight is 1000 x 2048")
+    save({"state_dict": weights})
+    refused("no Conv2d_1a_3x3.conv.weight in it")
+    save(nn.Linear(2, 2))
+    refused("a Linear in it, expected arrays by name.*")
+    file.write_text("<!DOCTYPE html>")
+    refused("no file of safetensors, numpy.savez or torch.save")
+    check({"fid": False, "inception": str(file)})
 
 
 @pytest.fixture(scope="module")

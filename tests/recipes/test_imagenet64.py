@@ -6,6 +6,7 @@ import io
 import math
 import multiprocessing
 import pickle
+import re
 import shutil
 import socket
 import time
@@ -21,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from experiments.imagenet64 import data
+from experiments.imagenet64.check import check
 from experiments.imagenet64.data import PackedImages, PngImages, open_images, split, write_png
 from experiments.imagenet64.digits import write_digits
 from experiments.imagenet64.discrete import DiscreteFlowMatching
@@ -28,7 +30,7 @@ from experiments.imagenet64.flow import FlowMatching, fixed_noise, guided, integ
 from experiments.imagenet64.scores import pixel_frechet_distance, recognised
 from experiments.imagenet64.train import errors, method_of, rows, tiled
 from experiments.imagenet64.unet import UNet
-from jobkit.errors import UsageError
+from jobkit.errors import InvalidValue, UsageError
 from jobkit.run.config import Config
 from jobkit.run.experiment import load
 from jobkit.train.evaluate import evaluate
@@ -588,6 +590,57 @@ def test_what_no_job_could_train_is_refused_before_anything_is_queued(tmp_path: 
     ]:
         assert says in folder.submit(RECIPE, *overrides, expect=2)
     assert not (folder.path / "runs").exists()
+
+
+def test_the_small_model_trains_on_ones_own_images(tmp_path: Path) -> None:
+    place, random = folder_in(tmp_path / "folder"), np.random.default_rng(0)
+    for number in range(36):
+        file = place.path / "mine" / "abc"[number % 3] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (16, 16, 3), np.uint8)).save(file)
+    own = ("params.data=mine", "params.digits=false", "params.res=16", "params.channels=3", "params.classes=3")
+    few = ("params.steps=1", "params.batch=8", "params.micro_batch=8", "params.solver_steps=1")
+    place.submit(RECIPE, *own, "params.held_out=6", *few, "params.validate_batch=6", "resources.tasks_per_node=1")
+    run = place.run("imagenet64")
+    assert status(run)["step"] == 1 and status(run)["result"]["validation_loss"] > 0
+    options = ("params.samples=30", "params.solver_steps=1", "params.batch=30", "resources.tasks_per_node=1")
+    place.submit(SAMPLING, f"params.run={run}", *options)
+    drawn = pictures(place.run("imagenet64_sample"))
+    assert sorted(drawn) == sorted(f"{'abc'[number % 3]}/{number:06d}.png" for number in range(30))
+
+
+def test_images_that_are_not_as_the_params_say_are_refused_before_anything_is_queued(folder: Path) -> None:
+    params = {"digits": False, "data": str(folder), "classes": 3, "res": 4, "held_out": 8, "fid_every": 0}
+    params["unet"] = {"multipliers": [1, 2]}
+    check(params)
+
+    def refused(says: str, **changes: object) -> None:
+        with pytest.raises(InvalidValue, match=re.escape(says)):
+            check(params | changes)
+
+    (first,) = (folder / "a").glob("1.png")
+    (folder / "a" / "0.png").unlink()
+    refused(f"params.held_out: found 8, expected 0 to 7: {folder} has 8 images")
+    refused("params.held_out: found -1, expected 0 or more", held_out=-1)
+    params["held_out"] = 0
+    refused(f"params.res: found 64, and {first} has 4 x 4 pixels", res=64)
+    refused(
+        "params.res: found 4, expected a multiple of 8: params.unet.multipliers halve it 3 times",
+        unet={"multipliers": [1, 2, 3, 4]},
+    )
+    Image.new("RGB", (5, 4)).save(first)
+    refused(f"params.data: {first}: 5 x 4 pixels, expected as many rows as columns")
+    for image in folder.glob("*/*"):
+        image.unlink()
+    refused(f"params.data: {folder}: no <class>/<name>.png in it")
+
+    digits = params | {"digits": True, "classes": 10, "res": 8}
+    check(digits)
+    for key in ("classes", "res"):
+        with pytest.raises(InvalidValue, match=f"params.{key}: found 64, and the digits have"):
+            check(digits | {key: 64})
+    with pytest.raises(InvalidValue, match=r"params.held_out: found 1797, expected 0 to 1796: there are 1797 digits"):
+        check(digits | {"held_out": 1797})
 
 
 def test_the_discrete_model_is_trained_and_sampled_by_the_same_recipes(tmp_path: Path) -> None:

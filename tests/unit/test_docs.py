@@ -195,6 +195,11 @@ RUN_BY = {
     "tools/run experiments/cogvideo_sample.yaml --local --demo params.run=runs/cogvideo-... params.clips=4": (
         "test_the_small_model_trains_on_ones_own_clips"
     ),
+    "tools/run experiments/imagenet64.yaml --local --demo params.data=.../mine params.digits=false params.res=16 "
+    "params.channels=3 params.classes=3 params.held_out=6": "test_the_small_model_trains_on_ones_own_images",
+    "tools/run experiments/imagenet64_sample.yaml --local --demo params.run=runs/imagenet64-... params.samples=30": (
+        "test_the_small_model_trains_on_ones_own_images"
+    ),
     "tools/run experiments/imagenet64_sample.yaml --local params.run=$(echo runs/imagenet64-*)": (
         "test_the_small_recipes"
     ),

@@ -130,6 +130,28 @@ MISTAKES = [
     Mistake("an option of argparse", ["is set without dashes: params.lr=0.1"], ["--lr=0.1"], LR),
     Mistake("an option of Lightning's", ["is set without dashes: params.lr=-1"], ["--model.lr", "-1"], LR),
     Mistake("an option of Hugging Face's", ["is set without dashes: params.lr=3"], ["--learning-rate", "3"], LR),
+    *(
+        Mistake(f"{option} of another program", [meant], option.split())
+        for option, meant in {
+            "--gpus 2": "is set without dashes: resources.tasks_per_node=2",
+            "--nproc-per-node=2": "is set without dashes: resources.tasks_per_node=2",
+            "--trainer.devices 2": "is set without dashes: resources.tasks_per_node=2",
+            "--num_machines 2": "is set without dashes: resources.nodes=2",
+            "-N2": "is set without dashes: resources.nodes=2",
+            "-t 10": "is set without dashes: resources.time=10",
+            "-p low": "is set without dashes: clusters.slurm.partition=low",
+            "--job-name mine": "is set without dashes: name=mine",
+            "--ntasks 4": "the number of ranks is resources.nodes times resources.tasks_per_node",
+            "--num_processes 4": "the number of ranks is resources.nodes times resources.tasks_per_node",
+            "--rdzv_backend c10d": "jobkit starts the ranks and sets it; docs/launchers.md",
+            "--resume": "the same command continues a run",
+            "--array 1-3": "--sweep key=v1,v2",
+            "--dependency afterok:3": "--after RUN",
+            "--output_dir out": "in --runs-dir DIR",
+            "--bf16": "here it is precision: bf16",
+        }.items()
+    ),
+    Mistake("Slurm's tasks in the file", ["times resources.tasks_per_node"], files={"toy.yaml": f"{SHORT}ntasks: 2\n"}),
     Mistake("an option that is a key", ["is set without dashes: seed=3"], ["--seed", "3"]),
     Mistake("a key and a value", ["'params.lr': expected key=value in one word: params.lr=0.1"], ["params.lr", "0.1"]),
     Mistake("YAML's colon", ["'params.lr:': expected key=value in one word: params.lr=0.1"], ["params.lr:", "0.1"]),
@@ -430,6 +452,11 @@ def test_a_percent_sign_that_means_nothing_is_part_of_a_path(project: Project) -
     for place, folder in ((["--local"], "50% of 100%d"), (["--cluster", "slurm"], "50% of 5%_x")):
         done = jobkit(project, "submit", "toy.yaml", "--dry-run", *place, "--runs-dir", folder)
         assert f"{folder}/toy-" in done.stdout
+
+
+def test_an_option_of_slurms_is_set_in_the_entry_of_the_cluster_that_is_asked_for(project: Project) -> None:
+    done = jobkit(project, "submit", "toy.yaml", "--cluster", "h100", "--mem", "4G", expect=2)
+    assert_said(done, ["unrecognized arguments: --mem; a value is set without dashes: clusters.h100.mem=4G"])
 
 
 def test_local_and_cluster_together_are_refused(project: Project) -> None:
