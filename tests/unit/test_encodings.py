@@ -34,7 +34,7 @@ def without_encoding(source: str) -> Iterator[int]:
 
 
 def _is_text(call: ast.Call, named: dict[str | None, ast.expr], place: int, owner: str) -> bool:
-    if (owner == "os" and place == 0) or owner in ("tarfile", "Image", "av", "webbrowser"):
+    if (owner == "os" and place == 0) or owner in ("tarfile", "archive", "Image", "av", "webbrowser"):
         return False  # no open() of texts
     mode = named.get("mode", call.args[place] if len(call.args) > place else None)
     if mode is None:  # `run.open()` is no file
