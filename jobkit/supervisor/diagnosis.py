@@ -107,8 +107,18 @@ SAID_LINES, SAID_BYTES = 4, 4096
 USAGE = 2
 """The exit code with which argparse, and click, end a program whose options are wrong."""
 
-_USAGE = re.compile(r"^usage: .*?^(\S.*?: )?error: [^\n]*\Z", re.MULTILINE | re.DOTALL | re.IGNORECASE)
-"""What they print before it, to the end: other programs end with that code, too."""
+_UNKNOWN = "|".join(
+    (
+        *("unrecognized arguments: ", "the following arguments are required: ", "ambiguous option: "),
+        r"one of the arguments [^\n]* is required",
+        r"argument \S+: (not allowed with argument|invalid (int|float|complex) value: )",
+        *("No such (option|command)", "Missing (option|argument|parameter|command)", "Got unexpected extra argument"),
+        *("Invalid value for .*: .* is not a valid (integer|float|boolean|UUID)",),
+    )
+)
+_USAGE = re.compile(rf"^usage: .*?^(\S[^\n]*?: )?error: ({_UNKNOWN})[^\n]*\Z", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+"""What they print before it, to the end, of words alone: a program may say in the same form what it lacks, as a folder
+that is away."""
 
 
 def _last_said(run: RunDir, attempt: int, rank: int | None) -> list[str]:
@@ -130,9 +140,17 @@ def _silent(run: RunDir, attempt: int, first: FirstFailure, known: Failure) -> E
     lines = _last_said(run, attempt, first.rank)
     said = " / ".join(lines[-SAID_LINES:])
     error = f"{who} ended{code}{f': {said}' if said else '; what it printed is in its log'}"
-    # Its words are those of the YAML, whichever attempt it is.
-    final = True if first.code == USAGE and _USAGE.search("\n".join(lines)) else None
+    # Its words are those of the YAML; but where they were right before, it is another program here, or a shell's words.
+    is_usage = first.code == USAGE and _USAGE.search("\n".join(lines)) is not None
+    final = True if is_usage and not _has_earlier(run, attempt) else None
     return EndCause("crashed", replace(known, rank=first.rank, node=first.node, error=error, final=final))
+
+
+def _has_earlier(run: RunDir, attempt: int) -> bool:
+    """Whether there was an attempt before this one since a person has submitted the run last."""
+    attempts = run.status().attempts
+    submission = next((one.submission for one in attempts if one.id == attempt), None)
+    return any(one.id < attempt and one.submission == submission for one in attempts)
 
 
 def _killed(first: FirstFailure, known: Failure) -> EndCause:
