@@ -53,7 +53,9 @@ class Evaluator:
         self._step: int | None = None
         self._place = ""
         self._of_step: list[Outputs] = []
-        """The evaluations of this step so far, in their order; as `_kept`."""
+        """The evaluations of this step so far, at this place, in their order; as `_kept`."""
+        self._before = 0
+        """Samples of those at other places of this step, which came before."""
         self._handouts = 0
 
     def run(
@@ -175,9 +177,10 @@ class Evaluator:
         """The next evaluation of a step, with what an earlier attempt has found of it."""
         outputs.of = f"{place}: {of}"
         if step != self._step:
-            first, self._step, self._of_step = self._step is None, step, []
+            first, self._step, self._of_step, self._before = self._step is None, step, [], 0
             self._kept = self._load() if first or step == (self._restored or 0) + 1 else []
         if place != self._place:
+            self._before += sum(one.length for one in self._of_step)
             self._place, self._of_step = place, []
         if len(self._of_step) < len(here := self._kept_at(place)):
             kept = here[len(self._of_step)]
@@ -209,7 +212,8 @@ class Evaluator:
             except Exception as error:
                 log.info("%s; what is done of the evaluation will be repeated", error)
         if self._rank.is_main:
-            counts = {"done": now.done, "total": now.length, "known": sum(one.done for one in self._of_step)}
+            known = self._before + sum(one.done for one in self._of_step)
+            counts = {"done": now.done, "total": now.length, "known": known}
             self._reporter.record(Event.EVALUATION_INTERRUPTED, step=self._step, **counts, kept=kept)
 
     def _load(self) -> list[Outputs]:
