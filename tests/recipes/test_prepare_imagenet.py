@@ -125,6 +125,13 @@ def test_a_name_that_is_no_text_is_listed_as_it_is(source: Path, tmp_path: Path)
     assert name + b": cannot identify" in (tmp_path / "broken_8.txt").read_bytes()
 
 
+def test_images_are_made_where_nobody_reads_what_is_said(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOL), str(source), str(tmp_path), "--res", "8"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "train_8").glob("box/*/*.png"))) == 3
+
+
 def test_wrong_input_is_one_line_and_exit_code_2(source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
