@@ -368,10 +368,13 @@ def test_who_left_no_report_is_described_by_how_it_ended(
 def test_the_last_that_a_silent_rank_printed_to_stderr_is_told(run: RunDir) -> None:
     log = run.rank_log(2, 1, "err")
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("before\n" * 2000 + "usage: train.py [-h]\n\ntrain.py: error: unrecognized arguments: --foo\n")
+    log.write_text("before\n" * 20000 + "usage: train.py [-h]\n\ntrain.py: error: unrecognized arguments: --foo\n")
     error = death(run, FirstFailure(rank=1, code=2)).failure.error or ""
     assert error.startswith("rank 1 ended with exit code 2: ") and error.count(" / ") == 3
     assert error.endswith("usage: train.py [-h] / train.py: error: unrecognized arguments: --foo")
+    log.write_text("x" * 100_000 + "the end\n")
+    error = death(run, FirstFailure(rank=1, code=2)).failure.error or ""
+    assert error.endswith("xthe end") and len(error) < 5000, "it stands in the journal"
 
 
 ARGPARSE = (
@@ -389,6 +392,7 @@ def refused(words: str) -> str:
     ("said", "code", "final"),
     [
         (f"a warning\n{ARGPARSE}\n", 2, True),
+        (ARGPARSE.replace("[-h]", "[-h]" + " [--an_option_of_many AN_OPTION_OF_MANY]" * 200), 2, True),
         (CLICK, 2, True),
         (ARGPARSE, 1, None),  # as of torchrun, whose ranks may have failed otherwise
         (ARGPARSE + "Traceback (most recent call last):\nOSError: no\n", 2, None),  # of a program that was called
