@@ -94,7 +94,7 @@ def test_the_evaluation_of_a_step_is_further_than_the_one_before_it(
         assert attempt(1, tmp_path, before_and_in_the_step) == [STOPPED]
     (run,) = tmp_path.glob("run-*")
     attempts = RunDir(run).status().attempts
-    assert [one.evaluated for one in attempts] == [18, 26, 28, 30]
+    assert [(one.evaluated_place, one.evaluated) for one in attempts] == [(0, 18), (1, 6), (1, 8), (1, 10)]
     assert decide([dataclasses.replace(one, cause="timeout") for one in attempts]).action == "requeue"
 
 
