@@ -109,6 +109,13 @@ def test_images_made_otherwise_do_not_count_as_made(source: Path, tmp_path: Path
     assert "2 made, 0 already there" in prepare(tmp_path / "rest", *common).stdout  # classes on another disk
     source.rename(tmp_path / "moved")
     assert "0 made, 3 already there" in prepare(tmp_path / "moved", *common).stdout
+    for change in (lambda file: noise(100, 60, seed=1).save(file), Path.unlink):
+        other = shutil.copytree(tmp_path / "moved", tmp_path / "other", dirs_exist_ok=True)
+        change(other / "n01" / "grey.JPEG")
+        (tmp_path / "moved").rename(tmp_path / "away")
+        said = prepare(other, *common)  # of the same names, where the other source is on a disk that is away
+        assert said.returncode == 2 and f"n01 is of {tmp_path / 'moved'}" in said.stderr
+        (tmp_path / "away").rename(tmp_path / "moved")
 
 
 def test_two_images_of_one_name_are_refused(source: Path, tmp_path: Path) -> None:
