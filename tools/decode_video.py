@@ -17,7 +17,6 @@ from pathlib import Path
 
 import preparing
 import processes
-import torch
 from preparing import Done, Failure
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
@@ -51,9 +50,9 @@ def watchable(latent: Latent) -> Done:
         with safe_open(latent.source, "pt") as opened:
             tensor = opened.get_tensor("latent")
         frames = decoder(tensor)
-    except torch.OutOfMemoryError:
-        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # torch's, of a size that it cannot decode
+        if processes.is_of_device(error):
+            raise
         return Done(broken=[(latent.source, preparing.reason(error)[:300])])
     latent.target.parent.mkdir(parents=True, exist_ok=True)
     data = gif(frames) if latent.target.suffix == ".gif" else mp4(frames, latent.fps)

@@ -14,15 +14,17 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import preparing
 from PIL import Image
 from preparing import Done, Failure
 from rich.console import Console
 
-from jobkit.run.files import read_json, write_atomic, write_json
+from jobkit.run.files import content_digest, read_json, write_atomic, write_json
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
 CHUNK = 64
@@ -97,25 +99,43 @@ def find_chunks(source: Path, target: Path, res: int, crop: bool) -> Iterator[Ch
             yield Chunk(folder, target / folder.name, names[start : start + CHUNK], res, crop)
 
 
-def keep_origins(target: Path, source: Path, classes: list[str], crop: bool) -> None:
+def keep_origins(target: Path, source: Path, classes: dict[str, list[str]], crop: bool) -> None:
     """Write down what the classes' images are made of, and how; Failure where there are some made otherwise.
 
-    They would count as made already. A source that is gone may have been moved, and is this one then.
+    They would count as made already. `classes`: of each the first and the last of its images' names. A source that is
+    gone may have been moved, and is this one then, if those images are the same in it.
     """
     file = target.with_name("made_of.json")
     known = read_json(file) or {}
-    origin = str(source.resolve())
-    for name in (one for one in classes if (target / one).exists() and one in known):
-        before = known[name]
-        if before["crop"] != crop:
-            how = "with --crop" if before["crop"] else "without --crop"
-            raise Failure(f"{target / name} was made {how}: give another --name")
-        if before["source"] != origin and Path(before["source"], name).exists():
-            where = f"{target / name} is of {before['source']}"
-            raise Failure(f"{where}: give this source a --name of its own (or remove {file}, if it is a copy)")
-    made_of = {name: {"source": origin, "crop": crop} for name in classes}
+    origin, made_of = str(source.resolve()), {}
+    for name, images in classes.items():
+        made_of[name] = before = {"source": origin, "crop": crop}
+        if (target / name).exists() and name in known:
+            before = known[name]
+            if before["crop"] != crop:
+                how = "with --crop" if before["crop"] else "without --crop"
+                raise Failure(f"{target / name} was made {how}: give another --name")
+            if before["source"] != origin and not is_moved(before, name, source):
+                where = f"{target / name} is of {before['source']}"
+                raise Failure(f"{where}: give this source a --name of its own (or remove {file}, if it is a copy)")
+        if "images" in before:
+            made_of[name] |= {"images": before["images"], "sha256": before["sha256"]}
+        else:
+            with suppress(OSError):  # an image that cannot be read is told of later
+                made_of[name] |= {"images": images, "sha256": content_digest(*(source / name / one for one in images))}
     if known | made_of != known:
         write_json(file, known | made_of, durable=False)
+
+
+def is_moved(before: dict[str, Any], name: str, source: Path) -> bool:
+    """Whether a class of a source that is gone is the one of this name here, as far as can be told."""
+    if Path(before["source"], name).exists():
+        return False
+    try:
+        images = [source / name / one for one in before.get("images", ())]
+        return not images or content_digest(*images) == before["sha256"]
+    except OSError:
+        return False
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -163,7 +183,10 @@ def prepare(arguments: argparse.Namespace, console: Console) -> tuple[Done, Path
     except OSError as error:
         raise Failure(f"{error.filename}: cannot be read: {error.strerror}") from None
     preparing.check_writable(target)
-    keep_origins(target, source, sorted({chunk.target.name for chunk in chunks}), arguments.crop)
+    classes: dict[str, list[str]] = {}
+    for chunk in chunks:
+        classes[chunk.target.name] = [*classes.get(chunk.target.name, chunk.names)[:1], chunk.names[-1]]
+    keep_origins(target, source, classes, arguments.crop)
     results = preparing.in_processes(convert, chunks, arguments.workers)
     done = preparing.progress(results, "images", sum(len(chunk.names) for chunk in chunks), console)
     return done, target, arguments.destination / f"broken_{arguments.res}.txt"

@@ -170,7 +170,8 @@ def main(tool: str, prepare: Callable[[Console], tuple[Done, Path, Path]]) -> in
     """Exit code of a program that does `prepare`: what was done, the folder that it is in, and where to list what is
     broken; KeyboardInterrupt, Failure and OSError end it with a line."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be no text
+    if sys.stdout is not None:  # as of a cron job that closes it
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be no text
 
     def fail(code: int, message: str) -> int:
         print(f"{tool}: {message}", file=sys.stderr)

@@ -50,8 +50,20 @@ def spread(
         return preparing.progress(results, what, len(items), console)
     except JobkitError as error:
         raise Failure(str(error), 1) from None
-    except torch.OutOfMemoryError as error:
-        raise Failure(f"{preparing.reason(error)[:200]}; --tiling or fewer --workers take less", 1) from None
+    except RuntimeError as error:
+        if not is_of_device(error):
+            raise
+        hint = "the same command continues" if _is_broken(error) else "--tiling or fewer --workers take less"
+        raise Failure(f"{preparing.reason(error)[:200]}; {hint}", 1) from None
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether what went wrong is the device's, or its memory's, and says nothing of the file that was worked on."""
+    return isinstance(error, torch.OutOfMemoryError) or _is_broken(error) or "DefaultCPUAllocator" in str(error)
+
+
+def _is_broken(error: BaseException) -> bool:
+    return isinstance(error, torch.AcceleratorError)
 
 
 def _begin(devices: SimpleQueue[str], threads: int) -> None:

@@ -91,7 +91,7 @@ def _check_weights(key: str, folder: Path, params: dict[str, Any]) -> None:
         return
     try:
         names = sorted(files_of_weights(folder))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise InvalidValue(f"params.{key}", str(error)) from None
     for name in ("config.json", *names):
         if not (folder / name).is_file():

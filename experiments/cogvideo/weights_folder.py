@@ -59,12 +59,12 @@ def files_of_weights(folder: Path) -> set[str]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Which tensor is in which file, by an index; ValueError where it does not say."""
+    """Which tensor is in which file, by an index; ValueError where it does not say, OSError where it cannot be read."""
     try:
         found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if all(isinstance(file, str) for file in found.values()):
             return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: cannot be read: {type(error).__name__}: {error}") from None
     raise ValueError(f"{index}: its weight_map names other things than files")
 

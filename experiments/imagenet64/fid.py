@@ -130,7 +130,7 @@ class Fid:
         places = [data.with_name(f"{data.name}.fid") / name, ctx.run_dir / "fid" / name]
 
         def find(_: Tensor, ids: Tensor) -> list[str]:
-            return [next((str(place) for place in places if read(place) is not None), "")]
+            return [next((str(place) for place in places if is_whole(place)), "")]
 
         (found,) = ctx.map(find, 1)  # by one rank for all: another run may write the file just now
         if found:
@@ -195,14 +195,20 @@ def write(file: Path, gaussian: Gaussian) -> None:
     write_atomic(file, content.getvalue())
 
 
-def read(file: Path) -> Gaussian | None:
-    """What `write` wrote; None where there is no such file, or it is damaged."""
+def read(file: Path) -> Gaussian:
+    """What `write` wrote."""
+    found = np.load(io.BytesIO(read_fresh(file)))
+    mean, covariance = torch.from_numpy(found["mean"]), torch.from_numpy(found["covariance"])
+    return Gaussian(mean, covariance, int(found["count"]))
+
+
+def is_whole(file: Path) -> bool:
+    """Whether there is a file that `write` wrote, and it is not damaged."""
     try:
-        found = np.load(io.BytesIO(read_fresh(file)))
-        mean, covariance = torch.from_numpy(found["mean"]), torch.from_numpy(found["covariance"])
-        return Gaussian(mean, covariance, int(found["count"]))
+        read(file)
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return False
     except Exception as error:  # whatever its reader finds wrong with it
         print(f"FID: {file} cannot be read ({error or type(error).__name__}): it is made again", flush=True)
-        return None
+        return False
+    return True

@@ -83,8 +83,8 @@ def is_raw(tensor: torch.Tensor) -> bool:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor, as uint8 [n]: a view of a contiguous one, else a copy."""
     flat = tensor.reshape(-1)
-    if flat.stride(0) != 1:  # one element is contiguous at any distance, and torch views neither as another type
-        flat = flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat.contiguous()
+    if flat.stride(0) != 1:  # up to one element is contiguous at any distance, and torch views none as another type
+        flat = flat.as_strided(flat.shape, (1,)) if flat.numel() <= 1 else flat.contiguous()
     return flat.view(torch.uint8)
 
 

@@ -133,7 +133,8 @@ def names_verdict(names: dict[str, Any]) -> list[Check]:
     found = f"the name service takes {names['seconds']:.1f} s for {names['address']}, the address of a node"
     advice = (
         "torch asks for that of each rank, one after the other, before they train: cache names on the nodes "
-        "(nscd, sssd, systemd-resolved), or write the nodes into /etc/hosts"
+        "(nscd, sssd, systemd-resolved), or write them into /etc/hosts in the form in which it asks: "
+        f"`::ffff:{names['address']} NAME`"
     )
     return [Check("names", WARNING, found, advice)]
 

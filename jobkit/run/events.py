@@ -36,7 +36,8 @@ class Event(str, Enum):
     CHECKPOINTS_REMOVED = "checkpoints_removed"
     """A person has removed all of them."""
     EVALUATION_INTERRUPTED = "evaluation_interrupted"
-    """A stop has broken one off: `known` samples of the step's evaluations are `kept` for the next attempt, or lost."""
+    """A stop has broken one off: `known` samples of those at this `place` of the step are `kept` for the next attempt,
+    or lost."""
     EVALUATION_RESUMED = "evaluation_resumed"
     STRAGGLER = "straggler"
     STRAGGLER_OVER = "straggler_over"

@@ -87,7 +87,7 @@ class Experiment:
 
 def _reads_variables(text: str) -> bool:
     """Whether a config, not yet interpolated, takes a variable that is set here and that not every shell has alike."""
-    named = re.findall(r"\$\{oc\.env:\s*(\w+)", text)
+    named = re.findall(r"\$\{\s*oc\.env\s*:[\s'\"\\]*(\w+)", text)  # quoted too, also within a text that YAML quotes
     return any(name in os.environ for name in named if name not in ("HOME", "USER", "LOGNAME"))
 
 

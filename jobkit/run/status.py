@@ -78,9 +78,10 @@ class Attempt:
     durable_step: int = 0
     """Step of the newest checkpoint when it ended."""
     evaluated: int = 0
-    """Samples that were known of a step's evaluations when a stop broke one off, kept for the next attempt."""
+    """Samples that were known of evaluations at one place when a stop broke one off, kept for the next attempt."""
     evaluated_step: int = 0
-    """That step."""
+    evaluated_place: int = 0
+    """That place: the step, and 0 for before the loop, 1 in the step, 2 after the loop."""
     failure: Failure | None = None
     """What is known of an end that left no time to save; None where the ranks could say themselves why they ended."""
     slurm_cluster: str | None = None
@@ -388,7 +389,8 @@ def _apply(status: Status, event: Entry) -> None:
                 attempt.stalled += float(event.get("stall", 0.0))
         case Event.EVALUATION_INTERRUPTED:
             if attempt and event["kept"]:
-                attempt.evaluated_step, attempt.evaluated = int(event["step"]), int(event.get("known", 0))
+                attempt.evaluated_step, attempt.evaluated_place = int(event["step"]), int(event.get("place", 0))
+                attempt.evaluated = int(event.get("known", 0))
         case Event.REWOUND:
             status.state, status.error, status.result = State.INTERRUPTED, None, None
             status.step = status.checkpoint = int(event["step"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import glob
 import importlib.machinery
 import importlib.util
 import re
@@ -127,7 +128,7 @@ def _check_program(command: list[str], root: Path, has_setup: bool) -> Checked:
         if not file.exists():
             scripts = [str(one.relative_to(root)) for one in root.glob("*.py")]
             below = (
-                next((one.parent for one in sorted(root.glob(f"*/{runs.text}"))), None)
+                next((one.parent for one in sorted(root.glob(f"*/{glob.escape(runs.text)}"))), None)
                 if "/" not in runs.text
                 else None
             )

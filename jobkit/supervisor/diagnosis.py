@@ -100,15 +100,28 @@ def own_failure(run: RunDir, attempt: int) -> EndCause | None:
     return None if report is None or _is_secondary(report) else _reported(report, reports, 1, Failure())
 
 
-SAID_LINES, SAID_BYTES = 4, 4096
-"""How many of the last lines of a rank's stderr are told, and how far from its end they are looked for."""
+SAID_LINES, SAID_CHARACTERS = 4, 4096
+"""How much is told of the end of a rank's stderr, at most."""
+
+LOOKED_AT_BYTES = 1 << 16
+"""How far from its end that is looked at: the options of a program that refuses one of them may take many lines."""
 
 
 USAGE = 2
 """The exit code with which argparse, and click, end a program whose options are wrong."""
 
-_USAGE = re.compile(r"^usage: .*?^(\S.*?: )?error: [^\n]*\Z", re.MULTILINE | re.DOTALL | re.IGNORECASE)
-"""What they print before it, to the end: other programs end with that code, too."""
+_UNKNOWN = "|".join(
+    (
+        *("unrecognized arguments: ", "the following arguments are required: ", "ambiguous option: "),
+        "one of the arguments .* is required",
+        r"argument \S+: (not allowed with argument|invalid (int|float|complex) value: )",
+        *("No such (option|command)", "Missing (option|argument|parameter|command)", "Got unexpected extra argument"),
+        "Invalid value for .*: .* is not a valid (integer|float|boolean|UUID)",
+    )
+)
+_REFUSAL = re.compile(rf"(\S.*: )?error: ({_UNKNOWN})", re.IGNORECASE)
+"""The line that they print last, of words alone: a program may say in the same form what it lacks, as a folder that is
+away. Theirs comes after `usage:`, maybe of hundreds of options; other programs end with that code, too."""
 
 
 def _last_said(run: RunDir, attempt: int, rank: int | None) -> list[str]:
@@ -117,7 +130,7 @@ def _last_said(run: RunDir, attempt: int, rank: int | None) -> list[str]:
         return []
     try:
         with run.rank_log(attempt, rank, "err").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - SAID_BYTES))
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOOKED_AT_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
     except OSError:
         return []
@@ -128,11 +141,19 @@ def _silent(run: RunDir, attempt: int, first: FirstFailure, known: Failure) -> E
     code = "" if first.code is None else f" with exit code {first.code}"
     who = "the ranks" if first.rank is None else f"rank {first.rank}"
     lines = _last_said(run, attempt, first.rank)
-    said = " / ".join(lines[-SAID_LINES:])
+    said = " / ".join(lines[-SAID_LINES:])[-SAID_CHARACTERS:]
     error = f"{who} ended{code}{f': {said}' if said else '; what it printed is in its log'}"
-    # Its words are those of the YAML, whichever attempt it is.
-    final = True if first.code == USAGE and _USAGE.search("\n".join(lines)) else None
+    # Its words are those of the YAML; but where they were right before, it is another program here, or a shell's words.
+    is_usage = first.code == USAGE and any(line.lower().startswith("usage: ") for line in lines)
+    final = True if is_usage and _REFUSAL.match(lines[-1]) and not _has_earlier(run, attempt) else None
     return EndCause("crashed", replace(known, rank=first.rank, node=first.node, error=error, final=final))
+
+
+def _has_earlier(run: RunDir, attempt: int) -> bool:
+    """Whether there was an attempt before this one since a person has submitted the run last."""
+    attempts = run.status().attempts
+    submission = next((one.submission for one in attempts if one.id == attempt), None)
+    return any(one.id < attempt and one.submission == submission for one in attempts)
 
 
 def _killed(first: FirstFailure, known: Failure) -> EndCause:

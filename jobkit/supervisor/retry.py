@@ -203,7 +203,7 @@ def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
     A snapshot in memory counts as one where the attempt that left it came further than all before it: one step after
     the other, up to the one that fails, is no progress.
     """
-    best, first, furthest, evaluated = 0, 0, 0, (0, 0)
+    best, first, furthest, evaluated = 0, 0, 0, (0, 0, 0)
     for number, attempt in enumerate(attempts):
         came_to = attempts[number - 1].last_step or 0 if number else 0  # the one that left the snapshot
         if attempt.from_memory and came_to > furthest and (attempt.first_step or 0) > best:
@@ -212,8 +212,8 @@ def _since_progress(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
         # One that never resumed found the checkpoints that are there, and made none.
         if attempt.first_step is not None and attempt.durable_step > max(best, attempt.first_step):
             first = number + 1
-        if (attempt.evaluated_step, attempt.evaluated) > evaluated:
-            first, evaluated = number + 1, (attempt.evaluated_step, attempt.evaluated)
+        if (known := (attempt.evaluated_step, attempt.evaluated_place, attempt.evaluated)) > evaluated:
+            first, evaluated = number + 1, known
         best = max(best, attempt.durable_step)
     return attempts[first:]
 

@@ -102,4 +102,5 @@ def _are_same(one: Result, other: Result) -> bool:
 def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return torch.equal(bytes_of(one.detach()), bytes_of(other.detach()))
+    bits = [bytes_of(tensor.detach().resolve_conj().resolve_neg()) for tensor in (one, other)]
+    return torch.equal(*bits)

@@ -30,8 +30,9 @@ from jobkit.worker.rendezvous import shared_store
 from jobkit.worker.reporter import RunReporter
 from jobkit.worker.stop import Stopped, StopSignals
 
-AFTER_LOOP = "after the loop"
-"""The place of evaluations after the last step, before which the newest checkpoint was written."""
+BEFORE_LOOP, IN_STEP, AFTER_LOOP = PLACES = ("before the loop", "in the step", "after the loop")
+"""Where a step's evaluations are made, in the order in which a run comes there; the last is after the last step, before
+which the newest checkpoint was written."""
 
 
 class Evaluator:
@@ -53,7 +54,7 @@ class Evaluator:
         self._step: int | None = None
         self._place = ""
         self._of_step: list[Outputs] = []
-        """The evaluations of this step so far, in their order; as `_kept`."""
+        """The evaluations of this step so far, at this place, in their order; as `_kept`."""
         self._handouts = 0
 
     def run(
@@ -66,15 +67,15 @@ class Evaluator:
         equal: Iterable[nn.Module],
         may_stop: Callable[[], bool],
         stop_if_told: Callable[[], None],
-        place: str = "",
+        place: str = BEFORE_LOOP,
         to_all: bool = True,
         **options: Any,
     ) -> Any:
         """The outputs of all samples, on every rank or on rank 0; see Context.map.
 
         `may_stop`: whether nothing of the step would be repeated. `stop_if_told` is called on all ranks after a signal;
-        it raises Stopped, or it was a false alarm. `place` tells evaluations of one step apart, as those
-        before the loop. `equal` are modules whose buffers are the same on all ranks;
+        it raises Stopped, or it was a false alarm. `place`, of PLACES, tells evaluations of one step
+        apart. `equal` are modules whose buffers are the same on all ranks;
         `options` are those of jobkit.train.evaluate.computed.
         """
         equal = list(equal)
@@ -210,7 +211,8 @@ class Evaluator:
                 log.info("%s; what is done of the evaluation will be repeated", error)
         if self._rank.is_main:
             counts = {"done": now.done, "total": now.length, "known": sum(one.done for one in self._of_step)}
-            self._reporter.record(Event.EVALUATION_INTERRUPTED, step=self._step, **counts, kept=kept)
+            where = {"step": self._step, "place": PLACES.index(self._place)}
+            self._reporter.record(Event.EVALUATION_INTERRUPTED, **where, **counts, kept=kept)
 
     def _load(self) -> list[Outputs]:
         """What was kept for an attempt like this one; what was kept for another is no longer needed."""

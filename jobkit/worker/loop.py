@@ -26,7 +26,7 @@ from jobkit.train.modes import Now
 from jobkit.train.optimizer_state import parameters_of
 from jobkit.train.seeds import derive_seed, seed_generators
 from jobkit.worker.checkpointing import Checkpoints, Place
-from jobkit.worker.evaluation import AFTER_LOOP
+from jobkit.worker.evaluation import AFTER_LOOP, BEFORE_LOOP, IN_STEP
 from jobkit.worker.fingerprint import Fingerprint, StateWatch
 from jobkit.worker.generators import tell_replaced_seed
 from jobkit.worker.heartbeat import peak_bytes
@@ -249,8 +249,8 @@ class TrainingLoop:
     def where(self) -> str:
         """What tells evaluations of one step apart."""
         if self.is_in_step:
-            return "in the step"
-        return AFTER_LOOP if self.has_begun else "before the loop"
+            return IN_STEP
+        return AFTER_LOOP if self.has_begun else BEFORE_LOOP
 
     @property
     def place(self) -> Place:

@@ -82,6 +82,7 @@ def checksums(gradients: Mapping[str, Tensor]) -> list[int]:
 def _bits(gradient: Tensor) -> Tensor:
     if isinstance(gradient, DTensor):
         return torch.zeros(1)
+    gradient = gradient.resolve_conj().resolve_neg()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

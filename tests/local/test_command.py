@@ -136,6 +136,23 @@ def test_a_script_that_does_not_know_its_options_is_not_tried_again(project: Pro
     assert "bare.py: error: unrecognized arguments: --lrr 1 (would fail again: not retried)" in said
 
 
+LOOKING = """\
+import argparse, os
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--data")
+if os.environ["JOBKIT_ATTEMPT"] == "1":
+    parser.error(f"--data: {parser.parse_args().data}: no such folder")
+"""
+
+
+def test_a_script_that_refuses_what_is_away_in_the_words_of_its_parser_is_tried_again(project: Project) -> None:
+    (project.path / "bare.py").write_text(LOOKING)
+    project.submit("--local", "command=[python, bare.py, --data, /data]")
+    (run,) = project.runs
+    assert [one["cause"] for one in status(run)["attempts"]] == ["crashed", "finished"]
+
+
 def test_a_script_without_init_is_preempted_and_starts_again_on_this_machine(project: Project) -> None:
     project.env["WAIT"] = "1"
     with project.start("submit", "toy.yaml", "--local") as process:

@@ -68,6 +68,36 @@ def test_an_attempt_that_has_come_further_in_an_evaluation_has_made_progress(
     assert decide([*timeouts, *[timeouts[-1]] * 3]).failed
 
 
+def before_and_in_the_step(ctx: Any) -> None:
+    """The first attempt ends in the evaluation before the loop, others in that of the first step, ever later."""
+
+    def baseline(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        if ctx.attempt == 1 and ids[0] == 16:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ids.double()
+
+    def score(batch: Any, ids: torch.Tensor) -> torch.Tensor:
+        if ids[0] == 2 * ctx.attempt:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ids.double()
+
+    ctx.evaluate(baseline, HELD_OUT, batch_size=2)
+    for _ in ctx.steps(2):
+        ctx.evaluate(score, HELD_OUT, batch_size=2)
+
+
+def test_the_evaluation_of_a_step_is_further_than_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOBKIT_CODE", "1")
+    for _ in range(4):
+        assert attempt(1, tmp_path, before_and_in_the_step) == [STOPPED]
+    (run,) = tmp_path.glob("run-*")
+    attempts = RunDir(run).status().attempts
+    assert [(one.evaluated_place, one.evaluated) for one in attempts] == [(0, 18), (1, 6), (1, 8), (1, 10)]
+    assert decide([dataclasses.replace(one, cause="timeout") for one in attempts]).action == "requeue"
+
+
 HELD_OUT = torch.utils.data.TensorDataset(torch.arange(20.0))
 STOPS: list[float] = []
 """The scale at which an evaluation is told to stop; no part of what the function holds."""

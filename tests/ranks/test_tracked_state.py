@@ -331,6 +331,44 @@ def test_tensors_may_lie_in_memory_at_any_distances(tmp_path: Path, ranks: int) 
         assert found == [0, 3, 6, 9, 9, 1, 1, 1, 1, 4]
 
 
+class Phase(torch.nn.Module):
+    """A complex parameter, the gradient of which is a view of its conjugate, and a buffer without elements that begins
+    every other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+        self.register_buffer("none", torch.zeros(5)[::2][:0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight.conj() * x).abs()
+
+
+def with_conjugates(ctx: Any, stops: bool) -> list[complex]:
+    """Gradients that no optimizer step sets back, and a state that is a view of another tensor's conjugate."""
+    os.environ["JOBKIT_CODE"] = "/code/one"  # a map after the loop is kept then, of these weights, bit for bit
+    model, values = ctx.parallelize(Phase()), Registry(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = torch.tensor([1 + 2j, 3 + 4j])
+    values.state = {"conjugate": first.conj(), "negative": first.conj().imag}
+    ctx.track(model=model, optimizer=optimizer, values=values)
+    for _ in ctx.steps(4):
+        model(torch.tensor([1j, 2])).sum().backward()
+        optimizer.step()
+        if stops and ctx.attempt == 1:
+            stop_after(ctx, 1)
+    assert values.state["conjugate"].tolist() == [1 - 2j, 3 - 4j] and values.state["negative"].tolist() == [-2, -4]
+    weight = next(iter(model.parameters())).detach()
+    return ctx.map(lambda numbers, ids: weight[ids], 2, batch_size=1).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_conjugate_that_is_a_view_is_kept_and_compared_by_its_values(tmp_path: Path, ranks: int) -> None:
+    uninterrupted = attempt(ranks, tmp_path / "whole", with_conjugates, False)
+    assert attempt(ranks, tmp_path / "stopped", with_conjugates, True) == [STOPPED] * ranks
+    assert attempt(ranks, tmp_path / "stopped", with_conjugates, True) == uninterrupted
+
+
 def what_cannot_be_saved(ctx: Any) -> None:
     registry = Registry(0)
     registry.state["rule"] = lambda: 1

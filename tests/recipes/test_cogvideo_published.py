@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -128,6 +130,23 @@ def test_the_loss_is_the_weighted_error_of_the_data_that_theirs_is() -> None:
     data = scheduler.get_velocity(output, x_t, t)  # how their trainer gets data of an output
     theirs = (data - x0).square() / (1 - scheduler.alphas_cumprod[t])[:, None]
     assert torch.allclose((output - velocity).square(), theirs.float(), atol=1e-4)
+
+
+def test_an_index_that_cannot_be_read_just_now_does_not_end_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike one that is wrong: a disk that is away may be back for the next attempt."""
+    read_text = Path.read_text
+
+    def read(path: Path, **options: Any) -> str:
+        if path.name.endswith(".index.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    with pytest.raises(JobkitError, match="Input/output error") as raised:
+        load_published(small_net(), folder)
+    assert not isinstance(raised.value, UsageError)
 
 
 def test_weights_of_another_shape_or_model_and_missing_ones_are_named(folder: Path, tmp_path: Path) -> None:

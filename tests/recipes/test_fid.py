@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from experiments.imagenet64.scores import frechet_distance
 from experiments.imagenet64.train import withheld
 from jobkit.errors import InvalidValue, UsageError
 from jobkit.run.experiment import load
+from jobkit.run.files import read_fresh
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "experiments" / "imagenet64.yaml"
@@ -274,6 +276,28 @@ def test_statistics_that_are_damaged_are_made_again(damage: str, tmp_path: Path)
     assert torch.equal(found.covariance, expected.covariance)
     if damage != "a folder":
         assert torch.equal(read(file).covariance, expected.covariance)
+
+
+def test_statistics_that_one_rank_finds_and_rank_0_cannot_read_are_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the disk is away on one node: the run would end without its FID, and say nothing."""
+    data = tmp_path / "train_8" / "box"
+    for number in range(6):
+        write_png(data / "class" / f"{number}.png", torch.full((1, 8, 8), number, dtype=torch.uint8))
+    training = split(open_images(data, 8, 1), 0, flip=False)[0]
+    Fid(alone(tmp_path / "run"), Sums, "", training, data)
+    looks = []
+
+    def read_once(file: Path) -> bytes:
+        looks.append(file)
+        if len(looks) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_fresh(file)
+
+    monkeypatch.setattr("experiments.imagenet64.fid.read_fresh", read_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        Fid(alone(tmp_path / "run"), Sums, "", training, data)
 
 
 class Sums(nn.Module):

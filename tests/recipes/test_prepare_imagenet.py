@@ -109,6 +109,13 @@ def test_images_made_otherwise_do_not_count_as_made(source: Path, tmp_path: Path
     assert "2 made, 0 already there" in prepare(tmp_path / "rest", *common).stdout  # classes on another disk
     source.rename(tmp_path / "moved")
     assert "0 made, 3 already there" in prepare(tmp_path / "moved", *common).stdout
+    for change in (lambda file: noise(100, 60, seed=1).save(file), Path.unlink):
+        other = shutil.copytree(tmp_path / "moved", tmp_path / "other", dirs_exist_ok=True)
+        change(other / "n01" / "grey.JPEG")
+        (tmp_path / "moved").rename(tmp_path / "away")
+        said = prepare(other, *common)  # of the same names, where the other source is on a disk that is away
+        assert said.returncode == 2 and f"n01 is of {tmp_path / 'moved'}" in said.stderr
+        (tmp_path / "away").rename(tmp_path / "moved")
 
 
 def test_two_images_of_one_name_are_refused(source: Path, tmp_path: Path) -> None:
@@ -123,6 +130,13 @@ def test_a_name_that_is_no_text_is_listed_as_it_is(source: Path, tmp_path: Path)
     Path(os.fsdecode(bytes(source) + b"/n02/" + name)).write_text("no image")
     assert "3 made, 0 already there, 3 broken" in prepare(source, tmp_path, "--res", 8).stdout
     assert name + b": cannot identify" in (tmp_path / "broken_8.txt").read_bytes()
+
+
+def test_images_are_made_where_nobody_reads_what_is_said(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOL), str(source), str(tmp_path), "--res", "8"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "train_8").glob("box/*/*.png"))) == 3
 
 
 def test_wrong_input_is_one_line_and_exit_code_2(source: Path, tmp_path: Path) -> None:

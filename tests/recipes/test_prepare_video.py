@@ -17,6 +17,7 @@ import av
 import decode_video
 import numpy as np
 import prepare_video
+import preparing
 import processes
 import pytest
 import torch
@@ -741,6 +742,35 @@ def test_a_latent_that_cannot_be_watched_is_broken_and_the_others_are_decoded(
     said = here(decode_video, tmp_path / "latents", tmp_path / "clips", "--weights", weights)
     assert "1 made, 0 already there, 1 broken" in said and (tmp_path / "clips" / "b.mp4").exists()
     assert says in (tmp_path / "clips" / "broken.txt").read_text()
+
+
+def without_memory(_: Tensor) -> Tensor:
+    return torch.empty(1 << 50)
+
+
+def with_a_broken_device(_: Tensor) -> Tensor:
+    raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+
+@pytest.mark.parametrize(
+    ("decode", "says"),
+    [(without_memory, "fewer --workers take less"), (with_a_broken_device, "the same command continues")],
+)
+def test_a_latent_is_not_said_to_be_broken_where_the_device_is(
+    decode: Callable[[Tensor], Tensor],
+    says: str,
+    weights: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    save_file({"latent": torch.randn(LATENT)}, tmp_path / "a.safetensors")
+    monkeypatch.setattr(decode_video, "decoder_of", lambda *_: decode)
+    monkeypatch.setattr(preparing, "in_processes", lambda function, items, *_: (function(item) for item in items))
+    words = ["tool", tmp_path / "a.safetensors", tmp_path / "clips", "--weights", weights]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    assert decode_video.main() == 1 and says in capfd.readouterr().err
+    assert not (tmp_path / "clips" / "broken.txt").exists()
 
 
 def test_what_was_decoded_with_other_options_is_decoded_again(

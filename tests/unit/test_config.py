@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,18 @@ def test_interpolations_are_resolved_after_the_overrides(tmp_path: Path, monkeyp
 
 def test_an_interpolation_may_have_a_default(tmp_path: Path) -> None:
     assert params(tmp_path, "params: {v: '${oc.env:" + VARIABLE + ",none}'}") == {"v": "none"}
+
+
+@pytest.mark.parametrize("written", ["{v}", " {v}", "'{v}'", '"{v}"', " '{v}', none", "{v},none"])
+@pytest.mark.parametrize("before", ["", "it's \t", "a " * 33])  # YAML quotes them each way, and breaks lines
+def test_a_variable_of_the_shell_is_seen_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, before: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, "here")
+    for name in ("oc.env", " oc.env "):
+        value = f"{before}${{{name}:{written.format(v=VARIABLE)}}}"
+        found = loaded(tmp_path, BASE + f"params: {json.dumps({'v': value})}\n")
+        assert found.of_environment and found.config.params == {"v": f"{before}here"}
 
 
 # The demo

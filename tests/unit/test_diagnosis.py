@@ -10,6 +10,7 @@ import pytest
 
 from jobkit import slurm
 from jobkit.run.config import Config
+from jobkit.run.events import Event
 from jobkit.run.files import write_json
 from jobkit.run.records import Failure
 from jobkit.run.rundir import RunDir
@@ -367,10 +368,13 @@ def test_who_left_no_report_is_described_by_how_it_ended(
 def test_the_last_that_a_silent_rank_printed_to_stderr_is_told(run: RunDir) -> None:
     log = run.rank_log(2, 1, "err")
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("before\n" * 2000 + "usage: train.py [-h]\n\ntrain.py: error: unrecognized arguments: --foo\n")
+    log.write_text("before\n" * 20000 + "usage: train.py [-h]\n\ntrain.py: error: unrecognized arguments: --foo\n")
     error = death(run, FirstFailure(rank=1, code=2)).failure.error or ""
     assert error.startswith("rank 1 ended with exit code 2: ") and error.count(" / ") == 3
     assert error.endswith("usage: train.py [-h] / train.py: error: unrecognized arguments: --foo")
+    log.write_text("x" * 100_000 + "the end\n")
+    error = death(run, FirstFailure(rank=1, code=2)).failure.error or ""
+    assert error.endswith("xthe end") and len(error) < 5000, "it stands in the journal"
 
 
 ARGPARSE = (
@@ -379,15 +383,29 @@ ARGPARSE = (
 CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option '--foo'.\n"
 
 
+def refused(words: str) -> str:
+    """By a parser of argparse's."""
+    return f"usage: train.py [-h] --lr LR\ntrain.py: error: {words}\n"
+
+
 @pytest.mark.parametrize(
     ("said", "code", "final"),
     [
         (f"a warning\n{ARGPARSE}\n", 2, True),
+        (ARGPARSE.replace("[-h]", "[-h]" + " [--an_option_of_many AN_OPTION_OF_MANY]" * 200), 2, True),
         (CLICK, 2, True),
         (ARGPARSE, 1, None),  # as of torchrun, whose ranks may have failed otherwise
         (ARGPARSE + "Traceback (most recent call last):\nOSError: no\n", 2, None),  # of a program that was called
         ("python: can't open file 'train.py': [Errno 2] No such file or directory\n", 2, None),  # a disk may be away
         ("train.py: error: the server is away\n", 2, None),
+        (refused("argument -l/--lr: invalid float value: 'a'"), 2, True),
+        (refused("the following arguments are required: --lr"), 2, True),
+        (refused("argument --data: can't open '/data': [Errno 5] Input/output error: '/data'"), 2, None),
+        (refused("--data: no such folder"), 2, None),  # what a script has parser.error say
+        (refused("argument --data: invalid existing value: '/data'"), 2, None),  # which a function has looked for
+        (CLICK.replace("No such option '--foo'.", "Invalid value for '--data': Path '/data' does not exist."), 2, None),
+        (CLICK.replace("No such option '--foo'.", "Invalid value for '--lr': 'a' is not a valid float."), 2, True),
+        ("Usage: 80%\ntrain.py: error: the server is away\n", 2, None),
         ("", 2, None),
     ],
 )
@@ -397,6 +415,10 @@ def test_wrong_options_of_a_program_would_be_wrong_again(run: RunDir, said: str,
     log.write_text(said)
     found = death(run, FirstFailure(rank=1, code=code))
     assert (found.cause, found.failure.final) == ("crashed", final)
+    for attempt in (1, 2):
+        run.record(Event.STARTED, attempt=attempt, job_id="9", host="node1")
+    found = death(run, FirstFailure(rank=1, code=code))
+    assert (found.cause, found.failure.final) == ("crashed", None), "they were right in an attempt before"
 
 
 def test_the_memory_that_was_used_is_told_where_it_may_be_the_reason(run: RunDir) -> None:

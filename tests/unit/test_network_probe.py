@@ -157,3 +157,5 @@ def test_a_name_service_that_keeps_ranks_waiting_is_a_warning() -> None:
     (check,) = names_verdict({"address": "10.0.0.3", "seconds": 5.004})
     assert (check.name, check.state) == ("names", WARNING)
     assert check.found == "the name service takes 5.0 s for 10.0.0.3, the address of a node"
+    # As a plain 10.0.0.3 glibc's /etc/hosts does not answer it.
+    assert check.advice.endswith("in the form in which it asks: `::ffff:10.0.0.3 NAME`")

@@ -92,6 +92,12 @@ MISTAKES = [
         files={"mine/toy.yaml": "name: toy\ncommand: [python, train.py]\n", "mine/train.py": ""},
         yaml="mine/toy.yaml",
     ),
+    Mistake(
+        "a pattern for a script",
+        ["command: tr**.py: no such file in "],
+        files={"mine.yaml": 'name: toy\ncommand: [python, "tr**.py"]\n'},
+        yaml="mine.yaml",
+    ),
     Mistake("an option of Slurm's", ["did you mean 'clusters.slurm.partition'?"], ["partition=low"]),
     Mistake("an option of Slurm's as one", ["is set without dashes: clusters.slurm.qos=low"], ["--qos", "low"]),
     *(

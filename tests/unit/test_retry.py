@@ -64,11 +64,11 @@ def from_memory(first: int, durable: int = 0) -> Attempt:
     return ended("killed", first, first + 3, durable, from_memory=True)
 
 
-def evaluated(step: int, samples: int, durable: int | None = None) -> Attempt:
+def evaluated(step: int, samples: int, durable: int | None = None, place: int = 0) -> Attempt:
     """One without a loop, or with the one step before an evaluation, that left so much of that to the next."""
     first = durable if durable is not None else step or None
     attempt = ended("timeout", first, step, first or 0)
-    attempt.evaluated_step, attempt.evaluated = step, samples
+    attempt.evaluated_step, attempt.evaluated_place, attempt.evaluated = step, place, samples
     return attempt
 
 
@@ -120,6 +120,16 @@ DECISIONS: list[tuple[str, Sequence[Attempt], bool]] = [
         "out of time in the evaluation of a later step",
         [*[evaluated(5, 70)] * 3, evaluated(6, 7, durable=5), *[evaluated(6, 7, durable=5)] * 2],
         True,
+    ),
+    (
+        "out of time in the evaluation before the loop, then in the step",
+        [evaluated(0, 70), *[evaluated(0, 7 * n, place=1) for n in (1, 2, 3, 4)]],
+        True,
+    ),
+    (
+        "out of time before the loop again",
+        [*[evaluated(0, 7, place=1)] * 2, *[evaluated(0, 70)] * 2],
+        False,
     ),
     # Preemptions
     ("preempted, for the hundredth time and with nothing done", [ended("preempted", 0)] * 100, True),

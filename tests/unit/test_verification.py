@@ -63,6 +63,23 @@ def test_what_a_program_keeps_is_put_back_and_what_is_wrong_once_is_found() -> N
     assert not is_alike("wrong once")
 
 
+def test_the_bits_of_a_conjugated_gradient_are_compared() -> None:
+    weight = nn.Parameter(torch.tensor([1 + 2j]))
+    model = nn.ParameterList([weight])
+    calls = []
+
+    def compute() -> torch.Tensor:
+        calls.append(0)
+        loss = (weight.conj() * (1.001 if len(calls) == wrong else 1)).abs().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert weight.grad is not None and weight.grad.is_conj(), "a view, of which torch has no bytes"
+        return loss
+
+    for wrong in (0, 2):
+        calls.clear()
+        assert computes_alike(model, compute, [torch.device("cpu")]) == (wrong == 0)
+
+
 @pytest.mark.parametrize(
     ("kept", "told"),
     [("counter", "others each time"), ("parameter", "the forward changes the parameter code: make it a buffer")],
