@@ -6,8 +6,10 @@ What several ranks need is read by one of them and sent to the others.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +26,13 @@ from jobkit.checkpoint.transfer import Transfer, send_all
 from jobkit.group import RankGroup
 
 Ranks = tuple[int, ...]
+FileOf = Callable[[Extent], io.RawIOBase | io.BytesIO]
+
+Piece = list[tuple[str, Extent]]
+"""Saved objects that are read one after the other, each with the key that takes it whole."""
+
+_PIECE = 32 << 20  # bytes that are worth a thread; small tensors, which need the GIL, come to less
+_THREADS = 4
 
 
 class Source(Protocol):
@@ -61,7 +70,11 @@ class DiskSource:
         with ExitStack() as opened:
             files = _Files(self._directory, opened)
             self._ranks.all_or_none(
-                lambda: _read_own(files.of, [(own[number], self._chunks[number][1]) for number in sorted(own)], targets)
+                lambda: _read_own(
+                    lambda opened: _Files(self._directory, opened).of,
+                    [(own[number], self._chunks[number][1]) for number in sorted(own)],
+                    targets,
+                )
             )
             _send(
                 self._ranks,
@@ -105,7 +118,7 @@ class MemorySource:
                 own.append((taker, extent))
         own.sort(key=lambda pair: pair[1].offset)
         with self._open() as file:
-            self._ranks.all_or_none(lambda: _read_own(lambda _: file, own, targets))
+            self._ranks.all_or_none(lambda: _read_own(self._file_of, own, targets))
             wanted = _wanted(self._ranks, len(self._chunks), list(missing))
             _send(
                 self._ranks,
@@ -115,6 +128,11 @@ class MemorySource:
                 missing,
                 targets,
             )
+
+    def _file_of(self, opened: ExitStack) -> FileOf:
+        file = self._open()
+        opened.enter_context(file)
+        return lambda _: file
 
     def _open(self) -> io.RawIOBase | io.BytesIO:
         """This rank's slot; opened again, for the position in an inherited file is the parent's too."""
@@ -142,15 +160,54 @@ class _Numbers:
         return takers
 
 
-def _read_own(
-    file_of: Callable[[Extent], io.RawIOBase | io.BytesIO], own: Sequence[tuple[Taker, Extent]], targets: Targets
-) -> None:
-    """What this rank reads for itself alone, in the order of the files."""
-    read_whole(file_of, ((taker, extent) for taker, extent in own if isinstance(taker, str)), targets)
-    for taker, extent in own:
-        if not isinstance(taker, str):
-            for item in taker:
-                read_item(file_of(extent), extent, item, targets)
+def _read_own(open_files: Callable[[ExitStack], FileOf], own: Sequence[tuple[Taker, Extent]], targets: Targets) -> None:
+    """What this rank reads for itself alone, in the order of the files.
+
+    What comes into new memory is read in several threads where there is much of it: most of the time the system gives
+    out that memory, page by page, while no thread needs the GIL.
+    """
+
+    def read(piece: Piece) -> None:
+        with ExitStack() as opened:  # again for each piece: an open file has one position
+            read_whole(open_files(opened), piece, targets)
+
+    _each(_pieces((taker, extent) for taker, extent in own if isinstance(taker, str)), read)
+    with ExitStack() as opened:
+        file_of = open_files(opened)
+        for taker, extent in own:
+            if not isinstance(taker, str):
+                for item in taker:
+                    read_item(file_of(extent), extent, item, targets)
+
+
+def _pieces(whole: Iterable[tuple[str, Extent]]) -> list[Piece]:
+    pieces: list[Piece] = [[]]
+    nbytes = 0
+    for pair in whole:
+        pieces[-1].append(pair)
+        nbytes += pair[1].length
+        if nbytes >= _PIECE:
+            pieces.append([])
+            nbytes = 0
+    return [piece for piece in pieces if piece]
+
+
+def _each(pieces: Sequence[Piece], read: Callable[[Piece], None]) -> None:
+    """Read the pieces, in several threads if there are several and the CPUs for it."""
+    threads, running = min(len(pieces), _THREADS, _cpus()), []
+    if threads > 1:
+        with suppress(RuntimeError), ThreadPoolExecutor(threads, "checkpoint-read") as pool:
+            running = [pool.submit(read, piece) for piece in pieces]  # refused where no thread can be started
+    for one in running:
+        one.result()
+    if not running:
+        for piece in pieces:
+            read(piece)
+
+
+def _cpus() -> int:
+    """How many this rank may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 class _Files:
