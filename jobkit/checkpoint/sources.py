@@ -16,9 +16,10 @@ from typing import Protocol
 
 import numpy as np
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
+from jobkit.checkpoint.index import Index, in_order
 from jobkit.checkpoint.memory import Snapshot
 from jobkit.checkpoint.storage import Extent, read_exactly
 from jobkit.checkpoint.targets import Sink, Taker, Targets, is_whole, read_item, read_whole
@@ -38,25 +39,20 @@ _THREADS = 4
 class Source(Protocol):
     """What a checkpoint is read from."""
 
-    metadata: Metadata
+    index: Index
 
     def read(self, targets: Targets) -> None:
         """Fill the targets of all ranks; collective, and what goes wrong on one is raised on all."""
 
 
 class DiskSource:
-    """The files of a verified checkpoint: each byte is read by one rank, unless ranks want different rows of a tensor.
+    """The files of a verified checkpoint: each byte is read by one rank, unless ranks want different rows of a tensor."""
 
-    `metadata` is what its index says.
-    """
-
-    def __init__(self, directory: Path, metadata: Metadata, ranks: RankGroup) -> None:
-        self.metadata = metadata
+    def __init__(self, directory: Path, index: Index, ranks: RankGroup) -> None:
+        self.index = index
         self._directory, self._ranks = directory, ranks
-        extents: dict[MetadataIndex, Extent] = metadata.storage_data
-        # In the order of the files, which is the fastest to read.
-        self._chunks = sorted(extents.items(), key=lambda pair: (pair[1].file, pair[1].offset))
-        self._numbers = _Numbers([index for index, _ in self._chunks])
+        self._chunks = index.chunks
+        self._numbers = _Numbers([key for key, _ in self._chunks], lambda: in_order(index.metadata.storage_data))
 
     def read(self, targets: Targets) -> None:
         takers = self._numbers.takers(targets)
@@ -92,7 +88,7 @@ class MemorySource:
     def __init__(self, snapshot: Snapshot, ranks: RankGroup) -> None:
         self._slot, self._ranks = snapshot.slot, ranks
         items = {item.index: item for _, part in snapshot.found for item, _ in [*part.tensors, *part.pickled]}
-        self.metadata: Metadata = create_default_global_save_plan([SavePlan(list(items.values()))])[1]
+        self.index = Index.of(create_default_global_save_plan([SavePlan(list(items.values()))])[1])
         # Of what several nodes have, that of the first rank, as in a checkpoint.
         self._pickled = {item.index.fqn: data for _, part in reversed(snapshot.found) for item, data in part.pickled}
         self._places: dict[MetadataIndex, dict[int, Extent]] = {}
@@ -101,7 +97,7 @@ class MemorySource:
             for item, extent in part.tensors:
                 self._places.setdefault(item.index, {})[rank] = extent
         self._chunks = list(self._places.values())
-        self._numbers = _Numbers(list(self._places))
+        self._numbers = _Numbers([index.fqn for index in self._places], lambda: self._places)
 
     def read(self, targets: Targets) -> None:
         here = self._ranks.rank
@@ -142,13 +138,14 @@ class MemorySource:
 class _Numbers:
     """The saved objects by number: of a key that has one, and of each chunk of a tensor."""
 
-    def __init__(self, indices: Sequence[MetadataIndex]) -> None:
-        self._indices = indices
-        self._of_key = {index.fqn: number for number, index in enumerate(indices)}
+    def __init__(self, keys: Sequence[str], chunks: Callable[[], Iterable[MetadataIndex]]) -> None:
+        """`keys` are those of all objects; the first of these are the `chunks`."""
+        self._chunks = chunks
+        self._of_key = dict(zip(keys, range(len(keys)), strict=True))
 
     @cached_property
     def _of_chunk(self) -> dict[MetadataIndex, int]:
-        return {index: number for number, index in enumerate(self._indices)}
+        return {index: number for number, index in enumerate(self._chunks())}
 
     def takers(self, targets: Targets, without: Collection[str] = ()) -> dict[int, Taker]:
         """What takes each object of which this rank wants something, but for some keys."""

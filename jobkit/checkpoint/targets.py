@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from jobkit.checkpoint.index import Index
 from jobkit.checkpoint.storage import ALIGNMENT, Extent, raw, read_exactly
 
 Taker = str | list[ReadItem]
@@ -29,21 +29,21 @@ class Targets:
     saved tensors fills which tensor here: for one that is new and was saved in one piece there is nothing to plan.
     """
 
-    def __init__(self, live: dict[str, torch.Tensor], new: Iterable[str], metadata: Metadata) -> None:
+    def __init__(self, live: dict[str, torch.Tensor], new: Iterable[str], index: Index) -> None:
         self.found: dict[str, Any] = dict(live)
         self.whole: list[str] = []
         """Keys that take one saved object whole."""
         for key in new:
-            saved = metadata.state_dict_metadata[key]
-            if isinstance(saved, TensorStorageMetadata) and len(saved.chunks) != 1:
-                self.found[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            if key in index.divided:
+                shape, dtype = index.tensors[key]
+                self.found[key] = torch.empty(shape, dtype=dtype)
             else:
                 self.whole.append(key)
         self.items: list[ReadItem] = []
         """What fills parts of tensors."""
         if self.found:
             self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            self._planner.set_up_planner(dict(self.found), metadata)
+            self._planner.set_up_planner(dict(self.found), index.metadata)
             self.items = self._planner.create_local_plan().items
 
     def tensor(self, item: ReadItem) -> torch.Tensor:
