@@ -22,17 +22,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from jobkit.checkpoint.index import Index, in_order
 from jobkit.checkpoint.memory import Snapshot
 from jobkit.checkpoint.storage import Extent, read_exactly
-from jobkit.checkpoint.targets import Sink, Taker, Targets, is_whole, read_item, read_whole
+from jobkit.checkpoint.targets import Run, Sink, Taker, Targets, is_whole, read_item, read_whole, runs
 from jobkit.checkpoint.transfer import Transfer, send_all
 from jobkit.group import RankGroup
 
 Ranks = tuple[int, ...]
 FileOf = Callable[[Extent], io.RawIOBase | io.BytesIO]
 
-Piece = list[tuple[str, Extent]]
-"""Saved objects that are read one after the other, each with the key that takes it whole."""
-
-_PIECE = 32 << 20  # bytes that are worth a thread; small tensors, which need the GIL, come to less
+_PIECE = 64 << 20  # bytes that are worth a thread; small tensors, which need the GIL, come to less
 _THREADS = 4
 
 
@@ -46,7 +43,7 @@ class Source(Protocol):
 
 
 class DiskSource:
-    """The files of a verified checkpoint: each byte is read by one rank, unless ranks want different rows of a tensor."""
+    """The files of a verified checkpoint: each byte is read by one rank, unless ranks want other rows of one."""
 
     def __init__(self, directory: Path, index: Index, ranks: RankGroup) -> None:
         self.index = index
@@ -56,19 +53,21 @@ class DiskSource:
 
     def read(self, targets: Targets) -> None:
         takers = self._numbers.takers(targets)
-        whole = [number for number, taker in takers.items() if is_whole(taker, self._chunks[number][1])]
-        wanted = {
-            number: ranks
-            for number, ranks in _wanted(self._ranks, len(self._chunks), whole).items()
-            if len(ranks) > 1 and self._chunks[number][1].length
-        }
-        own = {number: taker for number, taker in takers.items() if self._ranks.rank not in wanted.get(number, ())}
+        wanted: dict[int, Ranks] = {}
+        if self._ranks.world_size > 1:
+            whole = [number for number, taker in takers.items() if is_whole(taker, self._chunks[number][1])]
+            wanted = {
+                number: ranks
+                for number, ranks in _wanted(self._ranks, len(self._chunks), whole).items()
+                if len(ranks) > 1 and self._chunks[number][1].length
+            }
+        own = sorted(number for number in takers if self._ranks.rank not in wanted.get(number, ()))
         with ExitStack() as opened:
             files = _Files(self._directory, opened)
             self._ranks.all_or_none(
                 lambda: _read_own(
                     lambda opened: _Files(self._directory, opened).of,
-                    [(own[number], self._chunks[number][1]) for number in sorted(own)],
+                    [(takers[number], self._chunks[number][1]) for number in own],
                     targets,
                 )
             )
@@ -164,11 +163,11 @@ def _read_own(open_files: Callable[[ExitStack], FileOf], own: Sequence[tuple[Tak
     out that memory, page by page, while no thread needs the GIL.
     """
 
-    def read(piece: Piece) -> None:
+    def read(piece: list[Run]) -> None:
         with ExitStack() as opened:  # again for each piece: an open file has one position
             read_whole(open_files(opened), piece, targets)
 
-    _each(_pieces((taker, extent) for taker, extent in own if isinstance(taker, str)), read)
+    _each(_pieces(runs([(taker, extent) for taker, extent in own if isinstance(taker, str)])), read)
     with ExitStack() as opened:
         file_of = open_files(opened)
         for taker, extent in own:
@@ -177,19 +176,19 @@ def _read_own(open_files: Callable[[ExitStack], FileOf], own: Sequence[tuple[Tak
                     read_item(file_of(extent), extent, item, targets)
 
 
-def _pieces(whole: Iterable[tuple[str, Extent]]) -> list[Piece]:
-    pieces: list[Piece] = [[]]
+def _pieces(whole: Iterable[Run]) -> list[list[Run]]:
+    pieces: list[list[Run]] = [[]]
     nbytes = 0
-    for pair in whole:
-        pieces[-1].append(pair)
-        nbytes += pair[1].length
+    for run in whole:
+        pieces[-1].append(run)
+        nbytes += sum(extent.length for _, extent in run)
         if nbytes >= _PIECE:
             pieces.append([])
             nbytes = 0
     return [piece for piece in pieces if piece]
 
 
-def _each(pieces: Sequence[Piece], read: Callable[[Piece], None]) -> None:
+def _each(pieces: Sequence[list[Run]], read: Callable[[list[Run]], None]) -> None:
     """Read the pieces, in several threads if there are several and the CPUs for it."""
     threads, running = min(len(pieces), _THREADS, _cpus()), []
     if threads > 1:
