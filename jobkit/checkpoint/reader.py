@@ -171,7 +171,10 @@ class Reader:
         """What reads a verified checkpoint, and what is wrong with its index, which rank 0 reads for all."""
         data = self._ranks.on_main(lambda: (self._store.path(step) / INDEX).read_bytes())
         try:
-            return DiskSource(self._store.path(step), parse_index(data), self._ranks), []
+            index = parse_index(data)
+            if index.divided:  # DCP is going to plan these: what is wrong with its records must be known by now
+                _ = index.metadata
+            return DiskSource(self._store.path(step), index, self._ranks), []
         except ForeignIndex as error:  # on all ranks: they have the same bytes
             return None, [str(error)]
 
