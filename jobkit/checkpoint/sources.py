@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -61,16 +61,11 @@ class DiskSource:
                 for number, ranks in _wanted(self._ranks, len(self._chunks), whole).items()
                 if len(ranks) > 1 and self._chunks[number][1].length
             }
-        own = sorted(number for number in takers if self._ranks.rank not in wanted.get(number, ()))
+        own = takers.keys() - {number for number, ranks in wanted.items() if self._ranks.rank in ranks}
+        mine = [(takers[number], self._chunks[number][1]) for number in sorted(own)]
         with ExitStack() as opened:
             files = _Files(self._directory, opened)
-            self._ranks.all_or_none(
-                lambda: _read_own(
-                    lambda opened: _Files(self._directory, opened).of,
-                    [(takers[number], self._chunks[number][1]) for number in own],
-                    targets,
-                )
-            )
+            self._ranks.all_or_none(lambda: _read_own(lambda opened: _Files(self._directory, opened).of, mine, targets))
             _send(
                 self._ranks,
                 [(number, ranks, ranks) for number, ranks in wanted.items()],
@@ -167,7 +162,8 @@ def _read_own(open_files: Callable[[ExitStack], FileOf], own: Sequence[tuple[Tak
         with ExitStack() as opened:  # again for each piece: an open file has one position
             read_whole(open_files(opened), piece, targets)
 
-    _each(_pieces(runs([(taker, extent) for taker, extent in own if isinstance(taker, str)])), read)
+    whole: list[Any] = [pair for pair in own if isinstance(pair[0], str)]
+    _each(_pieces(runs(whole)), read)
     with ExitStack() as opened:
         file_of = open_files(opened)
         for taker, extent in own:
@@ -181,7 +177,7 @@ def _pieces(whole: Iterable[Run]) -> list[list[Run]]:
     nbytes = 0
     for run in whole:
         pieces[-1].append(run)
-        nbytes += sum(extent.length for _, extent in run)
+        nbytes += run[-1][1].offset + run[-1][1].length - run[0][1].offset
         if nbytes >= _PIECE:
             pieces.append([])
             nbytes = 0

@@ -81,7 +81,7 @@ def read_whole(file_of: Callable[[Extent], io.RawIOBase | io.BytesIO], runs: Ite
             block = torch.empty((last.offset + last.length - first.offset) // dtype.itemsize, dtype=dtype)
             read_exactly(file, first.offset, raw(block))
             for (key, extent), tensor in zip(run, _copies(block, run), strict=True):
-                shape, _ = _described(extent)
+                shape = extent.shape or ()
                 # Not `view`: a view made under no_grad cannot be changed in place outside of it.
                 targets.found[key] = tensor if len(shape) == 1 else tensor.resize_(shape)
 
