@@ -146,22 +146,22 @@ def parse_index(data: bytes) -> Index:
     sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
     extents = map(
         Extent,
-        _each(files, files_of_chunks),
+        _of(files, files_of_chunks),
         starts,
-        _each(sizes, kinds_of_chunks),
-        _each([shape for shape, _ in kinds], kinds_of_chunks),
-        _each([dtype for _, dtype in kinds], kinds_of_chunks),
+        _of(sizes, kinds_of_chunks),
+        _of([shape for shape, _ in kinds], kinds_of_chunks),
+        _of([dtype for _, dtype in kinds], kinds_of_chunks),
     )
     return Index(
-        dict(zip(keys, _each(kinds, of_keys), strict=True)),
+        dict(zip(keys, _of(kinds, of_keys), strict=True)),
         frozenset(divided),
         objects,
-        [*zip(_each(keys, of_chunks), extents, strict=True), *_objects(_load(io.BytesIO(data[objects_at:columns_at])))],
+        [*zip(_of(keys, of_chunks), extents, strict=True), *_objects(_load(io.BytesIO(data[objects_at:columns_at])))],
         lambda: parse_metadata(data),
     )
 
 
-def _each(values: list[Any], numbers: list[int]) -> Iterable[Any]:
+def _of(values: list[Any], numbers: list[int]) -> Iterable[Any]:
     return map(values.__getitem__, numbers)
 
 
