@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.checkpoint_error import as_checkpoint_error
 from jobkit.checkpoint.disks import Disks
+from jobkit.checkpoint.index import INDEX, ForeignIndex, Index, Kind, parse_index
 from jobkit.checkpoint.memory import Snapshot, SnapshotMemory
 from jobkit.checkpoint.sources import DiskSource, MemorySource, Source
 from jobkit.checkpoint.staging import SHARED, local_key, tree_key
 from jobkit.checkpoint.state import named_tensors, unescape, unflatten
-from jobkit.checkpoint.storage import INDEX, ForeignIndex, parse_index
 from jobkit.checkpoint.store import Manifest, Store
 from jobkit.checkpoint.targets import Targets
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 from jobkit.run.garbage import uncollected
 
-Contents = dict[str, tuple[torch.Size, torch.dtype]]
+Contents = dict[str, Kind]
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,10 @@ class Reader:
         """What reads a verified checkpoint, and what is wrong with its index, which rank 0 reads for all."""
         data = self._ranks.on_main(lambda: (self._store.path(step) / INDEX).read_bytes())
         try:
-            return DiskSource(self._store.path(step), parse_index(data), self._ranks), []
+            index = parse_index(data)
+            if index.divided:  # DCP is going to plan these: what is wrong with its records must be known by now
+                _ = index.metadata
+            return DiskSource(self._store.path(step), index, self._ranks), []
         except ForeignIndex as error:  # on all ranks: they have the same bytes
             return None, [str(error)]
 
@@ -187,7 +189,7 @@ class Reader:
         trees = self._read_trees(manifest.step, source, templates, names)
         mine = trees.get(local_key(self._ranks.number))
         self._disks.check_place(manifest, local_key(self._ranks.number) in trees)
-        contents, path = _contents(source.metadata), self._store.path(manifest.step)
+        contents, path = _contents(source.index), self._store.path(manifest.step)
         return RestoredCheckpoint(
             manifest.step, path, self._shared(trees), mine, manifest, contents, source, manifest.step
         )
@@ -206,21 +208,20 @@ class Reader:
         """The trees that this rank wants, by DCP's key, and its own."""
 
         def plan() -> tuple[Targets, dict[str, torch.Tensor]]:
-            live, new, left_out = self._wanted(source.metadata, templates, names, wants)
-            return Targets(live, new, source.metadata), left_out
+            live, new, left_out = self._wanted(source.index, templates, names, wants)
+            return Targets(live, new, source.index), left_out
 
         def read() -> dict[str, Any]:
             targets, left_out = self._ranks.all_or_none(plan)
             source.read(targets)
-            found = targets.found | left_out
-            return {key: found[key] for key in source.metadata.state_dict_metadata if key in found}
+            return targets.found | left_out
 
         with as_checkpoint_error(f"the checkpoint of step {step} is whole but cannot be loaded", self._disks.everyone):
-            return _trees(self._disks.together(read))
+            return _trees(self._disks.together(read), source.index.objects)
 
     def _wanted(
         self,
-        metadata: Metadata,
+        index: Index,
         templates: Mapping[str, Any],
         names: Collection[str] | None,
         wants: Callable[[str, str], bool],
@@ -236,43 +237,36 @@ class Reader:
         live: dict[str, torch.Tensor] = {}
         new: list[str] = []
         left_out: dict[str, torch.Tensor] = {}
-        for key, saved in metadata.state_dict_metadata.items():
-            tree, _, path = key.partition("/")
+        for tree, tensors in index.trees.items():
             is_shared = tree.startswith(f"{SHARED}.") and (chosen is None or tree in chosen)
             if not is_shared and tree != local_key(self._ranks.number):
                 continue
-            if not isinstance(saved, TensorStorageMetadata):
-                new.append(key)
-            elif is_shared and not wants(_name(tree), path):
-                left_out[key] = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-            elif key in there:
-                live[key] = there[key]
-            else:
-                new.append(key)
+            name = _name(tree)
+            for path, (shape, dtype) in tensors.items():
+                key = f"{tree}/{path}"
+                if is_shared and not wants(name, path):
+                    left_out[key] = torch.empty(shape, dtype=dtype, device="meta")
+                elif key in there:
+                    live[key] = there[key]
+                else:
+                    new.append(key)
+            new.append(tree)
         return live, new, left_out
 
 
-@lru_cache  # asked of each tensor, and there are few trees
 def _name(tree: str) -> str:
     return unescape(tree.removeprefix(f"{SHARED}."))
 
 
-def _contents(metadata: Metadata) -> dict[str, Contents]:
-    contents: dict[str, Contents] = {}
-    for key, saved in metadata.state_dict_metadata.items():
-        tree, slash, path = key.partition("/")
-        if tree.startswith(f"{SHARED}."):
-            tensors = contents.setdefault(_name(tree), {})
-            if slash and isinstance(saved, TensorStorageMetadata):
-                tensors[path] = saved.size, saved.properties.dtype
-    return contents
+def _contents(index: Index) -> dict[str, Contents]:
+    return {_name(tree): tensors for tree, tensors in index.trees.items() if tree.startswith(f"{SHARED}.")}
 
 
-def _trees(state: dict[str, Any]) -> dict[str, Any]:
-    """Put the trees together: a key without a slash is a skeleton, the others are its tensors."""
+def _trees(found: dict[str, Any], skeletons: Iterable[str]) -> dict[str, Any]:
+    """Put the trees together, of their skeletons and tensors, by DCP's key."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in state.items():
+    for key, value in found.items():
         tree, slash, path = key.partition("/")
         if slash:
             tensors.setdefault(tree, {})[path] = value
-    return {key: unflatten(value, tensors.get(key, {})) for key, value in state.items() if "/" not in key}
+    return {key: unflatten(found[key], tensors.get(key, {})) for key in skeletons if key in found}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from jobkit.checkpoint.index import INDEX, IndexOfTensors
 from jobkit.checkpoint.staging import Staged
-from jobkit.checkpoint.storage import INDEX, Extent, Items, Places, file_of, places_of, write_index
+from jobkit.checkpoint.storage import Extent, Items, Places, file_of, places_of
 from jobkit.checkpoint.store import FileDigest
 from jobkit.errors import CheckpointError
 from jobkit.group import RankError, RankGroup
@@ -41,8 +41,8 @@ class SavePlans:
         self._has_index = False
         self._plans_made = 0
         self._metadata: Metadata | None = None
-        self._index = b""
-        """On rank 0: what the index says of the tensors, pickled once it is known where they lie."""
+        self._index: IndexOfTensors | None = None
+        """On rank 0: what the index says of the tensors, once it is known where they lie."""
 
     def agree(self, staged: Staged) -> tuple[Items, Places]:
         """What this rank writes of its items, and where the tensors, which come first, lie in its file.
@@ -100,9 +100,10 @@ class SavePlans:
         if not self._has_index:
             assert self._metadata is not None
             self._metadata.storage_data = tensors
-            self._index = pickle.dumps(self._metadata)
+            self._index = IndexOfTensors(self._metadata)
+        assert self._index is not None
         files = {file_of(rank): digest for rank, (digest, _) in enumerate(reports)}
-        return files | {INDEX: write_index(folder, self._index, pickled)}
+        return files | {INDEX: self._index.write(folder, pickled)}
 
 
 def _check_shared(every: list[Shared]) -> None:

@@ -6,63 +6,66 @@ What several ranks need is read by one of them and sent to the others.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
+from jobkit.checkpoint.index import Index, in_order
 from jobkit.checkpoint.memory import Snapshot
 from jobkit.checkpoint.storage import Extent, read_exactly
-from jobkit.checkpoint.targets import Sink, Taker, Targets, is_whole, read_item, read_whole
+from jobkit.checkpoint.targets import Run, Sink, Taker, Targets, is_whole, read_item, read_whole, runs
 from jobkit.checkpoint.transfer import Transfer, send_all
 from jobkit.group import RankGroup
 
 Ranks = tuple[int, ...]
+FileOf = Callable[[Extent], io.RawIOBase | io.BytesIO]
+
+_PIECE = 64 << 20  # bytes that are worth a thread; small tensors, which need the GIL, come to less
+_THREADS = 4
 
 
 class Source(Protocol):
     """What a checkpoint is read from."""
 
-    metadata: Metadata
+    index: Index
 
     def read(self, targets: Targets) -> None:
         """Fill the targets of all ranks; collective, and what goes wrong on one is raised on all."""
 
 
 class DiskSource:
-    """The files of a verified checkpoint: each byte is read by one rank, unless ranks want different rows of a tensor.
+    """The files of a verified checkpoint: each byte is read by one rank, unless ranks want other rows of one."""
 
-    `metadata` is what its index says.
-    """
-
-    def __init__(self, directory: Path, metadata: Metadata, ranks: RankGroup) -> None:
-        self.metadata = metadata
+    def __init__(self, directory: Path, index: Index, ranks: RankGroup) -> None:
+        self.index = index
         self._directory, self._ranks = directory, ranks
-        extents: dict[MetadataIndex, Extent] = metadata.storage_data
-        # In the order of the files, which is the fastest to read.
-        self._chunks = sorted(extents.items(), key=lambda pair: (pair[1].file, pair[1].offset))
-        self._numbers = _Numbers([index for index, _ in self._chunks])
+        self._chunks = index.chunks
+        self._numbers = _Numbers([key for key, _ in self._chunks], lambda: in_order(index.metadata.storage_data))
 
     def read(self, targets: Targets) -> None:
         takers = self._numbers.takers(targets)
-        whole = [number for number, taker in takers.items() if is_whole(taker, self._chunks[number][1])]
-        wanted = {
-            number: ranks
-            for number, ranks in _wanted(self._ranks, len(self._chunks), whole).items()
-            if len(ranks) > 1 and self._chunks[number][1].length
-        }
-        own = {number: taker for number, taker in takers.items() if self._ranks.rank not in wanted.get(number, ())}
+        wanted: dict[int, Ranks] = {}
+        if self._ranks.world_size > 1:
+            whole = [number for number, taker in takers.items() if is_whole(taker, self._chunks[number][1])]
+            wanted = {
+                number: ranks
+                for number, ranks in _wanted(self._ranks, len(self._chunks), whole).items()
+                if len(ranks) > 1 and self._chunks[number][1].length
+            }
+        own = takers.keys() - {number for number, ranks in wanted.items() if self._ranks.rank in ranks}
+        mine = [(takers[number], self._chunks[number][1]) for number in sorted(own)]
         with ExitStack() as opened:
             files = _Files(self._directory, opened)
-            self._ranks.all_or_none(
-                lambda: _read_own(files.of, [(own[number], self._chunks[number][1]) for number in sorted(own)], targets)
-            )
+            self._ranks.all_or_none(lambda: _read_own(lambda opened: _Files(self._directory, opened).of, mine, targets))
             _send(
                 self._ranks,
                 [(number, ranks, ranks) for number, ranks in wanted.items()],
@@ -79,7 +82,7 @@ class MemorySource:
     def __init__(self, snapshot: Snapshot, ranks: RankGroup) -> None:
         self._slot, self._ranks = snapshot.slot, ranks
         items = {item.index: item for _, part in snapshot.found for item, _ in [*part.tensors, *part.pickled]}
-        self.metadata: Metadata = create_default_global_save_plan([SavePlan(list(items.values()))])[1]
+        self.index = Index.of(create_default_global_save_plan([SavePlan(list(items.values()))])[1])
         # Of what several nodes have, that of the first rank, as in a checkpoint.
         self._pickled = {item.index.fqn: data for _, part in reversed(snapshot.found) for item, data in part.pickled}
         self._places: dict[MetadataIndex, dict[int, Extent]] = {}
@@ -88,7 +91,7 @@ class MemorySource:
             for item, extent in part.tensors:
                 self._places.setdefault(item.index, {})[rank] = extent
         self._chunks = list(self._places.values())
-        self._numbers = _Numbers(list(self._places))
+        self._numbers = _Numbers([index.fqn for index in self._places], lambda: self._places)
 
     def read(self, targets: Targets) -> None:
         here = self._ranks.rank
@@ -105,7 +108,7 @@ class MemorySource:
                 own.append((taker, extent))
         own.sort(key=lambda pair: pair[1].offset)
         with self._open() as file:
-            self._ranks.all_or_none(lambda: _read_own(lambda _: file, own, targets))
+            self._ranks.all_or_none(lambda: _read_own(self._file_of, own, targets))
             wanted = _wanted(self._ranks, len(self._chunks), list(missing))
             _send(
                 self._ranks,
@@ -116,6 +119,11 @@ class MemorySource:
                 targets,
             )
 
+    def _file_of(self, opened: ExitStack) -> FileOf:
+        file = self._open()
+        opened.enter_context(file)
+        return lambda _: file
+
     def _open(self) -> io.RawIOBase | io.BytesIO:
         """This rank's slot; opened again, for the position in an inherited file is the parent's too."""
         return io.BytesIO() if self._slot is None else Path(f"/proc/self/fd/{self._slot.file}").open("rb", buffering=0)
@@ -124,13 +132,14 @@ class MemorySource:
 class _Numbers:
     """The saved objects by number: of a key that has one, and of each chunk of a tensor."""
 
-    def __init__(self, indices: Sequence[MetadataIndex]) -> None:
-        self._indices = indices
-        self._of_key = {index.fqn: number for number, index in enumerate(indices)}
+    def __init__(self, keys: Sequence[str], chunks: Callable[[], Iterable[MetadataIndex]]) -> None:
+        """`keys` are those of all objects; the first of these are the `chunks`."""
+        self._chunks = chunks
+        self._of_key = dict(zip(keys, range(len(keys)), strict=True))
 
     @cached_property
     def _of_chunk(self) -> dict[MetadataIndex, int]:
-        return {index: number for number, index in enumerate(self._indices)}
+        return {index: number for number, index in enumerate(self._chunks())}
 
     def takers(self, targets: Targets, without: Collection[str] = ()) -> dict[int, Taker]:
         """What takes each object of which this rank wants something, but for some keys."""
@@ -142,15 +151,55 @@ class _Numbers:
         return takers
 
 
-def _read_own(
-    file_of: Callable[[Extent], io.RawIOBase | io.BytesIO], own: Sequence[tuple[Taker, Extent]], targets: Targets
-) -> None:
-    """What this rank reads for itself alone, in the order of the files."""
-    read_whole(file_of, ((taker, extent) for taker, extent in own if isinstance(taker, str)), targets)
-    for taker, extent in own:
-        if not isinstance(taker, str):
-            for item in taker:
-                read_item(file_of(extent), extent, item, targets)
+def _read_own(open_files: Callable[[ExitStack], FileOf], own: Sequence[tuple[Taker, Extent]], targets: Targets) -> None:
+    """What this rank reads for itself alone, in the order of the files.
+
+    What comes into new memory is read in several threads where there is much of it: most of the time the system gives
+    out that memory, page by page, while no thread needs the GIL.
+    """
+
+    def read(piece: list[Run]) -> None:
+        with ExitStack() as opened:  # again for each piece: an open file has one position
+            read_whole(open_files(opened), piece, targets)
+
+    whole: list[Any] = [pair for pair in own if isinstance(pair[0], str)]
+    _each(_pieces(runs(whole)), read)
+    with ExitStack() as opened:
+        file_of = open_files(opened)
+        for taker, extent in own:
+            if not isinstance(taker, str):
+                for item in taker:
+                    read_item(file_of(extent), extent, item, targets)
+
+
+def _pieces(whole: Iterable[Run]) -> list[list[Run]]:
+    pieces: list[list[Run]] = [[]]
+    nbytes = 0
+    for run in whole:
+        pieces[-1].append(run)
+        nbytes += run[-1][1].offset + run[-1][1].length - run[0][1].offset
+        if nbytes >= _PIECE:
+            pieces.append([])
+            nbytes = 0
+    return [piece for piece in pieces if piece]
+
+
+def _each(pieces: Sequence[list[Run]], read: Callable[[list[Run]], None]) -> None:
+    """Read the pieces, in several threads if there are several and the CPUs for it."""
+    threads, running = min(len(pieces), _THREADS, _cpus()), []
+    if threads > 1:
+        with suppress(RuntimeError), ThreadPoolExecutor(threads, "checkpoint-read") as pool:
+            running = [pool.submit(read, piece) for piece in pieces]  # refused where no thread can be started
+    for one in running:
+        one.result()
+    if not running:
+        for piece in pieces:
+            read(piece)
+
+
+def _cpus() -> int:
+    """How many this rank may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 class _Files:

@@ -8,28 +8,22 @@ import fcntl
 import io
 import mmap
 import os
-import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, is_dataclass
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import metadata as metadata_module
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from jobkit.checkpoint.state import bytes_of
 from jobkit.checkpoint.store import FileDigest
-from jobkit.errors import CheckpointError
-
-INDEX = "index.pickle"
 
 _BLOCK = 8 << 20
 _LARGE = 1 << 20  # bytes of a tensor that begins at a page, and of memory that is written where it lies
@@ -46,7 +40,7 @@ def begin_at(end: int, size: int) -> int:
     return -(-end // alignment) * alignment
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: thousands of them are made for a restore, and a frozen one takes three times as long
 class Extent:
     """Where a saved object lies; a tensor has a shape and a dtype, a pickled object has not."""
 
@@ -237,59 +231,6 @@ _view_of.restype, _view_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes
 
 def _address(data: memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).ctypes.data)
-
-
-def write_index(directory: Path, tensors: bytes, pickled: Mapping[MetadataIndex, Extent]) -> FileDigest:
-    """Write a checkpoint's index, durably: the pickled Metadata of its tensors, then where its other objects lie."""
-    with ChecksummedFile(directory / INDEX) as file:
-        file.write(memoryview(tensors))
-        file.write(memoryview(pickle.dumps(pickled)))
-    return file.digest
-
-
-_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), (__name__, "Extent")}
-"""What an index consists of, beside torch's dtypes and what torch.distributed.checkpoint.metadata defines."""
-
-
-def _is_part_of_an_index(module: str, name: str) -> bool:
-    if module == metadata_module.__name__:  # of whichever torch: records and enumerations, which do nothing
-        kind = getattr(metadata_module, name, None)
-        return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, (Enum, tuple)))
-    is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-    return is_dtype or (module, name) in _NAMES
-
-
-class ForeignIndex(CheckpointError):
-    """A checkpoint's index that names what no index has: it would have run code."""
-
-
-def _member(kind: Any, name: Any) -> Enum:
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__):
-        raise ForeignIndex(f"{INDEX} names {kind!r}.{name}, which no index has")
-    return kind.__members__[name]
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if _is_part_of_an_index(module, name):
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # by which some Pythons, as 3.11.2, write down a member of an Enum
-        raise ForeignIndex(f"{INDEX} names {module}.{name}, which no index has")
-
-
-def parse_index(data: bytes) -> Metadata:
-    """The index of a checkpoint; no code of its own is run. Raises ForeignIndex and what pickle raises."""
-    stream = io.BytesIO(data)
-    metadata: Metadata = _IndexUnpickler(stream).load()
-    if stream.tell() < len(data):
-        metadata.storage_data |= _IndexUnpickler(stream).load()
-    return metadata
-
-
-def read_index(directory: Path) -> Metadata:
-    """`parse_index` of a checkpoint's; raises OSError too."""
-    return parse_index((directory / INDEX).read_bytes())
 
 
 def read_exactly(file: io.RawIOBase | io.BytesIO, offset: int, target: memoryview) -> None:

@@ -25,7 +25,7 @@ LATEST = "latest"
 
 _STEP = re.compile(r"step_(\d{8,})")
 _STAGING, _TRASH, _REPLACED = ".staging_", ".trash_", ".replaced_"
-_BLOCK = 4 << 20
+_BLOCK = 256 << 10  # stays in a processor's own cache between the read and the checksum
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from jobkit.checkpoint.index import Index
 from jobkit.checkpoint.storage import ALIGNMENT, Extent, raw, read_exactly
 
 Taker = str | list[ReadItem]
@@ -29,21 +29,21 @@ class Targets:
     saved tensors fills which tensor here: for one that is new and was saved in one piece there is nothing to plan.
     """
 
-    def __init__(self, live: dict[str, torch.Tensor], new: Iterable[str], metadata: Metadata) -> None:
+    def __init__(self, live: dict[str, torch.Tensor], new: Iterable[str], index: Index) -> None:
         self.found: dict[str, Any] = dict(live)
         self.whole: list[str] = []
         """Keys that take one saved object whole."""
         for key in new:
-            saved = metadata.state_dict_metadata[key]
-            if isinstance(saved, TensorStorageMetadata) and len(saved.chunks) != 1:
-                self.found[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            if key in index.divided:
+                shape, dtype = index.tensors[key]
+                self.found[key] = torch.empty(shape, dtype=dtype)
             else:
                 self.whole.append(key)
         self.items: list[ReadItem] = []
         """What fills parts of tensors."""
         if self.found:
             self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            self._planner.set_up_planner(dict(self.found), metadata)
+            self._planner.set_up_planner(dict(self.found), index.metadata)
             self.items = self._planner.create_local_plan().items
 
     def tensor(self, item: ReadItem) -> torch.Tensor:
@@ -57,15 +57,17 @@ def is_whole(taker: Taker, extent: Extent) -> bool:
     return isinstance(taker, str) or all(tuple(item.lengths) == extent.shape for item in taker)
 
 
-def read_whole(
-    file_of: Callable[[Extent], io.RawIOBase | io.BytesIO], wanted: Iterable[tuple[str, Extent]], targets: Targets
-) -> None:
-    """Read saved objects as they are, given by key and in the order of their files.
+Run = list[tuple[str, Extent]]
+"""Saved objects that are read at once, each with the key that takes it whole."""
 
-    Small neighbours are read at once. Each tensor still gets memory of its own: one that somebody keeps, as an
-    optimizer does, must not hold that of all others, nor be saved with them by torch.save.
+
+def read_whole(file_of: Callable[[Extent], io.RawIOBase | io.BytesIO], runs: Iterable[Run], targets: Targets) -> None:
+    """Read saved objects as they are.
+
+    Each tensor gets memory of its own: one that somebody keeps, as an optimizer does, must not hold that of all others,
+    nor be saved with them by torch.save.
     """
-    for run in _runs(wanted):
+    for run in runs:
         (key, first), file = run[0], file_of(run[0][1])
         if first.shape is None:
             data = bytearray(first.length)
@@ -79,12 +81,12 @@ def read_whole(
             block = torch.empty((last.offset + last.length - first.offset) // dtype.itemsize, dtype=dtype)
             read_exactly(file, first.offset, raw(block))
             for (key, extent), tensor in zip(run, _copies(block, run), strict=True):
-                shape, _ = _described(extent)
+                shape = extent.shape or ()
                 # Not `view`: a view made under no_grad cannot be changed in place outside of it.
                 targets.found[key] = tensor if len(shape) == 1 else tensor.resize_(shape)
 
 
-def _copies(block: torch.Tensor, run: Sequence[tuple[str, Extent]]) -> Sequence[torch.Tensor]:
+def _copies(block: torch.Tensor, run: Run) -> Sequence[torch.Tensor]:
     """The tensors of a run, flat, of the block that was read of it."""
     sizes = [extent.length // block.element_size() for _, extent in run]
     if sum(sizes) == block.numel():
@@ -94,27 +96,30 @@ def _copies(block: torch.Tensor, run: Sequence[tuple[str, Extent]]) -> Sequence[
     return [block[start : start + size].clone() for start, size in zip(starts, sizes, strict=True)]
 
 
-def _runs(wanted: Iterable[tuple[str, Extent]]) -> Iterator[list[tuple[str, Extent]]]:
-    """Small tensors of one dtype that lie one after the other, but for what aligns them; everything else alone."""
-    run: list[tuple[str, Extent]] = []
+def runs(wanted: Iterable[tuple[str, Extent]]) -> list[Run]:
+    """Of saved objects, in the order of their files, what is read at once.
+
+    That is small tensors of one dtype which lie one after the other, but for what aligns them, and anything else alone.
+    """
+    found: list[Run] = []
     file, dtype, start, end = "", None, 0, 0
     for pair in wanted:
         extent = pair[1]
-        joins = extent.file == file and 0 <= extent.offset - end < ALIGNMENT
-        if extent.dtype is None or extent.dtype is not dtype or (extent.offset - start) % extent.dtype.itemsize:
-            joins = False
-        if run and not (joins and extent.length < _ALONE and end - start < _TOGETHER):
-            yield run
-            run = []
-        if not run:
-            file, dtype, start = extent.file, extent.dtype, extent.offset
-        run.append(pair)
-        end = extent.offset + extent.length
-        if extent.length >= _ALONE:
-            yield run
-            run = []
-    if run:
-        yield run
+        offset, length = extent.offset, extent.length
+        if not (
+            length < _ALONE
+            and 0 <= offset - end < ALIGNMENT
+            and end - start < _TOGETHER
+            and extent.dtype is dtype
+            and dtype is not None
+            and not (offset - start) % dtype.itemsize
+            and extent.file == file
+        ):
+            file, start = extent.file, offset
+            found.append([])
+        found[-1].append(pair)
+        dtype, end = extent.dtype if length < _ALONE else None, offset + length
+    return found
 
 
 def read_item(file: io.RawIOBase | io.BytesIO, extent: Extent, item: ReadItem, targets: Targets) -> None:

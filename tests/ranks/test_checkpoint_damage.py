@@ -30,7 +30,7 @@ from harness.other_user import NOBODY, only_root
 from harness.ranks import Team, on_ranks
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from jobkit.checkpoint.storage import INDEX, ForeignIndex, read_index
+from jobkit.checkpoint.index import INDEX, ForeignIndex, read_metadata
 from jobkit.checkpoint.store import Store, digest_of
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
@@ -254,26 +254,26 @@ class ByGetattr:
 
 def test_an_index_of_another_python_names_the_members_of_an_enum_by_getattr(four: Path) -> None:
     checkpoint = four / "step_00000004"
-    index = read_index(checkpoint)
+    index = read_metadata(checkpoint)
     preserve = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
     index.planner_data = [ByGetattr(_MEM_FORMAT_ENCODING, preserve.name)]
     forge_index(checkpoint, index)
-    assert read_index(checkpoint).planner_data == [preserve]
+    assert read_metadata(checkpoint).planner_data == [preserve]
     for owner, name in ((torch.Size, "count"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro")):
         index.planner_data = [ByGetattr(owner, name)]
         forge_index(checkpoint, index)
         with pytest.raises(ForeignIndex):
-            read_index(checkpoint)
+            read_metadata(checkpoint)
 
 
 def test_nor_does_it_where_it_is_hidden_in_a_true_index(four: Path) -> None:
-    index = read_index(four / "step_00000004")
+    index = read_metadata(four / "step_00000004")
     index.planner_data = [RunsCode(four / "ran")]
     forge_index(four / "step_00000004", index)
     checkpointer = Checkpointer(Store(four), keep=4)
     assert version_of(checkpointer.load_newest()) == 3
     with pytest.raises(ForeignIndex):
-        read_index(four / "step_00000004.corrupt")
+        read_metadata(four / "step_00000004.corrupt")
     assert not (four / "ran").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from harness.ranks import Team, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from jobkit.checkpoint import sources, targets
 from jobkit.checkpoint.state import named_tensors
+from jobkit.checkpoint.storage import read_exactly
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
 from jobkit.errors import CheckpointError
@@ -90,6 +93,43 @@ def test_a_tensor_restored_without_gradients_can_be_trained_and_changed_in_place
     (weight * 2).sum().backward()
     found[0].mul_(weight.detach())
     assert weight.grad.eq(2).all() and found[0].resize_(100).numel() == 100
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with much to read, on many CPUs."""
+    monkeypatch.setattr(sources, "_PIECE", 5000)
+    monkeypatch.setattr(sources, "_cpus", lambda: 3)
+
+
+@pytest.mark.usefixtures("in_threads")
+@pytest.mark.parametrize("startable", [3, 1, 0])
+def test_a_state_is_restored_by_as_many_threads_as_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, startable: int
+) -> None:
+    real, started = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("checkpoint-read"):
+            if len(started) == startable:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert differences(restored(tmp_path, mixed()), mixed()) == [] and len(started) == startable
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_what_a_thread_cannot_read_fails_the_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(file: Any, offset: int, target: memoryview) -> None:
+        if threading.current_thread() is not threading.main_thread() and len(target) > 1 << 20:
+            raise OSError(5, "Input/output error")
+        read_exactly(file, offset, target)
+
+    monkeypatch.setattr(targets, "read_exactly", read)
+    with pytest.raises(CheckpointError, match=r"step 1 is whole but cannot be loaded: .*Input/output error"):
+        restored(tmp_path, mixed())
 
 
 def restore_one_element(team: Team, root: Path) -> list[float]:
