@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from harness.checkpoint_kills import (
     run,
     untidy,
 )
-from harness.ranks import start, wait_for_end
+from harness.ranks import start, wait_for_end, warm_parent
 
 from jobkit.checkpoint.store import Store
 from jobkit.checkpoint.writer import Checkpointer
@@ -90,7 +89,7 @@ def test_the_newest_checkpoint_is_whole_after_kill_9_at_any_moment(tmp_path: Pat
         while max(Store(root).steps(), default=0) <= reached and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.1))
-        os.kill(saver, signal.SIGKILL)
+        warm_parent().signal("KILL", [saver])
         assert wait_for_end(saver)
 
         checkpointer = Checkpointer(Store(root, missing_seconds=0.0))

@@ -77,10 +77,10 @@ def be_a_rank(rank: int, args: argparse.Namespace, root: Path, begin: bool) -> N
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        tracked = TrackedState(parallel, checkpointer, None)
+        tracked = TrackedState(parallel, checkpointer, ranks, None)
         track(tracked, model, optimizer)
-        shared, held_by = tracked.trees()
-        checkpointer.save(1, shared, held_by=held_by).wait()
+        shared, held_by, own = tracked.trees()
+        checkpointer.save(1, shared, own, held_by=held_by).wait()
         return
     count_reads()
     started = time.perf_counter()
@@ -91,7 +91,7 @@ def be_a_rank(rank: int, args: argparse.Namespace, root: Path, begin: bool) -> N
     # The most so far is what it is now: without what building took.
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     built = memory("VmRSS") - sum(local(one).nbytes for one in model.parameters())
-    tracked = TrackedState(parallel, checkpointer, loaded)
+    tracked = TrackedState(parallel, checkpointer, ranks, loaded)
     track(tracked, model, optimizer)
     seconds = time.perf_counter() - started
     own = sum(local(one).nbytes for one in [*model.parameters(), *moments(optimizer)])
