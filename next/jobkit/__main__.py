@@ -1,0 +1,5 @@
+import sys
+
+from jobkit.cli.main import main
+
+sys.exit(main())

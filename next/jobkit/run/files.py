@@ -1,0 +1,147 @@
+"""The one way to write a file: whole or not at all, and on the disk before anything refers to it.
+
+    write_json(run.status_file, {"step": 3})          a reader sees the old file or the new one, never a part
+    with replacing(path) as file: file.write(...)     the same for content that comes in parts
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pwd
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+FOR_ALL = 0o666
+"""Permissions of a file, from which the umask takes away the ones that its user does not want to give."""
+
+FOR_OWNER = 0o600
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True, mode: int = FOR_ALL) -> Iterator[BinaryIO]:
+    """Open a temporary file, which replaces `path` once the block has ended without an error.
+
+    Args:
+        durable: False skips the fsync: for files that are only a view of something durable, like a progress report
+        mode: permissions, less the umask, from the first instant on
+    """
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)  # a killed process of the same pid may have left it, with other permissions
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)  # after the fsync: else a crash may leave the new name with no content
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_dir(path.parent)  # a rename is an entry of the directory; the fsync of the file does not reach it
+
+
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: int = FOR_ALL) -> None:
+    """Replace `path` with `data`, as `replacing` does."""
+    with replacing(path, durable=durable, mode=mode) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = FOR_ALL) -> None:
+    """Replace `path` with a value as indented JSON; NaN and infinity, which JSON does not have, become null."""
+    text = json.dumps(_without_nan(value), indent=1, allow_nan=False)
+    write_atomic(path, f"{text}\n", durable=durable, mode=mode)
+
+
+def replace_link(path: Path, target: Path) -> None:
+    """Make `path` a relative symbolic link to `target`, in the place of whatever is there; not durable by itself."""
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, path.parent))
+    temporary.replace(path)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the entries of a directory (a rename, a new file) durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside `path`. Two hosts of a cluster may share a pid, and two threads a process: it holds all three."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# Reading
+
+
+def read_json(path: Path, *, fresh: bool = False) -> Any:
+    """The value of a JSON file, or None if there is no such file or it is not whole; `fresh`: see `read_fresh`."""
+    try:
+        return json.loads(read_fresh(path) if fresh else path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file or folder exists, even if another host has made it a moment ago.
+
+    NFS remembers for 30 to 60 s that a name did not exist, unless its folder is read again.
+    """
+    if path.exists():
+        return True
+    _read_again(path.parent)
+    return path.exists()
+
+
+def read_fresh(path: Path) -> bytes:
+    """The content of a file that another host may have made a moment ago, as for `is_there`. Raises OSError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        _read_again(path.parent)
+        return path.read_bytes()
+
+
+def _read_again(folder: Path) -> None:
+    """Make NFS ask the server for the entries of a folder; the folder itself may be as new."""
+    try:
+        with os.scandir(folder) as entries:
+            next(entries, None)
+    except FileNotFoundError:
+        if folder.parent != folder:
+            _read_again(folder.parent)
+    except OSError:  # the read that follows says why
+        return
+
+
+def foreign_owner(path: Path, folder: Path | None = None) -> str | None:
+    """The owner's name of a file that belongs neither to this user nor to the owner of `folder`; else None.
+
+    For files that run code when they are read: anybody else who may write in the folder could have put it there.
+    Raises OSError.
+    """
+    owner = path.stat().st_uid
+    if owner == os.geteuid() or (folder is not None and owner == folder.stat().st_uid):
+        return None
+    try:
+        return pwd.getpwuid(owner).pw_name
+    except KeyError:
+        return f"user {owner}"

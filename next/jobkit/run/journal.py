@@ -1,0 +1,118 @@
+"""The journal of a run: events.jsonl, one writer at a time, and status.json, which follows from it.
+
+    append(event) --> events.jsonl (durable) --> fold --> status.json (the only cache)
+
+The writer is the process with the lease (`writer`), or a submission under the run's lock (`writer=None`) while no job
+lives. Every append reads the lease first: an attempt that lost it writes nothing more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from jobkit.errors import LostLease
+from jobkit.run import records
+from jobkit.run.files import read_fresh, read_json, write_json
+from jobkit.run.records import EVENTS, Event
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status, fold
+
+
+class Journal:
+    """Appends events to a run's journal.
+
+        journal = Journal(run, writer=lease.writer)
+        journal.append(Excluded(node="node3", reason="killed twice"))
+        journal.status.excluded_nodes     # ["node3"]
+    """
+
+    def __init__(self, run: RunDir, writer: str | None = None) -> None:
+        self.run = run
+        self.writer = writer
+        self.status = read_status(run)
+        """Follows each append, the pending ones included."""
+        self._pending: list[Event] = []
+
+    def append(self, event: Event) -> None:
+        """Append an event, make it durable, and let status.json follow. Raises LostLease, OSError."""
+        self.note(event)
+        self.flush()
+
+    def note(self, event: Event) -> None:
+        """Let the status follow an event now; `flush` writes it, once the disk takes it."""
+        event = dataclasses.replace(event, time=event.time or time.time())
+        self.status = fold(self.status, event)
+        self._pending.append(event)
+
+    def flush(self) -> None:
+        """Write the events that were noted. Raises LostLease, and OSError where the disk takes none of them."""
+        if not self._pending:
+            return
+        if self.writer is not None:
+            lease = self.run.lease()
+            if lease is None or lease.writer != self.writer:
+                raise LostLease(f"{self.run.name}: another process has taken the run over")
+        lines = "".join(json.dumps({"event": event.kind, **records.plain(event)}) + "\n" for event in self._pending)
+        _append(self.run.journal_file, lines.encode())
+        self._pending.clear()
+        write_json(self.run.status_file, as_json(self.status, self.run.journal_file.stat().st_size), durable=False)
+
+
+def _append(file: Path, data: bytes) -> None:
+    """Append whole lines durably. What is behind the last line end is a line that a crash has cut off."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        end = os.lseek(descriptor, 0, os.SEEK_END)
+        if end and os.pread(descriptor, 1, end - 1) != b"\n":
+            end = os.pread(descriptor, end, 0).rfind(b"\n") + 1
+        # Not O_APPEND: on NFS an append of a client that has not heard of the last one overwrites it all the same.
+        os.ftruncate(descriptor, end)
+        try:
+            written = os.pwrite(descriptor, data, end)
+            if written < len(data):
+                raise OSError(28, "No space left on device", str(file))
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, end)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def events(run: RunDir) -> Iterator[Event]:
+    """Yield the journal's events; lines that are cut off, or of kinds that this jobkit does not know, are left out."""
+    try:
+        lines = read_fresh(run.journal_file).splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            value = json.loads(line)
+            yield records.of(EVENTS[value["event"]], value)
+        except (ValueError, KeyError, TypeError):
+            continue
+
+
+def read_status(run: RunDir) -> Status:
+    """Return the run's Status: from status.json where that is as new as the journal, else from the journal."""
+    cached = read_json(run.status_file)
+    if isinstance(cached, dict):
+        try:
+            if cached.get("journal_bytes") == run.journal_file.stat().st_size:
+                return Status.of(cached)
+        except (OSError, TypeError, KeyError):
+            pass  # the journal decides
+    status = Status(name=run.name)
+    for event in events(run):
+        status = fold(status, event)
+    return status
+
+
+def as_json(status: Status, journal_bytes: int) -> dict[str, object]:
+    """Return the content of status.json."""
+    return {"journal_bytes": journal_bytes, **status.as_dict()}

@@ -1,0 +1,322 @@
+"""The records of a run: what processes leave in files for each other, and the events of the journal.
+
+    file                          record        written by                    read by
+    progress.json                 Progress      rank 0                        supervisor, followers, list
+    ends/<attempt>/<rank>.json    End           each rank, as its last act    supervisor
+    requests/<kind>.json          Request       commands                      supervisor
+    lease.json                    Lease         supervisor (`attempt.begin`)  ranks, agents, every append
+    supervisor.json               Contact       supervisor                    its agents
+    events.jsonl                  an Event each the holder of the lease       everybody, as the Status that follows
+
+A record that is missing, torn or of another shape reads as None: its writer may have been killed, or be another
+jobkit. Fields that a record does not have are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from jobkit.run.files import read_json, write_json
+
+R = TypeVar("R")
+
+Cause = Literal[
+    "finished",
+    "preempted",
+    "timeout",
+    "cancelled",
+    "stopped",  # by the user, here: Ctrl-C or a signal to the supervisor
+    "crashed",
+    "killed",
+    "out_of_memory",
+    "hang",
+    "node_failure",
+    "disk",
+    "unknown",
+]
+"""Why an attempt ended. `unknown`: nobody said, and the run continues with a growing pause."""
+
+Next = Literal["in_place", "requeue", "successor", "stop", "fail"]
+"""What follows an attempt: ranks again on the nodes that the job has; the job again; another job; a person; nothing."""
+
+
+def read(kind: type[R], file: Path) -> R | None:
+    """Return the record in a file; None where there is none."""
+    value = read_json(file, fresh=True)  # another host may have just made it
+    if not isinstance(value, dict):
+        return None
+    try:
+        return of(kind, value)
+    except TypeError:  # a field that every record of the kind has is missing
+        return None
+
+
+def of(kind: type[R], value: Mapping[str, Any]) -> R:
+    """Return the record in a JSON object. Raises TypeError where a field without a default is missing."""
+    names = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{key: item for key, item in value.items() if key in names})
+
+
+def write(file: Path, record: Any, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace a file by a record. Raises OSError."""
+    write_json(file, plain(record), durable=durable, mode=mode)
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """Return a record as JSON values, without fields that are None."""
+    return {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+
+
+# What ranks leave
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far the running attempt says it is, a few times a second at most: a view, never the truth."""
+
+    attempt: int
+    time: float
+    """When it was written, in seconds since the epoch; so are all times in records."""
+    step: int | None = None
+    """Steps done; None before the loop."""
+    first_step: int | None = None
+    """The step that this attempt began with."""
+    total_steps: int | None = None
+    steps_per_second: float | None = None
+    values: dict[str, float | None] = field(default_factory=dict)
+    """The newest logged values, the first few: for the progress bar and `list`. NaN is None."""
+    evaluation: dict[str, int] | None = None
+    """{done, total} in samples, during an evaluation."""
+    peak_bytes: int | None = None
+    """The most host memory that any rank has had resident."""
+    warnings: list[str] = field(default_factory=list)
+    """What the ranks warn of, each once: the foreground command and `status` show it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How and why a rank ended: its last act. A rank that is killed leaves none."""
+
+    rank: int
+    attempt: int
+    kind: Literal["finished", "stopped", "failed"]
+    time: float
+    step: int | None = None
+    """Steps done; for a failure the step it was in."""
+    error: str | None = None
+    """Type and message of the exception, in a line."""
+    traceback: str | None = None
+    samples: list[int] | None = None
+    """Ids of this rank's samples in that step."""
+    final: bool = False
+    """True if any other attempt would end with this error too."""
+    out_of_memory: str | None = None
+    """`host`, `GPU` or another device whose memory was too small."""
+    peak_bytes: int | None = None
+    disk: bool = False
+    """True if a full or read-only disk is the cause."""
+    node: str | None = None
+    seen: list[int] = field(default_factory=list)
+    """Ranks whose End lay there before this one was written: this error may only be their consequence."""
+    result: dict[str, Any] | None = None
+    """What the training function returned; rank 0's alone."""
+
+
+# What commands leave
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a person asks a running attempt for. A request of another submission or attempt is stale."""
+
+    kind: Literal["cancel", "preempt", "stop"]
+    """cancel: save and end for good; preempt: as Slurm would; stop: save and end, the same command continues."""
+    token: str
+    attempt: int
+    grace: float | None = None
+    """Seconds that the ranks get to save; 0 kills them at once; None is the default of the kind."""
+    user: str = ""
+
+
+# What a supervisor leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Who writes: one attempt, and of it one process. It changes under the begin lock alone."""
+
+    attempt: int
+    """Ranks of other attempts publish nothing."""
+    writer: str
+    """A random word: the process with another word appends nothing to the journal."""
+    token: str
+    job_id: str
+    restart: int = 0
+    """Slurm's restart count of the job."""
+    node: str | None = None
+    """Slurm's name of the node with the batch script; None on this machine."""
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contact:
+    """How agents reach their supervisor: the file is for its owner alone, because of the secret."""
+
+    addresses: list[str]
+    port: int
+    secret: str
+    writer: str
+    """The lease of the supervisor that listens."""
+
+
+# Events of the journal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An entry of the journal; `time` is when it was appended."""
+
+    kind: ClassVar[str]
+    time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted(Event):
+    """A submission is about to be made. Nothing is written after sbatch answers: `Began` has the job's id."""
+
+    kind = "submitted"
+    token: str
+    """Names the submission in the job's comment; a job with an older token begins nothing."""
+    number: int
+    """Of the run's submissions, from 1."""
+    scheduler: Literal["slurm", "local"]
+    cluster: str | None = None
+    """Slurm's ClusterName; job ids are unique within it alone."""
+    entry: str | None = None
+    """The name under `clusters:`."""
+    user: str = ""
+    host: str = ""
+    code: str | None = None
+    """Digest of the code snapshot."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """name, seed and params as written, for lists of runs."""
+    by: Literal["person", "supervisor"] = "person"
+    """A supervisor submits a successor where its job may not be requeued. The budgets of `retry:` start anew with a
+    person's submission alone."""
+    task: int | None = None
+    """Which task of a job array this run is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Event):
+    """The scheduler did not take a submission."""
+
+    kind = "refused"
+    token: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Began(Event):
+    """An attempt began: it holds the lease."""
+
+    kind = "attempt began"
+    attempt: int
+    token: str
+    job_id: str
+    restart: int = 0
+    how: Literal["start", "in place", "requeue"] = "start"
+    nodes: list[str] = field(default_factory=list)
+    """Slurm's names of the nodes with ranks, in the order of the ranks; empty on this machine."""
+    ranks: int = 1
+    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Event):
+    """An attempt ended: why, what is lost, what is next."""
+
+    kind = "attempt ended"
+    attempt: int
+    cause: Cause
+    next: Next
+    reason: str = ""
+    """Why this is next, for a person."""
+    error: str | None = None
+    rank: int | None = None
+    """The first rank to fail."""
+    node: str | None = None
+    """The node that is to blame, or on which that rank was."""
+    step: int | None = None
+    """The step that failed."""
+    traceback: str | None = None
+    samples: list[int] | None = None
+    everywhere: bool = False
+    """True if all nodes failed with this error: no node is to blame."""
+    final: bool = False
+    first_step: int | None = None
+    last_step: int | None = None
+    """Steps done when it ended."""
+    durable_step: int | None = None
+    """The newest checkpoint on the disk when it ended."""
+    repeated: int | None = None
+    """Steps of the attempt before that this one did again."""
+    compared: int | None = None
+    """How many of those were compared bit by bit."""
+    differs_at: int | None = None
+    """The first repeated step with other bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excluded(Event):
+    """The run does not use a node any more, as long as enough others are left."""
+
+    kind = "node excluded"
+    node: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requeued(Event):
+    """The job is about to be put into the queue again; journalled first, because a requeue kills its own caller."""
+
+    kind = "requeued"
+    job_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancelled(Event):
+    """A person ended the run; it continues when somebody submits it again."""
+
+    kind = "cancelled"
+    user: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewound(Event):
+    """A person went back to a checkpoint."""
+
+    kind = "rewound"
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Event):
+    """The training function returned on all ranks."""
+
+    kind = "finished"
+    result: dict[str, Any] | None = None
+    step: int | None = None
+
+
+EVENTS: dict[str, type[Event]] = {
+    event.kind: event
+    for event in (Submitted, Refused, Began, Ended, Excluded, Requeued, Cancelled, Rewound, Finished)
+}

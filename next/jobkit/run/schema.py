@@ -1,0 +1,395 @@
+"""The keys of a YAML, with their types, defaults and checks: one frozen dataclass for each section.
+
+    jobkit.run.load reads a YAML -> Config -> the submission, the supervisor and the ranks
+
+A sentence under each field explains it; the manual is generated from these sentences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jobkit.run.duration import FORMS, parse_seconds
+
+AUTO = "auto"
+
+UNLIMITED = "unlimited"
+"""For a budget of `retry:`."""
+
+ALL = "all"
+"""For `tensor` and `pipeline` of `parallel:`, all remaining ranks; for `min_nodes`, all nodes."""
+
+PARALLEL_WORDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline")
+"""The short forms of `parallel:`: `parallel: zero3` is `parallel: {data: zero3}`."""
+
+
+def _field(check: Callable[[Any], object], default: Any = dataclasses.MISSING) -> Any:
+    return field(default=default, metadata={"check": check})
+
+
+def _at_least(minimum: int) -> Callable[[int], None]:
+    def check(value: int) -> None:
+        if value < minimum:
+            raise ValueError(f"{minimum} or more")
+
+    return check
+
+
+def _count_or(word: str, minimum: int, allowed: str) -> Callable[[str | int], None]:
+    def check(value: str | int) -> None:
+        if value != word and (isinstance(value, str) or value < minimum):
+            raise ValueError(allowed)
+
+    return check
+
+
+def _matching(pattern: str, allowed: str) -> Callable[[str | list[str]], None]:
+    def check(value: str | list[str]) -> None:
+        for text in [value] if isinstance(value, str) else value:
+            if text and not re.fullmatch(pattern, text):
+                raise ValueError(allowed)
+
+    return check
+
+
+def _duration_or(*words: str | bool, allowed: str) -> Callable[[str | int], None]:
+    """YAML reads a bare `off` as false, so that False may be one of the words."""
+
+    def check(value: str | int) -> None:
+        if isinstance(value, bool) and value in words:
+            return
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            if value not in words:
+                parse_seconds(value)
+        except ValueError:
+            raise ValueError(allowed) from None
+
+    return check
+
+
+def _interval_or(*words: str | bool, allowed: str) -> Callable[[str | int], None]:
+    """Like `_duration_or`, where a whole number is a number of steps. "500" in quotes would be 500 minutes."""
+    is_duration = _duration_or(*words, allowed=allowed)
+
+    def check(value: str | int) -> None:
+        if isinstance(value, bool) or (isinstance(value, str) and not value.isdigit()):
+            is_duration(value)
+        elif isinstance(value, str) or value <= 0:
+            raise ValueError(allowed)
+
+    return check
+
+
+def _check_name(value: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError("letters, digits, '.', '_' and '-', at most 100 (it names the run directory and the job)")
+
+
+def _check_on_nan(value: str | bool) -> None:
+    allowed = "stop or ignore"
+    if value in ("rerun", "skip"):
+        raise ValueError(f"{allowed}; `{value}` no longer exists: leave such a batch out in the training function")
+    if value in ("off", False):  # YAML reads a bare `off` as false
+        raise ValueError(f"{allowed}; `off` is now called ignore")
+    if value not in ("stop", "ignore"):
+        raise ValueError(allowed)
+
+
+def _check_deterministic(value: bool | str) -> None:
+    if isinstance(value, str) and value != "warn":
+        raise ValueError("true, false or warn")
+
+
+_check_task = _matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:callable, as in mytask:train")
+_check_modules = _matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "names of Python modules, as in [transformers]")
+_check_time = _duration_or(AUTO, allowed=f"auto, or {FORMS}")
+_check_every = _interval_or(AUTO, allowed="auto, a number of steps above 0, or a time like 10min")
+_check_memory = _interval_or(AUTO, "off", False, allowed="auto, off, a number of steps above 0, or a time like 30s")
+_check_watchdog = _duration_or(AUTO, "off", False, allowed="auto, off, or a time like 10min")
+_check_budget = _count_or(UNLIMITED, 0, f"{UNLIMITED}, or a number of attempts, 0 or more")
+_check_degree = _count_or(ALL, 1, f"1 or more ranks, or {ALL}")
+_check_auto_or_count = _count_or(AUTO, 1, "auto, or 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """The share of a machine or cluster that an attempt gets. It is not part of the run's hash: a run may move between
+    machines and world sizes."""
+
+    nodes: int = _field(_at_least(1), 1)
+    """Machines. With `--local` they are simulated on this one."""
+    tasks_per_node: str | int = _field(_check_auto_or_count, 1)
+    """Processes (ranks) on each node, usually one for each GPU. `auto` is one for each GPU of this machine, on Slurm of
+    the `gpus_per_node` in the cluster's entry; it is 1 without a GPU."""
+    gpus_per_task: str | int = _field(_count_or(AUTO, 0, "auto, or 0 or more"), 0)
+    """GPUs of each rank; 0 trains on the CPU. `auto` is 1 on a machine with GPUs, with no more ranks than GPUs, else 0;
+    it is the default beside `tasks_per_node: auto`. Each rank sees all GPUs of its node: its own GPUs begin at number
+    LOCAL_RANK x `gpus_per_task`."""
+    cpus_per_task: int = _field(_at_least(1), 1)
+    """CPU cores of each rank, the workers of its data loader included."""
+    time: str | int = _field(_check_time, AUTO)
+    """Time limit of an attempt, not of the run: a job that reaches it is requeued and continues. `auto` is one hour on
+    Slurm, and no limit on this machine."""
+    spares: int = _field(_at_least(0), 0)
+    """On Slurm: nodes that the job gets beyond `nodes`. They stand by, and one of them replaces a node that is lost."""
+    min_nodes: str | int = _field(_count_or(ALL, 1, f"1 or more nodes, or {ALL}"), ALL)
+    """On Slurm: the number of nodes with which an attempt may continue after nodes are lost and no spare remains; `all`
+    is `nodes`. Samples and their order stay the same; sums are taken in another order."""
+
+    @property
+    def fewest_nodes(self) -> int:
+        """`min_nodes` as a number."""
+        return self.nodes if self.min_nodes == ALL else min(int(self.min_nodes), self.nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """`tasks_per_node` as a number, after `machine.with_counts`."""
+        return int(self.tasks_per_node)
+
+    @property
+    def devices_per_rank(self) -> int:
+        """`gpus_per_task` as a number, after `machine.with_counts`."""
+        return int(self.gpus_per_task)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, after `machine.with_counts`."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def seconds(self) -> int | None:
+        """The time limit in seconds; None for `auto`."""
+        return None if self.time == AUTO else parse_seconds(self.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestConfig:
+    """The metric that names the best checkpoint."""
+
+    metric: str
+    """A name that `ctx.log` writes or an evaluation returns, as `validation/loss`."""
+    mode: Literal["min", "max"] = "min"
+    """`min` if a smaller value is better, else `max`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many are kept. A stop and the end of the run always write one."""
+
+    every: str | int = _field(_check_every, AUTO)
+    """A number of steps, a time, or `auto`: Young's interval, from the measured cost of a checkpoint and the time
+    between failures; at most half an hour, unless checkpoints would then take more than 1 % of the time."""
+    memory: str | int | bool = _field(_check_memory, AUTO)
+    """How often a snapshot is taken in host memory, which needs no disk and outlives a rank that dies: a number of
+    steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time. Two
+    snapshots take at most a quarter of the free memory of a node, else there are none."""
+    keep: int = _field(_at_least(1), 3)
+    """How many of the newest checkpoints are kept. An older one is deleted only after a newer one is on the disk."""
+    best: BestConfig | None = None
+    """Also keep the checkpoint with the best value of a metric: `{metric: validation/loss, mode: min}`."""
+    weights: Literal["all", "trainable"] = "all"
+    """Which parameters of a model are in checkpoints and in `final/`: `all`, or `trainable`, as for a LoRA: parameters
+    that require no gradient and did not change since `ctx.track` are left out. Buffers are always included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryConfig:
+    """How many attempts in a row may end without a newer checkpoint, by their cause; then the run has failed.
+
+    The count starts again with every new checkpoint, and when a person submits the run again.
+    """
+
+    preemption: str | int = _field(_check_budget, UNLIMITED)
+    """Slurm preempted the job, or another user or program sent a signal."""
+    time_limit: str | int = _field(_check_budget, 3)
+    """The attempt reached `resources.time`. For a `command:` without `jobkit.init`, which reports no progress, that is
+    no failure: only 0 ends its run."""
+    node_failure: str | int = _field(_check_budget, 10)
+    """A node died, or nothing could be started on it."""
+    crash: str | int = _field(_check_budget, 3)
+    """An exception, a killed rank, out of memory, a hang. It is also how often a step may fail in total."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How `ctx.parallelize` distributes a model over the ranks."""
+
+    data: Literal["ddp", "zero1", "zero2", "zero3", "hsdp"] = "ddp"
+    """What the data-parallel ranks share. `ddp`: nothing, each has a copy. `zero1`: optimizer state. `zero2`: gradients
+    and parameters too, gathered from forward to the end of backward. `zero3`: the same, gathered block by block.
+    `hsdp`: zero3 within groups of `shards` ranks, and copies between the groups."""
+    tensor: str | int = _field(_check_degree, 1)
+    """Ranks that compute each layer together, after the model's `tensor_plan()`; `all` is every rank."""
+    pipeline: str | int = _field(_check_degree, 1)
+    """Stages that the model's blocks are divided into; `all` is every rank that `tensor` leaves."""
+    microbatches: str | int = _field(_check_auto_or_count, AUTO)
+    """For a pipeline: micro-batches in flight; `auto` is up to four for each stage."""
+    shards: str | int = _field(_check_auto_or_count, AUTO)
+    """For `hsdp`: ranks that share a copy of the model; `auto` is the ranks of a node."""
+    offload: bool = False
+    """For `zero2`, `zero3` and `hsdp`: parameters, gradients and optimizer state stay in host memory between uses, and
+    the optimizer steps there (fully_shard's CPUOffloadPolicy); it works on a single rank, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """How the ranks send gradients: for a network that is slow compared with the GPUs."""
+
+    hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """How DDP compresses gradients. The error that PowerSGD feeds back is part of the checkpoint."""
+    powersgd_rank: int = _field(_at_least(1), 1)
+    """Rank of PowerSGD's approximation: a higher rank is more exact and sends more."""
+    bucket_cap_mb: int = _field(_at_least(1), 25)
+    """Megabytes of gradients in each all-reduce of DDP, which overlaps with backward."""
+    local_sgd: int = _field(_at_least(0), 0)
+    """Average parameters every this many steps, instead of gradients at every step; 0 is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig:
+    """How the processes of a job are started within a container."""
+
+    prefix: list[str] = field(default_factory=list)
+    """The words before the command: `[apptainer, exec, --nv, image.sif]`."""
+    python: str = ""
+    """The Python within the container, as `/opt/conda/bin/python`; empty is the Python of the submission."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbMirror:
+    """A copy of the curves at Weights & Biases, as a run whose id is the run's name. `{}` takes the defaults."""
+
+    project: str = ""
+    """Its project; empty is the run's `name`."""
+    entity: str = ""
+    """The account or team; empty is your own, or `$WANDB_ENTITY`."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to `wandb/` in the run's directory, for `wandb sync --append`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowMirror:
+    """A copy of the curves at MLflow, as a run with the tag `jobkit.run`. `{}` takes the defaults."""
+
+    uri: str = ""
+    """Its server, as `https://mlflow.example.org`, or a folder, as `file:///data/mlruns`; empty is
+    `$MLFLOW_TRACKING_URI`, else MLflow's default."""
+    experiment: str = ""
+    """Its experiment; empty is the run's `name`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorConfig:
+    """Services to which the scalars of `ctx.log` are copied. Not part of the run's hash."""
+
+    wandb: WandbMirror | None = None
+    """Weights & Biases: `{}`, or a mapping of `project`, `entity` and `mode`."""
+    mlflow: MlflowMirror | None = None
+    """MLflow: `{}`, or a mapping of `uri` and `experiment`."""
+
+    @property
+    def chosen(self) -> list[str]:
+        """The chosen services, by the names of their packages."""
+        return [name for name in ("wandb", "mlflow") if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Changes of the config for `jobkit verify` alone."""
+
+    params: dict[str, Any] = field(default_factory=dict)
+    """Merged over `params`, to bring late events forward: `{validate_every: 5, warmup: 3}`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """An experiment: the values of a YAML after demo, overrides and interpolation.
+
+    Example:
+        config = load(Path("toy.yaml"), ["params.lr=1e-3"]).config
+        config.params["lr"], config.resources.nodes
+    """
+
+    name: str = _field(_check_name)
+    """First part of the run directory's name, `<name>-<hash>`, which is also the job's."""
+    task: str = _field(_check_task, "")
+    """The training function, importable from the folder of the command; called with a jobkit.Context. Required, unless
+    there is a `command`."""
+    command: list[str] = field(default_factory=list)
+    """Instead of `task`: a program that every rank runs, as `[python, train.py]`, with RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and JOBKIT_RUN, the run directory, set. `${run_dir}` is that directory
+    too: `[python, train.py, "--out=${run_dir}/outputs"]`."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """The training function's own values, with any keys: `ctx.params`. `${run_dir}` in a text is the run directory. A
+    secret belongs in the environment: `${oc.env:HF_TOKEN}` is never written to the disk."""
+    inputs: list[str] = field(default_factory=list)
+    """Files and folders that must exist before anything is queued, as `["${params.data}"]`."""
+    seed: int | None = 0
+    """Decides initial weights, sample order and all random numbers. `null` seeds nothing: the training function does
+    it, or nobody."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type in which `ctx.autocast()` and `ctx.backward` compute; fp16 uses a loss scale, which is part of the
+    checkpoint."""
+    deterministic: bool | str = _field(_check_deterministic, False)
+    """Whether torch, cuDNN and cuBLAS compute the same bits from the same values each time, which may be slower. With
+    `true` the run fails at an operation that has no such form; `warn` goes on, and says so."""
+    device: Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"] = "auto"
+    """Where tensors live; `auto` is the machine's accelerator if `gpus_per_task` is above 0, else the CPU."""
+    backend: str = "auto"
+    """The backend of torch.distributed; `auto` is the device's: nccl, hccl, xccl or gloo."""
+    preload: list[str] = field(default_factory=list, metadata={"check": _check_modules})
+    """Modules that are imported once a node, before ranks are forked, as `[transformers]`: a restart in place then does
+    not import them again."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    resources: Resources = field(default_factory=Resources)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    watchdog: str | int | bool = _field(_check_watchdog, AUTO)
+    """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
+    minutes; before the first step and after the last at least 30 minutes."""
+    on_nan: str | bool = _field(_check_on_nan, "stop")
+    """The reaction to a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
+    `ignore` goes on."""
+    clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Where the run may go, by name: `h100: {partition: h100, constraint: ib}`. An entry holds options of sbatch and
+    keys of `resources`; an option that is false or null is left out."""
+    container: ContainerConfig | None = None
+    """A container for the processes of the job: `{prefix: [apptainer, exec, image.sif], python: /usr/bin/python3}`."""
+    mirror: MirrorConfig = field(default_factory=MirrorConfig)
+    after: list[str] = field(default_factory=list)
+    """Names of runs that must be finished before this one starts; `--after` adds more."""
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+
+LOADER_KEYS = {
+    "sweep": "Several runs of the file, a run for each value: `{params.lr: [1e-3, 1e-4]}`.",
+    "demo": "Merged over the rest of the file while the variable `unless_env` is not set: a small recipe to try.",
+}
+"""Keys of a YAML that the loader takes out: they are in no Config."""
+
+SECTIONS: dict[str, list[str]] = {
+    section.name: [inner.name for inner in dataclasses.fields(section.default_factory)]
+    if dataclasses.is_dataclass(section.default_factory)
+    else []
+    for section in dataclasses.fields(Config)
+}
+"""The top-level keys, each with the keys below it; empty for a key with free keys or a plain value."""
+
+DROPPED = {
+    "check": "check inputs at the start of the training function; `inputs:` still names files that must exist",
+    "verify_every": "`jobkit verify` compares an interrupted run with an uninterrupted one",
+    "pipeline": "submit each stage as a run of its own, with `after: [RUN]` or --after RUN",
+    "start_from": "type --from RUN[@STEP] at the submission",
+    "checkpoint.mtbf": "`checkpoint.every: auto` measures the time between failures; or give steps or a time",
+    "retry.exclude_after": "a node is given up after two deaths without progress in between, or three within an hour",
+    "retry.in_place": "a failed attempt always starts again on the nodes of the job as long as they can be used",
+    "comm.powersgd_start": "PowerSGD begins as soon as torch allows it",
+}
+"""Keys of earlier versions, and what takes their place."""

@@ -1,0 +1,149 @@
+"""The state of a run: a pure fold of its journal. status.json is this, and the only cache of it.
+
+    submitted ---> queued --attempt began--> running --attempt ended--> queued | running | interrupted | failed
+                                             any --cancelled--> cancelled          running --finished--> finished
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jobkit.run import records
+from jobkit.run.records import Began, Cancelled, Ended, Event, Excluded, Finished, Refused, Requeued, Rewound, Submitted
+
+State = Literal["new", "queued", "running", "interrupted", "failed", "cancelled", "finished"]
+"""interrupted: the same command continues. queued: a job is, or was when somebody last knew, in the queue."""
+
+OVER = frozenset({"interrupted", "failed", "cancelled", "finished"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt: the facts of `Began`, and once it ended those of `Ended`."""
+
+    number: int
+    submission: int
+    """Number of the submission that it belongs to; a supervisor's successor belongs to its person's."""
+    began: Began
+    ended: Ended | None = None
+
+    @property
+    def nodes(self) -> list[str]:
+        return self.began.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What a run's journal says.
+
+        status = read_status(run)
+        status.state                  # "running"
+        status.attempts[-1].ended     # None
+    """
+
+    name: str
+    state: State = "new"
+    submitted: Submitted | None = None
+    """The newest submission."""
+    person_submission: int = 0
+    """Number of the newest submission that a person made."""
+    attempts: list[Attempt] = field(default_factory=list)
+    excluded_nodes: list[str] = field(default_factory=list)
+    result: dict[str, Any] | None = None
+    reason: str = ""
+    """Why the run is in this state, for a person."""
+    since: float = 0.0
+    """When the last event was appended."""
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def open_attempt(self) -> Attempt | None:
+        """The attempt that runs, as far as the journal knows."""
+        return self.attempt if self.attempt is not None and self.attempt.ended is None else None
+
+    @property
+    def token(self) -> str | None:
+        """Names the newest submission in its job's comment."""
+        return self.submitted.token if self.submitted is not None else None
+
+    @property
+    def job_id(self) -> str | None:
+        """The job of the newest attempt of the newest submission; None while only the scheduler knows it."""
+        return self.attempt.began.job_id if self.attempt and self.attempt.began.token == self.token else None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+    def attempts_of_submission(self) -> list[Attempt]:
+        """Return the attempts since a person last submitted the run: `retry` counts in these."""
+        return [attempt for attempt in self.attempts if attempt.submission == self.person_submission]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON values, without what is None or empty."""
+        values = dataclasses.asdict(self)
+        return _without_nothing({**values, "job_id": self.job_id})
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Status:
+        """Return the Status that `as_dict` described. Raises TypeError, KeyError."""
+        attempts = [
+            Attempt(
+                number=item["number"],
+                submission=item["submission"],
+                began=records.of(Began, item["began"]),
+                ended=records.of(Ended, item["ended"]) if "ended" in item else None,
+            )
+            for item in value.get("attempts", [])
+        ]
+        submitted = records.of(Submitted, value["submitted"]) if "submitted" in value else None
+        return replace(records.of(cls, value), attempts=attempts, submitted=submitted)
+
+
+def _without_nothing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nothing(item) for key, item in value.items() if item not in (None, [], {}, "")}
+    return [_without_nothing(item) for item in value] if isinstance(value, list) else value
+
+
+def fold(status: Status, event: Event) -> Status:
+    """Return the Status after one more event."""
+    status = replace(status, since=event.time)
+    match event:
+        case Submitted():
+            number = event.number if event.by == "person" else status.person_submission
+            return replace(status, state="queued", submitted=event, person_submission=number, reason="")
+        case Refused():
+            return replace(status, state="interrupted", reason=event.error) if event.token == status.token else status
+        case Began():
+            attempt = Attempt(number=event.attempt, submission=status.person_submission, began=event)
+            return replace(status, state="running", attempts=[*status.attempts, attempt], reason="")
+        case Ended():
+            attempts = [
+                replace(attempt, ended=event) if attempt.number == event.attempt else attempt
+                for attempt in status.attempts
+            ]
+            return replace(status, attempts=attempts, state=_state_after(event), reason=event.reason)
+        case Requeued():
+            return replace(status, state="queued", reason=event.reason)
+        case Excluded():
+            return replace(status, excluded_nodes=[*dict.fromkeys([*status.excluded_nodes, event.node])])
+        case Cancelled():
+            return replace(status, state="cancelled", reason=event.reason)
+        case Rewound():
+            return replace(status, state="interrupted", result=None, reason=f"rewound to step {event.step}")
+        case Finished():
+            return replace(status, state="finished", result=event.result, reason="")
+    return status
+
+
+def _state_after(ended: Ended) -> State:
+    states: dict[str, State] = {"in_place": "running", "requeue": "queued", "successor": "queued", "fail": "failed"}
+    return states.get(ended.next, "interrupted")

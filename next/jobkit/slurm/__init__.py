@@ -1,0 +1,1 @@
+"""Slurm's commands and their answers. Nothing here knows what a run is."""

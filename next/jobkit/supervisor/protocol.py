@@ -1,0 +1,204 @@
+"""What a supervisor and its agents say to each other: JSON lines over TCP, one secret compared once.
+
+    supervisor                                  agent (one a node)
+               <--- Hello(secret, node, ...)    connects; again, after the supervisor was killed and started anew
+      Welcome ---->
+               <--- Ready(port)                 imports are done, or all ranks of the last attempt are gone
+      Start(attempt, ranks) ---->               forks the ranks
+               <--- Exited(rank, code), Signalled(signal), Silent(rank)
+      Ack(serial) ---->                         what is not acknowledged is said again after a new Hello
+      Signal(name, ranks) ---->
+      Leave ---->                               ends the agent
+
+Locally the agent talks to 127.0.0.1; there is one agent, which simulates all nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jobkit.run import records
+
+SignalName = Literal["STOP", "USR2", "KILL", "STACKS"]
+"""STOP: the stop flag, and SIGTERM to processes that handle it. STACKS: every rank writes its stacks to its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where a rank is."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    """Index of its node, from 0."""
+
+
+# Agent to supervisor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """The first line of a connection."""
+
+    secret: str
+    node: str
+    """Slurm's name of the node; `local` on this machine."""
+    job_id: str
+    restart: int = 0
+    """Slurm's restart count; an agent of an earlier start of the job is turned away."""
+    step: str | None = None
+    """Id of the Slurm step that started it."""
+    pid: int = 0
+    attempt: int | None = None
+    """The attempt whose ranks it has, if any are alive or not yet reported."""
+    alive: list[int] = field(default_factory=list)
+    """Ranks of that attempt that run."""
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The agent can start ranks. `port` is free for the rendezvous of the next attempt, if rank 0 is here."""
+
+    port: int
+    after: int | None = None
+    """The attempt whose ranks, and all that they had started, are gone; None after the imports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited:
+    """A rank ended."""
+
+    serial: int
+    attempt: int
+    rank: int
+    code: int
+    """Its exit code, or the negative of the signal that killed it."""
+    out_of_memory: bool = False
+    """True if the kernel killed for lack of memory on this node while the rank ended."""
+    step: int = -1
+    """Steps it had done, by its page; -1 if it never said."""
+    saving: bool = False
+    """True if it was writing its last checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signalled:
+    """Slurm, or a person, sent the agent a signal: it asked its ranks to stop already."""
+
+    serial: int
+    attempt: int | None
+    signal: str
+    """TERM or USR2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent:
+    """A rank gave no sign of life for longer than Start allowed; said again as long as that lasts."""
+
+    attempt: int
+    rank: int
+    seconds: float
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotStarted:
+    """A rank could not be forked; nothing of the attempt runs on this node."""
+
+    attempt: int
+    error: str
+
+
+# Supervisor to agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """The secret was right; the agent belongs to this supervisor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Fork the ranks of an attempt."""
+
+    attempt: int
+    ranks: list[RankPlace]
+    """Those of this node; all of them on this machine."""
+    world_size: int
+    nodes: int
+    master_addr: str
+    master_port: int
+    environment: dict[str, str] = field(default_factory=dict)
+    """For all ranks, beside the agent's own environment: see worker/forked.py."""
+    time_left: float | None = None
+    """Seconds until the job's time limit: an agent without a supervisor stops its ranks in time by itself."""
+    silence: float | None = None
+    """`watchdog` in seconds; None for `auto`; 0 for off."""
+    watches: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ack:
+    serial: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """Pass a signal on to ranks of an attempt: all of this node where `ranks` is None."""
+
+    attempt: int
+    name: SignalName
+    ranks: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """End: kill the ranks that are left, and exit."""
+
+
+Message = Hello | Ready | Exited | Signalled | Silent | NotStarted | Welcome | Start | Ack | Signal | Leave
+
+KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (Hello, Ready, Exited, Signalled, Silent, NotStarted, Welcome, Start, Ack, Signal, Leave)
+}
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as one line."""
+    return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Return the message of a line. Raises ValueError for anything else."""
+    try:
+        value: Mapping[str, Any] = json.loads(line)
+        message: Message = records.of(KINDS[value["kind"]], value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no message of jobkit's: {line[:200]!r}") from error
+    if isinstance(message, Start):
+        places = [records.of(RankPlace, place) for place in value["ranks"]]
+        return dataclasses.replace(message, ranks=places)
+    return message
+
+
+class Lines:
+    """Splits the bytes of a connection into messages; a message may arrive in several pieces.
+
+        lines = Lines()
+        for message in lines.feed(connection.recv(65536)): ...
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Return the messages that are complete with this piece. Raises ValueError."""
+        *complete, self._rest = (self._rest + data).split(b"\n")
+        return [decode(line) for line in complete if line]

@@ -1,0 +1,98 @@
+"""slurmbox is a real Slurm: jobs run, nodes get lost and come back, a controller stops answering."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurmbox import Cluster, ClusterError, wait_until
+
+MakeSlurm = Callable[..., Cluster]
+
+
+def submit(cluster: Cluster, script: str, *options: str, user: str | None = None) -> str:
+    return cluster.command("sbatch", "--parsable", "--chdir=/tmp", *options, f"--wrap={script}", user=user)
+
+
+def wait_for_state(cluster: Cluster, job: str, state: str) -> None:
+    wait_until(lambda: cluster.job(job)["JobState"] == state, f"job {job} to be {state}", 60)
+
+
+def test_users_share_a_group_directory(slurm: Cluster, slurm_users: tuple[str, str]) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        for user in slurm_users:
+            folder.chmod(0o777)
+            job = submit(slurm, "srun id -un", "--nodes=2", f"--output={folder}/{user}", user=user)
+            wait_for_state(slurm, job, "COMPLETED")
+            output = folder / user
+            assert (output.owner(), output.read_text().split()) == (user, [user, user])
+
+
+def test_a_node_is_lost_and_comes_back(make_slurm: MakeSlurm) -> None:
+    cluster = make_slurm(nodes=2, slurmd_timeout=5, name="second", partitions="PartitionName=short Nodes=ALL MaxTime=2")
+    job = submit(cluster, "srun sleep 600", "--nodes=2", "--no-kill", "--output=/dev/null", "--partition=short")
+    wait_for_state(cluster, job, "RUNNING")
+    wait_until(lambda: "sleep" in {p.name for p in cluster.job_processes("node2")}, "the step", 30)
+
+    cluster.kill_node("node2")
+    assert cluster.job_processes("node2") == []
+    wait_until(lambda: cluster.node_state("node2").endswith("*"), "Slurm to notice", 60)
+    cluster.restart_node("node2")
+    assert not cluster.node_state("node2").endswith("*")
+
+    cluster.kill_node_processes("node1")
+    wait_for_state(cluster, job, "FAILED")
+    assert cluster.node_state("node1") in ("idle", "mixed")
+    assert cluster.job(job)["TimeLimit"] == "00:02:00"
+    assert "second" in cluster.command("scontrol", "show", "config")
+
+
+def test_a_paused_controller_answers_later(make_slurm: MakeSlurm) -> None:
+    cluster = make_slurm(nodes=1, message_timeout=2)
+    cluster.pause_controller()
+    with pytest.raises(ClusterError, match=r"squeue.*(timed out|no end)"):
+        cluster.command("squeue", timeout=20)
+    cluster.resume_controller()
+    assert "idle" in cluster.command("sinfo")
+
+    cluster.kill_controller()
+    assert cluster.is_up
+    with pytest.raises(ClusterError):
+        cluster.command("squeue", timeout=20)
+    cluster.start_controller()
+    wait_until(lambda: cluster.node_state("node1") == "idle", "the node to register", 30)
+
+
+def test_accounting_limits_submitted_jobs(make_slurm: MakeSlurm) -> None:
+    cluster = make_slurm(nodes=1, accounting=True)
+    cluster.set_limit(MaxSubmitJobs=1)
+    job = submit(cluster, "exit 3", "--output=/dev/null", "--begin=now+2")
+    with pytest.raises(ClusterError, match="AssocMaxSubmitJobLimit"):
+        submit(cluster, "exit 0")
+    cluster.set_limit(MaxSubmitJobs=-1)
+    submit(cluster, "exit 0", "--output=/dev/null")
+    wait_for_state(cluster, job, "FAILED")
+    wait_until(lambda: "FAILED" in cluster.command("sacct", "-n", "-j", job, "--format=state"), "sacct", 30)
+
+
+def test_a_killed_user_of_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="slurmbox-", dir="/tmp"))
+    program = "with slurmbox.Cluster(sys.argv[1], nodes=1): print('up', flush=True), time.sleep(600)"
+    program = f"import slurmbox, sys, time\n{program}"
+    environment = os.environ | {"PYTHONPATH": str(Path(sys.modules["slurmbox"].__path__[0]).parent)}
+    user = subprocess.Popen([sys.executable, "-c", program, directory], env=environment, stdout=subprocess.PIPE)
+    assert user.stdout and user.stdout.readline() == b"up\n"
+    daemons = Cluster(directory).daemons()
+    assert {"guard", "munged", "node1", "slurmctld"} == set(daemons)
+    user.send_signal(signal.SIGKILL)
+    user.wait()
+    user.stdout.close()
+    wait_until(lambda: not directory.exists(), "the guard", 30)
+    assert not any(daemon.alive for name, daemon in daemons.items() if name != "guard")
