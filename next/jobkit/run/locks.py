@@ -1,13 +1,16 @@
-"""Locks between processes and hosts: flock by way of filelock, with the words a person needs while one is held."""
+"""Locks between processes and hosts: flock(2), with the words a person needs while somebody else holds one.
+
+Not filelock: its lock ends when the parent releases it, also for a child that inherited it, and where a file system has
+no flock it falls back to a lock file that outlives its owner.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from pathlib import Path
 from types import TracebackType
-
-from filelock import FileLock, Timeout
 
 from jobkit.errors import JobkitError
 from jobkit.log import log
@@ -17,59 +20,80 @@ SILENT_SECONDS = 2.0
 
 
 class Lock:
-    """A lock file that the kernel releases however its holder ends.
+    """A lock that the kernel releases when the last process that holds it has ended, or has closed it.
 
         with run.submit_lock() as lock:
             subprocess.run(["sbatch", ...], pass_fds=lock.inheritable())   # sbatch holds it too, if we are killed
 
-    Not reentrant. Raises JobkitError where the file system has no locks: a lock file that outlives its owner is none.
+    Not reentrant. Raises JobkitError where the file system has no locks.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        # filelock would fall back to a SoftFileLock, which outlives its owner.
-        self._lock = FileLock(file, mode=0o664, fallback_to_soft=False)
+        self._descriptor: int | None = None
 
     def __enter__(self) -> Lock:
         self.acquire()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._lock.release(force=True)
+        self.release()
 
     def acquire(self, seconds: float = -1.0) -> bool:
         """Wait for the lock, at most `seconds` (-1: for ever); return whether it is held."""
-        make_folder(self.file.parent)
-        begin = time.monotonic()
-        try:
-            try:
-                self._lock.acquire(timeout=SILENT_SECONDS if seconds < 0 else seconds, poll_interval=0.02)
-            except Timeout:
-                if seconds >= 0:
-                    return False
-                log.info("waiting for another process that works on this run (%s)", self.file.name)
-                self._lock.acquire(timeout=-1, poll_interval=0.1)
-        except (OSError, NotImplementedError) as error:
+        descriptor = self._open()
+        begin, is_silent = time.monotonic(), True
+        while not self._take(descriptor):
             waited = time.monotonic() - begin
-            raise JobkitError(f"{self.file}: cannot be locked after {waited:.0f} s: {error}; use --runs-dir") from error
+            if 0 <= seconds <= waited:
+                os.close(descriptor)
+                return False
+            if is_silent and waited > SILENT_SECONDS:
+                log.info("waiting for another process that works on this run (%s)", self.file.name)
+                is_silent = False
+            time.sleep(0.02)
+        self._descriptor = descriptor
         return True
 
+    def release(self) -> None:
+        """Let go of the lock; a child that inherited it still holds it (an unlock would take it from the child too)."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def is_held(self) -> bool:
-        """Return whether some process holds it. Nothing is waited for."""
-        if not self.file.exists():
-            return False
-        probe = FileLock(self.file, mode=0o664, fallback_to_soft=False)
+        """Return whether any process holds it. Nothing is waited for, and nothing is written."""
         try:
-            probe.acquire(timeout=0)
-        except Timeout:
-            return True
-        probe.release()
-        return False
+            descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return not self._take(descriptor, fcntl.LOCK_SH)  # NFS grants a shared lock to a file open for reading
+        finally:
+            os.close(descriptor)
 
     def inheritable(self) -> list[int]:
-        """Return the open files that a child must inherit to hold the lock too."""
-        descriptor = self._lock._context.lock_file_fd
-        return [] if descriptor is None else [descriptor]
+        """Return the open files that a child must inherit (`pass_fds`) to hold the lock too."""
+        return [] if self._descriptor is None else [self._descriptor]
+
+    def _open(self) -> int:
+        make_folder(self.file.parent)
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if os.fstat(descriptor).st_uid == os.geteuid():  # a group that shares the folder shares its locks
+            os.fchmod(descriptor, 0o600 | self.file.parent.stat().st_mode & 0o066)
+        return descriptor
+
+    def _take(self, descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # ENOLCK, EOPNOTSUPP: nfs mounted with nolock, lustre without flock
+            raise JobkitError(
+                f"{self.file.parent}: no locks on this file system ({error.strerror}): two processes could do the same "
+                "work at once. Mount it with locks, or choose another folder with --runs-dir"
+            ) from None
+        return True
 
 
 def make_folder(folder: Path) -> None:
@@ -78,7 +102,5 @@ def make_folder(folder: Path) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
-    try:
-        os.chmod(folder, folder.parent.stat().st_mode & 0o7777)
-    except PermissionError:  # another user made it in this moment
-        return
+    if folder.stat().st_uid == os.geteuid():  # else another user made it in this moment
+        folder.chmod(folder.parent.stat().st_mode & 0o7777)
