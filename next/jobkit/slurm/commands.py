@@ -1,0 +1,159 @@
+"""The one way to run a Slurm command: a clean environment, one line of Slurm's own words for an error, a limit of time.
+
+    run("scontrol", "show", "config") -> its output,  or SchedulerError: Slurm refused, or the program is missing
+                                                      or SchedulerTimeout: nobody knows if Slurm carried it out
+
+jobs.py and nodes.py ask by it, the submission submits by it. Nothing here retries: the caller has the clock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from jobkit.errors import SchedulerError, SchedulerTimeout
+
+ANSWER_SECONDS = 30.0
+"""The time that a command may take. Slurm's own commands give up after MessageTimeout, 10 s by default."""
+
+EVEN_HIDDEN = "--all"
+"""Without this option squeue, sinfo and scontrol hide jobs in a partition with Hidden=YES, from their owner too."""
+
+_OPTIONS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SPRIO_")
+"""Slurm's commands take variables that begin so for options. The submitting shell may have them for another job."""
+
+_MAYBE_DONE = (
+    "Socket timed out on send/recv",
+    "Unexpected message received",
+    "Zero Bytes were transmitted or received",
+    "Connection reset by peer",
+)
+"""A controller that is stopped or too busy says neither yes nor no, and may carry the request out later."""
+
+_AWAY = ("contact slurm controller", "connection refused", "in standby mode")
+
+_HINTS = {
+    "invalid partition": "`sinfo` lists the partitions; set clusters.<name>.partition",
+    "invalid account": "`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account",
+    "sleeping and retrying": "the cluster has as many jobs as it takes: MaxJobCount in `scontrol show config`",
+    "configuration source": "no Slurm is configured here; without a cluster, use --local",
+    "unable to process configuration file": "SLURM_CONF names no file of a Slurm: `unset SLURM_CONF`",
+    **dict.fromkeys(_AWAY, "the controller is down: `scontrol ping`; the same command works later"),
+}
+"""Words of Slurm's complaint -> the user's next step."""
+
+
+def is_available() -> bool:
+    """True if this machine can submit to a Slurm."""
+    return shutil.which("sbatch") is not None
+
+
+def without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the options of Slurm's commands. SLURM_CONF stays: it names the cluster."""
+    return {key: value for key, value in environment.items() if not key.startswith(_OPTIONS) or key == "SLURM_CONF"}
+
+
+def run(
+    *command: str,
+    timeout: float = ANSWER_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> str:
+    """The output of one Slurm command. All times in it are UTC.
+
+    `environment` replaces this process's, as for a successor job. The command inherits the open files `pass_fds`.
+    Raises SchedulerTimeout if the request may have been carried out, else SchedulerError with Slurm's words.
+    """
+    variables = without_options(os.environ if environment is None else environment)
+    if command[0] != "sbatch":  # sbatch hands its environment to the job, and reads --begin in the user's time zone
+        variables |= {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC", "LC_ALL": "C"}
+    try:
+        # A session of its own: the terminal's Ctrl-C would end an sbatch whose job is in the queue already.
+        done = subprocess.run(
+            command, capture_output=True, timeout=timeout, env=variables, start_new_session=True, pass_fds=pass_fds
+        )
+    except FileNotFoundError:
+        raise SchedulerError(
+            f"{command[0]} is not on PATH: is this a login node of a Slurm cluster? Without one, use --local"
+        ) from None
+    except subprocess.TimeoutExpired as error:
+        # sbatch that is refused by MaxJobCount says so at once, and tries again for two minutes.
+        words = as_text(error.stderr or b"").strip() or "no answer; is slurmctld up? (`scontrol ping`)"
+        raise SchedulerTimeout(f"{explain(command[0], words)}; ended after {timeout:g} s") from None
+    if done.returncode:
+        words = as_text(done.stderr or done.stdout)
+        maybe_done = done.returncode < 0 or any(part in words for part in _MAYBE_DONE)
+        raise (SchedulerTimeout if maybe_done else SchedulerError)(explain(command[0], words))
+    return os.fsdecode(done.stdout)  # keeps file names whole, whichever bytes a site's banner has
+
+
+def as_text(output: str | bytes) -> str:
+    """An output that can be printed: a site's banner may be in another encoding than UTF-8."""
+    return os.fsencode(output).decode(errors="replace")
+
+
+def explain(program: str, complaint: str) -> str:
+    """Slurm's complaint in one line, with the user's next step if there is a usual one."""
+    words = "; ".join(line.split("error: ", 1)[-1].strip() for line in complaint.splitlines() if line.strip())
+    hint = next((f" ({hint})" for part, hint in _HINTS.items() if part in words.lower()), "")
+    return f"{program}: {words or 'failed without a message'}{hint}"
+
+
+def is_away(error: SchedulerError) -> bool:
+    """True if the controller did not answer, so that the same command may work later."""
+    return isinstance(error, SchedulerTimeout) or any(part in str(error).lower() for part in _AWAY)
+
+
+def fields(record: str) -> dict[str, str]:
+    """The fields of one line of `scontrol --oneliner show`; a field that Slurm calls (null) or N/A is empty.
+
+    A value may hold spaces, as in `WorkDir=/my data Comment=a b`: it ends where the next `Name=` begins.
+    """
+    pairs = (part.partition("=") for part in re.split(r"\s+(?=[A-Z][A-Za-z:/]*=)", record.strip()))
+    return {key: "" if value in ("(null)", "N/A") else value for key, _, value in pairs}
+
+
+def config() -> dict[str, str]:
+    """The settings of the cluster, as `scontrol show config` prints them: `config()["KillWait"]` is `30 sec`."""
+    return _config(os.environ.get("SLURM_CONF"))
+
+
+@cache
+def _config(conf: str | None) -> dict[str, str]:
+    return dict(re.findall(r"^(\S+)\s+= (.*?)\s*$", run("scontrol", "show", "config"), re.M))
+
+
+def cluster_name() -> str:
+    """`ClusterName@host:port` of the Slurm that commands here talk to: two clusters may have the same ClusterName."""
+    host = config().get("SlurmctldHost[0]", "").partition("(")[0]
+    return f"{config().get('ClusterName', '')}@{host}:{config().get('SlurmctldPort', '')}"
+
+
+def submit(
+    script: str, *options: str, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+) -> str:
+    """Queue a batch script; returns the id of the new job. Raises SchedulerTimeout if it may be in the queue."""
+    answer = run("sbatch", "--parsable", *options, script, environment=environment, pass_fds=pass_fds)
+    job_id = parse_job_id(answer)
+    if job_id is None:
+        words = "; ".join(line.strip() for line in as_text(answer).splitlines() if line.strip())
+        raise SchedulerTimeout(f"sbatch printed no job id, and may have queued the job: {words or 'empty output'}")
+    return job_id
+
+
+def parse_job_id(answer: str) -> str | None:
+    """The job id in the output of sbatch: `id`, `id;cluster`, or its sentence, with a site's banner around it.
+
+    None if the output holds no id, or several.
+    """
+    lines = [line.strip() for line in answer.splitlines()]
+    # The sentence first: a line that is a number may belong to the banner.
+    for pattern in (r".*\bSubmitted batch job (\d+)\b.*", r"(\d+)(?:;[^;\s]*)?"):
+        ids = {match[1] for line in lines if (match := re.fullmatch(pattern, line))}
+        if ids:
+            return ids.pop() if len(ids) == 1 else None
+    return None

@@ -1,0 +1,161 @@
+"""Slurm's nodes and partitions: which nodes are dead or usable, and limits that would let a job wait for ever.
+
+The supervisor asks about the nodes of its job, an agent without a supervisor about the batch script's node, the
+submission about the limits of a partition. Node lists are in Slurm's notation: `node[1-3],node7`.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jobkit.errors import InputError
+from jobkit.slurm.commands import EVEN_HIDDEN, config, fields, run
+from jobkit.slurm.jobs import parse_time
+
+_DEAD = {"DOWN", "FAIL", "NOT_RESPONDING"}
+
+
+def expand(nodes: str) -> list[str]:
+    """The names in a list of nodes, each once; Slurm's controller is not asked."""
+    return list(dict.fromkeys(run("scontrol", "show", "hostnames", nodes).split())) if nodes else []
+
+
+def states(nodes: str) -> dict[str, str]:
+    """Node -> state, as `IDLE`, `MIXED+DRAIN`, `DOWN*`; a star at its end: the node does not respond."""
+    # Not by sinfo: where it was asked again and again, it showed a node that had come back as down for minutes.
+    return {record["NodeName"]: record["State"] for record in _records("node", nodes)}
+
+
+def dead_node(nodes: str) -> str | None:
+    """The first of some nodes that is down or does not respond; None if all are well."""
+    return next((name for name, state in states(nodes).items() if _is_dead(state)), None)
+
+
+def _is_dead(state: str) -> bool:
+    return state.endswith("*") or not _DEAD.isdisjoint(state.split("+"))  # POWERED_DOWN is a node that sleeps
+
+
+def died_since(node: str, when: float) -> bool:
+    """True if a node is down, or its slurmd started after `when`, in seconds since the epoch."""
+    record = _records("node", node)[0]
+    # A node that has rebooted is up again when the job's next start asks: only the age of its slurmd tells.
+    started = parse_time(record["SlurmdStartTime"])
+    return _is_dead(record["State"]) or started is None or started > when
+
+
+def usable_nodes(partition: str) -> set[str]:
+    """The nodes of a partition that take jobs, now or later. A job that excludes too many of them never starts."""
+    usable = "--states=idle,mix,alloc,comp"  # not drained, not down
+    return set(run("sinfo", EVEN_HIDDEN, "--noheader", "--Node", f"--partition={partition}", usable, "-o%N").split())
+
+
+def batch_step_alive(job_id: str) -> bool:
+    """True while Slurm lists the batch step of a job and the slurmd of its node takes connections."""
+    rows = run("squeue", EVEN_HIDDEN, "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%N").splitlines()
+    steps = dict(row.split("|") for row in rows if "|" in row)
+    return any(_slurmd_answers(node) for step, node in steps.items() if step.endswith(".batch"))
+
+
+def _slurmd_answers(node: str) -> bool:
+    # Slurm itself calls a node down only after SlurmdTimeout, 300 s by default.
+    record = _records("node", node)[0]
+    try:
+        socket.create_connection((record["NodeAddr"], int(record["Port"])), timeout=5.0).close()
+    except (ConnectionRefusedError, TimeoutError):
+        return False
+    except OSError as error:  # else nobody knows: the address may not resolve here
+        return error.errno != errno.EHOSTUNREACH
+    return True
+
+
+def _records(kind: str, *names: str) -> list[dict[str, str]]:
+    answer = run("scontrol", "--oneliner", EVEN_HIDDEN, "show", kind, *names)
+    return [fields(line) for line in answer.splitlines() if "=" in line]
+
+
+# Partitions
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition and its limits for a job; None is no limit. Cores and memory are of each node."""
+
+    name: str
+    total_nodes: int
+    is_default: bool = False
+    state: str = "UP"
+    max_nodes: float | None = None
+    max_seconds: float | None = None
+    max_cpus: float | None = None
+    max_megabytes: float | None = None
+
+
+def partitions(names: str | None) -> list[Partition]:
+    """The partitions `a,b`, as far as Slurm knows them; None: those that a job without a partition may get.
+
+    That is the default one, or any where the site has a job_submit plugin, which may choose.
+    """
+    parts = [parse_partition(record) for record in _records("partition")]
+    if names is not None:
+        return [part for part in parts if part.name in names.split(",")]
+    return parts if config().get("JobSubmitPlugins") not in (None, "(null)") else [p for p in parts if p.is_default]
+
+
+def parse_partition(record: dict[str, str]) -> Partition:
+    """The partition of one record of `scontrol show partition`."""
+    return Partition(
+        name=record["PartitionName"],
+        total_nodes=int(record["TotalNodes"]),
+        is_default=record["Default"] == "YES",
+        state=record["State"],
+        max_nodes=_limit(record["MaxNodes"]),
+        max_seconds=_limit(record["MaxTime"]),
+        max_cpus=_limit(record["MaxCPUsPerNode"]),
+        max_megabytes=_limit(record.get("MaxMemPerNode", "UNLIMITED")),  # MaxMemPerCPU may stand in its place
+    )
+
+
+def _limit(text: str) -> float | None:
+    """A number, or the seconds of `[days-]hours:minutes:seconds`; None for UNLIMITED."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
+
+
+def limits_refuse(
+    choice: Sequence[Partition],
+    *,
+    nodes: int = 1,
+    seconds: float | None = None,
+    cpus: int | None = None,
+    megabytes: float | None = None,
+) -> InputError | None:
+    """The error for a job that none of some partitions ever starts; None if one of them does. All but `nodes` a node.
+
+    sbatch takes such a job where EnforcePartLimits is off, the default, and lets it wait for ever. Nodes that are down
+    count: they come back. Not for a job that names a QOS: flags of that may lift the limits. The caller completes the
+    key `mem` with the name of its cluster entry.
+    """
+    refusals = [_refusal(part, nodes, seconds, cpus, megabytes) for part in choice]
+    return None if None in refusals else next(iter(refusals), None)
+
+
+def _refusal(part: Partition, *request: float | None) -> InputError | None:
+    nodes, seconds, cpus, megabytes = request
+    for key, asked, limit, unit in (
+        ("resources.nodes", nodes, part.total_nodes, "nodes in it"),
+        ("resources.nodes", nodes, part.max_nodes, "nodes, MaxNodes"),
+        ("resources.time", seconds, part.max_seconds, "seconds, MaxTime"),
+        ("resources.cpus_per_task", cpus, part.max_cpus, "cores a node, MaxCPUsPerNode"),
+        ("mem", megabytes, part.max_megabytes, "MB a node, MaxMemPerNode"),
+    ):
+        if asked is not None and limit is not None and asked > limit:
+            where = f"partition {part.name} never starts such a job"
+            return InputError(where, key=key, found=asked, allowed=f"at most {limit:g} {unit}")
+    return None
