@@ -1,0 +1,197 @@
+"""Run jobkit as a user does, and break what runs: one project folder, one run, words for deaths.
+
+launch = Project(tmp_path).submit("--local", "--detach", steps=200)
+launch.wait_for_step(40)
+launch.kill_rank(1)
+launch.wait_until_over()
+assert [attempt.cause for attempt in launch.ends] == ["killed", "finished"]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jobkit.run.journal import read_status
+from jobkit.run.records import Ended
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+
+T = TypeVar("T")
+
+PATIENCE = 120.0
+"""Seconds for anything that is sure to come: the tests pass on a busy machine too."""
+
+YAML = """\
+name: scripted
+task: scripted_rank:train
+params: {steps: 100}
+"""
+
+
+def wait_until(look: Callable[[], T], what: str, seconds: float = PATIENCE) -> T:
+    """Return the first true value of `look()`; fail with `what` after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := look()):
+        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+class Project:
+    """A user's folder with the scripted rank and an experiment in it."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None, yaml: str = YAML) -> None:
+        self.folder = folder
+        self.environment = dict(os.environ if environment is None else environment)
+        self.environment.pop("JOBKIT_RUNS", None)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(__file__).with_name("scripted_rank.py"), folder)
+        self.yaml = folder / "exp.yaml"
+        self.yaml.write_text(yaml, encoding="utf-8")
+
+    def jobkit(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run `python -m jobkit ARGUMENTS` to its end."""
+        done = subprocess.run(self.words(*arguments), **self._options(), capture_output=True, timeout=600)
+        assert not check or done.returncode == 0, f"{arguments}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+        return done
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """Start `python -m jobkit ARGUMENTS` and return its process."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(self.words(*arguments), **{**self._options(), **pipes, **options})
+
+    def submit(self, *arguments: str, **params: Any) -> Launch:
+        """Submit the experiment with these params, and return its run; `arguments` say where."""
+        overrides = [f"+params.{key}={json.dumps(value)}" for key, value in params.items() if key != "steps"]
+        overrides += [f"params.steps={params['steps']}"] if "steps" in params else []
+        done = self.jobkit("submit", str(self.yaml), *overrides, *arguments, "--json")
+        return Launch(self, RunDir(json.loads(done.stdout)["dir"]))
+
+    def words(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "jobkit", *arguments]
+
+    def _options(self) -> dict[str, Any]:
+        return {"cwd": self.folder, "env": self.environment, "stdin": subprocess.DEVNULL, "text": True}
+
+
+class Launch:
+    """A run of a project, and its processes."""
+
+    def __init__(self, project: Project, run: RunDir) -> None:
+        self.project, self.run = project, run
+
+    # What its files say
+
+    @property
+    def status(self) -> Status:
+        return read_status(self.run)
+
+    @property
+    def ends(self) -> list[Ended]:
+        """How its attempts ended, without the one that runs."""
+        return [attempt.ended for attempt in self.status.attempts if attempt.ended is not None]
+
+    @property
+    def causes(self) -> list[str]:
+        return [ended.cause for ended in self.ends]
+
+    @property
+    def step(self) -> int:
+        """Steps done by the newest attempt; -1 before its loop."""
+        progress, attempt = self.run.progress(), self.status.attempt
+        if progress is None or attempt is None or progress.attempt != attempt.number or progress.step is None:
+            return -1
+        return progress.step
+
+    def wait_until(self, look: Callable[[Launch], Any], what: str) -> Launch:
+        wait_until(lambda: look(self), f"{what}\n{self.describe()}")
+        return self
+
+    def wait_for_attempt(self, number: int) -> Launch:
+        """Wait until an attempt trains."""
+        return self.wait_until(
+            lambda me: (
+                len(me.status.attempts) > number
+                or (len(me.status.attempts) == number and (me.step > 0 or me.status.is_over))
+            ),
+            f"attempt {number} to train",
+        )
+
+    def wait_for_step(self, step: int) -> Launch:
+        return self.wait_until(lambda me: me.step >= step or me.status.is_over, f"step {step}")
+
+    def wait_until_over(self) -> Launch:
+        return self.wait_until(lambda me: me.status.is_over, "the end of the run")
+
+    def describe(self) -> str:
+        """Return what a person needs to understand a test that waits in vain."""
+        logs = sorted(self.run.path.glob("logs/*/*")) + [self.run.job_log]
+        texts = [
+            f"--- {log.relative_to(self.run.path)}\n{log.read_text(errors='replace')[-2000:]}"
+            for log in logs
+            if log.exists()
+        ]
+        journal = self.run.journal_file.read_text() if self.run.journal_file.exists() else ""
+        return "\n".join([journal, *texts])
+
+    # Its processes
+
+    def rank_pid(self, rank: int) -> int:
+        """Return the process of a rank of the newest attempt, once it has begun."""
+        file = self.run.outputs / "ranks" / str(rank)
+
+        def look() -> int:
+            attempt = self.status.attempt
+            number, _, pid = (file.read_text() if file.exists() else "").partition(" ")
+            return int(pid) if attempt is not None and number == str(attempt.number) and pid else 0
+
+        return wait_until(look, f"rank {rank} to begin")
+
+    @property
+    def supervisor_pid(self) -> int:
+        lease = self.run.lease()
+        assert lease is not None
+        return lease.pid
+
+    def agent_pid(self, rank: int = 0) -> int:
+        """Return the process that forked a rank."""
+        return parent_of(self.rank_pid(rank))
+
+    def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> Launch:
+        os.kill(self.rank_pid(rank), number)
+        return self
+
+    def kill_supervisor(self) -> Launch:
+        os.kill(self.supervisor_pid, signal.SIGKILL)
+        return self
+
+    def kill_job_script(self) -> Launch:
+        """Kill job.sh, and the supervisor that it waits for."""
+        script = parent_of(self.supervisor_pid)
+        os.kill(script, signal.SIGKILL)
+        return self.kill_supervisor()
+
+    def kill_agent(self, rank: int = 0) -> Launch:
+        os.kill(self.agent_pid(rank), signal.SIGKILL)
+        return self
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

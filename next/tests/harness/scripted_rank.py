@@ -1,0 +1,65 @@
+"""A rank of tests about scheduling: no torch, only what a training run shows to the outside.
+
+It reports progress, leaves names of checkpoints, obeys a stop, and fails where its params say so:
+
+    params: {steps: 100, step_seconds: 0.02, every: 10, faults: [{kind: raise, rank: 1, step: 7, attempt: 1}]}
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+from jobkit.errors import Stopped
+from jobkit.run.slots import Phase
+from jobkit.worker.rank import Rank
+
+
+def train(rank: Rank) -> dict[str, Any]:
+    params = rank.params
+    steps, every = params["steps"], params.get("every", 10)
+    first = rank.run.durable_step() or 0
+    marks = rank.run.outputs / "ranks"
+    marks.mkdir(parents=True, exist_ok=True)
+    (marks / str(rank.rank)).write_text(f"{rank.attempt} {os.getpid()}")
+    for step in range(first, steps):
+        rank.page.beat(rank.attempt, Phase.STEPPING, step)
+        for fault in params.get("faults", []):
+            if (rank.rank, step, rank.attempt) == (fault.get("rank", 0), fault["step"], fault.get("attempt", 1)):
+                fail(fault["kind"])
+        time.sleep(params.get("step_seconds", 0.02))
+        if rank.rank == 0:
+            rank.report(step=step + 1, first_step=first, total_steps=steps, values={"train/loss": 1.0 / (step + 1)})
+            if (step + 1) % every == 0:
+                checkpoint(rank, step + 1)
+        if rank.stop_asked and not params.get("ignores_stop"):
+            rank.page.beat(rank.attempt, Phase.SAVING, step + 1)
+            time.sleep(params.get("save_seconds", 0))
+            if rank.rank == 0:
+                checkpoint(rank, step + 1)
+            raise Stopped
+    rank.page.beat(rank.attempt, Phase.ENDING, steps)
+    return {"steps": steps, "first": first}
+
+
+def checkpoint(rank: Rank, step: int) -> None:
+    """Leave the name of a complete checkpoint, if this attempt still owns the run."""
+    rank.check_lease()
+    folder = rank.run.checkpoints / f"step_{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def fail(kind: str) -> NoReturn:
+    if kind == "raise":
+        raise ValueError("a fault of the script")
+    if kind == "memory":
+        raise MemoryError
+    if kind == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(10_000)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(int(kind))
