@@ -1,7 +1,7 @@
 """The one way to write a file: whole or not at all, and on the disk before anything refers to it.
 
-    write_json(run.status_file, {"step": 3})          a reader sees the old file or the new one, never a part
-    with replacing(path) as file: file.write(...)     the same for content that comes in parts
+write_json(run.status_file, {"step": 3})          a reader sees the old file or the new one, never a part
+with replacing(path) as file: file.write(...)     the same for content that comes in parts
 """
 
 from __future__ import annotations

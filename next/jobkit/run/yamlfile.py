@@ -1,8 +1,8 @@
 """YAML without its traps, with the line of each key: the values that a person wrote are the values of the program.
 
-    read_yaml(path) -> Document(values, lines, bare_none)     load.py, the user's own file, config.yaml of a run
-    parse_value("1e-3") -> 0.001                              key=value of a command line, points of a sweep
-    dump(values) -> text                                      config.yaml
+read_yaml(path) -> Document(values, lines, bare_none)     load.py, the user's own file, config.yaml of a run
+parse_value("1e-3") -> 0.001                              key=value of a command line, points of a sweep
+dump(values) -> text                                      config.yaml
 """
 
 from __future__ import annotations
@@ -113,22 +113,23 @@ def in_a_line(value: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """The value of a YAML scalar or flow collection, as it stands behind `key=` on a command line.
-
-    Raises ValueError, also for a comment: `a #3` would lose a part.
-    """
+    """The value of a YAML scalar or flow collection, as it stands behind `key=` on a command line. Raises ValueError,
+    with a sentence for the user."""
     try:
         node, value = _load(text)
-    except (yaml.YAMLError, TypeError) as error:
+    except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError("the value is not valid YAML; quote it") from error
     if text[node.end_mark.index if node else 0 :].strip():
-        raise ValueError("the value has a comment; quote it")
+        raise ValueError("the value has a comment; quote it")  # `a #3` would lose a part
     return value
 
 
-def is_bare_none(text: str) -> bool:
-    """Whether a value of a command line is `None` or `none`, without quotes."""
-    return _NONE.fullmatch(text.strip()) is not None
+def bare_none_in(text: str) -> list[str]:
+    """Dotted keys of a text that `parse_value` reads whose whole value is `None`; an empty key for the text itself."""
+    node, value = _load(text)
+    document = Document({"": value})
+    _collect(yaml.MappingNode("", [(yaml.ScalarNode("", "", node.start_mark), node)]) if node else None, "", document)
+    return [key.removeprefix(".") for key in document.bare_none]
 
 
 def _load(text: str) -> tuple[yaml.Node | None, Any]:
