@@ -1,0 +1,76 @@
+"""Deaths on this machine: any number of them in one run, and the run ends by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from harness.runs import Project, is_alive, wait_until
+
+
+def test_any_number_of_deaths_in_one_run(project: Project) -> None:
+    """Ranks, one and two, the agent and an exception: each costs an attempt, none the run."""
+    faults = [{"kind": "raise", "rank": 2, "step": 90, "attempt": 4}]
+    launch = project.submit(
+        *("--local", "--detach", "resources.tasks_per_node=2", "resources.nodes=2"), steps=160, every=5, faults=faults
+    )
+
+    launch.wait_for_step(12).kill_rank(3)
+    launch.wait_for_attempt(2).wait_for_step(32)
+    first, second = launch.rank_pid(0), launch.rank_pid(1)
+    os.kill(first, signal.SIGKILL)
+    os.kill(second, signal.SIGKILL)
+    launch.wait_for_attempt(3).wait_for_step(52).kill_agent()
+    launch.wait_until_over()
+
+    assert launch.status.state == "finished"
+    assert launch.causes == ["killed", "killed", "killed", "crashed", "finished"] or launch.causes[2] in (
+        "node_failure",
+        "unknown",
+    )
+    assert {ended.next for ended in launch.ends[:-1]} == {"in_place"}
+    assert (launch.ends[0].rank, launch.ends[3].rank, launch.ends[3].step) == (3, 2, 90)
+    assert all(ended.repeated is not None and ended.repeated <= 5 + 2 for ended in launch.ends[1:])
+    assert launch.status.result == {"steps": 160, "first": 90}
+    jobs = {attempt.began.job_id for attempt in launch.status.attempts}
+    assert len(jobs) == 1
+
+
+def test_ranks_train_on_while_a_killed_supervisor_starts_again(project: Project) -> None:
+    launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=300)
+    launch.wait_for_step(20)
+    ranks = [launch.rank_pid(rank) for rank in range(2)]
+    supervisors = {launch.supervisor_pid}
+
+    for step in (40, 80, 120):
+        before = launch.supervisor_pid
+        launch.kill_supervisor()
+        wait_until(lambda before=before: launch.supervisor_pid != before, "the next supervisor")
+        launch.wait_for_step(step)
+        assert all(is_alive(pid) for pid in ranks)
+        supervisors.add(launch.supervisor_pid)
+
+    launch.wait_until_over()
+    assert len(supervisors) == 4
+    assert (launch.status.state, launch.causes) == ("finished", ["finished"])
+    assert launch.status.result == {"steps": 300, "first": 0}
+
+
+def test_the_job_script_is_killed_too_and_the_same_command_continues(project: Project) -> None:
+    """Nobody starts a supervisor again: the agents let their ranks save within a minute, and end."""
+    launch = project.submit("--local", "--detach", steps=100_000, step_seconds=0.05)
+    launch.wait_for_step(20)
+    agent, rank = launch.agent_pid(), launch.rank_pid(0)
+    launch.kill_job_script()
+    wait_until(lambda: not is_alive(rank) and not is_alive(agent), "the ranks to save and end")
+    saved = launch.run.durable_step()
+    assert saved is not None and saved >= 20
+
+    again = project.submit("--local", "--detach", steps=100_000, step_seconds=0.05)
+    assert again.run.path == launch.run.path
+    again.wait_for_attempt(2)
+    progress = again.run.progress()
+    assert progress is not None and progress.first_step == saved
+    project.jobkit("cancel", "-y", launch.run.name)
+    launch.wait_until_over()
+    assert launch.status.state == "cancelled"

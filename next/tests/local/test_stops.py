@@ -1,0 +1,89 @@
+"""Stops on this machine: Ctrl-C, hang-ups, cancel and preempt; exit codes, and the same command continues."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+from harness.runs import Launch, Project, wait_until
+
+from jobkit.run.rundir import RunDir
+
+
+def foreground(project: Project, *arguments: str, **options: object) -> tuple[subprocess.Popen[str], Launch]:
+    """Start a foreground run, and return its process and its run once it trains."""
+    process = project.start("submit", str(project.yaml), "--local", "params.steps=400", *arguments, **options)
+    folders = wait_until(lambda: list((project.folder / "runs").glob("scripted-*/config.yaml")), "the run directory")
+    launch = Launch(project, RunDir(folders[0].parent))
+    launch.wait_for_step(10)
+    return process, launch
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(project: Project) -> None:
+    process, launch = foreground(project)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 75
+    assert (launch.status.state, launch.causes) == ("interrupted", ["stopped"])
+    stopped_at = launch.run.durable_step()
+    assert stopped_at is not None and stopped_at >= 10
+
+    again = project.jobkit("submit", str(project.yaml), "--local", "params.steps=400")
+    assert again.returncode == 0
+    assert launch.causes == ["stopped", "finished"]
+    assert launch.status.result == {"steps": 400, "first": stopped_at}
+    assert launch.ends[1].repeated == 0
+
+    third = project.jobkit("submit", str(project.yaml), "--local", "params.steps=400")
+    assert "finished" in third.stdout + third.stderr
+    assert len(launch.ends) == 2
+
+
+def test_a_hang_up_stops_a_run_unless_it_was_ignored(project: Project) -> None:
+    process, launch = foreground(project)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait() == 75
+    assert launch.causes == ["stopped"]
+
+    ignoring = ["nohup", *project.words("submit", str(project.yaml), "--local", "params.steps=400")]
+    again = subprocess.Popen(
+        ignoring, cwd=project.folder, env=project.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    launch.wait_for_attempt(2)
+    again.send_signal(signal.SIGHUP)
+    assert again.wait() == 0
+    assert launch.status.state == "finished"
+
+
+def test_preempt_continues_by_itself_and_cancel_does_not(project: Project) -> None:
+    launch = project.submit("--local", "--detach", steps=100_000)
+    launch.wait_for_step(10)
+    project.jobkit("preempt", launch.run.name)
+    launch.wait_for_attempt(2).wait_for_step(30)
+    project.jobkit("cancel", "-y", launch.run.name)
+    launch.wait_until_over()
+    assert (launch.status.state, launch.causes) == ("cancelled", ["preempted", "cancelled"])
+    saved = launch.run.durable_step()
+    assert saved is not None and saved >= 30
+    assert not launch.run.alive_lock().is_held()
+
+    project.jobkit("resume", launch.run.name, "--detach")
+    launch.wait_for_attempt(3)
+    project.jobkit("cancel", "-y", "--no-grace", launch.run.name)
+    launch.wait_until_over()
+    assert launch.causes[2:] == ["cancelled"]
+    progress = launch.run.progress()
+    assert progress is not None and progress.first_step == saved
+
+
+def test_a_rank_that_swallows_a_stop_is_stopped_all_the_same(project: Project) -> None:
+    script = project.folder / "swallows.py"
+    script.write_text(
+        "import scripted_rank\n\n\ndef train(rank):\n    try:\n        scripted_rank.train(rank)\n"
+        "    finally:\n        return {'steps': 0}\n"
+    )
+    launch = project.submit("--local", "--detach", "task=swallows:train", steps=100_000)
+    launch.wait_for_step(10)
+    project.jobkit("preempt", launch.run.name)
+    launch.wait_for_attempt(2)
+    assert launch.causes == ["preempted"]
+    project.jobkit("cancel", "-y", launch.run.name)

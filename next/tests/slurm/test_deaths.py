@@ -1,0 +1,84 @@
+"""Deaths on a real Slurm, strung together: the job keeps its nodes, with Slurm's own credential wait of 120 s."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from harness.runs import Project, is_alive, wait_until
+from slurmbox import Cluster
+
+RESOURCES = ("--cluster", "slurm", "resources.nodes=2", "resources.tasks_per_node=2")
+
+
+def test_deaths_of_ranks_supervisor_and_a_node_stay_in_the_job(
+    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
+) -> None:
+    """Two nodes and a spare. Requeued even once, the run would wait for two minutes."""
+    cluster = make_slurm(nodes=4)
+    launch = on_slurm(cluster).submit(*RESOURCES, "resources.spares=1", steps=1500, every=5)
+    launch.wait_for_step(15)
+    batch_node = launch.run.lease().node  # type: ignore[union-attr]
+    first_nodes = launch.status.attempts[0].nodes
+
+    # A rank; then, with progress in between, a rank on the same node again: the node is kept.
+    launch.kill_rank(3)
+    launch.wait_for_attempt(2).wait_for_step(40).kill_rank(2)
+    launch.wait_for_attempt(3).wait_for_step(60)
+    assert launch.causes == ["killed", "killed"]
+    assert [ended.rank for ended in launch.ends] == [3, 2]
+    assert launch.status.excluded_nodes == []
+    assert launch.status.attempts[2].nodes == first_nodes
+
+    # The supervisor: no rank ends.
+    ranks = [launch.rank_pid(rank) for rank in range(4)]
+    before = launch.supervisor_pid
+    launch.kill_supervisor()
+    wait_until(lambda: launch.supervisor_pid != before, "the next supervisor")
+    launch.wait_for_step(90)
+    assert all(is_alive(pid) for pid in ranks)
+
+    # A slow slurmctld: a death is noticed, and mended, without it.
+    cluster.pause_controller()
+    launch.kill_rank(1)
+    launch.wait_for_attempt(4).wait_for_step(120)
+    cluster.resume_controller()
+
+    # A node with ranks, not the batch script's: the spare takes its place.
+    lost = next(node for node in launch.status.attempts[3].nodes if node != batch_node)
+    cluster.kill_node(lost)
+    launch.wait_for_attempt(5).wait_for_step(150)
+    assert launch.ends[3].cause == "node_failure"
+    assert launch.ends[3].node == lost
+    assert lost not in launch.status.attempts[4].nodes
+
+    # All ranks at once.
+    for rank in range(4):
+        os.kill(launch.rank_pid(rank), signal.SIGKILL)
+    launch.wait_for_attempt(6)
+    launch.project.jobkit("cancel", "-y", launch.run.name)
+    launch.wait_until_over()
+    assert {ended.next for ended in launch.ends[:-1]} == {"in_place"}
+    assert {attempt.began.restart for attempt in launch.status.attempts} == {0}
+    assert launch.causes[-1] == "cancelled"
+
+
+def test_the_batch_node_is_lost_and_an_agent_on_another_node_requeues(
+    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
+) -> None:
+    """All processes of the batch node and its slurmd are killed; once only the processes, as by an epilog."""
+    cluster = make_slurm(nodes=4, cred_expire=5)
+    launch = on_slurm(cluster).submit(*RESOURCES, steps=3000, every=5)
+    launch.wait_for_step(15)
+    node = launch.run.lease().node  # type: ignore[union-attr]
+    cluster.kill_node_processes(node)
+    launch.wait_for_attempt(2).wait_for_step(40)
+
+    node = launch.run.lease().node  # type: ignore[union-attr]
+    cluster.kill_node(node)
+    launch.wait_for_attempt(3).wait_for_step(60)
+    assert launch.status.attempts[-1].began.restart >= 2
+    launch.project.jobkit("cancel", "-y", launch.run.name)
+    launch.wait_until_over()
+    assert launch.status.state == "cancelled"
