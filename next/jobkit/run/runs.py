@@ -1,0 +1,175 @@
+"""The runs of a runs directory, and which of them some words mean: names, beginnings, patterns, job ids, paths.
+
+    words --find--> RunDir --views (run/view.py)--> View(run, status, job)
+
+Every command that takes RUN calls `find`. Nothing is written here, and only a job id is asked of Slurm.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from jobkit.errors import InputError, NoSuchRun, SchedulerError, nearest
+from jobkit.log import log
+from jobkit.run.journal import read_status
+from jobkit.run.rundir import RunDir
+
+LATEST = "latest"
+"""The word for the run that was submitted last."""
+
+WORDS = "a name, the beginning of a name, a pattern ('digits*'), `latest`, a job id or a path"
+
+ANSWER_SECONDS = 10.0
+
+_PATTERN = re.compile(r"[*?\[]")
+_JOB_ID = re.compile(r"\d+(_\d+)?|local-.+")
+_RUN_NAME = re.compile(r"(?P<identity>.+-[0-9a-f]{8})(?:-(?P<number>\d+))?")
+
+
+def runs_dir_of(option: Path | None) -> Path:
+    """Return the runs directory: --runs-dir, else $JOBKIT_RUNS, else ./runs."""
+    return Path(option or os.environ.get("JOBKIT_RUNS") or "runs").absolute()
+
+
+def runs_in(runs_dir: Path) -> list[RunDir]:
+    """Return every run of a runs directory, the most recently changed first."""
+    changed = [(_changed(name, runs_dir), name) for name in _names(runs_dir)]
+    return [RunDir(runs_dir / name) for moment, name in sorted(changed, reverse=True) if moment is not None]
+
+
+def versions(runs_dir: Path, name: str) -> list[RunDir]:
+    """Return the runs of one config, the oldest first: `toy-11f5f19c`, then `toy-11f5f19c-2` made by --fresh."""
+    numbers = [(_number(match), match[0]) for match in _matches(runs_dir) if match["identity"] == name]
+    return [run for _, version in sorted(numbers) if (run := RunDir(runs_dir / version)).exists()]
+
+
+def find(words: Sequence[str], runs_dir: Path) -> list[RunDir]:
+    """Return the runs that words mean together, each once. Raises NoSuchRun for a word that means none.
+
+    find(["toy"], runs)             the newest run with this name in its YAML
+    find(["digits*", "17"], runs)   all runs that a pattern matches, and the run of Slurm's job 17
+    """
+    runs = (run for word in words for run in _meant(word, runs_dir))
+    return list({run.path.resolve(): run for run in runs}.values())
+
+
+def find_one(word: str, runs_dir: Path) -> RunDir:
+    """Return the run that a word means. Raises NoSuchRun, and InputError where it means several."""
+    runs = find([word], runs_dir)
+    if len(runs) > 1:
+        raise InputError(key="RUN", found=word, allowed=f"one run, not {len(runs)}: {some([run.name for run in runs])}")
+    return runs[0]
+
+
+def some(names: Sequence[str]) -> str:
+    """Return as many names as a line has room for."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _meant(word: str, runs_dir: Path) -> list[RunDir]:
+    for path in (runs_dir / word, Path(word)):
+        run = RunDir(path)
+        # Elsewhere any project's folder may have a config.yaml.
+        if run.exists() and (run.path.parent == runs_dir or run.journal_file.exists()):
+            return [run]
+    names = [name for name in _names(runs_dir) if _changed(name, runs_dir) is not None]
+    if _PATTERN.search(word):
+        chosen = sorted(name for name in names if fnmatchcase(name, word))
+    elif word == LATEST:
+        chosen = sorted(names, key=lambda name: (runs_dir / name / "config.yaml").stat().st_mtime)[-1:]
+    else:
+        chosen = _beginning_with(word, runs_dir, names)
+    if not chosen and _JOB_ID.fullmatch(word):
+        chosen = _of_job(word, runs_dir)
+    return [RunDir(runs_dir / name) for name in chosen] or _none(word, runs_dir, names)
+
+
+def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str]:
+    """The newest run whose YAML has this name, else the only run whose name begins with the word."""
+    identities = {match["identity"] for match in map(_RUN_NAME.fullmatch, names) if match}
+    named = [identity for identity in identities if identity[:-9] == word]
+    if len(named) == 1:
+        return [versions(runs_dir, named[0])[-1].name]
+    # A run of --fresh is no `toy-11f5f19c`: whoever types this name a second time, after `rm`, means no other run.
+    begun = [name for name in names if name.startswith(word) and not re.fullmatch(re.escape(word) + r"-\d+", name)]
+    if len(begun) > 1:
+        raise InputError(
+            key="RUN", found=word, allowed=f"one of {some(sorted(begun))}", hint=f"{word + '*'!r} means all of them"
+        )
+    return begun
+
+
+def _of_job(job_id: str, runs_dir: Path) -> list[str]:
+    """The run that Slurm's job has the token of, else the runs that had a job of this id: clusters repeat ids."""
+    if not job_id.startswith("local-") and (name := _named_by_slurm(job_id, runs_dir)) is not None:
+        return [name]
+    statuses = [read_status(run) for run in runs_in(runs_dir)]
+    now = [status.name for status in statuses if status.job_id is not None and _is_of(status.job_id, job_id)]
+    return now or [
+        status.name for status in statuses if any(_is_of(attempt.began.job_id, job_id) for attempt in status.attempts)
+    ]
+
+
+def _is_of(job_id: str, asked: str) -> bool:
+    return job_id == asked or job_id.partition("_")[0] == asked  # the id of an array means all of its tasks
+
+
+def _named_by_slurm(job_id: str, runs_dir: Path) -> str | None:
+    """The name of the run whose token is in the job's comment: the job may wait, so that no attempt has its id."""
+    from jobkit.slurm import commands, jobs
+
+    if not commands.is_available():
+        return None
+    try:
+        job = jobs.show(job_id, timeout=ANSWER_SECONDS)
+    except SchedulerError as error:
+        log.warning("%s; only jobs that have begun are looked for", error)
+        return None
+    for word in job.comment.split() if job is not None else ():
+        prefix, _, rest = word.partition(":")
+        name = rest.rsplit(":", 2)[0]
+        if prefix == "jobkit" and (run := RunDir(runs_dir / name)).exists() and read_status(run).token == word:
+            return name
+    return None
+
+
+def _none(word: str, runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
+    """Raise the error for a word that means no run."""
+    known = {name for match in map(_RUN_NAME.fullmatch, names) if match for name in (match[0], match["identity"][:-9])}
+    hint = nearest(word.rstrip("*"), sorted(known | set(names)))
+    where = f"a run in {runs_dir}" if names else f"a run; {runs_dir} has none: --runs-dir DIR, or JOBKIT_RUNS"
+    if Path(word).suffix in (".yaml", ".yml"):  # the shell makes digits.yaml of digits*
+        hint = "put a pattern in quotes, as in 'digits*'"
+    raise NoSuchRun(key="RUN", found=word, allowed=where, hint=hint)
+
+
+def _names(runs_dir: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(runs_dir) if not name.startswith(".")]  # noqa: PTH208 - thousands
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", key="--runs-dir", found=str(runs_dir)) from None
+
+
+def _matches(runs_dir: Path) -> list[re.Match[str]]:
+    return [match for match in map(_RUN_NAME.fullmatch, _names(runs_dir)) if match]
+
+
+def _number(match: re.Match[str]) -> int:
+    return int(match["number"] or 1)
+
+
+def _changed(name: str, runs_dir: Path) -> float | None:
+    """When something of the run was last journalled; None where the folder is no run."""
+    folder = f"{runs_dir}/{name}"
+    if not os.path.exists(f"{folder}/config.yaml"):  # noqa: PTH110 - a Path takes longer than the question
+        return None
+    try:
+        return os.stat(f"{folder}/events.jsonl").st_mtime  # noqa: PTH116
+    except OSError:
+        return 0.0  # its submission is about to write it

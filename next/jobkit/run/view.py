@@ -1,0 +1,172 @@
+"""How runs are now: what their journals say, and the scheduler's word beside it. Nothing is written here.
+
+    RunDir --read_status--> Status --one squeue for all, or the lock of a local job--> View
+
+Every command that shows runs, and the submission before it decides, calls `view` or `views`. A job is a run's where
+its comment holds the run's token: job ids repeat on other clusters, and paths change.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jobkit.errors import SchedulerError
+from jobkit.log import log
+from jobkit.run.journal import read_status
+from jobkit.run.locks import Lock
+from jobkit.run.records import Submitted
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Status
+
+if TYPE_CHECKING:
+    from jobkit.slurm.jobs import Job
+
+LOST = "lost"
+"""The state of a run whose job is gone, though its journal says queued or running."""
+
+ANSWER_SECONDS = 10.0
+"""How long a controller may take to answer for all runs; the journals are shown without its word then."""
+
+UNDER_WAY = frozenset({"queued", "running"})
+
+
+@dataclass(frozen=True)
+class View:
+    """A run as it is now.
+
+    now = view(run)
+    now.state      # "lost": the journal says running, and Slurm has no such job
+    now.words      # "job 17 is gone, and nothing recorded why; the same command continues the run"
+    """
+
+    run: RunDir
+    status: Status
+    job: Job | None
+    """Slurm's record of the run's job; None where there is none, or on this machine."""
+    answered: bool
+    """False where it is not known if the job lives: no answer, another cluster, another user's job."""
+    alive: bool = False
+    """True where the scheduler has the job, the local job's lock is held, or a submission is being made."""
+
+    @property
+    def state(self) -> str:
+        """The journal's state, or `lost`; `queued` also where Slurm itself has put the job back."""
+        if self.status.state not in UNDER_WAY or not self.answered:
+            return self.status.state
+        if not self.alive:
+            return LOST
+        return "queued" if self.is_pending else self.status.state
+
+    @property
+    def is_pending(self) -> bool:
+        return self.job is not None and self.job.state == "PENDING"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more happens to the run by itself."""
+        return self.state not in UNDER_WAY
+
+    @property
+    def job_id(self) -> str | None:
+        return self.job.job_id if self.job is not None else self.status.job_id
+
+    @property
+    def words(self) -> str:
+        """Why the run is in this state, in a plain line; it may be empty."""
+        job = f"job {self.job_id}" if self.job_id else "its job"
+        if self.status.state not in UNDER_WAY:
+            return self.status.reason
+        if self.state == LOST:
+            end = f"ended ({self.job.state})" if self.job is not None else "is gone"
+            return f"{job} {end}, and nothing recorded why; the same command continues the run"
+        if self.job is not None and self.is_pending:
+            from jobkit.slurm.reasons import explain_reason
+
+            held = f"; to release it: scontrol release {self.job.job_id}" if self.job.held else ""
+            return f"{job} waits: {explain_reason(self.job.reason or 'None')}{held}"
+        attempt = self.status.open_attempt
+        words = f"attempt {attempt.number} in {job}" if attempt is not None else f"{job} is starting"
+        return words if self.answered else f"{words}, as far as the journal knows: its scheduler did not answer"
+
+
+def view(run: RunDir, *, locked: bool = False) -> View:
+    """Return how a run is now. `locked`: the caller holds its submit lock, so that no other submission is under way."""
+    return look([(run, read_status(run))], locked=locked)[0]
+
+
+def views(runs: Iterable[RunDir]) -> list[View]:
+    """Return how runs are now, by one question to Slurm."""
+    return look([(run, read_status(run)) for run in runs])
+
+
+def look(read: Sequence[tuple[RunDir, Status]], *, locked: bool = False) -> list[View]:
+    """As `views`, of runs whose journals were read already."""
+    jobs = _jobs_of([status.submitted for _, status in read if _is_on_slurm(status) and status.submitted])
+    return [_view(run, status, jobs, locked) for run, status in read]
+
+
+_Jobs = dict[tuple[str, "int | None"], "Job | None"]
+"""(token, task) -> the job, None where Slurm has none; the key is missing where that is not known."""
+
+
+def _view(run: RunDir, status: Status, jobs: _Jobs, locked: bool) -> View:
+    submitted, job = status.submitted, None
+    if status.state not in UNDER_WAY or submitted is None:
+        return View(run, status, None, answered=True)
+    if submitted.scheduler == "slurm":
+        key = (submitted.token, submitted.task)
+        answered, job = key in jobs, jobs.get(key)
+        alive = job is not None and not job.ended
+    else:
+        held = _is_held(run.alive_lock())
+        answered, alive = held is not None, bool(held)
+    if not alive and not locked and _is_held(run.submit_lock()):
+        alive = True  # its submission is being made
+    if answered and not alive and (now := read_status(run)) != status:
+        return View(run, now, None, answered=now.state not in UNDER_WAY)  # it went on during the question
+    return View(run, status, job, answered, alive)
+
+
+def _is_held(lock: Lock) -> bool | None:
+    try:
+        return lock.is_held()
+    except PermissionError:  # another user's
+        return None
+
+
+def _is_on_slurm(status: Status) -> bool:
+    return status.state in UNDER_WAY and status.submitted is not None and status.submitted.scheduler == "slurm"
+
+
+def _jobs_of(submissions: Sequence[Submitted]) -> _Jobs:
+    from jobkit.slurm import commands, jobs
+
+    if not submissions or not commands.is_available():
+        return {}
+    try:
+        here = commands.cluster_name()
+        asked = [item for item in submissions if item.cluster in (None, here)]
+        users = ",".join(sorted({item.user or _me() for item in asked}))
+        index = jobs.by_token(jobs.queue(users, timeout=ANSWER_SECONDS)) if asked else {}
+    except SchedulerError as error:
+        log.warning("%s; what follows is what the run directories say", error)
+        return {}
+    answer: _Jobs = {}
+    for item in asked:
+        candidates = index.get((item.token, item.task), [])
+        # Slurm may hide the jobs of other users (PrivateData=jobs): of theirs, no job is no answer.
+        if candidates or os.geteuid() == 0 or item.user in ("", _me()):
+            best = max(candidates, key=lambda job: (not job.ended, job.state != "PENDING"), default=None)
+            answer[item.token, item.task] = best
+    return answer
+
+
+def _me() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a user that this machine does not know
+        return str(os.getuid())
