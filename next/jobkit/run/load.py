@@ -14,28 +14,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jobkit.errors import InputError, closest, nearest
+from jobkit.errors import InputError, nearest
+from jobkit.run import overrides as overriding
+from jobkit.run.interpolation import RUN_DIR, KeyPath, at, resolve
+from jobkit.run.overrides import COMMAND_LINE, refuse_bare_none, with_value
 from jobkit.run.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config
 from jobkit.run.strict import build
-from jobkit.run.yamlfile import Document, bare_none_in, parse_value, read_yaml
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-COMMAND_LINE = "command line"
-
-KEYS_SHOWN = 12
-"""How many keys of `params` a refusal lists."""
-
-_KEY = r"[A-Za-z_][\w.\-]*(\[\d+\])?"
-_RUN_DIR = "${run_dir}"
-
-Path_ = tuple[str | int, ...]
+from jobkit.run.yamlfile import Document, read_yaml
 
 
 class Places:
@@ -81,7 +71,7 @@ class Loaded:
     """The value under `sweep:`, unchecked; None without such a key."""
     typed: list[str] = field(default_factory=list)
     """Dotted keys that the command line or a point of a sweep has set."""
-    expressions: dict[Path_, tuple[str, Any]] = field(default_factory=dict)
+    expressions: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
     """The values that config.yaml holds as an expression: the expression, and its present value."""
 
     @property
@@ -89,8 +79,8 @@ class Loaded:
         """The content of config.yaml, for `yamlfile.dump`."""
         values = dataclasses.asdict(self.config)
         for path, (expression, value) in self.expressions.items():
-            parent = _at(values, path[:-1])
-            if _at(values, path) == value and parent is not None:
+            parent = at(values, path[:-1])
+            if at(values, path) == value and parent is not None:
                 parent[path[-1]] = expression
         return values
 
@@ -111,17 +101,17 @@ class Experiment:
 
     def load(self, overrides: Sequence[str] = (), point: Sequence[str] = (), place: str = COMMAND_LINE) -> Loaded:
         """The config with the `key=value` of the command line, then those of a sweep's point, written at `place`."""
-        from omegaconf import OmegaConf
-
-        places, typed = self.places.copy(), []
-        merged = OmegaConf.create(self.values)
+        values, places, typed = self.values, self.places.copy(), []
         try:
             for text, where in [*((text, COMMAND_LINE) for text in overrides), *((text, place) for text in point)]:
-                override = parse_override(text, where)
-                typed += list(_keys(override.key, override.value))
-                places.add(where, typed)
-                _apply(override, merged)
-            resolved, expressions = _resolve(merged)
+                try:
+                    override = overriding.parse(text)
+                except InputError as error:
+                    raise error.at(where) from None
+                typed += override.keys
+                places.add(where, override.keys)
+                values = overriding.apply(override, values)
+            resolved, expressions = resolve(values)
             _refuse_sections_in_params(resolved.get("params"))
             config = _config(resolved)
         except InputError as error:
@@ -147,22 +137,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 def read_experiment(path: Path) -> Experiment:
     """The experiment in a YAML, with the clusters of the user's own file. Raises InputError."""
-    document, own, own_file = read_yaml(path), read_user_file(), user_file_path()
-    places = Places(path)
-    places.add(own_file, own.lines)
+    user_file, document, places = read_user_file(), read_yaml(path), Places(path)
+    places.add(user_file_path(), user_file.lines)
     places.add(path, document.lines)
-    values, notes = dict(document.values), []
+    values, notes = dict(document.value), []
     try:
-        _refuse_bare_none(document)
+        refuse_bare_none(document.bare_none)
         sweep, demo = values.pop("sweep", None), values.pop("demo", None)
         if demo is not None and (variable := _variable_without(demo)):
-            values = _merged(values, {key: value for key, value in demo.items() if key != "unless_env"})
+            values = with_value(values, [], {key: value for key, value in demo.items() if key != "unless_env"})
             notes.append(f"{variable} is not set: using the small recipe (`demo:` in {path})")
             places.add(path, document.lines, below="demo.")
         entries = values.get("clusters", {})
         if isinstance(entries, dict):  # else the schema refuses it
-            values["clusters"] = {**own.values.get("clusters", {}), **entries}
-        _check_grammar(values)
+            values["clusters"] = {**user_file.value.get("clusters", {}), **entries}
     except InputError as error:
         raise places.locate(error) from None
     return Experiment(values=values, places=places, notes=notes, sweep=sweep)
@@ -173,13 +161,10 @@ def read_resolved(path: Path) -> Config:
 
     Raises InputError; for a variable that is not set it names the variable.
     """
-    from omegaconf import OmegaConf
-
     document, places = read_yaml(path), Places(path)
     places.add(path, document.lines)
     try:
-        _check_grammar(document.values)
-        return _config(_resolve(OmegaConf.create(document.values))[0])
+        return _config(resolve(document.value)[0])
     except InputError as error:
         raise places.locate(error) from None
 
@@ -187,7 +172,7 @@ def read_resolved(path: Path) -> Config:
 def with_run_dir(value: Any, run_dir: Path) -> Any:
     """A value of `params` or `command` with the path in the place of `${run_dir}`."""
     if isinstance(value, str):
-        return value.replace(_RUN_DIR, str(run_dir))
+        return value.replace(RUN_DIR, str(run_dir))
     if isinstance(value, Mapping):
         return {key: with_run_dir(item, run_dir) for key, item in value.items()}
     return [with_run_dir(item, run_dir) for item in value] if isinstance(value, list) else value
@@ -218,8 +203,8 @@ def read_user_file() -> Document:
     document, places = read_yaml(path), Places(path)
     places.add(path, document.lines)
     try:
-        _refuse_bare_none(document)
-        build(_UserFile, document.values)
+        refuse_bare_none(document.bare_none)
+        build(_UserFile, document.value)
     except InputError as error:
         raise places.locate(error) from None
     return document
@@ -236,252 +221,6 @@ def _variable_without(demo: Any) -> str:
     if not isinstance(variable, str):
         raise InputError(key="demo.unless_env", found=variable, allowed="the name of an environment variable")
     return "" if os.environ.get(variable) else variable
-
-
-def _merged(values: Any, over: Any) -> Any:
-    """Mappings are merged; any other value of `over` takes the place of the one in `values`."""
-    if not (isinstance(values, dict) and isinstance(over, dict)):
-        return over
-    return {**values, **{key: _merged(values.get(key), value) for key, value in over.items()}}
-
-
-# Overrides
-
-
-@dataclass(frozen=True)
-class Override:
-    """A value that the command line, or a point of a sweep, sets."""
-
-    key: str
-    """Dotted, as `params.widths.0`."""
-    value: Any
-    adds: bool
-    """True if it was typed with `+`: it may add a key to params, and change the type of a value."""
-
-
-def parse_override(text: str, place: str = COMMAND_LINE) -> Override:
-    """The meaning of `key=value` or `+key=value`. Raises InputError."""
-    typed, equals, value = text.partition("=")
-    key = typed.removeprefix("+")
-    if not equals or not re.fullmatch(_KEY, key):
-        raise InputError(f"{text!r}", allowed="key=value, as in params.lr=1e-3").at(place)
-    if not value.strip():
-        raise InputError("no value", key=key, hint=f"for none: {typed}=null; for an empty text: {typed}='\"\"'").at(
-            place
-        )
-    try:
-        parsed = parse_value(value)
-    except ValueError as error:
-        raise InputError(str(error), key=key, found=value).at(place) from None
-    for inner in bare_none_in(value):
-        _refuse_none(f"{key}.{inner}".rstrip("."), place)
-    return Override(re.sub(r"\[(\d+)\]", r".\1", key), parsed, typed.startswith("+"))
-
-
-def _refuse_bare_none(document: Document) -> None:
-    for key in document.bare_none:
-        _refuse_none(key)
-
-
-def _refuse_none(key: str, place: str | None = None) -> None:
-    if not key.endswith("comm.hook"):  # its default is the word none
-        error = InputError(key=key, found="None", allowed="null for no value, or quotes around the text")
-        raise error.at(place) if place else error
-
-
-def _keys(key: str, value: Any) -> Iterator[str]:
-    """The dotted keys that `key=value` sets: `clusters.big={nodes: 5}` sets `clusters.big.nodes`."""
-    yield key
-    for name, inner in value.items() if isinstance(value, dict) else ():
-        yield from _keys(f"{key}.{name}", inner)
-
-
-def _apply(override: Override, merged: DictConfig) -> None:
-    """Set a value, or merge a mapping into the present one."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    top, *below = override.key.split(".")
-    values: Any = OmegaConf.to_container(merged)
-    if top not in SECTIONS:
-        hint = DROPPED.get(top) or _key_meant(override.key, values)
-        raise InputError("unknown key", key=override.key, hint=hint, allowed=", ".join(SECTIONS))
-    if top == "params" and not override.adds:
-        params = values.get("params")
-        _check_param("params", {} if params is None else params, below, override.value)
-    dotted = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", override.key)
-    key = override.key if OmegaConf.select(merged, dotted.rpartition("[")[0]) is None else dotted
-    try:
-        OmegaConf.update(merged, key, override.value, force_add=True)
-    except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
-        raise InputError(_first_line(error), key=override.key, found=override.value) from None
-
-
-def _check_param(key: str, present: Any, below: Sequence[str], value: Any) -> None:
-    """Refuse a key that `params` does not have, and a text in the place of a number (a slip, as `1e-3x`).
-
-    Args:
-        present: the value of `key` so far, before interpolation
-        below: the parts of the override's key below `key`
-    """
-    if isinstance(value, Mapping) and not below and isinstance(present, Mapping):
-        for name, item in value.items():  # it is merged
-            _check_param(key, present, [str(name)], item)
-    elif not below:
-        _check_kind(key, present, value)
-    elif isinstance(present, list) and below[0].isdigit() and int(below[0]) < len(present):
-        _check_param(f"{key}.{below[0]}", present[int(below[0])], below[1:], value)
-    elif isinstance(present, Mapping) and below[0] in present:
-        _check_param(f"{key}.{below[0]}", present[below[0]], below[1:], value)
-    elif not (isinstance(present, str) and "${" in present):  # an interpolation: OmegaConf knows what is there
-        new = f"{key}.{below[0]}"
-        names = [str(name) for name in present] if isinstance(present, Mapping) else []
-        match = closest(below[0], names)
-        has = f"{', '.join(names[:KEYS_SHOWN])}{', ...' if len(names) > KEYS_SHOWN else ''}" if names else "no keys"
-        meant = f"did you mean '{key}.{match}'? " if match else ""
-        raise InputError("there is no such key", key=new, hint=f"{meant}({key} has {has}; to add it: +{new}=...)")
-
-
-def _check_kind(key: str, present: Any, value: Any) -> None:
-    is_text = isinstance(value, str) and "${" not in value
-    allowed = ""
-    if isinstance(present, bool):
-        allowed = "true or false" if is_text or isinstance(value, Mapping) else ""
-    elif isinstance(present, int | float):
-        allowed = f"a number, as {present!r}" if is_text or isinstance(value, bool | Mapping) else ""
-    elif isinstance(present, list | Mapping) and (is_text or isinstance(value, int | float)):
-        allowed = f"a {'list' if isinstance(present, list) else 'mapping'}, as {present!r}"
-    elif isinstance(present, str) and present != "???" and "${" not in present and isinstance(value, Mapping):
-        allowed = "a text; one with a colon in it: in quotes"
-    if allowed:
-        several = is_text and "," in value
-        hint = f"several runs: --sweep {key}={value}; a list: {key}=[{value}]; " if several else ""
-        raise InputError(key=key, found=value, allowed=allowed, hint=f"{hint}+{key}=... takes any value")
-
-
-def _key_meant(key: str, values: Mapping[str, Any]) -> str:
-    """`did you mean 'params.lr'?` for `lr`: top-level keys, keys of sections and of params."""
-    params = values.get("params")
-    names = {name: f"{section}.{name}" for section, inner in SECTIONS.items() for name in inner}
-    names |= {str(name): f"params.{name}" for name in (params if isinstance(params, Mapping) else {})}
-    names |= {section: section for section in SECTIONS}
-    match = closest(key.partition(".")[0], names) or closest(key.rpartition(".")[2], names)
-    return f"did you mean {names[match]!r}?" if match else ""
-
-
-# Interpolation
-
-
-def _check_grammar(values: dict[str, Any]) -> None:
-    """Refuse a value that is no valid expression of OmegaConf, as `a ${ b`."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        OmegaConf.create(values)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        key = str(getattr(error, "full_key", None) or "")
-        raise InputError(_first_line(error), key=key, hint="a text with ${ in it: write \\${") from None
-
-
-def _resolve(merged: DictConfig) -> tuple[dict[str, Any], dict[Path_, tuple[str, Any]]]:
-    """The values, and the expressions (with their values) that config.yaml keeps: the ones that read the environment,
-    and the ones that would be read as an expression again.
-
-    The rest of config.yaml has the values that the expressions refer to at the same keys.
-    """
-    from omegaconf import OmegaConf
-
-    raw: Any = OmegaConf.to_container(merged)
-    environment = _Environment()
-    tree = OmegaConf.create(environment.watched(raw if "run_dir" in raw else {**raw, "run_dir": "\\" + _RUN_DIR}))
-    expressions: dict[Path_, tuple[str, Any]] = {}
-
-    def walk(node: Any, name: str | int, written: Any, path: Path_) -> Any:
-        if isinstance(written, Mapping):
-            return {key: walk(node[name], key, item, (*path, key)) for key, item in written.items()}
-        if isinstance(written, list):
-            return [walk(node[name], index, item, (*path, index)) for index, item in enumerate(written)]
-        if not isinstance(written, str) or ("${" not in written and written != "???"):
-            return written
-        environment.names.clear()
-        value = _value(node, name, path, environment, raw)
-        if environment.names or "${" in str(value).replace(_RUN_DIR, ""):
-            expressions[path] = (written, value)
-        if path[0] not in ("command", "params") and _RUN_DIR in str(value):
-            raise InputError(f"{_RUN_DIR} has a value in `command` and `params` only", key=_dotted(path))
-        return value
-
-    return {key: walk(tree, key, item, (key,)) for key, item in raw.items()}, expressions
-
-
-class _Environment:
-    """Reads variables for `${oc.env:NAME}` and notes their names."""
-
-    def __init__(self) -> None:
-        from omegaconf import OmegaConf
-
-        self.names: list[str] = []
-        OmegaConf.register_new_resolver("jobkit.env", self._read, replace=True)
-
-    def _read(self, name: str, *default: Any) -> Any:
-        self.names.append(name)
-        if name in os.environ or not default:
-            return os.environ[name]
-        return default[0] if default[0] is None else str(default[0])
-
-    def watched(self, value: Any) -> Any:
-        """The values with this resolver in the place of OmegaConf's."""
-        if isinstance(value, str):
-            return re.sub(r"(?<!\\)\$\{(\s*)oc\.env\b", r"${\1jobkit.env", value)
-        if isinstance(value, Mapping):
-            return {key: self.watched(item) for key, item in value.items()}
-        return [self.watched(item) for item in value] if isinstance(value, list) else value
-
-
-def _value(node: Any, name: str | int, path: Path_, environment: _Environment, raw: Mapping[str, Any]) -> Any:
-    """The value of one expression. Raises InputError."""
-    from omegaconf import Container, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    key = _dotted(path)
-    try:
-        value = node[name]
-        if isinstance(value, Container):
-            return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        return value
-    except OmegaConfBaseException as error:
-        line = _first_line(error)
-        if missing := re.search(r"Missing mandatory value: ([\w.]+)", line):
-            key = missing[1] if "interpolation" in line else key
-            raise InputError("missing", key=key, hint=f"give it a value: {key}=...") from None
-        if unknown := re.match(r"Interpolation key '([^']*)' not found", line):
-            hint = nearest(unknown[1], _keys("", raw)) or f"the text itself: \\${{{unknown[1]}}}"
-            raise InputError(f"${{{unknown[1]}}}: there is no such key", key=key, hint=hint) from None
-        if "KeyError" in line and environment.names:
-            variable = environment.names[-1]
-            raise InputError(
-                f"the environment variable {variable} is not set", key=key, hint=f"type first: export {variable}=..."
-            ) from None
-        raise InputError(line, key=key) from None
-
-
-def _dotted(path: Path_) -> str:
-    return ".".join(map(str, path))
-
-
-def _at(values: Any, path: Path_) -> Any:
-    """The value at a path, or None if there is none."""
-    for key in path:
-        try:
-            values = values[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 # Config

@@ -23,13 +23,14 @@ DEEPEST = 40
 
 @dataclass(frozen=True)
 class Document:
-    """The mapping in a YAML file."""
+    """The value of a YAML text; the mapping of a YAML file."""
 
-    values: dict[str, Any]
+    value: Any
     lines: dict[str, int] = field(default_factory=dict)
     """The line, from 1, of each dotted key; `sweep.0.seed` within a list."""
     bare_none: list[str] = field(default_factory=list)
-    """Dotted keys whose whole value is `None` or `none` without quotes: a text for YAML, and a Python user's null."""
+    """Dotted keys whose whole value is `None` or `none` without quotes: a text for YAML, and a Python user's null. An
+    empty key is the whole text."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -115,59 +116,57 @@ def in_a_line(value: Any) -> str:
 def parse_value(text: str) -> Any:
     """The value of a YAML scalar or flow collection, as it stands behind `key=` on a command line. Raises ValueError,
     with a sentence for the user."""
+    return parse_document(text).value
+
+
+def parse_document(text: str) -> Document:
+    """The same as `parse_value`, with the places of `None`."""
     try:
-        node, value = _load(text)
+        node, document = _load(text)
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError("the value is not valid YAML; quote it") from error
     if text[node.end_mark.index if node else 0 :].strip():
         raise ValueError("the value has a comment; quote it")  # `a #3` would lose a part
-    return value
-
-
-def bare_none_in(text: str) -> list[str]:
-    """Dotted keys of a text that `parse_value` reads whose whole value is `None`; an empty key for the text itself."""
-    node, value = _load(text)
-    document = Document({"": value})
-    _collect(yaml.MappingNode("", [(yaml.ScalarNode("", "", node.start_mark), node)]) if node else None, "", document)
-    return [key.removeprefix(".") for key in document.bare_none]
-
-
-def _load(text: str) -> tuple[yaml.Node | None, Any]:
-    """The node of a text, which knows the lines, and its value."""
-    loader = _Loader(text)
-    node: yaml.Node | None = loader.get_single_node()
-    return node, None if node is None else loader.construct_document(node)
+    return document
 
 
 def read_yaml(path: Path) -> Document:
     """The mapping in a file. Raises InputError with file and line."""
     text = read_text(path)
     try:
-        node, value = _load(text)
+        _, document = _load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise InputError(f"not valid YAML: {problem}").at(path, mark.line + 1 if mark else None) from None
     except (ValueError, TypeError) as error:  # a scalar whose tag promises another type
         raise InputError(f"not valid YAML: {error}").at(path) from None
-    if not isinstance(value, dict):
-        raise InputError(found=value, allowed="`key: value` lines, as in name: toy").at(path)
-    document = Document(value)
-    _collect(node, "", document)
+    if not isinstance(document.value, dict):
+        raise InputError(found=document.value, allowed="`key: value` lines, as in name: toy").at(path)
     return document
 
 
-def _collect(node: yaml.Node | None, prefix: str, document: Document) -> None:
+def _load(text: str) -> tuple[yaml.Node | None, Document]:
+    loader = _Loader(text)
+    node: yaml.Node | None = loader.get_single_node()
+    document = Document(None if node is None else loader.construct_document(node))
+    _collect(node, "", document)
+    return node, document
+
+
+def _collect(node: yaml.Node | None, key: str, document: Document, *, in_list: bool = False) -> None:
+    """Note the lines of the keys below a node. An item `None` of a list may be an argument of a command."""
+    if isinstance(node, yaml.ScalarNode) and node.style is None and _NONE.fullmatch(node.value) and not in_list:
+        document.bare_none.append(key)
+    items: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
         items = [(str(number), item, item) for number, item in enumerate(node.value)]
-    else:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        items = [(str(key_node.value), key_node, value_node) for key_node, value_node in pairs]
+    elif isinstance(node, yaml.MappingNode):
+        items = [(str(key_node.value), key_node, value_node) for key_node, value_node in node.value]
     for name, start, value in items:
-        document.lines[f"{prefix}{name}"] = start.start_mark.line + 1
-        if isinstance(node, yaml.MappingNode) and isinstance(value, yaml.ScalarNode) and value.style is None:
-            document.bare_none.extend([f"{prefix}{name}"] if _NONE.fullmatch(value.value) else [])
-        _collect(value, f"{prefix}{name}.", document)
+        inner = f"{key}.{name}" if key else name
+        document.lines[inner] = start.start_mark.line + 1
+        _collect(value, inner, document, in_list=isinstance(node, yaml.SequenceNode))
 
 
 def read_text(path: Path) -> str:
