@@ -155,6 +155,8 @@ class Signal:
     attempt: int
     name: SignalName
     ranks: list[int] | None = None
+    unless_saving: bool = False
+    """True spares ranks whose page says SAVING: half of the margin is over, and these have used it well."""
 
 
 @dataclass(frozen=True, kw_only=True)
