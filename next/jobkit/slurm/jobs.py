@@ -248,6 +248,8 @@ def requeue(job_id: str, restarts: int | None = None) -> bool:
     """
     for _ in range(3):  # the state may change between the look and the command
         job = show(job_id)
+        if job is not None and restarts is None:
+            restarts = job.restarts  # after our own command it is COMPLETING, as a job that is cancelled
         if job is not None and (job.state == "PENDING" or job.is_requeued(restarts)):
             return True
         if job is not None and stop_cause(job, now=time.time()) == "cancelled":

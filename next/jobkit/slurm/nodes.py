@@ -25,7 +25,7 @@ def expand(nodes: str) -> list[str]:
 
 
 def states(nodes: str) -> dict[str, str]:
-    """Node -> state, as `IDLE`, `MIXED+DRAIN`, `DOWN*`; a star at its end: the node does not respond."""
+    """Node -> state, as `IDLE`, `MIXED+DRAIN`, `DOWN*`; the star means that the node does not respond."""
     # Not by sinfo: where it was asked again and again, it showed a node that had come back as down for minutes.
     return {record["NodeName"]: record["State"] for record in _records("node", nodes)}
 
@@ -43,7 +43,7 @@ def died_since(node: str, when: float) -> bool:
     """True if a node is down, or its slurmd started after `when`, in seconds since the epoch."""
     record = _records("node", node)[0]
     # A node that has rebooted is up again when the job's next start asks: only the age of its slurmd tells.
-    started = parse_time(record["SlurmdStartTime"])
+    started = parse_time(record.get("SlurmdStartTime", ""))
     return _is_dead(record["State"]) or started is None or started > when
 
 
@@ -63,8 +63,9 @@ def batch_step_alive(job_id: str) -> bool:
 def _slurmd_answers(node: str) -> bool:
     # Slurm itself calls a node down only after SlurmdTimeout, 300 s by default.
     record = _records("node", node)[0]
+    port = int(record.get("Port") or config()["SlurmdPort"])  # shown where it is not the cluster's usual one
     try:
-        socket.create_connection((record["NodeAddr"], int(record["Port"])), timeout=5.0).close()
+        socket.create_connection((record["NodeAddr"], port), timeout=5.0).close()
     except (ConnectionRefusedError, TimeoutError):
         return False
     except OSError as error:  # else nobody knows: the address may not resolve here
@@ -136,11 +137,11 @@ def limits_refuse(
     cpus: int | None = None,
     megabytes: float | None = None,
 ) -> InputError | None:
-    """The error for a job that none of some partitions ever starts; None if one of them does. All but `nodes` a node.
+    """The error for a job that none of the partitions ever starts; None if one of them does.
 
-    sbatch takes such a job where EnforcePartLimits is off, the default, and lets it wait for ever. Nodes that are down
-    count: they come back. Not for a job that names a QOS: flags of that may lift the limits. The caller completes the
-    key `mem` with the name of its cluster entry.
+    `cpus` and `megabytes` are needs of each node. sbatch takes such a job where EnforcePartLimits is off, the default,
+    and lets it wait for ever. Nodes that are down count: they come back. Do not call it for a job that names a QOS:
+    the flags of a QOS may lift the limits. The caller completes the key `mem` with the name of its cluster entry.
     """
     refusals = [_refusal(part, nodes, seconds, cpus, megabytes) for part in choice]
     return None if None in refusals else next(iter(refusals), None)
