@@ -1,0 +1,63 @@
+"""The `jobkit` command: one file a verb, and only the file of the typed verb is imported.
+
+jobkit VERB words... --> cli/VERB.py: add_arguments(parser), run(arguments) -> exit code
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from jobkit.errors import EXIT_FINISHED, InputError, nearest
+from jobkit.usage import Parser, exit_code, program
+
+VERBS = {
+    "submit": "run an experiment, or continue it",
+    "list": "all runs in the runs directory",
+    "status": "how a run stands, attempt by attempt",
+    "logs": "what the ranks of a run printed",
+    "wait": "return when runs are over, with the exit code of the worst",
+    "cancel": "stop a run for good, with a checkpoint",
+    "resume": "continue a run as it was last submitted",
+    "preempt": "rehearse a preemption: a run stops, and continues by itself",
+    "doctor": "check this machine and the cluster",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
+    verb = words[0] if words else "--help"
+    if verb in ("-h", "--help"):
+        print(_help())
+        return EXIT_FINISHED
+    if verb == "--version":
+        from jobkit import __version__
+
+        print(f"jobkit {__version__} (Python {sys.version.split()[0]}, {sys.executable})")
+        return EXIT_FINISHED
+    if verb not in VERBS:
+        is_yaml = verb.endswith((".yaml", ".yml"))
+        hint = f"did you mean `{program('submit')} {verb}`?" if is_yaml else nearest(verb, VERBS)
+        raise InputError(key="command", found=verb, allowed=f"one of {', '.join(VERBS)}", hint=hint)
+    module = import_module("jobkit.submit" if verb == "submit" else f"jobkit.cli.{verb}")
+    parser = Parser(prog=program(verb), description=VERBS[verb])
+    module.add_arguments(parser)
+    arguments = parser.parse(words[1:])
+    from jobkit.log import configure  # --help needs no logging, whose import takes a sixth of its time
+
+    configure()
+    return int(module.run(arguments))
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:10}{summary}" for verb, summary in VERBS.items())
+    return (
+        f"usage: {program('VERB')} ...\n\nRun PyTorch training here or on Slurm, and never lose a run.\n\n{verbs}\n\n"
+        f"{program('VERB')} --help shows what a command takes."
+    )

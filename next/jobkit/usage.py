@@ -1,0 +1,105 @@
+"""How a command of jobkit's reads its words and ends: usage lines as typed, mistakes in a line or two, exit codes.
+
+    main = lambda: exit_code(lambda: verb.run(Parser(...).parse_args()))
+
+The `jobkit` command and `python -m jobkit.submit` share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
+
+EXIT_INTERRUPTED = 130
+"""Of a command that Ctrl-C has ended, as shells give it."""
+
+EXIT_READER_GONE = 141
+"""Of a command whose output nobody reads to its end (`jobkit list | head`), as shells give it."""
+
+_OF_THE_DISK = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG}
+)
+"""Errors that a person's disk and its permissions cause; any other OSError is a bug, with its traceback."""
+
+
+def program(verb: str = "") -> str:
+    """Return how jobkit was typed: `jobkit list`, `python -m jobkit list` or `python -m jobkit.submit`."""
+    typed = Path(sys.argv[0])
+    if typed.name == "submit.py" and verb == "submit":
+        return "python -m jobkit.submit"
+    return f"{'jobkit' if typed.name == 'jobkit' else 'python -m jobkit'} {verb}".strip()
+
+
+def to_type(verb: str, run: Path, *words: str) -> str:
+    """Return a command about a run, as it can be typed next: `jobkit logs -f toy-11f5f19c`."""
+    usual = Path(os.environ.get("JOBKIT_RUNS") or "runs").absolute()
+    where = [] if run.parent == usual else ["--runs-dir", str(run.parent)]
+    return f"{program(verb)} {shlex.join([*words, run.name, *where])}"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, except that a mistake takes a line or two, with the nearest option, and no page of usage.
+
+    An option is typed whole: its beginning may be another option tomorrow.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse a command line: options may stand between the other words, and `--sort -loss` is an option's value."""
+        joined: list[str] = []
+        for word in words:
+            takes_it = joined and joined[-1] == "--sort" and "--sort" in self._option_string_actions
+            if takes_it:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return self.parse_intermixed_args(joined)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: .*?(--?[\w-]+)", message)
+        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
+        said = f"{message}; {hint}" if hint else message
+        self.exit(EXIT_BAD_INPUT, f"error: {said}\n{self.prog} --help shows what it takes\n")
+
+
+def show_examples(parser: argparse.ArgumentParser, examples: dict[str, str]) -> None:
+    """End `--help` with examples: the words behind the verb, and for each what it does."""
+    lines = [f"  {parser.prog} {words}\n      {does}" for words, does in examples.items()]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["examples:", *lines])
+
+
+def exit_code(command: Callable[[], int], interrupted: int = EXIT_INTERRUPTED) -> int:
+    """Run a command and return its exit code, or that of the error or Ctrl-C that ended it, which takes a line."""
+    for stream in (sys.stdout, sys.stderr):  # a letter that the terminal's encoding lacks is printed as \u4f60
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = command()
+        if sys.stdout is not None:  # closed by the shell: `>&-`
+            sys.stdout.flush()  # a failure while the interpreter ends would look like a bug
+        return code
+    except JobkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return interrupted
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_READER_GONE
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        return EXIT_BAD_INPUT
