@@ -15,6 +15,7 @@ jobkit. Fields that a record does not have are left out.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -314,6 +315,11 @@ class Finished(Event):
     kind = "finished"
     result: dict[str, Any] | None = None
     step: int | None = None
+
+
+def new_token(run: str, number: int) -> str:
+    """Return the token of a run's submission: it names this one, also where the run directory is copied or moved."""
+    return f"jobkit:{run}:{number}:{secrets.token_hex(3)}"
 
 
 EVENTS: dict[str, type[Event]] = {

@@ -150,7 +150,7 @@ def _jobs_of(submissions: Sequence[Submitted]) -> _Jobs:
     try:
         here = commands.cluster_name()
         asked = [item for item in submissions if item.cluster in (None, here)]
-        users = ",".join(sorted({item.user or _me() for item in asked}))
+        users = ",".join(sorted({item.user or user_name() for item in asked}))
         index = jobs.by_token(jobs.queue(users, timeout=ANSWER_SECONDS)) if asked else {}
     except SchedulerError as error:
         log.warning("%s; what follows is what the run directories say", error)
@@ -159,13 +159,14 @@ def _jobs_of(submissions: Sequence[Submitted]) -> _Jobs:
     for item in asked:
         candidates = index.get((item.token, item.task), [])
         # Slurm may hide the jobs of other users (PrivateData=jobs): of theirs, no job is no answer.
-        if candidates or os.geteuid() == 0 or item.user in ("", _me()):
+        if candidates or os.geteuid() == 0 or item.user in ("", user_name()):
             best = max(candidates, key=lambda job: (not job.ended, job.state != "PENDING"), default=None)
             answer[item.token, item.task] = best
     return answer
 
 
-def _me() -> str:
+def user_name() -> str:
+    """Return the name of this process's user, as Slurm knows it."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a user that this machine does not know
