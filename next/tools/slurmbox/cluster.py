@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import pwd
 import shlex
@@ -17,11 +18,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from . import config, processes
+from .daemons import Daemons
 from .processes import ClusterError, Process, free_ports, wait_until
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
@@ -52,7 +55,7 @@ class Cluster:
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(OUTER_VARIABLES)}
         self.env["SLURM_CONF"] = str(self.conf)
         self.env["PATH"] = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # the daemons are in sbin
-        self._children: list[subprocess.Popen[bytes]] = []  # to reap them
+        self._daemons = Daemons(self.dir, self.env)
 
     def __enter__(self) -> Cluster:
         self.up(owner=os.getpid())
@@ -85,7 +88,7 @@ class Cluster:
                     (self.dir / "ready").touch()
                     return
                 except BaseException as error:
-                    logs = self._log_tails()
+                    logs = self._daemons.log_tails()
                     self._clear()
                     # Another process may have taken a port between our check and a daemon's start.
                     if isinstance(error, ClusterError) and "Address already in use" in logs and attempt < 2:
@@ -132,12 +135,8 @@ class Cluster:
 
     def _clear(self) -> None:
         """Kill everything, for no state is kept; the file that makes the directory ours goes last."""
-        daemons = [daemon for daemon in self.daemons().values() if daemon.pid != os.getpid()]  # the guard calls this
-        processes.kill_until_none(lambda: [daemon for daemon in daemons if daemon.alive])
+        self._daemons.kill_all()
         processes.kill_until_none(self.job_processes)
-        for child in self._children:
-            child.wait()
-        self._children.clear()
         for path in sorted(self.dir.iterdir(), key=lambda path: path == self.conf):
             path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
@@ -170,114 +169,75 @@ class Cluster:
 
     def daemons(self) -> dict[str, Process]:
         """Return the living daemons by name; a node's slurmd has the node's name."""
-        living = {}
-        for file in sorted(self.dir.glob("pids/*")):
-            pid, started = map(int, file.read_text(encoding="utf-8").split() or (0, 0))
-            if (process := Process.read(pid)) and process.started == started:
-                living[file.name] = process
-        return living
-
-    def _start(self, name: str, *command: str) -> None:
-        if name in self.daemons():
-            return
-        with (self.dir / f"log/{name}.out").open("ab") as output:
-            child = subprocess.Popen(
-                command,
-                cwd="/",
-                env=self.env | {"MYSQL_UNIX_PORT": f"{self.dir}/run/database"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                umask=0o022,  # munged's socket and the spool directory are for all users
-                start_new_session=True,  # Ctrl-C is for the user of the cluster
-            )
-        self._children.append(child)
-        if process := Process.read(child.pid):
-            (self.dir / "pids" / name).write_text(f"{process.pid} {process.started}", encoding="utf-8")
+        return self._daemons.living()
 
     def _start_all(self, owner: int | None) -> None:
         if owner and (process := Process.read(owner)):
             guard = ["guard", f"--dir={self.dir}", str(process.pid), str(process.started)]
-            self._start("guard", sys.executable, str(Path(__file__).parent), *guard)
+            self._daemons.start("guard", sys.executable, str(Path(__file__).parent), *guard)
         munge = self.dir / "munge"
         files = [f"--{what}={munge}/{what.split('-')[0]}" for what in ("key-file", "log-file", "pid-file", "seed-file")]
         # --force: munged would like the directories above to be root's.
-        self._start("munged", "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
-        self._await("munged", (munge / "socket").exists)
+        self._daemons.start("munged", "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
+        self._daemons.wait_for("munged", (munge / "socket").exists)
         if self.settings.accounting:
             self._start_accounting()
         self.start_controller()
-        for name in self.settings.node_names:
-            self._start_node(name)
-        for name in self.settings.node_names:
-            self._await_node(name)
+        self._start_nodes(self.settings.node_names)
 
-    def _start_node(self, name: str) -> None:
-        self._start(name, "slurmd", "-D", "-N", name)
+    def _start_nodes(self, names: list[str]) -> None:
+        start = time.strftime("%Y-%m-%dT%H:%M:%S")
+        for name in names:
+            self._daemons.start(name, "slurmd", "-D", "-N", name)
 
-    def _await_node(self, name: str) -> None:
-        self._await(name, lambda: self.node_state(name) in ("idle", "mixed", "allocated"))
+        def has_registered(name: str) -> bool:
+            # The state alone is not enough: Slurm may not have noticed yet that the node's last slurmd died.
+            ready = self.node_state(name) in ("idle", "mixed", "allocated")
+            return ready and self.node(name)["SlurmdStartTime"] >= start
+
+        for name in names:
+            self._daemons.wait_for(name, functools.partial(has_registered, name))
 
     def _start_accounting(self) -> None:
         database = [f"--datadir={self.dir}/database", f"--user={config.user_name()}"]
         self.command("mariadb-install-db", "--no-defaults", *database, "--auth-root-authentication-method=normal")
         local = [f"--socket={self.dir}/run/database", f"--pid-file={self.dir}/run/mariadb.pid", "--skip-networking"]
-        self._start("mariadbd", "mariadbd", "--no-defaults", *database, *local)
-        self._await("mariadbd", (self.dir / "run/database").exists)
-        self._start("slurmdbd", "slurmdbd", "-D")
-        self._await("slurmdbd", lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"))
+        self._daemons.start("mariadbd", "mariadbd", "--no-defaults", *database, *local)
+        self._daemons.wait_for("mariadbd", (self.dir / "run/database").exists)
+        self._daemons.start("slurmdbd", "slurmdbd", "-D")
+        self._daemons.wait_for("slurmdbd", lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"))
         self.command("sacctmgr", "-i", "add", "cluster", self.settings.name)
         self.command("sacctmgr", "-i", "add", "account", config.ACCOUNT)
         self.add_user(config.user_name())
 
-    def _await(self, daemon: str, ready: Callable[[], bool]) -> None:
-        wait_until(lambda: ready() or daemon not in self.daemons(), f"{daemon} to be ready")
-        if daemon not in self.daemons():
-            raise ClusterError(f"{daemon} has ended")
-
-    def _log_tails(self) -> str:
-        """Return the last lines that each daemon printed."""
-        tails = (
-            (file.name, file.read_text(encoding="utf-8", errors="replace").splitlines()[-8:])
-            for file in sorted(self.dir.glob("log/*.out"))
-        )
-        return "".join(f"--- {name}\n" + "\n".join(lines) + "\n" for name, lines in tails if lines)
-
     # What tests do to the controller
 
     def start_controller(self) -> None:
-        """Start slurmctld and return when it answers."""
-        self._start("slurmctld", "slurmctld", "-D")
-        self._await("slurmctld", lambda: self._succeeds("scontrol", "show", "config"))
+        """Start slurmctld and return when it answers; its nodes are `unknown` until they register."""
+        self._daemons.start("slurmctld", "slurmctld", "-D")
+        self._daemons.wait_for("slurmctld", lambda: self._succeeds("scontrol", "show", "config"))
 
     def stop_controller(self) -> None:
         """End slurmctld as its service does: it saves its state, jobs run on."""
-        self._end_controller(signal.SIGTERM, signal.SIGCONT)
+        self._daemons.end("slurmctld", signal.SIGTERM, signal.SIGCONT)
 
     def kill_controller(self) -> None:
         """Kill slurmctld: it loses the jobs of the last seconds and may give their ids again."""
-        self._end_controller(signal.SIGKILL)
+        self._daemons.end("slurmctld", signal.SIGKILL)
 
     def pause_controller(self) -> None:
         """Stop slurmctld from answering until `resume_controller`: commands wait for MessageTimeout and fail."""
-        self.daemons()["slurmctld"].send(signal.SIGSTOP)
+        self._daemons.send("slurmctld", signal.SIGSTOP)
 
     def resume_controller(self) -> None:
         """Let a paused slurmctld answer again, also the requests that still wait."""
-        self.daemons()["slurmctld"].send(signal.SIGCONT)
-
-    def _end_controller(self, *signals: int) -> None:
-        if daemon := self.daemons().get("slurmctld"):
-            for number in signals:
-                daemon.send(number)
-            wait_until(lambda: not daemon.alive, "slurmctld to end")
+        self._daemons.send("slurmctld", signal.SIGCONT)
 
     # What tests do to nodes
 
     def kill_node(self, name: str) -> None:
         """Lose a node: its slurmd and all that ran on it die at once; the controller notices by itself."""
-        if daemon := self.daemons().get(name):
-            daemon.send(signal.SIGKILL)
+        self._daemons.send(name, signal.SIGKILL)
         processes.kill_at_once(lambda: self.job_processes(name))
 
     def kill_node_processes(self, name: str) -> None:
@@ -290,8 +250,7 @@ class Cluster:
 
     def restart_node(self, name: str) -> None:
         """Bring a lost node back; returns when jobs can start on it."""
-        self._start_node(name)
-        self._await_node(name)
+        self._start_nodes([name])
 
     def job_processes(self, node: str | None = None) -> list[Process]:
         """Return what runs for jobs, on a node or on all, and the clients that wait for jobs."""
@@ -319,14 +278,20 @@ class Cluster:
         return False
 
     def node_state(self, name: str) -> str:
-        """Return idle, mixed, allocated, down ...; a star at the end means that the node does not respond."""
+        """Return idle, mixed, allocated, down ...; with `+not_responding` after SlurmdTimeout of silence."""
+        return self.node(name)["State"].lower()
+
+    def node(self, name: str) -> dict[str, str]:
+        """Return the fields of `scontrol show node`."""
         # Not sinfo: asked again and again, it did not show a node that came back as idle for minutes.
-        fields = self.command("scontrol", "-o", "show", "node", name).split()
-        return next(field.partition("=")[2].lower() for field in fields if field.startswith("State="))
+        return self._show("node", name)
 
     def job(self, job_id: str | int) -> dict[str, str]:
         """Return the fields of `scontrol show job`, such as JobState, Restarts, PreemptTime."""
-        fields = self.command("scontrol", "-o", "show", "job", str(job_id)).split()
+        return self._show("job", str(job_id))
+
+    def _show(self, kind: str, name: str) -> dict[str, str]:
+        fields = self.command("scontrol", "-o", "show", kind, name).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def preempt(self, job_id: str | int) -> str:
