@@ -55,8 +55,12 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: i
 
 def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = FOR_ALL) -> None:
     """Replace `path` with a value as indented JSON; NaN and infinity, which JSON does not have, become null."""
-    text = json.dumps(_without_nan(value), indent=1, allow_nan=False)
-    write_atomic(path, f"{text}\n", durable=durable, mode=mode)
+    write_atomic(path, f"{json_text(value)}\n", durable=durable, mode=mode)
+
+
+def json_text(value: Any, indent: int | None = 1) -> str:
+    """A value as JSON for files and for programs: NaN and infinity become null."""
+    return json.dumps(_without_nan(value), indent=indent, allow_nan=False)
 
 
 def replace_link(path: Path, target: Path) -> None:

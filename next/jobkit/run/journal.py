@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from jobkit.errors import LostLease
 from jobkit.run import records
@@ -100,17 +101,26 @@ def events(run: RunDir) -> Iterator[Event]:
 
 def read_status(run: RunDir) -> Status:
     """Return the run's Status: from status.json where that is as new as the journal, else from the journal."""
-    cached = read_json(run.status_file)
-    if isinstance(cached, dict):
+    cached = cached_status(run)
+    if cached is not None:
         try:
-            if cached.get("journal_bytes") == run.journal_file.stat().st_size:
-                return Status.of(cached)
-        except (OSError, TypeError, KeyError):
-            pass  # the journal decides
+            return Status.of(cached)
+        except (TypeError, KeyError):  # another jobkit's
+            pass
     status = Status(name=run.name)
     for event in events(run):
         status = fold(status, event)
     return status
+
+
+def cached_status(run: RunDir) -> dict[str, Any] | None:
+    """Return the content of status.json; None where it is older than the journal. `list` reads thousands of them."""
+    value = read_json(run.status_file)
+    try:
+        is_new = isinstance(value, dict) and value.get("journal_bytes") == run.journal_file.stat().st_size
+    except OSError:
+        return None
+    return value if is_new else None
 
 
 def as_json(status: Status, journal_bytes: int) -> dict[str, object]:

@@ -86,6 +86,8 @@ class Progress:
     """Steps done; None before the loop."""
     first_step: int | None = None
     """The step that this attempt began with."""
+    loop_began: float | None = None
+    """When that step began."""
     total_steps: int | None = None
     steps_per_second: float | None = None
     values: dict[str, float | None] = field(default_factory=dict)
@@ -265,6 +267,9 @@ class Ended(Event):
     """Steps done when it ended."""
     durable_step: int | None = None
     """The newest checkpoint on the disk when it ended."""
+    loop_began: float | None = None
+    last_seen: float | None = None
+    """When its first step began, and when it last reported: `status` tells its start from its steps by them."""
     repeated: int | None = None
     """Steps of the attempt before that this one did again."""
     compared: int | None = None

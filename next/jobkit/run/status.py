@@ -29,6 +29,8 @@ class Attempt:
     """Number of the submission that it belongs to; a supervisor's successor belongs to its person's."""
     began: Began
     ended: Ended | None = None
+    queued: float | None = None
+    """When its time in the queue began; None for an attempt that began in place."""
 
     @property
     def nodes(self) -> list[str]:
@@ -100,6 +102,7 @@ class Status:
                 submission=item["submission"],
                 began=records.of(Began, item["began"]),
                 ended=records.of(Ended, item["ended"]) if "ended" in item else None,
+                queued=item.get("queued"),
             )
             for item in value.get("attempts", [])
         ]
@@ -115,7 +118,7 @@ def _without_nothing(value: Any) -> Any:
 
 def fold(status: Status, event: Event) -> Status:
     """Return the Status after one more event."""
-    status = replace(status, since=event.time)
+    before, status = status.since, replace(status, since=event.time)
     match event:
         case Submitted():
             number = event.number if event.by == "person" else status.person_submission
@@ -123,7 +126,8 @@ def fold(status: Status, event: Event) -> Status:
         case Refused():
             return replace(status, state="interrupted", reason=event.error) if event.token == status.token else status
         case Began():
-            attempt = Attempt(number=event.attempt, submission=status.person_submission, began=event)
+            queued = None if event.how == "in place" else before
+            attempt = Attempt(number=event.attempt, submission=status.person_submission, began=event, queued=queued)
             return replace(status, state="running", attempts=[*status.attempts, attempt], reason="")
         case Ended():
             attempts = [
