@@ -1,0 +1,142 @@
+"""The devices and cores of this machine, read without torch, and `auto` of `resources:` as numbers.
+
+    with_counts(config, "local", None)     tasks_per_node: auto -> the GPUs that this machine shows
+    with_counts(config, "slurm", 8)        -> the gpus_per_node of the cluster's entry: no node is there to look at
+
+A login node has neither GPUs nor torch, and starts with this module in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from jobkit.errors import InputError
+from jobkit.run.schema import AUTO, Config, Resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """A kind of device that torch computes on."""
+
+    backend: str
+    """The backend of torch.distributed for its tensors."""
+    visible: str | None = None
+    """The environment variable that says which devices a process may use."""
+    files: str | None = None
+    """A pattern that matches a file for each device of the machine; None if only the driver knows them."""
+    gres: str | None = None
+    """Slurm's usual name of it; `gpu` is counted by --gpus-per-node, other names by --gres alone."""
+
+
+KINDS = {
+    "cuda": DeviceKind(backend="nccl", visible="CUDA_VISIBLE_DEVICES", files="/proc/driver/nvidia/gpus/*", gres="gpu"),
+    "npu": DeviceKind(backend="hccl", visible="ASCEND_RT_VISIBLE_DEVICES", files="/dev/davinci[0-9]*", gres="npu"),
+    "xpu": DeviceKind(backend="xccl", visible="ZE_AFFINITY_MASK", gres="gpu"),
+    "mps": DeviceKind(backend="gloo"),
+    "cpu": DeviceKind(backend="gloo"),
+}
+"""By torch's name, in the order in which `device: auto` looks for them."""
+
+
+def visible_devices(device: str, environ: Mapping[str, str] | None = None) -> tuple[str, list[str] | None]:
+    """(kind, devices of this machine that `environ` allows); None for the devices if only the driver knows them.
+
+    `auto` is the first kind that has devices, else cuda without any.
+    """
+    environ = os.environ if environ is None else environ
+    if device != AUTO:
+        return device, _devices(device, environ)
+    return next(((name, devices) for name in KINDS if (devices := _devices(name, environ))), ("cuda", []))
+
+
+def _devices(name: str, environ: Mapping[str, str]) -> list[str] | None:
+    kind = KINDS[name]
+    if kind.visible is not None and kind.visible in environ:
+        entries = [entry.strip() for entry in environ[kind.visible].split(",")]
+        devices = list(takewhile(_is_device, entries))  # for CUDA an invalid entry hides the entries after it
+        return devices if len(set(devices)) == len(devices) else []  # and an entry that comes twice hides all
+    if kind.files is None:
+        return [] if name == "cpu" else None
+    count = len(list(Path("/").glob(kind.files.removeprefix("/"))))
+    return [str(index) for index in range(count or (_driver_count() if name == "cuda" else 0))]
+
+
+def _is_device(entry: str) -> bool:
+    """Whether an entry is a number, `0.1` for a part of a device, or an id as `GPU-8932f937`."""
+    return entry.replace(".", "").isdecimal() or entry.startswith(("GPU-", "MIG-"))
+
+
+def _driver_count() -> int:
+    """NVIDIA GPUs by the driver's library; WSL has them without /proc/driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:  # the library is part of the driver
+        return 0
+
+
+def cores() -> list[int]:
+    """The CPU cores that this process may use, by number."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def with_counts(config: Config, scheduler: str, gpus_per_node: int | None) -> Config:
+    """The config with `tasks_per_node` and `gpus_per_task` as numbers.
+
+    Args:
+        scheduler: `local` or `slurm`
+        gpus_per_node: on Slurm, the devices that the cluster's entry asks for on each node; None if it does not
+
+    Raises InputError if the ranks need more devices than there are, or if their number cannot be known.
+    """
+    resources = config.resources
+    if config.device == "cpu":
+        return dataclasses.replace(config, resources=_in_numbers(dataclasses.replace(resources, gpus_per_task=0), 0))
+    if scheduler == "local":
+        _, devices = visible_devices(config.device)
+        room = None if devices is None else len(devices) // resources.nodes  # nodes are simulated, and divide them
+        where = "this machine"
+    else:
+        room, where = gpus_per_node, "a node, by gpus_per_node or gres of the cluster's entry"
+        _refuse_unknown(config, gpus_per_node)
+        if room is None and config.device == AUTO:
+            room = 0 if resources.gpus_per_task == AUTO else None
+    counted = _in_numbers(resources, room)
+    needed = counted.ranks_per_node * counted.devices_per_rank
+    if room is not None and needed > room:
+        allowed = f"at most {room}, the devices of {where}"
+        each = max(1, counted.devices_per_rank)
+        fit = f"tasks_per_node={room // each}" if room >= each else "gpus_per_task=0 for the CPU"
+        hint = f"{counted.ranks_per_node} rank(s) of {counted.devices_per_rank} each; to make it fit: resources.{fit}"
+        raise InputError(key="resources.gpus_per_task", found=needed, allowed=allowed, hint=hint)
+    return dataclasses.replace(config, resources=counted)
+
+
+def _refuse_unknown(config: Config, gpus_per_node: int | None) -> None:
+    """Refuse a job on Slurm whose entry does not say what must be known."""
+    resources, kind = config.resources, KINDS.get(config.device)
+    if gpus_per_node is None and kind is not None and kind.gres != "gpu":
+        hint = f"set gres in the cluster's entry, as `gres: {kind.gres}:8` (`sinfo --format=%G` shows the name)"
+        raise InputError("to Slurm this device is no GPU", key="device", found=config.device, hint=hint)
+    if gpus_per_node is None and resources.tasks_per_node == AUTO and resources.gpus_per_task not in (AUTO, 0):
+        hint = "set gpus_per_node in the cluster's entry"
+        raise InputError(key="resources.tasks_per_node", found=AUTO, allowed="a number of ranks", hint=hint)
+
+
+def _in_numbers(resources: Resources, room: int | None) -> Resources:
+    """The resources with `auto` decided for a node with `room` devices."""
+    each, tasks = resources.gpus_per_task, resources.tasks_per_node
+    if each == AUTO:
+        each = 1 if room is None or room > 0 else 0
+        if each and room is not None and tasks != AUTO:
+            tasks = min(int(tasks), room)
+    if tasks == AUTO:
+        tasks = max(1, (room or 0) // int(each)) if each else 1
+    return dataclasses.replace(resources, tasks_per_node=tasks, gpus_per_task=each)
