@@ -82,18 +82,15 @@ def run(
         ) from None
     except subprocess.TimeoutExpired as error:
         # sbatch that is refused by MaxJobCount says so at once, and tries again for two minutes.
-        words = as_text(error.stderr or b"").strip() or "no answer; is slurmctld up? (`scontrol ping`)"
+        words = (error.stderr or b"").decode(
+            errors="replace"
+        ).strip() or "no answer; is slurmctld up? (`scontrol ping`)"
         raise SchedulerTimeout(f"{explain(command[0], words)}; ended after {timeout:g} s") from None
     if done.returncode:
-        words = as_text(done.stderr or done.stdout)
+        words = (done.stderr or done.stdout).decode(errors="replace")
         maybe_done = done.returncode < 0 or any(part in words for part in _MAYBE_DONE)
         raise (SchedulerTimeout if maybe_done else SchedulerError)(explain(command[0], words))
-    return os.fsdecode(done.stdout)  # keeps file names whole, whichever bytes a site's banner has
-
-
-def as_text(output: str | bytes) -> str:
-    """An output that can be printed: a site's banner may be in another encoding than UTF-8."""
-    return os.fsencode(output).decode(errors="replace")
+    return done.stdout.decode(errors="replace")  # a site's banner may be in another encoding than UTF-8
 
 
 def explain(program: str, complaint: str) -> str:
@@ -140,7 +137,7 @@ def submit(
     answer = run("sbatch", "--parsable", *options, script, environment=environment, pass_fds=pass_fds)
     job_id = parse_job_id(answer)
     if job_id is None:
-        words = "; ".join(line.strip() for line in as_text(answer).splitlines() if line.strip())
+        words = "; ".join(line.strip() for line in answer.splitlines() if line.strip())
         raise SchedulerTimeout(f"sbatch printed no job id, and may have queued the job: {words or 'empty output'}")
     return job_id
 

@@ -28,6 +28,9 @@ ENDED = frozenset(_ENDED.split())
 NO_LIMIT_SECONDS = 300 * 86400.0
 """Slurm shows a job without a time limit as a job of 365 days."""
 
+SHORTEST_LIMIT_SECONDS = 60.0
+"""Slurm counts time limits in minutes."""
+
 IDS_OF_A_COMMAND = 1000
 
 
@@ -73,14 +76,15 @@ class Job:
         _, _, task = self.job_id.partition("_")
         return int(task) if task.isdigit() else None
 
-    def is_requeued(self, restarts: int | None = None) -> bool:
+    def is_requeued(self, now: float, restarts: int | None = None) -> bool:
         """True if the job is back in the queue, or runs again: the caller's processes belong to an earlier start.
 
-        `restarts` is the caller's `restart_count`. Outside of the job Slurm tells it a second later: while the
-        processes end, the end of the job becomes unknown.
+        `restarts` is the caller's `restart_count`. Outside of the job, the end tells: while the processes of a requeued
+        job end, Slurm shows none, or the end of its next start. Of a job that is over it shows a moment before now.
         """
-        is_later_start = restarts is not None and self.restarts > restarts and not self.ended
-        return is_later_start or (self.state == "COMPLETING" and self.end is None)
+        if self.state == "COMPLETING" and (self.end is None or self.end > now + SHORTEST_LIMIT_SECONDS / 2):
+            return True
+        return restarts is not None and self.restarts > restarts and not self.ended
 
 
 # Asking
@@ -214,7 +218,7 @@ def stop_cause(job: Job, now: float, margin: float = 0.0, restarts: int | None =
         return "timeout"
     if job.script_died:
         return "killed"
-    if job.is_requeued(restarts) or job.state == "PREEMPTED":
+    if job.is_requeued(now, restarts) or job.state == "PREEMPTED":
         return "preempted"
     if job.state == "NODE_FAIL" or job.reason == "NodeDown":
         return "node_failure"
@@ -248,11 +252,10 @@ def requeue(job_id: str, restarts: int | None = None) -> bool:
     """
     for _ in range(3):  # the state may change between the look and the command
         job = show(job_id)
-        if job is not None and restarts is None:
-            restarts = job.restarts  # after our own command it is COMPLETING, as a job that is cancelled
-        if job is not None and (job.state == "PENDING" or job.is_requeued(restarts)):
+        now = controller_time()
+        if job is not None and (job.state == "PENDING" or job.is_requeued(now, restarts)):
             return True
-        if job is not None and stop_cause(job, now=time.time()) == "cancelled":
+        if job is not None and stop_cause(job, now) == "cancelled":
             return False  # a plain requeue would undo the scancel
         # `Incomplete` leaves a job alone that is cancelled in this moment, and reports no error: so look again.
         only_running = ["Incomplete"] if job is not None and job.state == "RUNNING" else []

@@ -48,9 +48,15 @@ def died_since(node: str, when: float) -> bool:
 
 
 def usable_nodes(partition: str) -> set[str]:
-    """The nodes of a partition that take jobs, now or later. A job that excludes too many of them never starts."""
-    usable = "--states=idle,mix,alloc,comp"  # not drained, not down
-    return set(run("sinfo", EVEN_HIDDEN, "--noheader", "--Node", f"--partition={partition}", usable, "-o%N").split())
+    """The nodes of partitions `a,b` that take jobs, now or later. A job that excludes too many of them never starts."""
+    names = set(partition.split(","))
+    return {
+        record["NodeName"]
+        for record in _records("node")
+        if names.intersection(record.get("Partitions", "").split(","))
+        and not _is_dead(record["State"])
+        and "DRAIN" not in record["State"].split("+")
+    }
 
 
 def batch_step_alive(job_id: str) -> bool:

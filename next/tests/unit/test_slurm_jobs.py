@@ -31,7 +31,7 @@ SCANCEL_IN_GRACE = PREEMPTED.replace("RUNNING", "COMPLETING").replace("06:27:17"
 ONCE = "Requeue=1 Restarts=1 ExitCode=0:0"
 # Its ranks are being killed, and Slurm has requeued it: at first with an end, a second later without one.
 GRACE_OVER = record("COMPLETING", "StartTime=2026-03-05T06:27:22 EndTime=Unknown SuspendTime=None", more=ONCE)
-GRACE_JUST_OVER = GRACE_OVER.replace("EndTime=Unknown", "EndTime=2026-03-05T06:27:23")
+GRACE_JUST_OVER = GRACE_OVER.replace("EndTime=Unknown", "EndTime=2026-03-05T06:32:22")
 WAITS_AGAIN = record("PENDING", "StartTime=Unknown EndTime=Unknown PreemptTime=None", "BeginTime", ONCE)
 BACK = record("RUNNING", "StartTime=2026-03-05T06:27:39 EndTime=2026-03-05T06:32:39 PreemptTime=None", more=ONCE)
 OVER = "StartTime=2026-03-05T06:27:06 EndTime=2026-03-05T06:27:26"
@@ -129,7 +129,7 @@ CAUSES = [
     ("without a limit", LIMITLESS, 0, None),
     ("preempted", PREEMPTED, 0, "preempted"),
     ("preempted, being requeued", GRACE_OVER, None, "preempted"),
-    ("preempted, requeued in this moment", GRACE_JUST_OVER, 0, "preempted"),
+    ("preempted, requeued in this moment", GRACE_JUST_OVER, None, "preempted"),
     ("preempted for good", PREEMPTED_FOR_GOOD, 0, "preempted"),
     ("preempted, over", PREEMPTED.replace("RUNNING", "PREEMPTED"), 0, "preempted"),
     ("scancel", SCANCEL, 0, "cancelled"),
@@ -231,6 +231,7 @@ def test_a_requeue_never_revives_a_cancelled_job(
     monkeypatch: pytest.MonkeyPatch, controller: Controller, in_queue: bool, requeues: list[tuple[str, ...]]
 ) -> None:
     monkeypatch.setattr(jobs, "run", controller.run)
+    monkeypatch.setattr(jobs, "controller_time", lambda: at("06:28:00"))
     assert jobs.requeue("9") is in_queue
     assert controller.requeues == requeues
 
@@ -238,12 +239,14 @@ def test_a_requeue_never_revives_a_cancelled_job(
 def test_a_process_of_an_earlier_start_does_not_requeue_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller(BACK)
     monkeypatch.setattr(jobs, "run", controller.run)
+    monkeypatch.setattr(jobs, "controller_time", lambda: at("06:28:00"))
     assert jobs.requeue("9", restarts=0) and controller.requeues == []
 
 
 def test_a_refused_requeue_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller(RUNNING, refusal="Requested operation is presently disabled for job 9")
     monkeypatch.setattr(jobs, "run", controller.run)
+    monkeypatch.setattr(jobs, "controller_time", lambda: at("06:28:00"))
     with pytest.raises(SchedulerError, match="presently disabled") as raised:
         jobs.requeue("9")
     assert not isinstance(raised.value, SchedulerTimeout)
