@@ -61,8 +61,8 @@ def test_a_job_goes_through_the_queue(
     assert (running.excluded, running.comment) == ("node1", f"jobkit {token}")
     assert running.nodes and running.nodes != "node1"
     assert running.start is not None and running.end == running.start + 300
-    left = jobs.time_left(running, controller_time())
-    assert left is not None and 0 < left <= 300
+    seconds = jobs.time_left(running, controller_time())
+    assert seconds is not None and 0 < seconds <= 300
     assert cause(held) is None
     assert nodes.batch_step_alive(held)
     with pytest.raises(SchedulerError, match="no longer pending") as raised:  # only after the requeue
