@@ -204,6 +204,8 @@ class Submitted(Event):
     """The name under `clusters:`."""
     user: str = ""
     host: str = ""
+    folder: str = ""
+    """Where the command was typed, and where the job starts."""
     code: str | None = None
     """Digest of the code snapshot."""
     config: dict[str, Any] = field(default_factory=dict)

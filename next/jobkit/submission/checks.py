@@ -1,0 +1,168 @@
+"""What can be refused before anything is queued: a task, a command or an input that is not there, a foreign directory.
+
+Answers come from file names and syntax. Nothing of the user is imported: that would cost seconds of torch.
+submit.py calls `check`, the transaction the rest. Raises InputError with one hint.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from jobkit.errors import InputError, nearest
+from jobkit.run import disk
+from jobkit.run.files import foreign_owner
+from jobkit.run.rundir import RunDir
+from jobkit.submission.plan import LaunchPlan
+
+PLUGIN = "jobkit.worker.job_environment:JobkitJobEnvironment"
+"""Submitit, in the job, finds jobkit's environment through this entry point."""
+
+
+def check(plan: LaunchPlan, folder: Path) -> list[str]:
+    """Refuse a plan that would fail in its job; returns lines for the user. `folder` is where the command was typed."""
+    config, notes = plan.config, []
+    _check_runs_dir(plan)
+    if not _is_installed():
+        raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start", hint="pip install")
+    for path in config.inputs:
+        if not Path(path).exists():
+            hint = "`~` is not expanded: write the whole path" if path.startswith("~") else ""
+            raise InputError("no such file or directory", key="inputs", found=path, hint=hint)
+    try:
+        if config.command:
+            _check_command(config.command, folder)
+        else:
+            _check_task(config.task, folder)
+    except _NotInstalled as error:
+        if not plan.options.setup:
+            raise
+        notes.append(f"{error}; the run fails unless the cluster's setup lines provide it")
+    return notes
+
+
+class _NotInstalled(InputError):
+    """A program or a package is not here. Setup lines of the cluster may provide it in the job."""
+
+
+def _check_runs_dir(plan: LaunchPlan) -> None:
+    runs_dir = plan.run.path.parent
+    if plan.target.scheduler == "slurm" and (match := re.search(r"%|\\", str(runs_dir))):
+        # `%j` in the path of a log is the job's id, and a backslash ends such names.
+        raise InputError(f"Slurm gives {match[0]} a meaning of its own", key="--runs-dir", found=str(runs_dir))
+
+
+def _is_installed() -> bool:
+    try:
+        entries = distribution("jobkit").entry_points  # of all packages it would take 8 ms
+    except PackageNotFoundError:
+        return False
+    return any(entry.group == "submitit" and entry.value == PLUGIN for entry in entries)
+
+
+# Task and command
+
+
+def _check_task(task: str, folder: Path) -> None:
+    """Refuse `module:callable` where the module is not found, is no valid Python or defines no such name."""
+    module, _, name = task.partition(":")
+    spec = _find(module, folder, "task")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        raise InputError("not a Python file", key="task", found=spec.origin or f"the folder {module}")
+    names = _names_in(Path(spec.origin))
+    if names is not None and name not in names:
+        raise InputError(f"{spec.origin} does not define it", key="task", found=name, hint=nearest(name, sorted(names)))
+
+
+def _find(module: str, folder: Path, key: str) -> ModuleSpec:
+    """The spec of a dotted module. Its parents are not imported."""
+    path: list[str] = [str(folder), *sys.path]
+    spec: ModuleSpec | None = None
+    for part in module.split("."):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None and path[0] == str(folder):
+            spec = importlib.util.find_spec(part)  # an editable install has a finder of its own
+        if spec is None:
+            break
+        path = [*(spec.submodule_search_locations or ())]
+    if spec is None:
+        top = module.partition(".")[0]
+        is_above = [above for above in folder.parents if (above / f"{top}.py").exists() or (above / top).is_dir()]
+        hint = nearest(module, [file.stem for file in folder.glob("*.py")])
+        if is_above:
+            hint = f"{top} is in {is_above[0]}: type the command there"
+        raise _NotInstalled(f"no such module in {folder}, and none is installed", key=key, found=module, hint=hint)
+    return spec
+
+
+def _names_in(file: Path) -> set[str] | None:
+    """The names that a module's top defines; None where a star import, or a test, leaves that open."""
+    names: set[str] = set()
+    for node in _parse(file).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        else:
+            stored = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+            names |= {inner.id for inner in stored if isinstance(inner.ctx, ast.Store)}
+            if isinstance(node, (ast.If, ast.Try, ast.With)):
+                return None
+    return None if "*" in names else names
+
+
+def _parse(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        message = getattr(error, "msg", str(error))
+        raise InputError(f"not valid Python: {message}").at(file, getattr(error, "lineno", 1)) from None
+
+
+def _check_command(command: list[str], folder: Path) -> None:
+    """Refuse a program that is not on PATH, and for a Python a script or module that is not there."""
+    program, *words = command
+    if shutil.which(program, path=None if os.sep not in program else str(folder)) is None:
+        hint = nearest(program, ["python", "torchrun", "accelerate", "bash"])
+        raise _NotInstalled("no such program on PATH", key="command", found=program, hint=hint)
+    if not re.fullmatch(r"python[\d.]*", Path(program).name):
+        return
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        words = words[2:] if words[0] in ("-W", "-X") else words[1:]
+    if words[:1] == ["-m"] and len(words) > 1:
+        _find(words[1], folder, "command")
+    elif words[:1] != ["-c"]:
+        if not words:
+            raise InputError("it runs nothing", key="command", found=program, allowed="a script, -m MODULE or -c CODE")
+        if "${" not in words[0] and not (folder / words[0]).exists():
+            hint = nearest(words[0], [file.name for file in folder.glob("*.py")])
+            raise InputError(f"no such file in {folder}", key="command", found=words[0], hint=hint)
+        if words[0].endswith(".py") and (folder / words[0]).is_file():
+            _parse(folder / words[0])
+
+
+# Directories
+
+
+def refuse_unwritable(runs_dir: Path) -> None:
+    """Make the runs directory. Raises InputError where nothing can be written there."""
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk.explained(error) from None
+    if (problem := disk.write_probe(runs_dir)) is not None:
+        raise disk.explained(problem)
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse to continue a run that another user owns, or whose config another user wrote: it would run as this one."""
+    for path in (run.path, run.config_file):
+        if path.exists() and (owner := foreign_owner(path)) is not None:
+            raise InputError(f"it belongs to {owner}", hint="--fresh makes a run of your own").at(path)

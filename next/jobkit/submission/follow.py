@@ -1,0 +1,192 @@
+"""Following a run: rank 0's output, its progress, what happens to it, and the meaning of Ctrl-C.
+
+follow_local   the foreground command: Ctrl-C asks the run to save and stop, a second one kills its ranks
+follow         --follow: Ctrl-C leaves the run alone
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from jobkit.display import Display
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
+from jobkit.run import records
+from jobkit.run.journal import read_status
+from jobkit.run.records import Ended, Request
+from jobkit.run.rundir import RunDir
+from jobkit.run.status import Attempt, Status
+from jobkit.run.tail import Tail
+from jobkit.run.view import View, user_name, view
+from jobkit.submission.signals import Signals
+from jobkit.usage import to_type
+
+POLL_SECONDS = 0.1
+
+ASK_SECONDS = 10.0
+"""Between two questions to Slurm: all users share a slurmctld. The run's own files say most of it sooner."""
+
+AGAIN_SECONDS = 1.0
+"""Between two signals to a supervisor that has no attempt: one that was killed meanwhile has not heard the first."""
+
+EXIT_CODES = {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}
+"""Of the states; of all others the same command continues the run."""
+
+LINES_OF_LOG = 5
+
+
+class Follower:
+    """Shows what is new about a run."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.display = Display(run.name)
+        self._tail = Tail()
+        status = read_status(run)
+        self._first = len(status.attempts) + (status.open_attempt is None)
+        """The attempt from which on output is shown."""
+        self._ended = sum(attempt.ended is not None for attempt in status.attempts)
+        self._warnings: set[str] = set()
+
+    def refresh(self, status: Status, *, to_the_end: bool = False) -> None:
+        """Show the new output, progress and ends of attempts."""
+        newest = status.attempt.number if status.attempt is not None else 0
+        for number in range(max(self._first, newest - 1), newest + 1):  # the one before may have printed its last later
+            for line in self._tail.read(self.run.rank_log(number, 0), to_the_end=to_the_end):
+                print(line, flush=True) if not sys.stdout.isatty() else self.display.say(line)
+        ended = [attempt for attempt in status.attempts if attempt.ended is not None]
+        for attempt in ended[self._ended :]:
+            if attempt.ended is not None and attempt.ended.next not in ("stop", "fail"):
+                self.display.say(describe(attempt))
+        self._ended = len(ended)
+        progress = self.run.progress()
+        if progress is None or progress.attempt != newest or newest < self._first:
+            return
+        for warning in progress.warnings:
+            if warning not in self._warnings:
+                self._warnings.add(warning)
+                self.display.say(f"warning: {warning}")
+        self.display.show(progress)
+
+    def end(self, now: View) -> int:
+        """Say how the run stands, and the next command; returns the exit code."""
+        self.refresh(now.status, to_the_end=True)
+        self.display.close()
+        say, status, state = self.display.say, now.status, now.state
+        ended = status.attempt.ended if status.attempt is not None else None
+        if state == "finished":
+            result = f": {status.result}" if status.result is not None else ""
+            say(f"{self.run.name} finished{result}")
+            say(f"run directory: {self.run.path}")
+            return EXIT_FINISHED
+        if state == "failed" and ended is not None:
+            self._explain(status, ended)
+        elif status.attempt is None or status.attempt.submission != status.person_submission:
+            for line in self._tail.read(self.run.job_log, to_the_end=True)[-LINES_OF_LOG:]:
+                say(line)
+        reason = now.words or (ended.error if ended is not None and ended.error else "")
+        say(f"{self.run.name} is {state}{f': {reason}' if reason else ''}")
+        say(f"the same command continues it; or {to_type('resume', self.run.path)}")
+        return EXIT_CODES.get(state, EXIT_RESUMABLE)
+
+    def _explain(self, status: Status, ended: Ended) -> None:
+        if ended.traceback:
+            self.display.say(ended.traceback.rstrip())
+        where = f"rank {ended.rank}" if ended.rank is not None else "the job"
+        self.display.say(f"{where} failed: {ended.error or ended.cause}")
+        self.display.say(f"output: {self.run.logs(ended.attempt)}")
+
+
+def describe(attempt: Attempt) -> str:
+    """How an attempt ended that another one follows."""
+    ended = attempt.ended
+    if ended is None:
+        return f"attempt {attempt.number} runs"
+    cause = f"{ended.cause}: {ended.error}" if ended.error else ended.cause
+    follows = {"in_place": "starting again", "requeue": "requeued", "successor": "another job follows"}
+    return f"attempt {attempt.number} ended ({cause}); {follows.get(ended.next, ended.next)}"
+
+
+def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals) -> int:
+    """Show a local run until its job has ended; returns the exit code. A signal stops the run, a second one kills."""
+    follower = Follower(run)
+    stop = _Stop(run, process, follower.display)
+    # The job script may be killed, and its supervisor live on: the lock says so.
+    while process.poll() is None or run.alive_lock().is_held():
+        status = read_status(run)
+        if signals.received:
+            stop.ask(status, kills=len(signals.received) > 1)
+        follower.refresh(status)
+        time.sleep(POLL_SECONDS)
+    return follower.end(view(run))
+
+
+class _Stop:
+    """Asks a local run to stop, until it has: a supervisor that is killed in between has not heard it."""
+
+    def __init__(self, run: RunDir, process: subprocess.Popen[bytes], display: Display) -> None:
+        self.run, self.process, self.display = run, process, display
+        self._asked: set[tuple[int, bool]] = set()
+        self._signal_at = 0.0
+
+    def ask(self, status: Status, *, kills: bool) -> None:
+        """Stop the open attempt by a request; without one, end whatever is about to begin one."""
+        attempt = status.open_attempt
+        number = attempt.number if attempt is not None else 0
+        if (number, kills) not in self._asked:
+            self._asked.add((number, kills))
+            self.display.say("killing the ranks" if kills else "saving a checkpoint, then stopping; Ctrl-C again kills")
+            if attempt is not None:
+                self._request(
+                    Request(
+                        kind="stop",
+                        token=str(status.token),
+                        attempt=number,
+                        grace=0.0 if kills else None,
+                        user=user_name(),
+                    )
+                )
+        if attempt is None and time.monotonic() >= self._signal_at:
+            self._signal_at = time.monotonic() + AGAIN_SECONDS
+            self._signal(status, kills)
+
+    def _request(self, request: Request) -> None:
+        file = self.run.request_file(request.kind)
+        file.parent.mkdir(exist_ok=True)
+        records.write(file, request, durable=False)
+
+    def _signal(self, status: Status, kills: bool) -> None:
+        lease = self.run.lease()
+        number = signal.SIGKILL if kills else signal.SIGTERM
+        try:
+            if not kills and lease is not None and lease.token == status.token:
+                os.kill(lease.pid, number)  # the supervisor waits for its agents, or for a device
+            else:
+                os.killpg(self.process.pid, number)  # setup lines, or a supervisor that imports
+        except ProcessLookupError:
+            return  # it ends already
+
+
+def follow(run: RunDir) -> int:
+    """Show a run until it is over, through its requeues. Ctrl-C leaves it running."""
+    follower, shown, ask_at = Follower(run), "", 0.0
+    try:
+        while True:
+            status = read_status(run)
+            if status.is_over or time.monotonic() >= ask_at:
+                ask_at = time.monotonic() + ASK_SECONDS
+                now = view(run)
+                if now.is_over:
+                    return follower.end(now)
+                if (line := f"{run.name} is {now.state}: {now.words}") != shown:
+                    shown = line
+                    follower.display.say(line)
+            follower.refresh(status)
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        follower.display.close()
+        follower.display.say(f"no longer following; the run goes on. To stop it: {to_type('cancel', run.path)}")
+        return EXIT_FINISHED

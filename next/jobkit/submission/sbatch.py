@@ -1,0 +1,150 @@
+"""Submitit's SlurmExecutor with jobkit's batch script, submitted exactly once.
+
+    LaunchPlan -> script: header (Submitit) + definitions (bash variables) + job.sh -> sbatch --comment=TOKEN -> job id
+
+The token in the job's comment, and nothing else, makes the job this run's: it is journalled before sbatch is called.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import DelayedSubmission
+from submitit.slurm import slurm as submitit_slurm
+
+from jobkit import start
+from jobkit.errors import SchedulerError, SchedulerTimeout
+from jobkit.log import log
+from jobkit.run.files import FOR_OWNER, write_atomic
+from jobkit.slurm import commands, jobs
+from jobkit.submission.plan import LaunchPlan
+from jobkit.worker.main import Worker
+
+PATIENCE_SECONDS = 60.0
+"""How long a controller that is away is waited for: one that is restarted is back within a minute."""
+
+PAUSE_SECONDS = 3.0
+
+JOB_SCRIPT = Path(__file__).with_name("job.sh")
+"""The shell part of every batch script, here and on Slurm."""
+
+_OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG")
+"""Variables that a person sets; the other JOBKIT_ ones belong to a rank or a job."""
+
+
+class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
+    """Submits one LaunchPlan. The script can be made, and shown, where there is no Slurm.
+
+    SlurmExecutor(plan).script()                                   # --dry-run
+    SlurmExecutor(plan, token, lock.inheritable()).submit(Worker(str(plan.run.path)))
+    """
+
+    def __init__(self, plan: LaunchPlan, token: str = "", pass_fds: Sequence[int] = ()) -> None:
+        self.plan, self.token, self.pass_fds = plan, token, pass_fds
+        super().__init__(plan.run.submitit)
+        self.update_parameters(**plan.parameters)
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1  # Submitit's own is negative without srun: the script is shown on any machine
+
+    def script(self) -> str:
+        """The batch script, as sbatch gets it."""
+        run = self.plan.run
+        additional = {**self.parameters.get("additional_parameters", {}), "output": str(run.job_log)}
+        ours = {"additional_parameters": additional, "stderr_to_stdout": True, "use_srun": False}
+        text: str = submitit_slurm._make_sbatch_string(
+            command=JOB_SCRIPT.read_text(encoding="utf-8"),
+            folder=run.submitit,
+            **{**self.parameters, **ours, "setup": definitions(self.plan)},
+        )
+        # Slurm may send the signal 60 s early, at the birth of a job of one minute. The supervisor watches the clock.
+        return re.sub(r"^#SBATCH --signal=.*\n", "", text, flags=re.MULTILINE)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[submitit_slurm.SlurmJob[Any]]:
+        # Submitit names the pickle after the job, once sbatch has answered: by then the job may be running.
+        run = self.plan.run
+        delayed_submissions[0].dump(run.pickle_file)
+        write_atomic(run.batch_script, self.script(), mode=FOR_OWNER)  # setup lines may hold a secret
+        job_id = _sbatch(str(run.batch_script), self.token, self.pass_fds)
+        return [submitit_slurm.SlurmJob(folder=self.folder, job_id=job_id, tasks=[0])]
+
+
+def submit(plan: LaunchPlan, token: str, pass_fds: Sequence[int] = ()) -> str:
+    """Queue a plan's job; returns its id. sbatch inherits the files `pass_fds`.
+
+    Raises SchedulerTimeout where the job may be in the queue, else SchedulerError with Slurm's words.
+    """
+    job = SlurmExecutor(plan, token, pass_fds).submit(Worker(str(plan.run.path)))
+    return str(job.job_id)
+
+
+def definitions(plan: LaunchPlan) -> list[str]:
+    """The bash variables that job.sh takes for given."""
+    container = plan.config.container
+    values = {
+        "scheduler": plan.target.scheduler,
+        "python": container.python if container is not None and container.python else sys.executable,
+        "start": start.FILE,
+    }
+    lists = {
+        "runs": [str(plan.run.path)],  # of an array: one for each task
+        "setup": plan.options.setup,
+        "teardown": plan.options.teardown,
+        "srun_args": plan.options.srun_args,
+    }
+    return [
+        *(f"jobkit_{name}={shlex.quote(value)}" for name, value in values.items()),
+        *(f"jobkit_{name}=({shlex.join(words)})" for name, words in lists.items()),
+    ]
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a job: without the variables of a rank or job in which the submission may be typed."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _OF_THE_USER or not name.startswith(("JOBKIT_", "SUBMITIT_"))
+    }
+
+
+def _sbatch(script: str, token: str, pass_fds: Sequence[int]) -> str:
+    """The id of the new job. A controller that is away is asked again for a minute; the job is queued at most once."""
+    deadline, is_silent = time.monotonic() + PATIENCE_SECONDS, True
+    environment = clean_environment(os.environ)
+    while True:
+        try:
+            return commands.submit(script, f"--comment={token}", environment=environment, pass_fds=pass_fds)
+        except SchedulerTimeout as error:
+            log.warning("%s; looking for the job in the queue", error)
+            return _look_for(token, deadline, error)
+        except SchedulerError as error:
+            if not commands.is_away(error) or time.monotonic() >= deadline:
+                raise
+            if is_silent:
+                log.warning("%s; trying again for a minute, Ctrl-C ends it", error)
+                is_silent = False
+        time.sleep(PAUSE_SECONDS)
+
+
+def _look_for(token: str, deadline: float, error: SchedulerTimeout) -> str:
+    """The id of the job with a token, as soon as Slurm shows it: a busy controller works requests off later."""
+    while True:
+        try:
+            with_token = jobs.with_token(jobs.queue(), token)
+        except SchedulerError:
+            with_token = []  # no answer; a later look may get one
+        if with_token:
+            return with_token[0].job_id
+        if time.monotonic() >= deadline:
+            raise SchedulerTimeout(f"{error}; the same command looks for the job before it submits another")
+        time.sleep(PAUSE_SECONDS)

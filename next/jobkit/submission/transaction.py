@@ -1,0 +1,180 @@
+"""One submission, under the run's lock: look at the run, write the files that its job needs, start the job once.
+
+    lock --> View --finished, queued, running--> Outcome(started=False)
+                  --new, interrupted, failed, cancelled, lost--> config.yaml, code, `submitted(token)` --> sbatch, bash
+
+sbatch inherits the lock: a submission that is killed leaves a job with its token, or none, and the next submission sees
+which. Nothing is written after the job exists; only a refusal is (`Refused`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
+from jobkit.log import log
+from jobkit.run import snapshot, yamlfile
+from jobkit.run.files import replace_link, write_atomic
+from jobkit.run.journal import Journal
+from jobkit.run.locks import Lock
+from jobkit.run.records import Refused, Submitted, new_token
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import versions
+from jobkit.run.view import UNDER_WAY, View, user_name, view
+from jobkit.slurm import commands
+from jobkit.submission import checks
+from jobkit.submission.plan import LaunchPlan
+from jobkit.submission.sbatch import PATIENCE_SECONDS, PAUSE_SECONDS
+
+Which = Literal["newest", "new", "this"]
+"""Which run of a config is meant: --fresh makes a new one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a submission did."""
+
+    run: RunDir
+    before: View
+    """How the run was under the lock."""
+    started: bool
+    """False where the run is finished or under way: there was nothing to start."""
+    job_id: str | None = None
+    """On Slurm, of the new job; else of the run's job, if it is known."""
+    process: subprocess.Popen[bytes] | None = None
+    """The new job's script on this machine."""
+
+
+def submit(
+    plan: LaunchPlan,
+    folder: Path | None,
+    *,
+    which: Which = "newest",
+    job_exists: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Start the run of a plan, or continue it, unless it is finished or under way.
+
+    Two submissions of one config at the same time make one job: the second waits until the first has decided.
+    Raises InputError or SchedulerError with nothing queued and no run directory left half-made.
+
+    Args:
+        folder: the code that goes into the snapshot; None keeps the run's code
+        which: the newest run of the config, a new one with the next number, or exactly `plan.run`
+        job_exists: called just before there is a job on this machine
+    """
+    with _chosen(plan.run, which) as (run, lock):
+        is_new = not run.exists()
+        before = view(run, locked=True)
+        if before.state == "finished":
+            return Outcome(run=run, before=before, started=False, job_id=before.job_id)
+        if before.state in UNDER_WAY:
+            if not before.answered:
+                raise SchedulerError(f"{run.name}: {before.words}; a second job could train beside it: try again later")
+            return Outcome(run=run, before=before, started=False, job_id=before.job_id)
+        checks.refuse_foreign(run)
+        journal = None
+        try:
+            journal = _prepare(plan.at(run), folder, before)
+            token = str(journal.status.token)
+            if plan.target.scheduler == "local":
+                from jobkit.submission import local
+
+                job_exists()
+                process = local.start(plan.at(run), token)
+                return Outcome(run=run, before=before, started=True, process=process)
+            from jobkit.submission import sbatch
+
+            job_id = sbatch.submit(plan.at(run), token, lock.inheritable())
+            return Outcome(run=run, before=before, started=True, job_id=job_id)
+        except SchedulerTimeout:
+            raise  # the job may be in the queue: the next submission looks for its token
+        except KeyboardInterrupt:
+            if journal is None:
+                _undo(run, None, is_new, "")
+            raise
+        except (InputError, SchedulerError, OSError) as error:
+            _undo(run, journal, is_new, str(error))
+            raise
+
+
+@contextmanager
+def _chosen(base: RunDir, which: Which) -> Iterator[tuple[RunDir, Lock]]:
+    """The run, and its lock."""
+    folder = base.path.parent
+    checks.refuse_unwritable(folder)
+    with base.submit_lock() as lock:  # also for a new number: two submissions shall not take the same one
+        existing = versions(folder, base.name) if which != "this" else []
+        run = _next(existing, base) if which == "new" else existing[-1] if existing else base
+        if run.path == base.path:
+            yield run, lock
+        else:
+            with run.submit_lock() as own:
+                yield run, own
+
+
+def _next(existing: list[RunDir], base: RunDir) -> RunDir:
+    if not existing:
+        return base
+    number = int(existing[-1].name.removeprefix(base.name).removeprefix("-") or 1)
+    return RunDir(base.path.with_name(f"{base.name}-{number + 1}"))
+
+
+def _prepare(plan: LaunchPlan, folder: Path | None, before: View) -> Journal:
+    """Write everything that the job needs, and last that there will be one."""
+    run = plan.run
+    cluster = _patiently(commands.cluster_name) if plan.target.scheduler == "slurm" else None
+    code = snapshot.take(folder, run.path.parent) if folder is not None else None
+    for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
+        path.mkdir(parents=True, exist_ok=True)
+    run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing about this one
+    if code is not None:
+        for remark in code.remarks:
+            log.warning("%s", remark)
+        replace_link(run.code, code.path)
+    write_atomic(run.config_file, yamlfile.dump(plan.loaded.written))
+    number = before.status.submitted.number + 1 if before.status.submitted is not None else 1
+    written = plan.loaded.written
+    journal = Journal(run)
+    journal.append(
+        Submitted(
+            token=new_token(run.name, number),
+            number=number,
+            scheduler=plan.target.scheduler,
+            cluster=cluster,
+            entry=plan.target.name,
+            user=user_name(),
+            host=socket.gethostname(),
+            folder=str(Path.cwd()),
+            code=code.digest if code is not None else run.code.resolve().name,
+            config={key: written[key] for key in ("name", "seed", "params")},
+        )
+    )
+    return journal
+
+
+def _patiently(ask: Callable[[], str]) -> str:
+    """The answer of a controller, which is waited for while it is away."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return ask()
+        except SchedulerError as error:
+            if not commands.is_away(error) or time.monotonic() >= deadline:
+                raise
+        time.sleep(PAUSE_SECONDS)
+
+
+def _undo(run: RunDir, journal: Journal | None, is_new: bool, error: str) -> None:
+    """Leave the run as it was before a submission that made no job."""
+    if is_new:
+        shutil.rmtree(run.path, ignore_errors=True)
+    elif journal is not None:
+        journal.append(Refused(token=str(journal.status.token), error=error))

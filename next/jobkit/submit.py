@@ -1,0 +1,220 @@
+"""python -m jobkit.submit EXP.yaml: load, plan, check, start once, follow. `jobkit submit` is the same program.
+
+    words -> Loaded (run/load.py) -> LaunchPlan (submission/plan.py) -> Outcome (submission/transaction.py) -> exit code
+
+Nothing heavy is imported before it is needed: `--help` takes a tenth of a second, a submission little more than sbatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
+from jobkit.usage import Parser, exit_code, program, show_examples, to_type
+
+if TYPE_CHECKING:
+    from jobkit.run.load import Loaded
+    from jobkit.run.rundir import RunDir
+    from jobkit.submission.plan import LaunchPlan, Target
+    from jobkit.submission.transaction import Outcome, Which
+
+DESCRIPTION = (
+    "Run the experiment of a YAML on this machine or a Slurm cluster; the same command continues it. Exit codes: 0 "
+    "finished or submitted, 1 the run failed, 2 the input is wrong and nothing was started, 75 interrupted: the same "
+    "command continues the run."
+)
+EXAMPLES = {
+    "toy.yaml params.lr=3e-4 seed=1": "a run with other values, or continue it",
+    "toy.yaml --dry-run": "what it would do",
+    "toy.yaml --cluster h100 --follow": "the entry h100 of `clusters:`, and stay with the run",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How a command stays with the run that it starts."""
+
+    detach: bool = False
+    """On this machine: return at once."""
+    follow: bool = False
+    """Stay with a run that the command does not have in the foreground."""
+    as_json: bool = False
+    """Print one object for programs, and return at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line of `jobkit submit` and `python -m jobkit.submit`."""
+    parser.add_argument("experiment", type=Path, metavar="EXP.yaml", help="what to train")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="values to set, as in params.lr=3e-4; +params.x=1 adds one"
+    )
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--local", action="store_true", help="on this machine (default where there is no sbatch)")
+    place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` (default: slurm if there)")
+    parser.add_argument("--dry-run", action="store_true", help="print the config and the script; write nothing")
+    parser.add_argument("--fresh", action="store_true", help="a new run, even though one of this config exists")
+    add_manner(parser)
+    parser.add_argument(
+        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
+    )
+    parser.description = DESCRIPTION
+    show_examples(parser, EXAMPLES)
+
+
+def add_manner(parser: argparse.ArgumentParser) -> None:
+    """Define --detach, --follow and --json, which `jobkit resume` has too."""
+    parser.add_argument("--detach", action="store_true", help="on this machine: in the background, return at once")
+    parser.add_argument("--follow", action="store_true", help="on Slurm: stay, and show output and progress")
+    parser.add_argument("--json", action="store_true", help="for programs: one object {run, dir, state, job_id, ...}")
+
+
+def manner_of(arguments: argparse.Namespace) -> Manner:
+    """Return the manner that the options say. Raises InputError for two that exclude each other."""
+    if arguments.follow and (arguments.detach or arguments.json):
+        other = "--detach" if arguments.detach else "--json"
+        raise InputError(f"{other} returns at once", key="--follow", hint="give one of them")
+    return Manner(detach=arguments.detach or arguments.json, follow=arguments.follow, as_json=arguments.json)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the submission that the command line says; returns the exit code."""
+    from jobkit.run.load import load
+    from jobkit.run.runs import runs_dir_of
+    from jobkit.submission.plan import target
+
+    manner = manner_of(arguments)
+    loaded = load(arguments.experiment, arguments.overrides)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    _refuse_later_keys(loaded)
+    place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
+    plan = plan_of(loaded, runs_dir_of(arguments.runs_dir), place)
+    if arguments.dry_run:
+        return _dry_run(plan)
+    return _start(plan, Path.cwd(), "new" if arguments.fresh else "newest", manner)
+
+
+def resume(run: RunDir, manner: Manner) -> int:
+    """Continue a run as it was last submitted: its config, its code, its place. Returns the exit code.
+
+    The config that others could have written is refused before it is read.
+    """
+    from jobkit.run.journal import read_status
+    from jobkit.run.load import load
+    from jobkit.submission import checks
+    from jobkit.submission.plan import target
+
+    checks.refuse_foreign(run)
+    submitted = read_status(run).submitted
+    loaded = load(run.config_file)
+    place = target(loaded.config, local=False, cluster=submitted.entry if submitted is not None else None)
+    if submitted is not None and submitted.folder:
+        os.chdir(submitted.folder)  # relative paths of the config mean files there
+    return _start(plan_of(loaded, run.path.parent, place, run.code).at(run), None, "this", manner)
+
+
+def plan_of(loaded: Loaded, runs_dir: Path, place: Target, folder: Path | None = None) -> LaunchPlan:
+    """Return the checked plan of a config. `folder` has the code; without it the current folder."""
+    from jobkit.submission import checks
+    from jobkit.submission.plan import make_plan
+
+    try:
+        plan = make_plan(loaded, runs_dir, place)
+        notes = checks.check(plan, folder or Path.cwd())
+    except InputError as error:
+        raise loaded.locate(error) if error.key and not error.key.startswith("-") else error from None
+    for note in notes:
+        print(note, file=sys.stderr)
+    return plan
+
+
+def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner) -> int:
+    """Start the run of a plan, and stay with it where that is wanted; returns the exit code."""
+    from jobkit.submission import transaction
+    from jobkit.submission.follow import follow, follow_local
+    from jobkit.submission.signals import Signals
+
+    with Signals() as signals:
+        outcome = transaction.submit(plan, code, which=which, job_exists=signals.job_exists)
+        if outcome.process is not None and not manner.detach:
+            _announce(outcome)
+            return follow_local(outcome.run, outcome.process, signals)
+    if manner.as_json:
+        return _print_json(outcome)
+    _announce(outcome)
+    return follow(outcome.run) if manner.follow and outcome.before.state != "finished" else EXIT_FINISHED
+
+
+def _refuse_later_keys(loaded: Loaded) -> None:
+    for key, value in (("sweep", loaded.sweep), ("after", loaded.config.after)):
+        if value:
+            raise loaded.locate(InputError("not yet in this edition", key=key, hint="submit the runs one by one"))
+
+
+def _dry_run(plan: LaunchPlan) -> int:
+    from jobkit.run import yamlfile
+    from jobkit.submission import sbatch
+
+    print(f"{yamlfile.dump(plan.loaded.written)}---\n{plan.describe()}")
+    if plan.target.scheduler == "slurm":
+        print(f"---\n{sbatch.SlurmExecutor(plan).script()}")
+    return EXIT_FINISHED
+
+
+def _announce(outcome: Outcome) -> None:
+    """Say what the submission did, and the next command."""
+    run, before = outcome.run, outcome.before
+    if outcome.started:
+        step = run.durable_step()
+        if before.status.attempts:
+            kept = f" from step {step}" if step is not None else ", no checkpoint yet"
+            print(f"continuing {run.name} ({before.state}){kept}", file=sys.stderr)
+        job = f"job {outcome.job_id}" if outcome.process is None else f"process {outcome.process.pid}"
+        print(f"{job}\nrun directory {run.path}", flush=True)
+        print(f"{to_type('logs', run.path, '-f')}   shows its output", file=sys.stderr)
+    elif before.state == "finished":
+        print(f"already finished: {run.path}")
+        print("for a new run of the same config: the same command with --fresh", file=sys.stderr)
+    else:
+        print(f"already {before.state}: {before.words}\nrun directory {run.path}")
+        print(f"{to_type('logs', run.path, '-f')}   shows its output", file=sys.stderr)
+
+
+def _print_json(outcome: Outcome) -> int:
+    import json
+
+    values = {
+        "run": outcome.run.name,
+        "dir": str(outcome.run.path),
+        "state": "queued" if outcome.started else outcome.before.state,
+        "started": outcome.started,
+        "job_id": outcome.job_id,
+        "result": outcome.before.status.result,
+    }
+    print(json.dumps(values))
+    return EXIT_FINISHED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run it; an error of the user's becomes its message and exit code."""
+
+    def command() -> int:
+        parser = Parser(prog=program("submit"))
+        add_arguments(parser)
+        arguments = parser.parse(sys.argv[1:] if argv is None else argv)
+        from jobkit.log import configure
+
+        configure()
+        return run(arguments)
+
+    return exit_code(command, interrupted=EXIT_RESUMABLE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
