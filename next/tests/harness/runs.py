@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from jobkit.run.journal import read_status
 from jobkit.run.records import Ended
 from jobkit.run.rundir import RunDir
+from jobkit.run.slots import Page
 from jobkit.run.status import Status
 
 T = TypeVar("T")
@@ -51,6 +52,9 @@ class Project:
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None, yaml: str = YAML) -> None:
         self.folder = folder
+        self.python = sys.executable
+        self.account: dict[str, Any] = {}
+        """Arguments of subprocess.run that make its commands another user's."""
         self.environment = dict(os.environ if environment is None else environment)
         self.environment.pop("JOBKIT_RUNS", None)
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,13 +78,24 @@ class Project:
         overrides = [f"+params.{key}={json.dumps(value)}" for key, value in params.items() if key != "steps"]
         overrides += [f"params.steps={params['steps']}"] if "steps" in params else []
         done = self.jobkit("submit", str(self.yaml), *overrides, *arguments, "--json")
-        return Launch(self, RunDir(json.loads(done.stdout)["dir"]))
+        return self.launch(json.loads(done.stdout)["dir"])
+
+    def launch(self, path: Path | str) -> Launch:
+        """Return the run in a directory."""
+        return Launch(self, RunDir(path))
 
     def words(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "jobkit", *arguments]
+        return [self.python, "-m", "jobkit", *arguments]
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file of the user's folder; returns its path."""
+        file = self.folder / name
+        file.write_text(text, encoding="utf-8")
+        return file
 
     def _options(self) -> dict[str, Any]:
-        return {"cwd": self.folder, "env": self.environment, "stdin": subprocess.DEVNULL, "text": True}
+        options = {"cwd": self.folder, "env": self.environment, "stdin": subprocess.DEVNULL, "text": True}
+        return {**self.account, **options}
 
 
 class Launch:
@@ -155,6 +170,13 @@ class Launch:
             return int(pid) if attempt is not None and number == str(attempt.number) and pid else 0
 
         return wait_until(look, f"rank {rank} to begin")
+
+    def page(self, rank: int) -> Page:
+        """Return the page of a rank of the newest attempt: what it says there no disk can hold up."""
+        for entry in Path(f"/proc/{self.rank_pid(rank)}/fd").iterdir():
+            if "memfd:jobkit-page" in os.readlink(entry):
+                return Page(os.open(entry, os.O_RDWR))
+        raise AssertionError(f"rank {rank} has no page")
 
     @property
     def supervisor_pid(self) -> int:

@@ -28,7 +28,8 @@ def train(rank: Rank) -> dict[str, Any]:
     for step in range(first, steps):
         rank.page.beat(rank.attempt, Phase.STEPPING, step)
         for fault in params.get("faults", []):
-            if (rank.rank, step, rank.attempt) == (fault.get("rank", 0), fault["step"], fault.get("attempt", 1)):
+            attempts = (0, rank.attempt)  # attempt 0: in every attempt
+            if (rank.rank, step) == (fault.get("rank", 0), fault["step"]) and fault.get("attempt", 1) in attempts:
                 fail(fault["kind"])
         time.sleep(params.get("step_seconds", 0.02))
         if rank.rank == 0:

@@ -1,0 +1,126 @@
+"""A real program under `command:`: it learns its place, runs the submitted code, and its exit code decides."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.runs import Launch, Project, wait_until
+
+YAML = """\
+name: program
+command: [python, train.py, "${run_dir}/outputs"]
+resources: {nodes: 2, tasks_per_node: 2}
+"""
+
+TRAIN = """\
+import json, os, sys, time
+from pathlib import Path
+
+import version
+
+outputs, attempt, rank = Path(sys.argv[1]), os.environ["JOBKIT_ATTEMPT"], os.environ["RANK"]
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT JOBKIT_RUN".split()
+place = {name: os.environ[name] for name in names}
+place |= {"stdin": sys.stdin.read(), "version": version.NUMBER, "cwd": os.getcwd()}
+(outputs / f"new_{attempt}_{rank}").write_text(json.dumps(place))
+(outputs / f"new_{attempt}_{rank}").rename(outputs / f"place_{attempt}_{rank}.json")
+while attempt == "1" and not (outputs / "edited").exists():
+    time.sleep(0.02)
+sys.exit(3 if (attempt, rank) == ("1", "1") else 0)
+"""
+
+SHELL = """\
+python child.py
+exit $?
+"""
+
+CHILD = """\
+import os, signal, sys, time
+from pathlib import Path
+
+saved = Path(os.environ["JOBKIT_RUN"], "outputs/saved")
+number = int(saved.read_text()) if saved.exists() else 0
+if number == 2:
+    sys.exit(1 if os.environ["JOBKIT_ATTEMPT"] == "3" else 0)
+
+def save(*_):
+    saved.write_text(str(number + 1))
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+saved.with_name(f"ready_{number}").touch()
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Project:
+    """A project whose program takes what it knows from a module beside it."""
+    project = Project(tmp_path / "project", yaml=YAML)
+    project.write("train.py", TRAIN)
+    project.write("version.py", "NUMBER = 1\n")
+    return project
+
+
+def places(launch: Launch, attempt: int) -> list[dict[str, Any]]:
+    """Return what the four ranks of an attempt found."""
+    files = [launch.run.outputs / f"place_{attempt}_{rank}.json" for rank in range(4)]
+    wait_until(lambda: all(file.exists() for file in files), "the ranks to write down their places")
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_a_program_learns_its_place_and_runs_the_submitted_code_in_each_attempt(program: Project) -> None:
+    launch = program.submit("--local", "--detach")
+    first = places(launch, 1)
+    program.write("version.py", "NUMBER = 2\n")
+    program.write("train.py", "raise SystemExit('the working copy')\n")
+    (launch.run.outputs / "edited").touch()
+    launch.wait_until_over()
+
+    assert (launch.status.state, launch.causes) == ("finished", ["crashed", "finished"])
+    assert (launch.ends[0].rank, launch.ends[0].next) == (1, "in_place")
+    for attempt in (first, places(launch, 2)):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        assert [tuple(int(place[name]) for name in names) for place in attempt] == [
+            (0, 4, 0, 2, 0),
+            (1, 4, 1, 2, 0),
+            (2, 4, 0, 2, 1),
+            (3, 4, 1, 2, 1),
+        ]
+        assert {(place["JOBKIT_RUN"], place["cwd"]) for place in attempt} == {
+            (str(launch.run.path), str(program.folder))
+        }
+        assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in attempt}) == 1
+        assert {(place["stdin"], place["version"]) for place in attempt} == {("", 1)}
+
+
+def test_a_shell_that_waits_for_its_program_lets_it_save_and_its_exit_code_decides(program: Project) -> None:
+    """The shell has no trap: SIGTERM is for the program. 75 continues, 1 is tried again, 0 finishes."""
+    program.write("train.sh", SHELL)
+    program.write("child.py", CHILD)
+    words = ("submit", str(program.yaml), "--local", "command=[bash, train.sh]", "resources.nodes=1")
+    words = (*words, "resources.tasks_per_node=1")
+    process = program.start(*words)
+    (run,) = wait_until(lambda: list((program.folder / "runs").glob("program-*/events.jsonl")), "the run")
+    launch = program.launch(run.parent)
+    outputs = launch.run.outputs
+    for number in range(2):
+        wait_until((outputs / f"ready_{number}").exists, "the program")
+        program.jobkit("preempt", launch.run.name)
+    output, _ = process.communicate()
+    assert process.returncode == os.EX_OK, output
+    assert launch.causes == ["preempted", "preempted", "crashed", "finished"]
+    assert (outputs / "saved").read_text() == "2"
+
+
+def test_a_program_that_always_fails_ends_its_run_with_1_after_its_budget(program: Project) -> None:
+    done = program.jobkit("submit", str(program.yaml), "--local", "command=[python, -c, 'exit(4)']", check=False)
+    (run,) = (program.folder / "runs").glob("program-*")
+    launch = program.launch(run)
+    assert (done.returncode, launch.status.state) == (1, "failed")
+    assert set(launch.causes) == {"crashed"}
+    assert launch.ends[-1].next == "fail"

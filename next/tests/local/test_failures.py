@@ -1,0 +1,140 @@
+"""Failures on this machine: hangs, memory, exceptions that repeat, ranks that obey nothing, full disks."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness.runs import Project, is_alive, wait_until
+
+from jobkit.errors import EXIT_BAD_INPUT
+
+
+def test_each_failure_has_its_cause_and_a_step_that_always_fails_ends_the_run(project: Project) -> None:
+    """A hang, memory, an exit code; then an exception at the same step until the budget for crashes is spent."""
+    faults = [
+        {"kind": "hang", "rank": 1, "step": 6, "attempt": 1},
+        {"kind": "memory", "rank": 1, "step": 16, "attempt": 2},
+        {"kind": "4", "rank": 0, "step": 26, "attempt": 3},
+        {"kind": "raise", "rank": 1, "step": 36, "attempt": 0},
+    ]
+    params = json.dumps({"steps": 100, "every": 5, "faults": faults})
+    words = ("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "watchdog=2s", "retry.crash=2")
+    done = project.jobkit(*words, f"params={params}", check=False)
+    (folder,) = (project.folder / "runs").glob("scripted-*")
+    launch = project.launch(folder)
+
+    assert (done.returncode, launch.status.state) == (1, "failed")
+    assert launch.causes == ["hang", "out_of_memory", "crashed", "crashed", "crashed"]
+    assert [ended.next for ended in launch.ends] == ["in_place"] * 4 + ["fail"]
+    assert [ended.rank for ended in launch.ends] == [1, 1, 0, 1, 1]
+    stacks = [launch.run.rank_log(1, rank, "err").read_text() for rank in range(2)]
+    assert all("scripted_rank.py" in text and "train" in text for text in stacks)
+
+    last = launch.ends[-1]
+    assert (last.step, last.error) == (36, "ValueError: a fault of the script")
+    shown = project.jobkit("status", launch.run.name).stdout
+    assert "scripted_rank.py" in shown and "a fault of the script" in shown
+
+
+def test_an_error_of_all_ranks_before_the_first_step_is_tried_once(project: Project) -> None:
+    project.write("broken.py", "def train(rank):\n    raise ValueError('no such dataset')\n")
+    words = ("submit", str(project.yaml), "--local", "task=broken:train", "resources.tasks_per_node=2")
+    assert project.jobkit(*words, check=False).returncode == 1
+    (folder,) = (project.folder / "runs").glob("scripted-*")
+    launch = project.launch(folder)
+    assert launch.causes == ["crashed"]
+    assert (launch.ends[0].next, launch.ends[0].everywhere) == ("fail", True)
+    assert "no such dataset" in str(launch.ends[0].traceback)
+
+
+def test_a_second_ctrl_c_kills_a_rank_that_ignores_the_first(project: Project) -> None:
+    words = ("submit", str(project.yaml), "--local", "params.steps=100000", "+params.ignores_stop=true")
+    process = project.start(*words)
+    (file,) = wait_until(lambda: list((project.folder / "runs").glob("scripted-*/events.jsonl")), "the run")
+    launch = project.launch(file.parent).wait_for_step(10)
+    rank, page = launch.rank_pid(0), launch.page(0)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: page.stop_asked, "the rank to be asked to stop")
+    launch.wait_for_step(launch.step + 20)  # it ignores that
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 75
+    assert not is_alive(rank)
+    assert (launch.status.state, launch.causes) == ("interrupted", ["stopped"])
+
+
+class SmallDisk:
+    """A file system of a megabyte over a folder. Example: `disk = SmallDisk(folder); disk.fill(); disk.remove()`."""
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    READ_ONLY, REMOUNT, DETACH = 1, 32, 2
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        if self._mount(0, b"size=1m"):
+            pytest.skip("only root can mount a small file system")
+
+    def _mount(self, flags: int, options: bytes) -> int:
+        return self.libc.mount(b"none", bytes(self.folder), b"tmpfs", flags, options)
+
+    def fill(self) -> None:
+        """Leave no block, and fill the block that the journal has begun."""
+        with pytest.raises(OSError, match="No space left"), (self.folder / "ballast").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        for journal in self.folder.glob("*/events.jsonl"):
+            with journal.open("ab", buffering=0) as file:
+                file.write(b'{"event": "noise"}'.ljust(-journal.stat().st_size % 4096 - 1) + b"\n")
+
+    def empty(self) -> None:
+        (self.folder / "ballast").unlink()
+
+    def make_read_only(self) -> None:
+        """Succeeds once no process has a file open for writing."""
+        wait_until(lambda: not self._mount(self.REMOUNT | self.READ_ONLY, b""), "a read-only disk")
+
+    def remove(self) -> None:
+        self.libc.umount2(bytes(self.folder), self.DETACH)
+
+
+@pytest.fixture
+def disk(project: Project) -> Iterator[SmallDisk]:
+    """The runs directory of the project, as a disk of its own."""
+    disk = SmallDisk(project.folder / "runs")
+    yield disk
+    disk.remove()
+
+
+def test_training_goes_on_while_the_disk_is_full_and_the_journal_catches_up(project: Project, disk: SmallDisk) -> None:
+    launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=400)
+    launch.wait_for_step(20)
+    rank, page = launch.rank_pid(0), launch.page(1)
+    disk.fill()
+    step = page.read().step
+    wait_until(lambda: page.read().step >= step + 60, "rank 1 to train on")
+    launch.kill_rank(1)  # its end cannot be journalled, nor the next attempt begin
+    wait_until(lambda: not is_alive(rank), "the other rank to be ended")
+    assert launch.causes == []
+    disk.empty()
+    launch.wait_until_over()
+
+    assert (launch.status.state, launch.causes) == ("finished", ["killed", "finished"])
+    events = [json.loads(line) for line in launch.run.journal_file.read_text().splitlines() if "noise" not in line]
+    assert [event["event"] for event in events] == [
+        *("submitted", "attempt began", "attempt ended"),
+        *("attempt began", "attempt ended", "finished"),
+    ]
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+
+    wait_until(lambda: not launch.run.alive_lock().is_held(), "the job script to end")
+    disk.make_read_only()
+    assert launch.run.name in project.jobkit("list").stdout
+    assert "finished" in project.jobkit("status", launch.run.name).stdout
+    refused = project.jobkit("submit", str(project.yaml), "--local", "params.steps=7", check=False)
+    assert refused.returncode == EXIT_BAD_INPUT
+    assert len(refused.stderr.splitlines()) <= 2 and "Traceback" not in refused.stderr
