@@ -94,8 +94,9 @@ def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str
     named = [identity for identity in identities if identity[:-9] == word]
     if len(named) == 1:
         return [versions(runs_dir, named[0])[-1].name]
-    # A run of --fresh is no `toy-11f5f19c`: whoever types this name a second time, after `rm`, means no other run.
-    begun = [name for name in names if name.startswith(word) and not re.fullmatch(re.escape(word) + r"-\d+", name)]
+    begun = [name for name in names if name.startswith(word)]
+    if _RUN_NAME.fullmatch(word):  # typed a second time, after `rm`, it shall not mean a run of --fresh
+        begun = [name for name in begun if not re.fullmatch(re.escape(word) + r"-\d+", name)]
     if len(begun) > 1:
         raise InputError(
             key="RUN", found=word, allowed=f"one of {some(sorted(begun))}", hint=f"{word + '*'!r} means all of them"
