@@ -1,22 +1,35 @@
 """Why an attempt ended: a pure function of what the supervisor saw and of what the ranks left.
 
-    Facts (exits, lost nodes, Slurm's word) + ends/<attempt>/*.json --diagnose()--> Verdict --> Ended in the journal
+    Facts (exits, lost nodes, Slurm's word) + Traces (ends/<attempt>/*.json) --diagnose()--> Verdict --> Ended
 
 The first cause by arrival counts, not by clocks, which differ between nodes. Nothing is read out of the messages of
-libraries.
+libraries: "connection closed" is a consequence because another rank's End lay there already, or a rank was killed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import signal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobkit.run.records import Cause
+from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run.records import Began, Cause, End
 from jobkit.supervisor.protocol import Exited
 
 if TYPE_CHECKING:
-    from jobkit.slurm.jobs import Job
+    from jobkit.slurm.jobs import StopCause
+
+SAID_LINES, SAID_CHARACTERS = 4, 2000
+"""How much of the end of a rank's stderr stands in the journal, at most."""
+
+_STOPPED = "the ranks were told to stop, and nobody knows by whom"
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+_OF_A_STOP = frozenset([*(-number for number in _STOP_SIGNALS), *(128 + number for number in _STOP_SIGNALS)])
+"""Exit codes of a program that a stop signal ended; a shell adds 128."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +51,31 @@ class Facts:
     """Ranks that ended, in order of arrival, each with the name of its node."""
     reported: frozenset[int] | None = None
     """Ranks whose End lay there when the first exit with a failure arrived: an End that came later is a consequence.
-    None where nobody looked: then all Ends count."""
+    None if nobody looked: then all Ends count, unless a signal killed that rank."""
     lost_nodes: Sequence[LostNode] = ()
     """In order of arrival. After a signal of Slurm's a lost agent is no lost node."""
     launch_error: str | None = None
     """Srun's words where it could start nothing and named no node; a node that it named is a LostNode."""
     asked: tuple[Cause, str] | None = None
-    """What the supervisor itself ended the ranks for: timeout, hang, cancelled, preempted or stopped, and words for
+    """What the supervisor itself ended the ranks for (timeout, hang, cancelled, preempted, stopped), and words for
     `error`. The first one counts."""
     signalled: bool = False
     """True if an agent was sent a signal (by Slurm, or by a person) that it passed on to its ranks."""
-    job: Job | None = None
-    """Slurm's record of the job; None for silence, and on this machine."""
+    word: StopCause | None = None
+    """Slurm's word (`slurm.jobs.stop_cause`); None if Slurm gives no reason or no answer, and on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traces:
+    """What the ranks of an attempt left on the disk."""
+
+    ends: Sequence[End] = ()
+    peak_bytes: int | None = None
+    """The most host memory that a rank had, by the newest progress report."""
+    disk_is_full: bool = False
+    """True if the run directory takes no more bytes, now that the attempt has ended."""
+    said: Callable[[int], str] = lambda rank: ""
+    """The last lines that a rank printed to stderr: shown, never interpreted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +88,141 @@ class Verdict:
     node: str | None = None
     step: int | None = None
     traceback: str | None = None
-    samples: list[int] | None = field(default=None)
+    samples: list[int] | None = None
     everywhere: bool = False
     final: bool = False
+
+
+def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = False) -> Verdict:
+    """Return why an attempt ended. `command` is True for a YAML's `command:`, which may leave no Ends."""
+    if _is_finished(facts, traces.ends, began.ranks, command):
+        return Verdict(cause="finished")
+    if facts.word == "cancelled":  # before all else: a job that its owner has cancelled must not come back
+        return Verdict(cause="cancelled")
+    failed = {end.rank: end for end in traces.ends if end.kind == "failed"}
+    if facts.asked is not None:  # our own doing: what Slurm and the ranks say follows from it
+        cause, words = facts.asked
+        cause_of_hang = _first(failed.values(), failed, facts) if cause == "hang" else None
+        if cause_of_hang is None:
+            return Verdict(cause=cause, error=words or None)
+        return _failed(cause_of_hang, failed, began, traces)  # it had failed, and did not end
+    deaths = [number for number, (exited, _) in enumerate(facts.exits) if is_failure(exited, traces.ends)]
+    if facts.lost_nodes and (not deaths or facts.lost_nodes[0].at <= deaths[0]):
+        lost = facts.lost_nodes[0]
+        return Verdict(cause="node_failure", node=lost.node, error=f"node {lost.node}: {lost.why}")
+    if facts.word is not None:  # the ranks died of Slurm's signals
+        return Verdict(cause=facts.word, error="the batch script was killed" if facts.word == "killed" else None)
+    if deaths:
+        return _death(*facts.exits[deaths[0]], facts=facts, failed=failed, began=began, traces=traces)
+    if facts.launch_error:
+        return Verdict(cause="node_failure", error=facts.launch_error)
+    if end := _first(failed.values(), failed, facts):
+        return _failed(end, failed, began, traces)
+    stopped = [exited.rank for exited, _ in facts.exits if exited.code == EXIT_RESUMABLE]
+    silent = set(stopped).difference(end.rank for end in traces.ends)
+    if silent and not command and not facts.signalled:  # worker/ending.py: its End did not fit on the disk
+        rank = min(silent)
+        return Verdict(cause="disk", error=f"rank {rank} could not write to the run directory's disk", rank=rank)
+    if stopped or facts.signalled or any(end.kind == "stopped" for end in traces.ends):
+        return Verdict(cause="unknown", error=_STOPPED)
+    return Verdict(cause="unknown", error="nobody saw how it ended")
+
+
+def is_failure(exited: Exited, ends: Iterable[End]) -> bool:
+    """Return whether a rank's exit is a failure: by its End, if it left one, else by its exit code."""
+    kind = next((end.kind for end in ends if end.rank == exited.rank), None)
+    return kind == "failed" or (kind is None and exited.code not in (0, EXIT_RESUMABLE))
+
+
+def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -> bool:
+    """Return whether all ranks have finished, by their Ends or by their exit codes.
+
+    A program under `command:` that was told to stop may have saved, and ended with 0.
+    """
+    done = {end.rank for end in ends if end.kind == "finished"}
+    if not command or not (facts.asked or facts.word or facts.signalled):
+        done |= {exited.rank for exited, _ in facts.exits if exited.code == 0}
+    return done.issuperset(range(ranks))
+
+
+def _death(
+    exited: Exited, node: str, *, facts: Facts, failed: Mapping[int, End], began: Began, traces: Traces
+) -> Verdict:
+    """Return the verdict about the first rank that failed: by an End that lay there already, else by its exit."""
+    reported: Collection[int] = facts.reported or ()
+    if facts.reported is None and exited.code > 0:
+        reported = failed
+    lay_there = [failed[rank] for rank in {*reported, exited.rank} if rank in failed]
+    if end := _first(lay_there, failed, facts):
+        return _failed(end, failed, began, traces)
+    if facts.signalled and exited.code in _OF_A_STOP:
+        return Verdict(cause="unknown", error=_STOPPED)
+    if exited.code < 0:
+        return _killed(exited, node, traces)
+    words = traces.said(exited.rank)
+    error = f"rank {exited.rank} ended with exit code {exited.code}{f': {words}' if words else ''}"
+    return Verdict(cause="disk" if traces.disk_is_full else "crashed", error=error, rank=exited.rank, node=node)
+
+
+def _first(ends: Iterable[End], failed: Mapping[int, End], facts: Facts) -> End | None:
+    """Return the End that is the cause of the others, one that is final rather than another."""
+    pool = {end.rank: end for end in ends}
+    pool |= {rank: failed[rank] for end in list(pool.values()) for rank in end.seen if rank in failed}
+    order = {exited.rank: number for number, (exited, _) in enumerate(facts.exits)}
+
+    def rank_of_cause(end: End) -> tuple[bool, bool, int, float]:
+        is_secondary = any(rank in failed for rank in end.seen)
+        return not end.final, is_secondary, order.get(end.rank, len(order)), end.time
+
+    return min(pool.values(), key=rank_of_cause, default=None)
+
+
+def _killed(exited: Exited, node: str, traces: Traces) -> Verdict:
+    where = f"rank {exited.rank} on {node}"
+    peak = f"peak of a rank: {_gib(traces.peak_bytes)}" if traces.peak_bytes else ""
+    if exited.out_of_memory:
+        error = f"{where} was killed for lack of memory on the host{f'; {peak}' if peak else ''}"
+        return Verdict(cause="out_of_memory", error=error, rank=exited.rank, node=node)
+    is_sigkill = exited.code == -signal.SIGKILL
+    how = "SIGKILL" if is_sigkill else f"signal {-exited.code}"
+    hint = f" (out of memory?{f' {peak}' if peak else ''})" if is_sigkill else ""
+    return Verdict(cause="killed", error=f"{where} was killed by {how}{hint}", rank=exited.rank, node=node)
+
+
+def _failed(end: End, failed: Mapping[int, End], began: Began, traces: Traces) -> Verdict:
+    """Return the verdict of the End of the first rank that failed."""
+    cause: Cause = "disk" if end.disk else "out_of_memory" if end.out_of_memory else "crashed"
+    peak = end.peak_bytes or traces.peak_bytes
+    memory = f" (peak of the {end.out_of_memory}'s memory: {_gib(peak)})" if end.out_of_memory and peak else ""
+    return Verdict(
+        cause=cause,
+        error=f"rank {end.rank}: {end.error}{memory}",
+        rank=end.rank,
+        node=end.node,
+        step=end.step,
+        traceback=end.traceback,
+        samples=end.samples,
+        everywhere=_is_everywhere([other for other in failed.values() if other.error == end.error], began),
+        final=end.final and cause == "crashed",
+    )
+
+
+def _is_everywhere(alike: Sequence[End], began: Began) -> bool:
+    """Return whether ends with one error are of all ranks, or of ranks on each of several nodes."""
+    nodes = {end.node for end in alike}
+    return len(alike) >= began.ranks or (len(began.nodes) > 1 and nodes.issuperset(began.nodes))
+
+
+def _gib(size: int | None) -> str:
+    return f"{(size or 0) / 2**30:.2f} GiB"
+
+
+def last_words(log: Path) -> str:
+    """Return the last lines of a rank's stderr, in one line; empty where there are none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * SAID_CHARACTERS))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:  # a rank that died before its log was made
+        return ""
+    return " / ".join([line.strip() for line in lines if line.strip()][-SAID_LINES:])[-SAID_CHARACTERS:]
