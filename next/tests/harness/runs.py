@@ -174,7 +174,7 @@ class Launch:
     def page(self, rank: int) -> Page:
         """Return the page of a rank of the newest attempt: what it says there no disk can hold up."""
         for entry in Path(f"/proc/{self.rank_pid(rank)}/fd").iterdir():
-            if "memfd:jobkit-page" in os.readlink(entry):
+            if "memfd:jobkit-page" in str(entry.readlink()):
                 return Page(os.open(entry, os.O_RDWR))
         raise AssertionError(f"rank {rank} has no page")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -77,7 +76,7 @@ def test_a_moved_run_directory_continues_at_its_new_place(slurm: Cluster, on_slu
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
     wait_until(lambda: slurm.job(str(launch.status.job_id))["JobState"] != "COMPLETING", "the job to end")
-    os.rename(project.folder / "runs", project.folder / "elsewhere")
+    (project.folder / "runs").rename(project.folder / "elsewhere")
     moved = Launch(project, RunDir(project.folder / "elsewhere" / launch.run.name))
     project.jobkit("resume", str(moved.run.path))
     moved.wait_for_attempt(2)

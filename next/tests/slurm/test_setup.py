@@ -1,0 +1,62 @@
+"""`setup` and `teardown` run as in the user's shell; a line that fails is named with the words that it printed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from harness.runs import Project, wait_until
+from slurmbox import Cluster
+
+YAML = """\
+name: scripted
+task: scripted_rank:train
+params: {steps: 5}
+clusters:
+  local: {setup: [SETUP], teardown: [touch torn_down]}
+  slurm: {setup: [SETUP], teardown: [touch torn_down]}
+"""
+
+PROFILE = """\
+export FROM_PROFILE=yes
+false
+[ -f /nowhere/bashrc ] && source /nowhere/bashrc
+"""
+
+
+def with_setup(project: Project, lines: str) -> None:
+    project.yaml.write_text(YAML.replace("SETUP", lines))
+    project.write("profile.sh", PROFILE)
+
+
+SETS_WHAT_IT_NEEDS = "source profile.sh, 'test \"$FROM_PROFILE\" = yes', set -u, set -e"
+
+
+def test_setup_here(project: Project) -> None:
+    with_setup(project, SETS_WHAT_IT_NEEDS)
+    assert project.jobkit("submit", str(project.yaml), "--local").returncode == os.EX_OK
+    wait_until((project.folder / "torn_down").exists, "the teardown")
+
+    with_setup(project, "load_no_module cuda")
+    failed = project.jobkit("submit", str(project.yaml), "--local", "params.steps=6", check=False)
+    assert failed.returncode in (1, 75)
+    words = failed.stdout + failed.stderr
+    assert "load_no_module cuda" in words
+    assert "command not found" in words
+    assert "Traceback" not in words
+
+
+def test_setup_on_slurm(slurm: Cluster, on_slurm: Callable[..., Project]) -> None:
+    project = on_slurm(slurm)
+    with_setup(project, SETS_WHAT_IT_NEEDS)
+    project.submit("--cluster", "slurm").wait_until_over()
+    wait_until((project.folder / "torn_down").exists, "the teardown")
+
+    with_setup(project, "load_no_module cuda")
+    launch = project.submit("--cluster", "slurm", steps=6)
+    wait_until(lambda: launch.run.job_log.exists() and "command not found" in launch.run.job_log.read_text(), "the job")
+    shown = project.jobkit("status", launch.run.name).stdout
+    assert "load_no_module cuda" in shown
+    assert "command not found" in shown
+    project.jobkit("cancel", "-y", launch.run.name)
+    assert launch.wait_until_over().status.state == "cancelled"

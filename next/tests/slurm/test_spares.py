@@ -1,0 +1,54 @@
+"""Fewer nodes than asked for: a node that cannot start agents, a lost spare, a dead srun, and `min_nodes`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from harness.runs import Project
+from slurmbox import Cluster
+
+
+def test_the_run_goes_on_with_the_nodes_that_are_left(
+    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
+) -> None:
+    """Four nodes for two with ranks: they are lost one after the other, and the job is never requeued."""
+    cluster = make_slurm(nodes=4)
+    nodes = set(cluster.settings.node_names)
+    cluster.kill_node("node2")  # Slurm hears of it after SlurmdTimeout, and gives it to the job
+    launch = on_slurm(cluster).submit(
+        *("--cluster", "slurm", "resources.nodes=2", "resources.tasks_per_node=2"),
+        *("resources.spares=2", "resources.min_nodes=1"),
+        steps=100_000,
+        every=5,
+    )
+    launch.wait_for_step(15)
+    batch_node = str(launch.run.lease().node)  # type: ignore[union-attr]
+    first = launch.status.attempts[-1]
+    assert "node2" not in first.nodes
+    assert len(first.nodes) == 2
+
+    # A spare that stands by is lost: no attempt ends.
+    (spare,) = nodes - {"node2", *first.nodes}
+    cluster.kill_node(spare)
+    launch.wait_for_step(launch.step + 60)
+    assert launch.status.attempts[-1].number == first.number
+
+    # srun dies, and with it the agents of all nodes: no node is to blame.
+    for process in cluster.job_processes():
+        if process.name == "srun":
+            process.send(signal.SIGKILL)
+    launch.wait_for_attempt(first.number + 1).wait_for_step(launch.step + 30)
+    assert set(launch.status.attempts[-1].nodes) == set(first.nodes)
+
+    # A node with ranks is lost, and no spare is left.
+    (lost,) = set(first.nodes) - {batch_node}
+    cluster.kill_node(lost)
+    launch.wait_for_attempt(first.number + 2).wait_for_step(launch.step + 30)
+    last = launch.status.attempts[-1]
+    assert (last.nodes, last.began.ranks, last.began.restart) == ([batch_node], 2, 0)
+    assert (launch.ends[-1].cause, launch.ends[-1].node) == ("node_failure", lost)
+
+    launch.project.jobkit("cancel", "-y", launch.run.name)
+    launch.wait_until_over()
+    assert {ended.next for ended in launch.ends[:-1]} == {"in_place"}
