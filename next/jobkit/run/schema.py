@@ -26,95 +26,64 @@ ALL = "all"
 PARALLEL_WORDS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline")
 """The short forms of `parallel:`: `parallel: zero3` is `parallel: {data: zero3}`."""
 
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_TASK = r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)?"
 
-def _field(check: Callable[[Any], object], default: Any = dataclasses.MISSING) -> Any:
+
+def _field(allowed: str, is_allowed: Callable[[Any], bool], default: Any = dataclasses.MISSING) -> Any:
+    """A field whose value is checked: `allowed` is what an error says."""
+
+    def check(value: Any) -> None:
+        if not is_allowed(value):
+            raise ValueError(allowed)
+
     return field(default=default, metadata={"check": check})
 
 
-def _at_least(minimum: int) -> Callable[[int], None]:
-    def check(value: int) -> None:
-        if value < minimum:
-            raise ValueError(f"{minimum} or more")
-
-    return check
+def _at_least(minimum: int, default: int) -> Any:
+    return _field(f"{minimum} or more", lambda value: value >= minimum, default)
 
 
-def _count_or(word: str, minimum: int, allowed: str) -> Callable[[str | int], None]:
-    def check(value: str | int) -> None:
-        if value != word and (isinstance(value, str) or value < minimum):
-            raise ValueError(allowed)
+def _count_or(word: str, minimum: int, default: str | int, unit: str = "") -> Any:
+    def is_allowed(value: str | int) -> bool:
+        return value == word or (isinstance(value, int) and value >= minimum)
 
-    return check
-
-
-def _matching(pattern: str, allowed: str) -> Callable[[str | list[str]], None]:
-    def check(value: str | list[str]) -> None:
-        for text in [value] if isinstance(value, str) else value:
-            if text and not re.fullmatch(pattern, text):
-                raise ValueError(allowed)
-
-    return check
+    return _field(f"{word}, or a number{unit}, {minimum} or more", is_allowed, default)
 
 
-def _duration_or(*words: str | bool, allowed: str) -> Callable[[str | int], None]:
-    """YAML reads a bare `off` as false, so that False may be one of the words."""
-
-    def check(value: str | int) -> None:
-        if isinstance(value, bool) and value in words:
-            return
-        try:
-            if isinstance(value, bool):
-                raise ValueError
-            if value not in words:
-                parse_seconds(value)
-        except ValueError:
-            raise ValueError(allowed) from None
-
-    return check
+def _is_duration(value: str | int | bool) -> bool:
+    try:
+        return not isinstance(value, bool) and parse_seconds(value) > 0
+    except ValueError:
+        return False
 
 
-def _interval_or(*words: str | bool, allowed: str) -> Callable[[str | int], None]:
-    """Like `_duration_or`, where a whole number is a number of steps. "500" in quotes would be 500 minutes."""
-    is_duration = _duration_or(*words, allowed=allowed)
+def _interval(example: str, *, or_off: bool = False) -> Any:
+    """A field that is `auto`, a number of steps or a time. "500" in quotes would be 500 minutes."""
 
-    def check(value: str | int) -> None:
-        if isinstance(value, bool) or (isinstance(value, str) and not value.isdigit()):
-            is_duration(value)
-        elif isinstance(value, str) or value <= 0:
-            raise ValueError(allowed)
+    def is_allowed(value: str | int | bool) -> bool:
+        if value == AUTO or (or_off and _is_off(value)):
+            return True
+        if isinstance(value, str):
+            return not value.isdigit() and _is_duration(value)
+        return value > 0 and not isinstance(value, bool)
 
-    return check
+    allowed = f"auto, {'off, ' if or_off else ''}a number of steps above 0, or a time like {example}"
+    return _field(allowed, is_allowed, AUTO)
 
 
-def _check_name(value: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
-        raise ValueError("letters, digits, '.', '_' and '-', at most 100 (it names the run directory and the job)")
+def _is_off(value: str | int | bool) -> bool:
+    return value is False or value == "off"  # YAML reads a bare `off` as false
 
 
 def _check_on_nan(value: str | bool) -> None:
     allowed = "stop or ignore"
     if value in ("rerun", "skip"):
         raise ValueError(f"{allowed}; `{value}` no longer exists: leave such a batch out in the training function")
-    if value in ("off", False):  # YAML reads a bare `off` as false
+    if _is_off(value):
         raise ValueError(f"{allowed}; `off` is now called ignore")
     if value not in ("stop", "ignore"):
         raise ValueError(allowed)
-
-
-def _check_deterministic(value: bool | str) -> None:
-    if isinstance(value, str) and value != "warn":
-        raise ValueError("true, false or warn")
-
-
-_check_task = _matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:callable, as in mytask:train")
-_check_modules = _matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "names of Python modules, as in [transformers]")
-_check_time = _duration_or(AUTO, allowed=f"auto, or {FORMS}")
-_check_every = _interval_or(AUTO, allowed="auto, a number of steps above 0, or a time like 10min")
-_check_memory = _interval_or(AUTO, "off", False, allowed="auto, off, a number of steps above 0, or a time like 30s")
-_check_watchdog = _duration_or(AUTO, "off", False, allowed="auto, off, or a time like 10min")
-_check_budget = _count_or(UNLIMITED, 0, f"{UNLIMITED}, or a number of attempts, 0 or more")
-_check_degree = _count_or(ALL, 1, f"1 or more ranks, or {ALL}")
-_check_auto_or_count = _count_or(AUTO, 1, "auto, or 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,23 +91,23 @@ class Resources:
     """The share of a machine or cluster that an attempt gets. It is not part of the run's hash: a run may move between
     machines and world sizes."""
 
-    nodes: int = _field(_at_least(1), 1)
+    nodes: int = _at_least(1, 1)
     """Machines. With `--local` they are simulated on this one."""
-    tasks_per_node: str | int = _field(_check_auto_or_count, 1)
+    tasks_per_node: str | int = _count_or(AUTO, 1, 1)
     """Processes (ranks) on each node, usually one for each GPU. `auto` is one for each GPU of this machine, on Slurm of
     the `gpus_per_node` in the cluster's entry; it is 1 without a GPU."""
-    gpus_per_task: str | int = _field(_count_or(AUTO, 0, "auto, or 0 or more"), 0)
+    gpus_per_task: str | int = _count_or(AUTO, 0, 0)
     """GPUs of each rank; 0 trains on the CPU. `auto` is 1 on a machine with GPUs, with no more ranks than GPUs, else 0;
     it is the default beside `tasks_per_node: auto`. Each rank sees all GPUs of its node: its own GPUs begin at number
     LOCAL_RANK x `gpus_per_task`."""
-    cpus_per_task: int = _field(_at_least(1), 1)
+    cpus_per_task: int = _at_least(1, 1)
     """CPU cores of each rank, the workers of its data loader included."""
-    time: str | int = _field(_check_time, AUTO)
+    time: str | int = _field(f"auto, or {FORMS}", lambda value: value == AUTO or _is_duration(value), AUTO)
     """Time limit of an attempt, not of the run: a job that reaches it is requeued and continues. `auto` is one hour on
     Slurm, and no limit on this machine."""
-    spares: int = _field(_at_least(0), 0)
+    spares: int = _at_least(0, 0)
     """On Slurm: nodes that the job gets beyond `nodes`. They stand by, and one of them replaces a node that is lost."""
-    min_nodes: str | int = _field(_count_or(ALL, 1, f"1 or more nodes, or {ALL}"), ALL)
+    min_nodes: str | int = _count_or(ALL, 1, ALL, " of nodes")
     """On Slurm: the number of nodes with which an attempt may continue after nodes are lost and no spare remains; `all`
     is `nodes`. Samples and their order stay the same; sums are taken in another order."""
 
@@ -182,14 +151,14 @@ class BestConfig:
 class CheckpointConfig:
     """When checkpoints are written and how many are kept. A stop and the end of the run always write one."""
 
-    every: str | int = _field(_check_every, AUTO)
+    every: str | int = _interval("10min")
     """A number of steps, a time, or `auto`: Young's interval, from the measured cost of a checkpoint and the time
     between failures; at most half an hour, unless checkpoints would then take more than 1 % of the time."""
-    memory: str | int | bool = _field(_check_memory, AUTO)
+    memory: str | int | bool = _interval("30s", or_off=True)
     """How often a snapshot is taken in host memory, which needs no disk and outlives a rank that dies: a number of
     steps, a time, `off`, or `auto`: as often as snapshots hold up the training for at most 1 % of the time. Two
     snapshots take at most a quarter of the free memory of a node, else there are none."""
-    keep: int = _field(_at_least(1), 3)
+    keep: int = _at_least(1, 3)
     """How many of the newest checkpoints are kept. An older one is deleted only after a newer one is on the disk."""
     best: BestConfig | None = None
     """Also keep the checkpoint with the best value of a metric: `{metric: validation/loss, mode: min}`."""
@@ -205,14 +174,14 @@ class RetryConfig:
     The count starts again with every new checkpoint, and when a person submits the run again.
     """
 
-    preemption: str | int = _field(_check_budget, UNLIMITED)
+    preemption: str | int = _count_or(UNLIMITED, 0, UNLIMITED, " of attempts")
     """Slurm preempted the job, or another user or program sent a signal."""
-    time_limit: str | int = _field(_check_budget, 3)
+    time_limit: str | int = _count_or(UNLIMITED, 0, 3, " of attempts")
     """The attempt reached `resources.time`. For a `command:` without `jobkit.init`, which reports no progress, that is
     no failure: only 0 ends its run."""
-    node_failure: str | int = _field(_check_budget, 10)
+    node_failure: str | int = _count_or(UNLIMITED, 0, 10, " of attempts")
     """A node died, or nothing could be started on it."""
-    crash: str | int = _field(_check_budget, 3)
+    crash: str | int = _count_or(UNLIMITED, 0, 3, " of attempts")
     """An exception, a killed rank, out of memory, a hang. It is also how often a step may fail in total."""
 
 
@@ -224,13 +193,13 @@ class ParallelConfig:
     """What the data-parallel ranks share. `ddp`: nothing, each has a copy. `zero1`: optimizer state. `zero2`: gradients
     and parameters too, gathered from forward to the end of backward. `zero3`: the same, gathered block by block.
     `hsdp`: zero3 within groups of `shards` ranks, and copies between the groups."""
-    tensor: str | int = _field(_check_degree, 1)
+    tensor: str | int = _count_or(ALL, 1, 1, " of ranks")
     """Ranks that compute each layer together, after the model's `tensor_plan()`; `all` is every rank."""
-    pipeline: str | int = _field(_check_degree, 1)
+    pipeline: str | int = _count_or(ALL, 1, 1, " of ranks")
     """Stages that the model's blocks are divided into; `all` is every rank that `tensor` leaves."""
-    microbatches: str | int = _field(_check_auto_or_count, AUTO)
+    microbatches: str | int = _count_or(AUTO, 1, AUTO)
     """For a pipeline: micro-batches in flight; `auto` is up to four for each stage."""
-    shards: str | int = _field(_check_auto_or_count, AUTO)
+    shards: str | int = _count_or(AUTO, 1, AUTO)
     """For `hsdp`: ranks that share a copy of the model; `auto` is the ranks of a node."""
     offload: bool = False
     """For `zero2`, `zero3` and `hsdp`: parameters, gradients and optimizer state stay in host memory between uses, and
@@ -243,11 +212,11 @@ class CommConfig:
 
     hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """How DDP compresses gradients. The error that PowerSGD feeds back is part of the checkpoint."""
-    powersgd_rank: int = _field(_at_least(1), 1)
+    powersgd_rank: int = _at_least(1, 1)
     """Rank of PowerSGD's approximation: a higher rank is more exact and sends more."""
-    bucket_cap_mb: int = _field(_at_least(1), 25)
+    bucket_cap_mb: int = _at_least(1, 25)
     """Megabytes of gradients in each all-reduce of DDP, which overlaps with backward."""
-    local_sgd: int = _field(_at_least(0), 0)
+    local_sgd: int = _at_least(0, 0)
     """Average parameters every this many steps, instead of gradients at every step; 0 is off."""
 
 
@@ -316,9 +285,12 @@ class Config:
         config.params["lr"], config.resources.nodes
     """
 
-    name: str = _field(_check_name)
+    name: str = _field(
+        "letters, digits, '.', '_' and '-', at most 100 (it names the run directory and the job)",
+        lambda value: re.fullmatch(_NAME, value) is not None,
+    )
     """First part of the run directory's name, `<name>-<hash>`, which is also the job's."""
-    task: str = _field(_check_task, "")
+    task: str = _field("module:callable, as in mytask:train", lambda value: re.fullmatch(_TASK, value) is not None, "")
     """The training function, importable from the folder of the command; called with a jobkit.Context. Required, unless
     there is a `command`."""
     command: list[str] = field(default_factory=list)
@@ -336,14 +308,16 @@ class Config:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type in which `ctx.autocast()` and `ctx.backward` compute; fp16 uses a loss scale, which is part of the
     checkpoint."""
-    deterministic: bool | str = _field(_check_deterministic, False)
+    deterministic: bool | str = _field(
+        "true, false or warn", lambda value: isinstance(value, bool) or value == "warn", False
+    )
     """Whether torch, cuDNN and cuBLAS compute the same bits from the same values each time, which may be slower. With
     `true` the run fails at an operation that has no such form; `warn` goes on, and says so."""
     device: Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"] = "auto"
     """Where tensors live; `auto` is the machine's accelerator if `gpus_per_task` is above 0, else the CPU."""
     backend: str = "auto"
     """The backend of torch.distributed; `auto` is the device's: nccl, hccl, xccl or gloo."""
-    preload: list[str] = field(default_factory=list, metadata={"check": _check_modules})
+    preload: list[str] = field(default_factory=list)
     """Modules that are imported once a node, before ranks are forked, as `[transformers]`: a restart in place then does
     not import them again."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -351,10 +325,14 @@ class Config:
     resources: Resources = field(default_factory=Resources)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
-    watchdog: str | int | bool = _field(_check_watchdog, AUTO)
+    watchdog: str | int | bool = _field(
+        "auto, off, or a time like 10min",
+        lambda value: value == AUTO or _is_off(value) or _is_duration(value),
+        AUTO,
+    )
     """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
     minutes; before the first step and after the last at least 30 minutes."""
-    on_nan: str | bool = _field(_check_on_nan, "stop")
+    on_nan: str | bool = field(default="stop", metadata={"check": _check_on_nan})
     """The reaction to a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
     `ignore` goes on."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -162,7 +162,7 @@ def _copy(folder: Path, names: list[str], staging: Path) -> dict[str, str]:
         except FileNotFoundError:
             continue
         copied[name] = _digest(target)
-    write_json(staging / MANIFEST, copied, durable=False)
+    write_json(staging / MANIFEST, copied, durable=False, mode=0o644)
     for path in (staging, *_folders(staging, deep=True)):
         path.chmod(path.stat().st_mode & 0o755)
     return copied

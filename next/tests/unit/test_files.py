@@ -1,0 +1,120 @@
+"""Files appear whole or not at all, and JSON is JSON."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobkit.run.disk import disk_errno, explained, is_full, write_probe
+from jobkit.run.files import FOR_OWNER, foreign_owner, read_json, replace_link, replacing, write_atomic, write_json
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    write_atomic(file, "old")
+    with pytest.raises(ZeroDivisionError), replacing(file) as opened:
+        opened.write(b"half")
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert file.read_text() == "old"
+
+
+def test_a_reader_never_sees_a_part_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    write_json(file, [0] * 9999)
+    code = "import sys; from pathlib import Path; from jobkit.run.files import write_json\n"
+    code += "for n in range(60): write_json(Path(sys.argv[1]), [n] * 9999, durable=False)"
+    with subprocess.Popen([sys.executable, "-c", code, str(file)]) as writer:
+        while writer.poll() is None:
+            value = read_json(file)
+            assert len(value) == 9999 and len(set(value)) == 1
+    assert writer.returncode == 0 and read_json(file)[0] == 59
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    write_json(file, {"a": [math.nan, 1.5], "b": math.inf, "c": (1,)})
+    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"a": [None, 1.5], "b": None, "c": [1]}
+
+
+def test_a_torn_or_absent_json_file_is_none(tmp_path: Path) -> None:
+    (tmp_path / "torn").write_text('{"a": ')
+    assert read_json(tmp_path / "torn") is None
+    assert read_json(tmp_path / "folder" / "absent", fresh=True) is None
+
+
+def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        with replacing(tmp_path / "x", mode=FOR_OWNER):
+            modes = [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()]
+    finally:
+        os.umask(old)
+    assert modes == [FOR_OWNER]
+
+
+def test_a_link_is_relative_and_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "run" / "latest"
+    link.parent.mkdir()
+    for name in ("a", "b"):
+        replace_link(link, tmp_path / name)
+        assert link.readlink() == Path("..", name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_the_owner_of_a_file_is_this_user_the_folders_or_a_stranger(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.touch()
+    assert foreign_owner(file, tmp_path) is None
+    os.chown(file, 54321, -1)
+    assert foreign_owner(file, tmp_path) == "user 54321"
+    os.chown(tmp_path, 54321, -1)
+    assert foreign_owner(file, tmp_path) is None
+    assert foreign_owner(file) == "user 54321"
+
+
+def _caused_by(cause: BaseException) -> BaseException:
+    error = RuntimeError("save failed")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "full"),
+    [
+        (OSError(errno.ENOSPC, "no space"), errno.ENOSPC, True),
+        (_caused_by(OSError(errno.EDQUOT, "quota")), errno.EDQUOT, True),
+        (ValueError("I/O error: No space left on device (os error 28)"), errno.ENOSPC, True),
+        (OSError(errno.ESTALE, "stale"), errno.ESTALE, False),
+        (OSError(errno.ENOENT, "no file"), 0, False),
+        (TimeoutError(errno.ETIMEDOUT, "a socket"), 0, False),
+        (ValueError("28"), 0, False),
+        (None, 0, False),
+    ],
+)
+def test_errors_of_a_full_disk_are_known_by_their_number(error: BaseException | None, number: int, full: bool) -> None:
+    assert (disk_errno(error), is_full(error)) == (number, full)
+
+
+def test_a_disk_is_explained_and_a_bug_is_not(tmp_path: Path) -> None:
+    error = explained(OSError(errno.ENOSPC, "No space left on device", str(tmp_path)))
+    assert error.file == str(tmp_path) and "make room" in error.hint
+    bug = OSError(errno.EBADF, "Bad file descriptor")
+    with pytest.raises(OSError) as raised:
+        explained(bug)
+    assert raised.value is bug
+
+
+def test_the_probe_leaves_nothing_and_says_why_it_failed(tmp_path: Path) -> None:
+    assert write_probe(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    refused = write_probe(tmp_path / "absent")
+    assert refused is not None and refused.errno == errno.ENOENT

@@ -1,0 +1,175 @@
+"""The code snapshot: which files are code, stored once, of one user, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jobkit.errors import InputError
+from jobkit.run import snapshot
+from jobkit.run.snapshot import changes, is_intact, remove_unused, take
+
+
+def _write(folder: Path, *names: str, text: str = "x = 1\n") -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def _git(folder: Path, *words: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+
+def _files(path: Path) -> set[str]:
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {snapshot.MANIFEST}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = _write(tmp_path / "project", "train.py", "data.csv", "lib/__init__.py", "lib/_version.py", "secret.txt")
+    _write(folder, "lib/ops" + snapshot.MODULES[1], "ignored/x.py")
+    (folder / ".gitignore").write_text("secret.txt\n_version.py\n*.so\nignored\n")
+    _git(folder, "init", "-q")
+    return folder
+
+
+def test_git_says_what_is_code_and_built_modules_come_with_their_package(project: Path) -> None:
+    built = {"lib/_version.py", "lib/ops" + snapshot.MODULES[1]}
+    assert _files(take(project, project / "runs").path) == {
+        ".gitignore", "train.py", "data.csv", "lib/__init__.py", *built
+    }  # fmt: skip
+
+
+def test_without_git_source_files_are_code_and_environments_are_not(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "p", "train.py", "conf/a.yaml", "data.bin", ".hidden/x.py", "env/pyvenv.cfg", "env/x.py")
+    _write(folder, "node_modules/x.py", "old/toy-1/config.yaml", "old/toy-1/events.jsonl", "old/toy-1/code/x.py")
+    assert _files(take(folder, tmp_path / "runs").path) == {"train.py", "conf/a.yaml"}
+
+
+def test_runs_are_no_code_wherever_they_are(project: Path) -> None:
+    _write(project, "runs/toy-1/config.yaml", "runs/toy-1/events.jsonl", "runs/x.py")
+    _write(project, "old/.locks/x", "old/.code/abc/x.py", "old/toy-2/config.yaml", "old/toy-2/events.jsonl", "old/a.py")
+    names = _files(take(project, project / "runs").path)
+    assert not any(name.startswith("runs") for name in names)
+    assert {name for name in names if name.startswith("old")} == {"old/a.py"}
+
+
+def test_a_folder_below_a_runs_directory_may_have_code(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "runs" / "toy-1", "config.yaml", "events.jsonl", "outputs/x.py") / "outputs"
+    assert _files(take(folder, tmp_path / "runs").path) == {"x.py"}
+    with pytest.raises(InputError):
+        take(tmp_path / "runs", tmp_path / "runs")
+
+
+def test_submodules_and_nested_clones_are_code_and_other_working_trees_are_not(project: Path, tmp_path: Path) -> None:
+    other = _write(tmp_path / "other", "sub.py", "no.txt")
+    (other / ".gitignore").write_text("no.txt\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        _git(other, *words)
+    _git(project, "submodule", "add", "-q", str(other), "module")
+    _git(project, "clone", "-q", str(other), "clone")
+    _git(project, "clone", "-q", str(other), ".trees/a")
+    _write(project, "clone/no.txt")
+    names = _files(take(project, project / "runs").path)
+    assert {"module/sub.py", "clone/sub.py"} <= names
+    assert not names & {"clone/no.txt", ".trees/a/sub.py"}
+    shutil.rmtree(project / "module")
+    (project / "module").mkdir()  # as git leaves a submodule that is not checked out
+    assert any("module" in remark for remark in take(project, project / "runs").remarks)
+
+
+def test_a_linked_package_is_copied_and_a_linked_data_set_named(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "MAX_LINKED", 10)
+    _write(tmp_path / "shared", "util.py")
+    _write(tmp_path / "data", *(f"{number}.txt" for number in range(11)))
+    for name, target in (("shared", tmp_path / "shared"), ("data", tmp_path / "data"), ("up", tmp_path), ("no", "nil")):
+        (project / name).symlink_to(target)
+    taken = take(project, project / "runs")
+    assert "shared/util.py" in _files(taken.path)
+    assert not any(name.startswith(("data/", "up/")) for name in _files(taken.path))
+    assert len(taken.remarks) == 1 and taken.remarks[0].startswith("data")
+
+
+def test_big_data_is_named_and_too_many_files_are_refused(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_FILE_BYTES", 100)
+    _write(project, "big.csv", "big.py", text="# " + "x" * 200)
+    taken = take(project, project / "runs")
+    assert "big.csv" in taken.remarks[0] and {"big.csv", "big.py"} & _files(taken.path) == {"big.py"}
+    monkeypatch.setattr(snapshot, "MAX_FILES", 3)
+    with pytest.raises(InputError) as refused:
+        take(project, project / "runs")
+    assert refused.value.file == project
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
+def test_a_git_that_refuses_is_said_and_nothing_is_copied(project: Path) -> None:
+    for path in (project, project / ".git"):
+        os.chown(path, 54321, -1)
+    with pytest.raises(InputError) as refused:
+        take(project, project / "runs")
+    assert refused.value.file == project and "safe.directory" in refused.value.hint
+    assert not (project / "runs").exists()
+
+
+def test_equal_code_is_stored_once_and_a_damaged_copy_replaced(project: Path) -> None:
+    runs = project / "runs"
+    first = take(project, runs)
+    assert take(project, runs) == first
+    (first.path / "train.py").write_text("damaged")
+    assert not is_intact(first.path)
+    assert take(project, runs) == first and is_intact(first.path)
+    (project / "train.py").write_text("x = 2\n")
+    (project / "new.py").touch()
+    (project / "data.csv").unlink()
+    second = take(project, runs)
+    assert changes(first.path, second.path) == ["- data.csv", "+ new.py", "~ train.py"]
+    assert {path.name for path in (runs / ".code").iterdir()} == {first.digest, second.digest}
+
+
+def test_a_copy_is_as_secret_as_its_file_and_nobody_else_writes_in_it(project: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2775)
+    (project / "train.py").chmod(0o755)
+    (project / "data.csv").chmod(0o600)
+    old = os.umask(0o002)
+    try:
+        taken = take(project, shared)
+    finally:
+        os.umask(old)
+    modes = {path.name: path.stat().st_mode & 0o7777 for path in taken.path.iterdir()}
+    assert (modes["train.py"], modes["data.csv"]) == (0o755, 0o600)
+    assert not any(mode & 0o022 for mode in modes.values())
+    assert (shared / ".code").stat().st_mode & 0o7777 == 0o2775
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a snapshot away")
+def test_the_code_of_another_user_is_never_executed(project: Path) -> None:
+    first = take(project, project / "runs")
+    os.chown(first.path, 54321, -1)
+    second = take(project, project / "runs")
+    assert second.path != first.path and is_intact(second.path)
+    assert take(project, project / "runs") == second
+
+
+def test_a_snapshot_goes_after_its_last_run_unless_it_is_new(project: Path) -> None:
+    runs = project / "runs"
+    taken = take(project, runs)
+    (runs / "toy-1").mkdir()
+    (runs / "toy-1" / "code").symlink_to(taken.path)
+    os.utime(taken.path, (0, 0))
+    assert remove_unused(runs) == []
+    (runs / "toy-1" / "code").unlink()
+    take(project, runs)
+    assert remove_unused(runs) == []
+    os.utime(taken.path, (0, 0))
+    assert remove_unused(runs) == [taken.digest]
