@@ -156,7 +156,7 @@ def refuse_unwritable(runs_dir: Path) -> None:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise disk.explained(error) from None
+        raise InputError(f"cannot be made: {error.strerror}", key="--runs-dir", found=str(runs_dir)) from None
     if (problem := disk.write_probe(runs_dir)) is not None:
         raise disk.explained(problem)
 

@@ -71,7 +71,7 @@ def submit(
         job_exists: called just before there is a job on this machine
     """
     with _chosen(plan.run, which) as (run, lock):
-        is_new = not run.exists()
+        is_new = not run.path.exists()
         before = view(run, locked=True)
         if before.state == "finished":
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
