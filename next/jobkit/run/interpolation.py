@@ -34,15 +34,15 @@ def resolve(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, tuple
     try:
         tree = OmegaConf.create(environment.watched({**raw, **run_dir}))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        key, hint = str(getattr(error, "full_key", None) or ""), "a text with ${ in it is written \\${"
+        key = re.sub(r"\[(\d+)\]", r".\1", str(getattr(error, "full_key", None) or ""))
+        hint = "a text with ${ in it is written \\${"
         raise InputError(_first_line(error), key=key, hint=hint) from None
     expressions: dict[KeyPath, tuple[str, Any]] = {}
 
     def walk(node: Any, written: Any, path: KeyPath) -> Any:
         if isinstance(written, Mapping):
-            return {
-                key: walk(node if not path else node[path[-1]], item, (*path, key)) for key, item in written.items()
-            }
+            inner = node[path[-1]] if path else node
+            return {key: walk(inner, item, (*path, key)) for key, item in written.items()}
         if isinstance(written, list):
             return [walk(node[path[-1]], item, (*path, index)) for index, item in enumerate(written)]
         if not isinstance(written, str) or ("${" not in written and written != "???"):
@@ -66,11 +66,9 @@ def _value(node: Any, path: KeyPath, environment: _Environment, raw: Mapping[str
     environment.names.clear()
     try:
         value = node[path[-1]]
-        return (
-            OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-            if isinstance(value, Container)
-            else value
-        )
+        if isinstance(value, Container):
+            return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        return value
     except OmegaConfBaseException as error:
         problem = _first_line(error)
         if missing := re.search(r"Missing mandatory value: ([\w.]+)", problem):

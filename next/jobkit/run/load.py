@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,32 +27,23 @@ from jobkit.run.strict import build
 from jobkit.run.yamlfile import Document, read_yaml
 
 
+@dataclass
 class Places:
     """Where each value of a config was written: the file and line in front of every error about it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._places: dict[str, tuple[Path | str, int | None]] = {}
+    path: Path
+    by_key: dict[str, tuple[Path | str, int | None]] = field(default_factory=dict)
 
-    def add(self, place: Path | str, lines: Mapping[str, int] | Iterable[str], below: str = "") -> None:
-        """Note the keys that were written at a place; `below` is the prefix that the loader takes away, as `demo.`."""
-        for key in lines:
-            if key.startswith(below):
-                line = lines[key] if isinstance(lines, Mapping) else None
-                self._places[key.removeprefix(below)] = (place, line)
-
-    def copy(self) -> Places:
-        """Equal places, to which overrides can be added."""
-        places = Places(self._path)
-        places._places = dict(self._places)
-        return places
+    def add(self, place: Path | str, lines: Mapping[str, int | None], below: str = "") -> None:
+        """Note the lines of keys at a place; `below` is a prefix that the loader takes away, as `demo.`."""
+        self.by_key |= {key[len(below) :]: (place, line) for key, line in lines.items() if key.startswith(below)}
 
     def locate(self, error: InputError) -> InputError:
         """The error with the file and line of its key, or of the nearest key above it that somebody wrote."""
-        key = re.sub(r"\[(\d+)\]", r".\1", error.key)
-        while key and key not in self._places:
+        key = error.key
+        while key and key not in self.by_key:
             key = key.rpartition(".")[0]
-        return error.at(*self._places.get(key, (self._path, None)))
+        return error.at(*self.by_key.get(key, (self.path, None)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +91,14 @@ class Experiment:
 
     def load(self, overrides: Sequence[str] = (), point: Sequence[str] = (), place: str = COMMAND_LINE) -> Loaded:
         """The config with the `key=value` of the command line, then those of a sweep's point, written at `place`."""
-        values, places, typed = self.values, self.places.copy(), []
+        values, typed = self.values, []
+        places = Places(self.places.path, dict(self.places.by_key))
+        words = [(text, COMMAND_LINE) for text in overrides] + [(text, place) for text in point]
         try:
-            for text, where in [*((text, COMMAND_LINE) for text in overrides), *((text, place) for text in point)]:
-                try:
-                    override = overriding.parse(text)
-                except InputError as error:
-                    raise error.at(where) from None
+            for text, where in words:
+                override = overriding.parse(text, where)
                 typed += override.keys
-                places.add(where, override.keys)
+                places.add(where, dict.fromkeys(override.keys))
                 values = overriding.apply(override, values)
             resolved, expressions = resolve(values)
             _refuse_sections_in_params(resolved.get("params"))
@@ -138,8 +127,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 def read_experiment(path: Path) -> Experiment:
     """The experiment in a YAML, with the clusters of the user's own file. Raises InputError."""
     user_file, document, places = read_user_file(), read_yaml(path), Places(path)
-    places.add(user_file_path(), user_file.lines)
-    places.add(path, document.lines)
+    places.add(user_file_path(), {**user_file.lines})
+    places.add(path, {**document.lines})
     values, notes = dict(document.value), []
     try:
         refuse_bare_none(document.bare_none)
@@ -147,7 +136,7 @@ def read_experiment(path: Path) -> Experiment:
         if demo is not None and (variable := _variable_without(demo)):
             values = with_value(values, [], {key: value for key, value in demo.items() if key != "unless_env"})
             notes.append(f"{variable} is not set: using the small recipe (`demo:` in {path})")
-            places.add(path, document.lines, below="demo.")
+            places.add(path, {**document.lines}, below="demo.")
         entries = values.get("clusters", {})
         if isinstance(entries, dict):  # else the schema refuses it
             values["clusters"] = {**user_file.value.get("clusters", {}), **entries}
@@ -162,7 +151,7 @@ def read_resolved(path: Path) -> Config:
     Raises InputError; for a variable that is not set it names the variable.
     """
     document, places = read_yaml(path), Places(path)
-    places.add(path, document.lines)
+    places.add(path, {**document.lines})
     try:
         return _config(resolve(document.value)[0])
     except InputError as error:
@@ -201,7 +190,7 @@ def read_user_file() -> Document:
     if not path.exists():
         return Document({})
     document, places = read_yaml(path), Places(path)
-    places.add(path, document.lines)
+    places.add(path, {**document.lines})
     try:
         refuse_bare_none(document.bare_none)
         build(_UserFile, document.value)

@@ -40,19 +40,21 @@ class Override:
         return [self.key, *keys_below(self.value, f"{self.key}.")]
 
 
-def parse(text: str) -> Override:
-    """The meaning of a word. Raises InputError."""
+def parse(text: str, place: str = COMMAND_LINE) -> Override:
+    """The meaning of `key=value` or `+key=value`, written at a place. Raises InputError."""
     typed, equals, value = text.partition("=")
     key = re.sub(r"\[(\d+)\]", r".\1", typed.removeprefix("+"))
-    if not equals or not re.fullmatch(_KEY, typed.removeprefix("+")):
-        raise InputError(f"{text!r}", allowed="key=value, as in params.lr=1e-3")
-    if not value.strip():
-        raise InputError("no value", key=key, hint=f"for none: {typed}=null; for an empty text: {typed}='\"\"'")
     try:
+        if not equals or not re.fullmatch(_KEY, typed.removeprefix("+")):
+            raise InputError(f"{text!r}", allowed="key=value, as in params.lr=1e-3")
+        if not value.strip():
+            raise InputError("no value", key=key, hint=f"for none: {typed}=null; for an empty text: {typed}='\"\"'")
         document = parse_document(value)
+        refuse_bare_none([f"{key}.{inner}".rstrip(".") for inner in document.bare_none])
     except ValueError as error:
-        raise InputError(str(error), key=key, found=value) from None
-    refuse_bare_none([f"{key}.{inner}".rstrip(".") for inner in document.bare_none])
+        raise InputError(str(error), key=key, found=value).at(place) from None
+    except InputError as error:
+        raise error.at(place) from None
     return Override(key, document.value, typed.startswith("+"))
 
 

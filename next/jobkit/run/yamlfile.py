@@ -17,9 +17,6 @@ import yaml
 
 from jobkit.errors import InputError, nearest
 
-DEEPEST = 40
-"""Limit of values within each other: the code that reads them calls itself once for each level."""
-
 
 @dataclass(frozen=True)
 class Document:
@@ -35,21 +32,6 @@ class Document:
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 in which `1e-3` is a number, `1:00:00` and dates are texts, and a key is a text that occurs once."""
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._depth += 1
-        if self._depth > DEEPEST:
-            here = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, f"more than {DEEPEST} values within each other", here)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        self.deep_construct = True  # so that a value that contains itself is refused
-        return super().construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -120,10 +102,10 @@ def parse_value(text: str) -> Any:
 
 
 def parse_document(text: str) -> Document:
-    """The same as `parse_value`, with the places of `None`."""
+    """The same as `parse_value`, with the keys whose value is `None`."""
     try:
         node, document = _load(text)
-    except (yaml.YAMLError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise ValueError("the value is not valid YAML; quote it") from error
     if text[node.end_mark.index if node else 0 :].strip():
         raise ValueError("the value has a comment; quote it")  # `a #3` would lose a part
@@ -139,7 +121,7 @@ def read_yaml(path: Path) -> Document:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise InputError(f"not valid YAML: {problem}").at(path, mark.line + 1 if mark else None) from None
-    except (ValueError, TypeError) as error:  # a scalar whose tag promises another type
+    except (ValueError, TypeError, RecursionError) as error:  # a tag that promises another type; a value in itself
         raise InputError(f"not valid YAML: {error}").at(path) from None
     if not isinstance(document.value, dict):
         raise InputError(found=document.value, allowed="`key: value` lines, as in name: toy").at(path)

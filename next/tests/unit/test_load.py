@@ -200,7 +200,7 @@ INTERPOLATIONS = [
     ("params: {a: '${params.b}', b: '${params.a}'}", "params.a", "ecursive"),
     ("params: {a: '???'}", "params.a", "params.a=..."),
     ("params: {run: '???'}\ninputs: ['${params.run}/x']", "params.run", "params.run=..."),
-    ("params: {a: 'x ${ y'}", "params.a", "\\${"),
+    ("params: {a: ['x ${ y']}", "params.a.0", "\\${"),
     ("params: {a: '${HOME}'}", "params.a", "\\${HOME}"),
     ("params: {a: '${nothing:3}'}", "params.a", "nothing"),
     ("inputs: ['${run_dir}/x']", "inputs.0", "run_dir"),
