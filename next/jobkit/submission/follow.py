@@ -162,7 +162,7 @@ class _Stop:
         lease = self.run.lease()
         number = signal.SIGKILL if kills else signal.SIGTERM
         try:
-            if not kills and lease is not None and lease.token == status.token:
+            if not kills and lease is not None and lease.pid and lease.token == status.token:
                 os.kill(lease.pid, number)  # the supervisor waits for its agents, or for a device
             else:
                 os.killpg(self.process.pid, number)  # setup lines, or a supervisor that imports
