@@ -39,6 +39,12 @@ class Journal:
         """Follows each append, the pending ones included."""
         self._pending: list[Event] = []
 
+    def refresh(self) -> None:
+        """Read the status again: a submission may have appended under the run's lock."""
+        self.status = read_status(self.run)
+        for event in self._pending:
+            self.status = fold(self.status, event)
+
     def append(self, event: Event) -> None:
         """Append an event, make it durable, and let status.json follow. Raises LostLease, OSError."""
         self.note(event)

@@ -3,27 +3,40 @@
     take_over() --Tenure--> begin() --Began--> (the ranks live) --> close() --Ended, Finished ...--> Decision
                               ^------------------ in place ------------------------------------------'
 
-The supervisor calls these; a rescuing agent calls `rescue`, which is `close` after its supervisor is gone. Each holds
-the run's begin lock, and the journal takes events from the holder of the lease alone.
+The supervisor calls these; an agent whose supervisor is gone calls `rescue`, which closes too. Each holds the run's
+begin lock, and the journal takes events from the holder of the lease alone: a process that has lost it gets LostLease.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+import socket
+from dataclasses import replace
+from typing import Literal
 
-from jobkit.errors import EXIT_RESUMABLE, JobkitError
 from jobkit.run.journal import Journal
+from jobkit.run.records import Began, Cancelled, Requeued
 from jobkit.run.rundir import RunDir
-from jobkit.run.schema import Config
-from jobkit.run.status import Attempt
+from jobkit.run.status import Status
+from jobkit.supervisor.closing import end_attempt, facts_of_lost, facts_of_rescue
 from jobkit.supervisor.diagnosis import Facts, LostNode
 from jobkit.supervisor.retry import Decision, Room
-
-if TYPE_CHECKING:
-    from jobkit.slurm.jobs import Job
+from jobkit.supervisor.tenure import (
+    EXIT_RUN_FAILED,
+    Me,
+    NotRunnable,
+    Tenure,
+    belongs_to,
+    check_lease,
+    config_of,
+    over,
+    refuse,
+    request_of,
+    take_lease,
+    write_lease,
+)
 
 __all__ = [
+    "EXIT_RUN_FAILED",
     "Decision",
     "Facts",
     "LostNode",
@@ -33,79 +46,156 @@ __all__ = [
     "Tenure",
     "begin",
     "close",
+    "request_of",
     "rescue",
     "take_over",
 ]
 
-EXIT_RUN_FAILED = 3
-"""Exit code of a supervisor whose run has failed: job.sh ends with 1, and starts no other supervisor."""
-
-
-class NotRunnable(JobkitError):
-    """This job begins nothing: another one runs the run, or it is over. `exit_code` is the supervisor's."""
-
-    def __init__(self, words: str, exit_code: int = EXIT_RESUMABLE) -> None:
-        super().__init__(words)
-        self.exit_code = exit_code
-
-
-@dataclass(frozen=True, kw_only=True)
-class Me:
-    """The job for which a supervisor, or an agent that rescues, acts."""
-
-    job_id: str
-    token: str
-    """From the job's comment on Slurm, from JOBKIT_TOKEN on this machine."""
-    restart: int = 0
-    """SLURM_RESTART_COUNT."""
-    node: str | None = None
-    """Slurm's name of the node with the batch script."""
-    job: Job | None = None
-    """Slurm's record of the job, as fresh as possible; None for silence, and on this machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tenure:
-    """The right to write: this process holds the lease until another one takes the run over."""
-
-    run: RunDir
-    config: Config
-    me: Me
-    journal: Journal
-    adopted: Attempt | None = None
-    """An open attempt of this same start of the job, whose agents may live: a supervisor before this one began it."""
-    decision: Decision | None = None
-    """What a supervisor before this one decided after the last attempt (requeue, successor), and may not have carried
-    out: look, do it, and leave. Nothing is to be begun then."""
-
-    @property
-    def writer(self) -> str:
-        """The word of the lease, for Contact.writer."""
-        return self.journal.writer or ""
-
 
 def take_over(run: RunDir, me: Me) -> Tenure:
-    """Return the right to write for this job. Raises NotRunnable where the job has nothing to run (any more)."""
-    raise NotImplementedError
+    """Return the right to write for this job. Raises NotRunnable where the job has nothing to run (any more).
+
+    An open attempt of an earlier job, or of an earlier start of this one, is closed.
+    """
+    with run.begin_lock():  # a second job of the run may start in the same second
+        status, before = Journal(run).status, run.lease()
+        decision = _not_carried_out(status, me)
+        refuse(status, me, decision)
+        if (
+            before is not None
+            and (before.token, before.job_id) == (me.token, me.job_id)
+            and before.restart > me.restart
+        ):
+            raise NotRunnable(f"{run.name}: job {me.job_id} was started again, and this start of it is over")
+        config = config_of(run, me)
+        attempt = status.open_attempt
+        is_ours = attempt is not None and belongs_to(attempt, me)
+        tenure = take_lease(run, me, config, attempt.number if attempt is not None and is_ours else 0)
+        if decision is not None:
+            return replace(tenure, decision=decision)
+        if me.job is not None and (me.job.restarts > me.restart or me.job.state not in ("RUNNING", "CONFIGURING")):
+            return replace(tenure, decision=_leave(tenure))
+        if attempt is None:
+            return tenure
+        if is_ours:
+            return replace(tenure, adopted=attempt)
+        decision = end_attempt(tenure, facts_of_lost(run, attempt, me, before), Room(requeue="requeue"))
+        if decision.action in ("stop", "fail"):
+            raise over(tenure.journal.status)
+        return tenure
 
 
 def begin(tenure: Tenure, nodes: list[str], ranks: int, how: Literal["start", "in place", "requeue"] = "start") -> int:
-    """Journal a new attempt and return its number. Raises NotRunnable (cancelled meanwhile), LostLease, OSError."""
-    raise NotImplementedError
+    """Journal a new attempt and return its number.
+
+    Raises NotRunnable (cancelled, or submitted again meanwhile), LostLease, and OSError where the disk is full: an
+    attempt that is not in the journal does not begin.
+    """
+    run, me, journal = tenure.run, tenure.me, tenure.journal
+    with run.begin_lock():
+        check_lease(tenure)
+        journal.flush()  # the end of the last attempt may still wait for room on the disk
+        journal.refresh()
+        refuse(journal.status, me, None)
+        assert journal.status.open_attempt is None, "the last attempt is not closed"
+        number = journal.status.attempt.number + 1 if journal.status.attempt is not None else 1
+        request = request_of(run, me.token, number)
+        if request is not None and request.kind == "cancel":
+            journal.append(Cancelled(user=request.user))
+            raise over(journal.status)
+        run.logs(number).mkdir(parents=True, exist_ok=True)
+        run.ends_folder(number).mkdir(parents=True, exist_ok=True)
+        # Before the journal: from here on ranks of an older attempt that still live publish nothing.
+        write_lease(run, me, tenure.writer, number)
+        for kind in ("cancel", "preempt", "stop"):
+            stale = run.request(kind)
+            if stale is not None and not (kind == "cancel" and stale.token == me.token):  # such a cancel came just now
+                run.request_file(kind).unlink(missing_ok=True)
+        journal.append(
+            Began(
+                attempt=number,
+                token=me.token,
+                job_id=me.job_id,
+                restart=me.restart,
+                how=how,
+                nodes=nodes,
+                ranks=ranks,
+                host=socket.gethostname(),
+            )
+        )
+        run.failed_starts.unlink(missing_ok=True)  # last: until then the job script counts this start as failed
+        return number
 
 
 def close(tenure: Tenure, facts: Facts, room: Room) -> Decision:
     """Journal why the open attempt ended, and return what is next. Harmless to call twice. Raises LostLease.
 
-    A full disk does not raise: the events wait in `tenure.journal`, and `flush` is to be tried again.
+    A full disk does not raise: the events wait in `tenure.journal`, whose `flush` is to be tried again.
     """
-    raise NotImplementedError
+    with tenure.run.begin_lock():
+        check_lease(tenure)
+        tenure.journal.refresh()
+        return end_attempt(tenure, facts, room)
 
 
-def rescue(run: RunDir, me: Me, writer: str, facts: Facts, room: Room) -> Decision | None:
-    """Close the attempt of a supervisor that is gone; None where somebody else has acted, or nothing is to be done.
+def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Tenure | None:
+    """Close the attempt of a job whose batch script is gone; None if another process acts, or nothing is to be done.
 
-    `writer` is the word of the supervisor that the agent has known last (Contact.writer): a lease with another word is
-    of a supervisor that lives, or of another agent that was first. The caller carries the decision out.
+    An agent calls it, and carries out the `decision` of the Tenure (requeue, successor). `writer` is the supervisor
+    that the agent has known last (Contact.writer): a lease with another word is of a supervisor that lives, or of an
+    agent that was first. `dead_node` is the node of the batch script, if it is gone, and not the script alone.
     """
-    raise NotImplementedError
+    with run.begin_lock():
+        lease = run.lease()
+        if lease is None or lease.writer != writer:
+            return None
+        status = Journal(run).status
+        decision = _not_carried_out(status, me)
+        attempt = status.open_attempt
+        if decision is None and (attempt is None or not belongs_to(attempt, me) or status.token != me.token):
+            return None
+        tenure = take_lease(run, me, run.config(), lease.attempt)  # its ranks may still save
+        decision = decision or end_attempt(tenure, facts_of_rescue(me, dead_node), me.room())
+        return replace(tenure, decision=decision) if decision.action in ("requeue", "successor") else None
+
+
+# A job that Slurm is ending
+
+
+def _not_carried_out(status: Status, me: Me) -> Decision | None:
+    """Return the decision of an earlier supervisor of this start of the job, if it had to put the run into the queue.
+
+    It was journalled first, because `scontrol requeue` kills its own caller: a supervisor that was killed in between
+    has not done it.
+    """
+    attempt = status.attempt
+    if status.state != "queued" or attempt is None or attempt.ended is None or not belongs_to(attempt, me):
+        return None
+    if attempt.ended.next not in ("requeue", "successor"):
+        return None
+    if status.token != me.token and status.submitted is not None and status.submitted.by == "person":
+        return None  # somebody has submitted the run again since
+    return Decision(action=attempt.ended.next, reason=attempt.ended.reason)
+
+
+def _leave(tenure: Tenure) -> Decision:
+    """Return how a job that Slurm is ending gets into the queue again. Raises NotRunnable where nothing is to be done.
+
+    Only what Slurm says counts: a supervisor that starts in this moment has seen nothing.
+    """
+    me, journal = tenure.me, tenure.journal
+    word = me.word()
+    if journal.status.open_attempt is not None:
+        decision = end_attempt(tenure, Facts(word=word), me.room())
+    elif word == "cancelled":
+        journal.append(Cancelled(reason=f"job {me.job_id} was cancelled"))
+        raise over(journal.status)
+    else:
+        action = me.room().requeue
+        assert action != "none"
+        decision = Decision(action=action, reason=word or "Slurm ends the job")
+        if not me.is_requeued() and action == "requeue":
+            journal.append(Requeued(job_id=me.job_id, reason=decision.reason))
+    if me.is_requeued() or decision.action not in ("requeue", "successor"):
+        raise over(journal.status)
+    return decision

@@ -72,8 +72,8 @@ class Traces:
     ends: Sequence[End] = ()
     peak_bytes: int | None = None
     """The most host memory that a rank had, by the newest progress report."""
-    disk_is_full: bool = False
-    """True if the run directory takes no more bytes, now that the attempt has ended."""
+    disk_is_full: Callable[[], bool] = lambda: False
+    """Whether the run directory takes no more bytes, now that the attempt has ended."""
     said: Callable[[int], str] = lambda rank: ""
     """The last lines that a rank printed to stderr: shown, never interpreted."""
 
@@ -100,8 +100,8 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
     if facts.word == "cancelled":  # before all else: a job that its owner has cancelled must not come back
         return Verdict(cause="cancelled")
     failed = {end.rank: end for end in traces.ends if end.kind == "failed"}
-    if facts.asked is not None:  # our own doing: what Slurm and the ranks say follows from it
-        cause, words = facts.asked
+    cause, words = facts.asked or (None, "")
+    if cause is not None and not (cause == "killed" and facts.word):  # what Slurm and the ranks say follows from it
         cause_of_hang = _first(failed.values(), failed, facts) if cause == "hang" else None
         if cause_of_hang is None:
             return Verdict(cause=cause, error=words or None)
@@ -161,7 +161,7 @@ def _death(
         return _killed(exited, node, traces)
     words = traces.said(exited.rank)
     error = f"rank {exited.rank} ended with exit code {exited.code}{f': {words}' if words else ''}"
-    return Verdict(cause="disk" if traces.disk_is_full else "crashed", error=error, rank=exited.rank, node=node)
+    return Verdict(cause="disk" if traces.disk_is_full() else "crashed", error=error, rank=exited.rank, node=node)
 
 
 def _first(ends: Iterable[End], failed: Mapping[int, End], facts: Facts) -> End | None:
