@@ -8,7 +8,6 @@ The `jobkit` command and `python -m jobkit.submit` share it.
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import re
 import shlex
@@ -24,11 +23,6 @@ EXIT_INTERRUPTED = 130
 
 EXIT_READER_GONE = 141
 """Of a command whose output nobody reads to its end (`jobkit list | head`), as shells give it."""
-
-_OF_THE_DISK = frozenset(
-    {errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG}
-)
-"""Errors that a person's disk and its permissions cause; any other OSError is a bug, with its traceback."""
 
 
 def program(verb: str = "") -> str:
@@ -99,7 +93,7 @@ def exit_code(command: Callable[[], int], interrupted: int = EXIT_INTERRUPTED) -
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_READER_GONE
     except OSError as error:
-        if error.errno not in _OF_THE_DISK:
-            raise
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        from jobkit.run.disk import explained
+
+        print(f"error: {explained(error)}", file=sys.stderr)  # raises what is no person's disk: that is a bug
         return EXIT_BAD_INPUT

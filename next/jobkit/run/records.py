@@ -132,14 +132,18 @@ class End:
 # What commands leave
 
 
+RequestKind = Literal["cancel", "preempt", "stop"]
+"""cancel: save and end for good; preempt: as Slurm would; stop: save and end, the same command continues."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What a person asks a running attempt for. A request of another submission or attempt is stale."""
 
-    kind: Literal["cancel", "preempt", "stop"]
-    """cancel: save and end for good; preempt: as Slurm would; stop: save and end, the same command continues."""
+    kind: RequestKind
     token: str
     attempt: int
+    """The newest attempt when it was asked; 0 before the first. Where that one had ended, none shall follow it."""
     grace: float | None = None
     """Seconds that the ranks get to save; 0 kills them at once; None is the default of the kind."""
     user: str = ""

@@ -1,0 +1,60 @@
+"""Arguments that several verbs share: which runs are meant, and whether to go on with several."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from jobkit.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import WORDS, find, runs_dir_of, some
+
+_SEVERITY = (EXIT_FINISHED, EXIT_RESUMABLE, EXIT_FAILED, EXIT_BAD_INPUT)
+
+
+def add_runs(parser: argparse.ArgumentParser, *, asks: bool = False) -> None:
+    """Add RUN ... and --runs-dir, and with `asks` also -y, for `confirm`."""
+    parser.add_argument("names", nargs="+", metavar="RUN", help=WORDS)
+    parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="default: $JOBKIT_RUNS or ./runs")
+    if asks:
+        parser.add_argument("-y", "--yes", action="store_true", help="do not ask before acting on several runs")
+
+
+def chosen(arguments: argparse.Namespace) -> list[RunDir]:
+    """Return the runs that the words mean. Raises NoSuchRun for a word that means none."""
+    return find(arguments.names, runs_dir_of(arguments.runs_dir))
+
+
+def confirmed(arguments: argparse.Namespace) -> list[RunDir]:
+    """Return the runs that the words mean, once a person has agreed to act on several. Raises InputError for a no."""
+    runs = chosen(arguments)
+    if len(runs) == 1 or arguments.yes:
+        return runs
+    which = f"{len(runs)} runs: {some([run.name for run in runs])}"
+    if not sys.stdin.isatty():
+        raise InputError(f"{which}; nothing was done", hint="without a terminal to ask on, -y says to go on")
+    print(f"{which}: go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise InputError("nothing was done")
+    return runs
+
+
+def each(runs: Sequence[RunDir], act: Callable[[RunDir], int]) -> int:
+    """Act on each run and return the worst exit code; an error of one run keeps no other from its turn."""
+    codes = []
+    for run in runs:
+        try:
+            codes.append(act(run))
+        except JobkitError as error:
+            if len(runs) == 1:
+                raise
+            print(f"error: {run.name}: {error}", file=sys.stderr)
+            codes.append(error.exit_code)
+    return worst(codes)
+
+
+def worst(codes: Iterable[int]) -> int:
+    """Return the exit code of several: bad input before a failure before what can be continued before success."""
+    return max(codes, key=_SEVERITY.index, default=EXIT_FINISHED)

@@ -1,0 +1,114 @@
+"""jobkit cancel RUN ...: stop runs for good; a running one leaves a checkpoint.
+
+    its job waits in Slurm's queue    scancel, wait until it is gone, journal `cancelled` under the run's lock
+    its job is gone                   journal `cancelled` under the lock
+    its job runs                      a Request in its directory: its supervisor stops the ranks, and journals
+
+A supervisor alone writes the journal while its job lives, so that the third way ends with the second at worst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+
+from jobkit.cli.arguments import add_runs, confirmed, worst
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.log import log
+from jobkit.run.journal import Journal, read_status
+from jobkit.run.records import Cancelled
+from jobkit.run.requests import ask
+from jobkit.run.rundir import RunDir
+from jobkit.run.view import LOST, View, user_name, view, views
+from jobkit.usage import show_examples, to_type
+
+PATIENCE_SECONDS = 180.0
+"""How long a supervisor may take: its ranks get 90 s for their last checkpoint, and it may be starting."""
+
+LOOK_SECONDS = 0.1
+ASK_SECONDS = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_runs(parser, asks=True)
+    parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
+    show_examples(parser, {"digits-11f5f19c": "one run", "'digits*' -y": "several, without being asked"})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Cancel, wait for the checkpoints, and say what became of each run. A run that is over is no mistake."""
+    codes = []
+    for code, line in cancel(confirmed(arguments), grace=not arguments.no_grace):
+        print(line, flush=True)
+        codes.append(code)
+    return worst(codes)
+
+
+def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int, str]]:
+    """Ask all runs to end before one is waited for; yield an exit code and a line for each, as it becomes known."""
+    waiting: list[View] = []
+    queued: list[str] = []
+    for now in views(runs):
+        if now.is_over and now.state != LOST:
+            yield EXIT_FINISHED, f"{now.run.name} is {now.state} already: nothing to cancel"
+        elif now.status.state == "queued" and not now.answered:
+            yield EXIT_FAILED, f"{now.run.name} was not cancelled: {now.words}"
+        else:
+            waiting.append(now)
+            if now.is_pending:
+                queued.append(str(now.job_id))
+            elif now.state != LOST:
+                ask(now.run, now.status, "cancel", None if grace else 0.0)
+    if queued:
+        from jobkit.slurm import jobs
+
+        jobs.cancel(*queued)  # one command for all of them
+    deadline, ask_at = time.monotonic() + PATIENCE_SECONDS, 0.0
+    while waiting and time.monotonic() < deadline:
+        is_due = time.monotonic() >= ask_at
+        if is_due:
+            ask_at = time.monotonic() + ASK_SECONDS
+        over = [before for before in waiting if is_due or read_status(before.run).is_over]
+        for before, now in zip(over, views([before.run for before in over]), strict=True):
+            if now.status.token != before.status.token:
+                waiting.remove(before)
+                yield EXIT_FINISHED, f"{now.run.name} was stopped, and is {now.state}: another command continued it"
+            elif now.is_over:
+                waiting.remove(before)
+                yield EXIT_FINISHED, _outcome(_settle(now))
+        time.sleep(LOOK_SECONDS)
+    for before in waiting:
+        yield EXIT_FAILED, _unanswered(before.run)
+
+
+def _settle(now: View) -> View:
+    """Journal the cancel of a run whose job is gone without a word, or whose attempt ended otherwise meanwhile."""
+    with now.run.submit_lock():
+        again = view(now.run, locked=True)
+        if again.status.token == now.status.token and again.state in (LOST, "interrupted"):
+            Journal(now.run).append(Cancelled(user=user_name(), reason=f"cancelled by {user_name()}"))
+            again = view(now.run, locked=True)
+        return again
+
+
+def _outcome(now: View) -> str:
+    run, status = now.run, now.status
+    if now.state != "cancelled":
+        return f"{run.name} is {now.state}: it ended before it could be cancelled"
+    if not status.attempts:
+        return f"{run.name} cancelled before it had begun"
+    last = max((a.ended.last_step or 0 for a in status.attempts if a.ended is not None), default=0)
+    step = run.durable_step()
+    kept = "it has no checkpoint" if step is None else f"the checkpoint of step {step} is kept"
+    return f"{run.name} cancelled at step {max(last, step or 0)}; {kept}; to continue it: {to_type('resume', run.path)}"
+
+
+def _unanswered(run: RunDir) -> str:
+    """What a person can do about a supervisor that does not answer."""
+    now, lease = view(run), run.lease()
+    job = f"scancel {now.job_id}" if now.job is not None else ""
+    if not job and lease is not None:
+        job = f"kill {lease.pid} on {lease.host}"
+    log.warning("%s: its supervisor did not answer in %.0f s (%s)", run.name, PATIENCE_SECONDS, run.job_log)
+    return f"{run.name} is still {now.state}: it was asked to stop" + (f"; to end its job: {job}" if job else "")

@@ -1,0 +1,46 @@
+"""jobkit preempt RUN ...: rehearse a preemption; the run stops as Slurm would stop it, and continues by itself."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from jobkit.cli.arguments import add_runs, confirmed, each
+from jobkit.cli.cancel import LOOK_SECONDS, PATIENCE_SECONDS
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
+from jobkit.run.journal import read_status
+from jobkit.run.requests import ask
+from jobkit.run.rundir import RunDir
+from jobkit.run.view import LOST, view
+from jobkit.usage import show_examples, to_type
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_runs(parser, asks=True)
+    parser.add_argument("--no-grace", action="store_true", help="kill the ranks at once, without a checkpoint")
+    show_examples(parser, {"toy": "stop it with a checkpoint; it continues by itself", "toy --no-grace": "kill it"})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Preempt the attempt that runs, and say from where the next one goes on."""
+    return each(confirmed(arguments), lambda run: _preempt(run, grace=not arguments.no_grace))
+
+
+def _preempt(run: RunDir, *, grace: bool) -> int:
+    now = view(run)
+    attempt = now.status.open_attempt
+    if attempt is None or now.state == LOST:
+        raise JobkitError(f"{run.name} is {now.state}, and no attempt of it runs: there is nothing to preempt")
+    ask(run, now.status, "preempt", None if grace else 0.0)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (ended := read_status(run).attempts[attempt.number - 1].ended) is None:
+        if time.monotonic() > deadline:
+            print(f"{run.name} was asked to stop and has not yet; {to_type('status', run.path)}")
+            return EXIT_FAILED
+        time.sleep(LOOK_SECONDS)
+    step = "" if ended.last_step is None else f" at step {ended.last_step}"
+    print(f"{run.name}: attempt {attempt.number} ended{step} ({ended.cause})")
+    if ended.cause != "finished":
+        kept = "from its start" if ended.durable_step is None else f"from step {ended.durable_step} or later"
+        print(f"it continues by itself {kept}; {to_type('status', run.path)}")
+    return EXIT_FINISHED

@@ -1,0 +1,44 @@
+"""jobkit resume RUN ...: continue runs as they were last submitted, from any folder."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from jobkit import submit
+from jobkit.cli.arguments import add_runs, confirmed, each
+from jobkit.errors import InputError
+from jobkit.run.rundir import RunDir
+from jobkit.usage import show_examples, to_type
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_runs(parser, asks=True)
+    submit.add_manner(parser)
+    show_examples(parser, {"latest": "the newest run", "'digits*' -y --detach": "several, in the background"})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit each run's own config again, with its own code. Several runs here go into the background."""
+    runs = confirmed(arguments)
+    manner = submit.manner_of(arguments)
+    if len(runs) > 1:
+        if manner.follow:
+            raise InputError(
+                "it shows one run",
+                key="--follow",
+                found=f"{len(runs)} runs",
+                hint=f"{to_type('logs', runs[0].path, '-f')} shows the output of a run, and of several",
+            )
+        manner = dataclasses.replace(manner, detach=True)
+    folder = Path.cwd()
+
+    def one_run(run: RunDir) -> int:
+        try:
+            return submit.resume(run, manner)
+        finally:
+            os.chdir(folder)  # the submission goes to the run's own
+
+    return each(runs, one_run)

@@ -1,0 +1,160 @@
+"""jobkit status RUN ...: how runs stand, attempt by attempt, and what to type next.
+
+View (journal and scheduler), Progress, accounts --describe--> lines for a person, or --json for programs
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from typing import Any
+
+from jobkit.cli.arguments import add_runs, chosen
+from jobkit.errors import EXIT_FINISHED
+from jobkit.run import records
+from jobkit.run.accounting import Account, accounts, goodput
+from jobkit.run.duration import format_seconds
+from jobkit.run.files import json_text
+from jobkit.run.records import Ended, Progress
+from jobkit.run.status import Attempt
+from jobkit.run.view import LOST, View, views
+from jobkit.usage import show_examples, to_type
+
+SAMPLES_SHOWN = 8
+"""How many ids of a failed rank's batch are printed: a person looks one or two up."""
+
+CAUSES = {
+    "timeout": "time limit",
+    "stopped": "stopped by Ctrl-C or a signal",
+    "out_of_memory": "out of memory",
+    "node_failure": "node failure",
+    "unknown": "ended, nobody said why",
+}
+"""Causes whose names do not explain themselves."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="for programs: status.json, the view and the progress")
+    show_examples(parser, {"toy": "attempts, why they ended, where the time went"})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print how each run stands, after its scheduler was asked."""
+    seen = views(chosen(arguments))
+    if arguments.json:
+        values = [_values(view) for view in seen]
+        print(json_text(values[0] if len(values) == 1 else values))
+    else:
+        print("\n\n".join("\n".join(describe(view, view.run.progress(), time.time())) for view in seen))
+    return EXIT_FINISHED
+
+
+def _values(view: View) -> dict[str, Any]:
+    progress = view.run.progress()
+    spent = accounts(view.status, progress, time.time())
+    return {
+        **view.status.as_dict(),
+        "run": view.run.name,
+        "path": str(view.run.path),
+        "state": view.state,
+        "words": view.words,
+        "job_id": view.job_id,
+        "answered": view.answered,
+        "checkpoint": view.run.durable_step(),
+        "progress": records.plain(progress) if progress is not None else None,
+        "accounts": [dataclasses.asdict(account) for account in spent],
+        "goodput": goodput(spent),
+    }
+
+
+def describe(view: View, progress: Progress | None, now: float) -> list[str]:
+    """Return the status in lines for a person; the last says what to type next."""
+    status, run, state = view.status, view.run, view.state
+    newest = status.attempt
+    if progress is not None and (newest is None or progress.attempt != newest.number):
+        progress = None
+    lines = [f"{run.name}: {state}{_steps(progress)}"]
+    if view.words:
+        lines.append(f"  {view.words}")
+    spent = accounts(status, progress, now)
+    for attempt, account in zip(status.attempts, spent, strict=True):
+        lines += _attempt_lines(attempt, account, is_running=attempt is status.open_attempt and not view.is_over)
+    if status.excluded_nodes:
+        lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (they failed under this run)")
+    lines += [f"warning: {warning}" for warning in (progress.warnings if progress is not None else [])]
+    share = goodput(spent)
+    if share is not None:
+        since = format_seconds(spent[-1].until - spent[0].began)
+        lines.append(f"goodput: {share:.0%} of the {since} since the first start were new steps")
+    step = run.durable_step()
+    if step is not None:
+        lines.append(f"newest checkpoint: step {step}")
+    if state == "failed" and newest is not None and newest.ended is not None:
+        lines += _failure_lines(newest.ended)
+    if status.result is not None:
+        lines.append(f"result: {json.dumps(status.result)}")
+    lines.append(f"run directory: {run.path}")
+    if state in ("interrupted", "failed", "cancelled", LOST):
+        lines.append(f"to continue it: {to_type('resume', run.path)}")
+    elif not view.is_over:
+        lines.append(f"its output: {to_type('logs', run.path, '-f')}")
+    return lines
+
+
+def _steps(progress: Progress | None) -> str:
+    if progress is None or progress.step is None:
+        return ""
+    total = f" of {progress.total_steps}" if progress.total_steps else ""
+    speed = f", {progress.steps_per_second:.3g} steps/s" if progress.steps_per_second else ""
+    return f", step {progress.step}{total}{speed}"
+
+
+def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> list[str]:
+    began, ended = attempt.began, attempt.ended
+    if ended is not None:
+        cause = CAUSES.get(ended.cause, ended.cause)
+    else:
+        cause = "running" if is_running else "its end is not recorded"
+    steps = "" if account.first_step is None else f", steps {account.first_step} to {account.last_step}"
+    spent = {
+        "in the queue": account.queue,
+        "starting": account.starting,
+        "ending": account.ending,
+        f"on {account.lost_steps} steps that no checkpoint has": account.lost,
+    }
+    parts = [f"{seconds:.0f} s {part}" for part, seconds in spent.items() if seconds >= 0.5]
+    where = f" on {', '.join(began.nodes)}" if began.nodes else ""
+    lines = [f"  attempt {attempt.number} ({began.how}): {cause}{steps}, {format_seconds(account.seconds)}{where}"]
+    if account.repeated_steps:
+        parts.append(_repeated(account, ended))
+    if parts:
+        lines.append(f"    {', '.join(parts)}")
+    if ended is not None and ended.error:
+        place = [f"rank {ended.rank}"] if ended.rank is not None else []
+        place += [f"step {ended.step}"] if ended.step is not None else []
+        lines.append(f"    {', '.join(place)}{': ' if place else ''}{ended.error.splitlines()[0]}")
+    return lines
+
+
+def _repeated(account: Account, ended: Ended | None) -> str:
+    """How many steps were done again, and whether bit for bit."""
+    equal = ""
+    if ended is not None and ended.differs_at is not None:
+        equal = f", other bits from step {ended.differs_at} on"
+    elif ended is not None and ended.compared:
+        equal = ", equal" if ended.compared >= account.repeated_steps else f", {ended.compared} compared and equal"
+    return f"{account.repeated_steps} steps repeated{equal}"
+
+
+def _failure_lines(ended: Ended) -> list[str]:
+    place = {"rank": ended.rank, "step": ended.step, "node": ended.node}
+    known = ", ".join(f"{name} {value}" for name, value in place.items() if value is not None)
+    lines = [f"failed at: {known}"] if known else []
+    if ended.samples:
+        more = len(ended.samples) - SAMPLES_SHOWN
+        shown = ", ".join(map(str, ended.samples[:SAMPLES_SHOWN]))
+        lines.append(f"samples of that rank's batch: {shown}" + (f" and {more} more (--json)" if more > 0 else ""))
+    return [*lines, "", *ended.traceback.rstrip().splitlines(), ""] if ended.traceback else lines
