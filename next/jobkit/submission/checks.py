@@ -30,7 +30,7 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
     """Refuse a plan that would fail in its job; returns lines for the user. `folder` is where the command was typed."""
     config, notes = plan.config, []
     _check_runs_dir(plan)
-    if not _is_installed():
+    if not is_installed():
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start", hint="pip install")
     for path in config.inputs:
         if not Path(path).exists():
@@ -59,7 +59,8 @@ def _check_runs_dir(plan: LaunchPlan) -> None:
         raise InputError(f"Slurm gives {match[0]} a meaning of its own", key="--runs-dir", found=str(runs_dir))
 
 
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Whether jobs of this Python find jobkit."""
     try:
         entries = distribution("jobkit").entry_points  # of all packages it would take 8 ms
     except PackageNotFoundError:
