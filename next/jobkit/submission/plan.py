@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobkit.errors import InputError, SchedulerError, nearest
+from jobkit.log import log
 from jobkit.run.duration import format_seconds
 from jobkit.run.identity import run_name
 from jobkit.run.load import Loaded
@@ -152,8 +153,9 @@ def _partitions(options: Options) -> list[Partition]:
         return []  # --dry-run shows the script on any machine
     try:
         return nodes.partitions(options.of_sbatch("partition"))
-    except SchedulerError:
-        return []  # the submission waits for the controller, and says so
+    except SchedulerError as error:
+        log.warning("%s; the limits of the partition are not looked at", error)
+        return []
 
 
 def _auto_seconds(partitions: Sequence[Partition]) -> float:

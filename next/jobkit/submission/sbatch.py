@@ -12,9 +12,9 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from submitit.core.utils import DelayedSubmission
 from submitit.slurm import slurm as submitit_slurm
@@ -26,6 +26,8 @@ from jobkit.run.files import FOR_OWNER, write_atomic
 from jobkit.slurm import commands, jobs
 from jobkit.submission.plan import LaunchPlan
 from jobkit.worker.main import Worker
+
+T = TypeVar("T")
 
 PATIENCE_SECONDS = 60.0
 """How long a controller that is away is waited for: one that is restarted is back within a minute."""
@@ -117,18 +119,14 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _sbatch(script: str, token: str, pass_fds: Sequence[int]) -> str:
-    """The id of the new job. A controller that is away is asked again for a minute; the job is queued at most once."""
+def patiently(ask: Callable[[], T], retries: Callable[[SchedulerError], bool] = commands.is_away) -> T:
+    """What `ask` returns. A controller that is away is asked again for a minute, and the user hears of it."""
     deadline, is_silent = time.monotonic() + PATIENCE_SECONDS, True
-    environment = clean_environment(os.environ)
     while True:
         try:
-            return commands.submit(script, f"--comment={token}", environment=environment, pass_fds=pass_fds)
-        except SchedulerTimeout as error:
-            log.warning("%s; looking for the job in the queue", error)
-            return _look_for(token, deadline, error)
+            return ask()
         except SchedulerError as error:
-            if not commands.is_away(error) or time.monotonic() >= deadline:
+            if not retries(error) or time.monotonic() >= deadline:
                 raise
             if is_silent:
                 log.warning("%s; trying again for a minute, Ctrl-C ends it", error)
@@ -136,8 +134,22 @@ def _sbatch(script: str, token: str, pass_fds: Sequence[int]) -> str:
         time.sleep(PAUSE_SECONDS)
 
 
-def _look_for(token: str, deadline: float, error: SchedulerTimeout) -> str:
+def _sbatch(script: str, token: str, pass_fds: Sequence[int]) -> str:
+    """The id of the new job, which is queued at most once."""
+    environment = clean_environment(os.environ)
+    try:
+        return patiently(
+            lambda: commands.submit(script, f"--comment={token}", environment=environment, pass_fds=pass_fds),
+            retries=lambda error: commands.is_away(error) and not isinstance(error, SchedulerTimeout),
+        )
+    except SchedulerTimeout as error:
+        log.warning("%s; looking for the job in the queue", error)
+        return _look_for(token, error)
+
+
+def _look_for(token: str, error: SchedulerTimeout) -> str:
     """The id of the job with a token, as soon as Slurm shows it: a busy controller works requests off later."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             with_token = jobs.with_token(jobs.queue(), token)

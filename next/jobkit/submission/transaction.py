@@ -12,7 +12,6 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from jobkit.run.view import UNDER_WAY, View, user_name, view
 from jobkit.slurm import commands
 from jobkit.submission import checks
 from jobkit.submission.plan import LaunchPlan
-from jobkit.submission.sbatch import PATIENCE_SECONDS, PAUSE_SECONDS
+from jobkit.submission.sbatch import patiently
 
 Which = Literal["newest", "new", "this"]
 """Which run of a config is meant: --fresh makes a new one."""
@@ -130,7 +129,7 @@ def _next(existing: list[RunDir], base: RunDir) -> RunDir:
 def _prepare(plan: LaunchPlan, folder: Path | None, before: View) -> Journal:
     """Write everything that the job needs, and last that there will be one."""
     run = plan.run
-    cluster = _patiently(commands.cluster_name) if plan.target.scheduler == "slurm" else None
+    cluster = patiently(commands.cluster_name) if plan.target.scheduler == "slurm" else None
     code = snapshot.take(folder, run.path.parent) if folder is not None else None
     for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
         path.mkdir(parents=True, exist_ok=True)
@@ -158,18 +157,6 @@ def _prepare(plan: LaunchPlan, folder: Path | None, before: View) -> Journal:
         )
     )
     return journal
-
-
-def _patiently(ask: Callable[[], str]) -> str:
-    """The answer of a controller, which is waited for while it is away."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        try:
-            return ask()
-        except SchedulerError as error:
-            if not commands.is_away(error) or time.monotonic() >= deadline:
-                raise
-        time.sleep(PAUSE_SECONDS)
 
 
 def _undo(run: RunDir, journal: Journal | None, is_new: bool, error: str) -> None:
