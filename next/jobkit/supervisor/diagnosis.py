@@ -142,7 +142,7 @@ def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -
     done = {end.rank for end in ends if end.kind == "finished"}
     if not command or not (facts.asked or facts.word or facts.signalled):
         done |= {exited.rank for exited, _ in facts.exits if exited.code == 0}
-    return done.issuperset(range(ranks))
+    return ranks > 0 and done.issuperset(range(ranks))
 
 
 def _death(
