@@ -43,7 +43,8 @@ def test_a_job_is_found_whose_sbatch_had_no_answer(
 
     # The sign that the next question to the controller is sbatch's.
     binary = project.folder / "bin"
-    sbatch, _ = shutil.which("sbatch"), binary.mkdir()
+    binary.mkdir()
+    sbatch = shutil.which("sbatch")
     (binary / "sbatch").write_text(
         f'#!/bin/sh\ntouch {binary}/called\nuntil [ -e {binary}/go ]; do sleep 0.1; done\nexec {sbatch} "$@"\n'
     )
