@@ -63,10 +63,11 @@ def batch_step_alive(job_id: str) -> bool:
     """True while Slurm lists the batch step of a job and the slurmd of its node takes connections."""
     rows = run("squeue", EVEN_HIDDEN, "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%N").splitlines()
     steps = dict(row.split("|") for row in rows if "|" in row)
-    return any(_slurmd_answers(node) for step, node in steps.items() if step.endswith(".batch"))
+    return any(slurmd_answers(node) for step, node in steps.items() if step.endswith(".batch"))
 
 
-def _slurmd_answers(node: str) -> bool:
+def slurmd_answers(node: str) -> bool:
+    """True if the slurmd of a node takes connections, or if nobody can say."""
     # Slurm itself calls a node down only after SlurmdTimeout, 300 s by default.
     record = _records("node", node)[0]
     port = int(record.get("Port") or config()["SlurmdPort"])  # shown where it is not the cluster's usual one

@@ -1,0 +1,118 @@
+# shellcheck shell=bash disable=SC2154
+# The body of every batch script, on Slurm and on this machine. The submission puts these before it:
+#   jobkit_scheduler           slurm or local
+#   jobkit_runs                the run directory, or those of the tasks of a job array
+#   jobkit_python, jobkit_start, jobkit_srun_args
+#   jobkit_setup, jobkit_teardown   the user's own lines
+# The supervisor does the work. Here is what goes on where Python does not: a module that does not load, a mount that is
+# gone on this node, a supervisor that was killed. Slurm copies the script, so that no mount can hide it.
+
+jobkit_pauses=(0.2 1 2 5)
+jobkit_most=3 # supervisors in a row, and nodes in a row, that may begin nothing
+jobkit_run=${jobkit_runs[${SLURM_ARRAY_TASK_ID:-0}]}
+jobkit_failed_starts=$jobkit_run/submitit/failed_starts # a line for each; the beginning of an attempt removes the file
+jobkit_node=${SLURMD_NODENAME:-$HOSTNAME}
+if [ "$jobkit_scheduler" = slurm ]; then
+    # The SLURM_JOB_ID of an array's first task means the whole array.
+    JOBKIT_JOB_ID=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    JOBKIT_JOB_ID=${JOBKIT_JOB_ID:-$SLURM_JOB_ID}
+else
+    JOBKIT_JOB_ID=local-$HOSTNAME-$$
+fi
+export JOBKIT_JOB_ID
+# The lock that says that this job lives; the user's lines may leave daemons, which must not hold it.
+[ "${JOBKIT_ALIVE_FD:-9}" = 9 ] || eval "exec 9>&$JOBKIT_ALIVE_FD $JOBKIT_ALIVE_FD>&-"
+unset JOBKIT_ALIVE_FD
+
+# Slurm's record of the job. A controller that is away is asked again: it ends no job at its time limit meanwhile.
+jobkit_record() {
+    local record pause=2
+    until record=$(scontrol -o show job "$JOBKIT_JOB_ID" 2>&1); do
+        echo "jobkit: $record" >&2
+        case "$record" in
+            *"nvalid "* | *"enied"* | *"ermission"* | *"not found"*) return 1 ;; # an answer
+            *) sleep $pause ;;
+        esac
+        pause=$((pause * 3 < 60 ? pause * 3 : 60))
+    done
+    echo "$record"
+}
+
+# Put the job into the queue again, by its state alone; a requeue would undo a scancel of its owner.
+jobkit_requeue() {
+    case "$(jobkit_record)" in
+        *JobState=RUNNING*) scontrol requeue Incomplete "$JOBKIT_JOB_ID" ;; # refused if it is cancelled at this moment
+        *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$JOBKIT_JOB_ID" ;;
+        *) return 1 ;;
+    esac
+}
+
+# No attempt can begin on this node: end, and start again on another one.
+jobkit_elsewhere() {
+    trap '' TERM
+    trap - EXIT
+    local excluded nodes
+    echo "jobkit: $jobkit_node can begin no attempt (exit code $1)" >&2
+    [ "$jobkit_scheduler" = slurm ] || exit 1
+    # Several nodes in a row, or a disk that does not even take the count: it is not the node.
+    [ "${SLURM_RESTART_COUNT:-0}" -lt $jobkit_most ] || [ -e "$jobkit_failed_starts" ] || exit 1
+    [ "$(sort -u "$jobkit_failed_starts" 2>/dev/null | wc -l)" -lt $jobkit_most ] || exit 1
+    excluded=$(jobkit_record | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # first: it waits for the controller
+    nodes=$(sinfo -h -N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" -o %N | sort -u | wc -l)
+    jobkit_requeue || exit 1
+    # After the requeue: before it Slurm takes no ExcNodeList. With too few nodes the job would wait for ever.
+    [ "$nodes" -le $((SLURM_JOB_NUM_NODES + jobkit_most)) ] ||
+        scontrol update "JobId=$JOBKIT_JOB_ID" "ExcNodeList=${excluded:+$excluded,}$jobkit_node"
+    exit 1
+}
+
+# SIGTERM is ignored until Python takes it: during the imports it would kill.
+jobkit_supervisor() (
+    trap '' TERM
+    exec "$jobkit_python" -u "$jobkit_start" jobkit.supervisor.main "$jobkit_scheduler" "$jobkit_run" "$@"
+)
+
+# The user's last lines: they may fail and exit, which changes nothing.
+jobkit_tear_down() (
+    for line in "${jobkit_teardown[@]}"; do
+        eval "$line" || echo "jobkit: teardown: exit code $?: $line" >&2
+    done 9>&-
+)
+
+# Slurm sends SIGTERM to the whole batch step when it ends a job, and KillWait later SIGKILL.
+trap : TERM
+echo "$jobkit_node" >>"$jobkit_failed_starts"
+trap 'jobkit_elsewhere $?' EXIT # a line of the user's may exit, as ${DATA:?} does
+for jobkit_line in "${jobkit_setup[@]}"; do
+    # The status of the line counts, as in the user's own shell: no `set -e` for what it sources.
+    eval "$jobkit_line" 9>&- || {
+        jobkit_code=$?
+        echo "jobkit: setup: exit code $jobkit_code: $jobkit_line" >&2
+        jobkit_elsewhere $jobkit_code # a module that does not load must not train without it
+    }
+done
+set +eu # as a line of the user's may have set them
+trap : TERM
+[[ $(trap -p EXIT) != *jobkit_elsewhere* ]] || trap - EXIT # the user's own stays
+
+jobkit_deaths=0 # in a row
+jobkit_idle=0   # of supervisors that began nothing
+while true; do
+    jobkit_began=$SECONDS
+    jobkit_supervisor "${jobkit_srun_args[@]}"
+    jobkit_code=$?
+    case $jobkit_code in
+        0 | 75) break ;;
+        3) jobkit_code=1 && break ;; # the run has failed; Python itself exits with 1 for a bug
+    esac
+    echo "jobkit: the supervisor ended with exit code $jobkit_code" >&2
+    [ $((SECONDS - jobkit_began)) -lt 60 ] || jobkit_deaths=0
+    [ -e "$jobkit_failed_starts" ] && jobkit_idle=$((jobkit_idle + 1)) || jobkit_idle=0
+    [ $jobkit_idle -lt $jobkit_most ] || jobkit_elsewhere $jobkit_code
+    sleep "${jobkit_pauses[jobkit_deaths]:-10}"
+    jobkit_deaths=$((jobkit_deaths + 1))
+    echo "$jobkit_node" >>"$jobkit_failed_starts"
+done
+trap '' TERM
+jobkit_tear_down
+exit "$jobkit_code"

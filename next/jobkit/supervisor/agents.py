@@ -1,0 +1,359 @@
+"""The supervisor's agents: one TCP port, one connection a node, and what is known of each agent.
+
+    agent --Hello, Ready, Exited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
+          <--Welcome, Start, Signal, Ack, Leave------- Agents.send()
+
+supervisor.json (the Contact) says where the port is. The main thread does everything here; other threads and signal
+handlers only call `wake`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jobkit.addresses import own_addresses
+from jobkit.log import log
+from jobkit.run import records
+from jobkit.run.files import FOR_OWNER
+from jobkit.run.records import Contact
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor.protocol import (
+    Ack,
+    Exited,
+    Hello,
+    Leave,
+    Lines,
+    Message,
+    Ready,
+    Signalled,
+    Start,
+    Welcome,
+    encode,
+)
+
+ADOPTION_SECONDS = 20.0
+"""How long agents have to call a supervisor that was started again."""
+
+CALL_AGAIN_SECONDS = 2.0
+"""How long an agent whose connection closed has to call again. It is also the window in which the agents of one step
+that is killed disappear together."""
+
+GREETING_SECONDS = 10.0
+GREETING_BYTES = 65536
+STRANGERS = 64
+"""Limits for connections without a Hello: anybody on the network may connect."""
+
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
+"""A node without power closes nothing: the system asks after 5 s and gives the connection up 9 s later. The last value,
+in milliseconds, counts while sent data is not acknowledged: then the system does not ask."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An agent is gone, and its ranks with it."""
+
+    why: Literal["gone", "step", "signalled"]
+    """step: all agents disappeared at once, so the step died and no node did. signalled: Slurm had sent the agent a
+    signal before, and ends it."""
+
+
+News = Message | Lost
+
+
+@dataclass(eq=False)
+class Agent:
+    """One agent, and what it last said."""
+
+    node: str
+    pid: int
+    step: str | None = None
+    """Id of its Slurm step."""
+    connection: Connection | None = None
+    closed_at: float = 0.0
+    """When its connection closed, by the monotonic clock."""
+    port: int | None = None
+    """For a rendezvous; None while it cannot start ranks."""
+    attempt: int | None = None
+    alive: set[int] = field(default_factory=set)
+    """Ranks of that attempt that run."""
+    is_signalled: bool = False
+    heard: set[int] = field(default_factory=set)
+    """Serials that arrived: an agent repeats what is not acknowledged."""
+    to_acknowledge: list[int] = field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.port is not None and self.connection is not None
+
+
+class Connection:
+    """A socket with a line protocol; `agent` is None before its Hello."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.socket = sock
+        self.lines = Lines()
+        self.opened_at = time.monotonic()
+        self.bytes = 0
+        self.agent: Agent | None = None
+
+
+class Agents:
+    """Listens for agents and knows each one's state.
+
+    agents = Agents(run, "local-host-17", writer=lease.writer, host="127.0.0.1")
+    for agent, news in agents.wait(1.0):
+        match news: ...                     # Hello, Ready, Exited, Signalled, Silent, NotStarted, Lost
+    agents.send(agent, Start(...))
+    """
+
+    def __init__(self, run: RunDir, job_id: str, *, writer: str, host: str, restart: int = 0) -> None:
+        self.job_id, self.restart = job_id, restart
+        self.by_node: dict[str, Agent] = {}
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        before = run.contact()  # agents that live know its port and its secret
+        self._listener = _listen(host, before.port if before else 0)
+        self._secret = before.secret if before else secrets.token_hex(32)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._connections: list[Connection] = []
+        self._given_up: set[tuple[str, int]] = set()
+        """(node, pid) of agents that may live, and are turned away."""
+        self._news: list[tuple[Agent, News]] = []
+        contact = Contact(
+            addresses=[host] if host else own_addresses(nodes=0),
+            port=self._listener.getsockname()[1],
+            secret=self._secret,
+            writer=writer,
+        )
+        records.write(run.contact_file, contact, mode=FOR_OWNER)
+
+    def wake(self) -> None:
+        """Let `wait` return; any thread and any signal handler may call it."""
+        try:
+            self._waker.send(b"w")
+        except BlockingIOError:
+            return  # many calls wait already
+
+    def wait(self, seconds: float) -> list[tuple[Agent, News]]:
+        """Return the news that arrive within some seconds, as soon as there are any."""
+        closed = [agent.closed_at for agent in self.by_node.values() if agent.connection is None]
+        if closed:
+            seconds = min(seconds, min(closed) + CALL_AGAIN_SECONDS - time.monotonic())
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                self._woken.recv(4096)
+            else:
+                self._receive(key.data)
+        self._expire()
+        news, self._news = self._news, []
+        return news
+
+    def send(self, agent: Agent, message: Message) -> None:
+        """Send a message; an agent without a connection gets none: its Hello says in which state it comes back."""
+        if isinstance(message, Start):
+            agent.port, agent.attempt = None, message.attempt
+            agent.alive = {place.rank for place in message.ranks}
+        if agent.connection is not None:
+            self._write(agent.connection, message)
+
+    def acknowledge_exits(self) -> None:
+        """Tell all agents that what they said of their ranks' ends is in the journal by now."""
+        for agent in self.by_node.values():
+            serials, agent.to_acknowledge = agent.to_acknowledge, []
+            for serial in serials:
+                self.send(agent, Ack(serial=serial))
+
+    def expect(self, node: str) -> None:
+        """Count a node's agent as lost if it does not call within ADOPTION_SECONDS: it belongs to an open attempt."""
+        closed_at = time.monotonic() + ADOPTION_SECONDS - CALL_AGAIN_SECONDS
+        self.by_node.setdefault(node, Agent(node, pid=0, closed_at=closed_at))
+
+    def dismiss(self, agent: Agent) -> None:
+        """Tell an agent to leave, and forget it: its connection may close now."""
+        self.send(agent, Leave())
+        self._forget(agent)
+
+    def lose(self, node: str) -> None:
+        """Give an agent up at once, as one whose process is known to be dead or whose ranks do not end."""
+        if (agent := self.by_node.get(node)) is not None:
+            self._given_up.add((node, agent.pid))
+            agent.closed_at = min(agent.closed_at, time.monotonic()) if agent.connection is None else time.monotonic()
+            self._lose(agent, "step" if len(self.by_node) == 1 else "gone")
+
+    def address_of(self, node: str) -> str:
+        """Return the address at which the other nodes reach a node: that over which it and they called us."""
+        own = self._address(node, "getpeername")
+        others = [self._address(name, "getsockname") for name in self.by_node if name != node]
+        if own != self._address(node, "getsockname"):
+            return own or ""
+        return next((address for address in others if address), own or "")  # it is on our own host
+
+    def _address(self, node: str, end: Literal["getpeername", "getsockname"]) -> str | None:
+        agent = self.by_node.get(node)
+        if agent is None or agent.connection is None:
+            return None
+        try:
+            return str(getattr(agent.connection.socket, end)()[0])
+        except OSError:  # it closed in this moment
+            return None
+
+    def close(self) -> None:
+        """Dismiss all agents and close the port."""
+        for agent in list(self.by_node.values()):
+            self.dismiss(agent)
+        for connection in list(self._connections):
+            self._drop(connection)
+        self._selector.close()
+        for sock in (self._listener, self._waker, self._woken):
+            sock.close()
+
+    # Connections
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it is gone already
+            return
+        connection = Connection(sock)
+        self._connections.append(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        strangers = [item for item in self._connections if item.agent is None]
+        if len(strangers) > STRANGERS:
+            self._drop(strangers[0])
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            data = connection.socket.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.info("agent on %s: %s", connection.agent.node if connection.agent else "?", error)
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        connection.bytes += len(data)
+        try:
+            for message in connection.lines.feed(data):
+                if connection.agent is None and not self._greet(connection, message):
+                    self._drop(connection)
+                    return
+                self._note(connection, message)
+        except ValueError as error:
+            if connection.agent is not None:
+                raise  # an agent of ours, of this very version, says what no agent says
+            log.info("%s", error)
+            self._drop(connection)
+
+    def _greet(self, connection: Connection, message: Message) -> bool:
+        """Return whether a first message is that of an agent of this start of the job."""
+        if not isinstance(message, Hello):
+            return False
+        if not hmac.compare_digest(message.secret.encode(), self._secret.encode()):
+            return False
+        is_ours = (message.job_id, message.restart) == (self.job_id, self.restart)
+        if not is_ours or (message.node, message.pid) in self._given_up:
+            self._write(connection, Leave())
+            return False
+        agent = self.by_node.get(message.node)
+        if agent is not None and agent.pid not in (0, message.pid):
+            self._lose(agent, "gone")  # another process of its node has taken its place
+            agent = None
+        if agent is None or agent.pid == 0:
+            agent = self.by_node[message.node] = Agent(message.node, message.pid, message.step)
+        elif agent.connection is not None:
+            self._drop(agent.connection)
+        agent.connection, connection.agent = connection, agent
+        self._write(connection, Welcome())
+        return True
+
+    def _note(self, connection: Connection, message: Message) -> None:
+        agent = connection.agent
+        if agent is None:
+            return
+        match message:
+            case Hello():
+                agent.attempt, agent.alive = message.attempt, set(message.alive)
+            case Ready():
+                agent.port = message.port
+            case Exited() | Signalled():
+                if message.serial in agent.heard:
+                    return
+                agent.heard.add(message.serial)
+                if isinstance(message, Signalled):
+                    agent.is_signalled = True
+                    self.send(agent, Ack(serial=message.serial))
+                else:
+                    agent.to_acknowledge.append(message.serial)
+                    agent.alive.discard(message.rank)
+        self._news.append((agent, message))
+
+    def _write(self, connection: Connection, message: Message) -> None:
+        try:
+            data = encode(message)
+            if connection.socket.send(data) < len(data):
+                raise BlockingIOError("the agent does not read")  # hundreds of messages wait: it is stopped
+        except OSError as error:
+            log.info("agent on %s: %s", connection.agent.node if connection.agent else "?", error)
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return
+        self._connections.remove(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if (agent := connection.agent) is not None and agent.connection is connection:
+            agent.connection, agent.closed_at = None, time.monotonic()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for connection in list(self._connections):
+            is_late = now - connection.opened_at > GREETING_SECONDS or connection.bytes > GREETING_BYTES
+            if connection.agent is None and is_late:
+                self._drop(connection)
+        gone = [agent for agent in self.by_node.values() if agent.connection is None]
+        if any(now - agent.closed_at >= CALL_AGAIN_SECONDS for agent in gone):
+            all_at_once = len(gone) == len(self.by_node)
+            for agent in gone:
+                if all_at_once:
+                    self._lose(agent, "step")
+                elif now - agent.closed_at >= CALL_AGAIN_SECONDS:
+                    self._lose(agent, "gone")
+
+    def _lose(self, agent: Agent, why: Literal["gone", "step"]) -> None:
+        self._forget(agent)
+        self._news.append((agent, Lost("signalled" if agent.is_signalled else why)))
+
+    def _forget(self, agent: Agent) -> None:
+        if self.by_node.get(agent.node) is agent:
+            del self.by_node[agent.node]
+        if (connection := agent.connection) is not None:
+            connection.agent = agent.connection = None
+            self._drop(connection)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket, on `port` where that is still free."""
+    try:
+        return socket.create_server((host, port), backlog=256)  # with SO_REUSEADDR
+    except OSError:
+        if not port:
+            raise
+        return socket.create_server((host, 0), backlog=256)

@@ -1,0 +1,53 @@
+"""Looks at Slurm and at the run directory, in a thread each: a controller or a disk that does not answer delays nobody.
+
+main thread --poke--> [thread: look(), then wake()] --answers--> main thread
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """Calls `look` again and again in a thread of its own; `take` returns its answers.
+
+    slurm = Background(allocation.look, agents.wake, every=30.0)
+    slurm.poke()                    # look now, once more if it looks already
+    for answer in slurm.take(): ...
+    """
+
+    def __init__(self, look: Callable[[], T], wake: Callable[[], None], *, every: float) -> None:
+        self.every = every
+        """Seconds between two looks; changes count from the next look on."""
+        self._look, self._wake = look, wake
+        self._poked = threading.Event()
+        self._answers: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        # A daemon: Python would wait at its end for a disk that never answers.
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def poke(self) -> None:
+        self._poked.set()
+
+    def take(self) -> list[T]:
+        """Return what arrived since the last call. Raises what `look` raised: the supervisor starts again."""
+        if self._error is not None:
+            raise self._error
+        return [self._answers.get() for _ in range(self._answers.qsize())]  # no other thread takes
+
+    def _run(self) -> None:
+        while True:
+            self._poked.wait(self.every)
+            self._poked.clear()  # before the look: a poke that comes while it runs asks once more
+            try:
+                self._answers.put(self._look())
+            except BaseException as error:
+                self._error = error
+                return
+            finally:
+                self._wake()

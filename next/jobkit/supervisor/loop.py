@@ -1,0 +1,292 @@
+"""The supervisor's loop: agents ready -> begin -> ranks -> close -> in place, or out of the job.
+
+    agents (TCP) --news-----> main thread --Start, Signal--> agents
+    Slurm thread --Look-----> (waits in    --close---------> journal (attempt.py)
+    disk thread  --Request--> a selector)  --again---------> Allocation
+
+The main thread decides, and asks neither Slurm nor a slow disk while ranks live. What is unexpected ends the process:
+job.sh starts it again, and the ranks train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
+from jobkit.log import log
+from jobkit.run.records import Began, Cause, Request
+from jobkit.supervisor import attempt as attempts
+from jobkit.supervisor.agents import Agent, Agents, Lost, News
+from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look
+from jobkit.supervisor.attempt import EXIT_RUN_FAILED, Tenure
+from jobkit.supervisor.background import Background
+from jobkit.supervisor.protocol import Hello, Signal, Signalled, SignalName
+from jobkit.supervisor.retry import Decision
+from jobkit.supervisor.running import Pressure, Running
+from jobkit.supervisor.starter import CannotStart, Starter
+
+QUIET_SECONDS, UNCLEAR_SECONDS = 30.0, 2.0
+"""How often Slurm is asked, and how often while a signal or a lost node waits for its explanation."""
+
+EXPLANATION_SECONDS = 60.0
+"""How long after such an event Slurm is asked more often."""
+
+DISK_SECONDS = 1.0
+"""How often requests are read: each look is a request to a file server that all supervisors share."""
+
+ANSWER_SECONDS = 10.0
+"""How long a decision about lost nodes waits for Slurm's word."""
+
+ORDERS: dict[Pressure, tuple[SignalName, bool]] = {
+    Pressure.STOP: ("STOP", False),
+    Pressure.STACKS: ("STACKS", False),
+    Pressure.KILL_IDLE: ("KILL", True),
+    Pressure.KILL: ("KILL", False),
+}
+"""The signal of each pressure, and whether it spares ranks that save."""
+
+REQUESTS: dict[str, Cause] = {"cancel": "cancelled", "stop": "stopped", "preempt": "preempted"}
+"""What commands ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """A reason to stop the ranks, and by when all has to be over."""
+
+    cause: Cause
+    words: str = ""
+    end: float = math.inf
+    margin: float = 0.0
+    """See Running.ask."""
+
+
+class Supervisor:
+    """Runs the attempts of one run in one job.
+
+    supervisor = Supervisor(tenure, LocalAllocation(run, None))
+    signal.signal(signal.SIGTERM, supervisor.on_signal)
+    code = supervisor.run()
+    """
+
+    def __init__(self, tenure: Tenure, allocation: Allocation) -> None:
+        me = tenure.me
+        self.tenure, self.allocation = tenure, allocation
+        self.agents = Agents(tenure.run, me.job_id, writer=tenure.writer, host=allocation.host, restart=me.restart)
+        self.starter = Starter(tenure, allocation, self.agents)
+        self.running: Running | None = None
+        self.look = Look(asked=-math.inf, answered=False)
+        """Slurm's newest answer."""
+        self._signals = 0
+        self._request: Request | None = None
+        self._unclear_since = -math.inf
+        self._pressed: dict[str, Pressure] = {}
+        """What the agent of each node was told last."""
+        self._writing = threading.Lock()
+        self._slurm = Background(allocation.look, self.agents.wake, every=QUIET_SECONDS)
+        self._disk = Background(self._look_at_disk, self.agents.wake, every=DISK_SECONDS)
+
+    def run(self) -> int:
+        """Run attempts until nothing is left to run here; return the exit code for job.sh."""
+        if self.tenure.decision is not None:
+            return self._leave(self.tenure.decision)
+        self._slurm.poke()
+        adopted = self.tenure.adopted
+        running = self._adopt(adopted.began) if adopted is not None else self._next("start")
+        while True:
+            while running.alive and (self.look.runs or self.look.cause == "cancelled"):
+                self._turn()
+            decision = self._close(running)
+            if decision.action != "in_place":
+                code = self._leave(decision)
+                while running.alive:  # they save in the KillWait that Slurm leaves them; it ends this process too
+                    self._turn()
+                return code
+            self.running = None
+            self._wait(decision.pause)
+            running = self._next("in place")
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """Count a signal to this process."""
+        self._signals += 1
+        self.agents.wake()
+
+    def close(self) -> None:
+        """Dismiss the agents."""
+        self.agents.close()
+
+    # Begin
+
+    def _adopt(self, began: Began) -> Running:
+        """Take over the ranks of an attempt that a supervisor before this one began."""
+        self.starter.used = began.nodes or self.allocation.nodes()
+        places = self.starter.places(self.starter.used)
+        for node in places:
+            self.agents.expect(node)
+        log.info("attempt %d goes on: its agents are expected to call again", began.attempt)
+        return self._follow(began.attempt, {place.rank: node for node, ours in places.items() for place in ours})
+
+    def _next(self, how: Literal["start", "in place"]) -> Running:
+        """Begin an attempt and start its ranks; without ranks if they cannot be started or there is a reason to stop.
+
+        Such an attempt is closed at once: that it was tried, and why it ended, belongs in the journal.
+        """
+        nodes: list[str] = []
+        problem = None
+        if any(node not in self.agents.by_node for node in self.starter.used or [""]):
+            self._ask_slurm()  # a launch that fails is explained by its answers
+        while not nodes and problem is None and self._reason() is None:
+            try:
+                nodes = self.starter.ready(self.look)
+            except CannotStart as error:
+                problem = error.problem
+            if not nodes and problem is None:
+                self._turn()
+        used = nodes or self.starter.used
+        ranks = sum(map(len, self.starter.places(used).values()))
+        is_again = how == "start" and self.tenure.journal.status.attempts
+        with self._writing:
+            names = [] if used == ["local"] else used
+            number = attempts.begin(self.tenure, names, ranks, "requeue" if is_again else how)
+        messages = self.starter.messages(number, nodes, self.look) if nodes else {}
+        alive = {place.rank: node for node, message in messages.items() for place in message.ranks}
+        running = self._follow(number, alive)
+        for node, message in messages.items():
+            if (agent := self.agents.by_node.get(node)) is not None:
+                self.agents.send(agent, message)
+        if problem is not None:
+            running.cannot_start(problem)
+        return running
+
+    def _follow(self, number: int, alive: dict[int, str]) -> Running:
+        folder = self.tenure.run.ends_folder(number)
+        self._pressed = {}
+        self.running = Running(
+            number, alive, lambda: frozenset(int(file.stem) for file in folder.glob("*.json") if file.stem.isdigit())
+        )
+        return self.running
+
+    # While ranks live
+
+    def _turn(self, until: float = math.inf) -> None:
+        """Take in what happened, or wait for it a second at most, and press ranks that have to end."""
+        now, running = time.monotonic(), self.running
+        self._slurm.every = UNCLEAR_SECONDS if now - self._unclear_since < EXPLANATION_SECONDS else QUIET_SECONDS
+        change = math.inf if running is None else running.next_change(now)
+        for agent, news in self.agents.wait(min(1.0, until - now, change - now)):
+            self._take(agent, news)
+        for node in self.allocation.dead():
+            self.agents.lose(node)
+        for look in self._slurm.take():
+            self.look = look if look.answered else self.look
+        for request in self._disk.take():
+            self._request = request or self._request
+        if running is not None:
+            if (stop := self._reason()) is not None:
+                running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
+            self._press(running)
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self._reason() is None:
+            self._turn(until)
+
+    def _take(self, agent: Agent, news: News) -> None:
+        if isinstance(news, Hello):
+            self._pressed.pop(agent.node, None)  # it may have missed a signal
+            for words in news.warnings:
+                log.warning("agent on %s: %s", agent.node, words)
+        if isinstance(news, (Signalled, Lost)):
+            self._ask_slurm()
+        if self.running is not None:
+            self.running.note(agent, news, time.monotonic())
+        if isinstance(news, Lost):
+            log.warning("the agent on %s is gone (%s)", agent.node, news.why)
+            self.allocation.lost(agent.node)
+
+    def _ask_slurm(self) -> None:
+        """Ask Slurm now, and more often for a while."""
+        self._unclear_since = time.monotonic()
+        self._slurm.every = UNCLEAR_SECONDS
+        self._slurm.poke()
+
+    def _press(self, running: Running) -> None:
+        level = running.pressure(time.monotonic())
+        for node in set(running.alive.values()):
+            agent = self.agents.by_node.get(node)
+            if level is Pressure.GIVE_UP:
+                log.warning("ranks on %s do not end: it is not used again", node)
+                self.starter.lost.add(node)
+                self.agents.lose(node)
+            elif agent is not None and agent.connection is not None and self._pressed.get(node, 0) < level:
+                name, spares_saving = ORDERS[level]
+                self.agents.send(agent, Signal(attempt=running.attempt, name=name, unless_saving=spares_saving))
+                self._pressed[node] = level
+
+    def _reason(self) -> Stop | None:
+        """Return the reason to stop that there is now, if any."""
+        now, look = time.monotonic(), self.look
+        if self._signals and self.allocation.signals_stop:
+            return Stop(cause="stopped", end=now + MARGIN_SECONDS if self._signals == 1 else now)
+        if self._signals:  # Slurm's SIGTERM to the batch step
+            self._signals = 0
+            self._ask_slurm()
+        if (request := self._request) is not None:
+            grace = MARGIN_SECONDS if request.grace is None else request.grace
+            words = f"jobkit {request.kind}" + (f" of {request.user}" if request.user else "")
+            return Stop(cause=REQUESTS[request.kind], words=words, end=now + grace)
+        if look.cause in ("preempted", "cancelled", "timeout"):
+            # srun kills the agents KillWait after SIGTERM, however long the grace time is; not after SIGUSR2.
+            signalled = self.running.signalled if self.running is not None else None
+            since = self.running.signalled_at if self.running is not None and signalled is not None else now
+            end = look.ends if signalled is not None and signalled.signal == "USR2" else since + look.kill_wait
+            return Stop(cause=look.cause, end=min(end, look.ends), margin=min(end, look.ends) - since)
+        if now >= look.ends - look.margin:
+            return Stop(cause="timeout", end=look.ends, margin=look.margin)
+        return None
+
+    def _look_at_disk(self) -> Request | None:
+        """Write what the disk did not take, and return a request for this attempt; called in a thread."""
+        run, status = self.tenure.run, self.tenure.journal.status
+        with self._writing:
+            try:
+                self.tenure.journal.flush()
+            except OSError as error:
+                log.warning("the journal waits for the disk: %s", error)
+        number = 0 if status.attempt is None else status.attempt.number
+        return attempts.request_of(run, self.tenure.me.token, number)
+
+    # End
+
+    def _close(self, running: Running) -> Decision:
+        """Journal the end of an attempt, once Slurm has explained what needs its word."""
+        if running.signalled is not None:  # srun may kill the agents yet: nothing may be started on them
+            self._wait_for_word(running.signalled_at, self.look.kill_wait + 2.0)
+        elif running.lost or (running.asked is not None and running.asked[0] == "killed"):
+            self._wait_for_word(self._unclear_since, ANSWER_SECONDS)
+            if self.look.asked >= self._unclear_since:  # else silence, which is no answer
+                running.keep_nodes({lost.node for lost in running.lost} - self.look.down - self.starter.lost)
+        self.starter.lost |= {lost.node for lost in running.lost}
+        with self._writing:
+            room = self.allocation.room(self.tenure, self.look, self.starter.placement)
+            decision = attempts.close(self.tenure, running.facts(self.look.cause), room)
+        log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
+        self._request = None
+        self.agents.acknowledge_exits()
+        return decision
+
+    def _wait_for_word(self, since: float, seconds: float) -> None:
+        while self.look.asked < since and time.monotonic() < since + seconds:
+            self._turn(since + seconds)
+
+    def _leave(self, decision: Decision) -> int:
+        """Carry out a decision that ends this job; return the exit code."""
+        if decision.action in ("requeue", "successor"):
+            self.allocation.again(self.tenure, decision, self.starter.lost)
+            return EXIT_RESUMABLE
+        if decision.action == "fail":
+            return EXIT_RUN_FAILED
+        return EXIT_FINISHED if self.tenure.journal.status.state == "finished" else EXIT_RESUMABLE

@@ -1,0 +1,150 @@
+"""How a Slurm job gets into the queue again: requeued as the same job, or followed by another one.
+
+    Decision(requeue)   -> scontrol requeue, then ExcNodeList
+    Decision(successor) -> Submitted(new token) -> sbatch of the same script, afterany:JOB, --comment=token
+
+The supervisor calls `start_again`, and so does an agent that has closed the attempt of a supervisor that is gone. The
+journal has the decision already: a requeue ends the process that asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from jobkit.errors import SchedulerError
+from jobkit.log import log
+from jobkit.run.journal import Journal
+from jobkit.run.records import Cancelled, Refused, new_token
+from jobkit.run.schema import Config
+from jobkit.slurm import commands, jobs, nodes
+from jobkit.slurm.jobs import Job
+from jobkit.supervisor.attempt import Me
+from jobkit.supervisor.placement import nodes_to_use
+from jobkit.supervisor.retry import Decision
+
+PAUSES = (2.0, 10.0, 30.0, 60.0)
+"""Seconds between two tries to reach a controller that is away, the last one again and again: a restart of it takes a
+minute, an upgrade longer, and meanwhile nobody else gets the nodes."""
+
+
+def way_back(job: Job | None) -> Literal["requeue", "successor"]:
+    """Return how the run gets into the queue again."""
+    return "successor" if job is not None and not job.requeueable else "requeue"
+
+
+def could_start_without(journal: Journal, config: Config, job: Job | None, without: Collection[str]) -> bool:
+    """Return whether another start of the job would find enough nodes; False where Slurm does not answer."""
+    try:
+        if job is None:
+            return False
+        usable = nodes.usable_nodes(job.partition) - set(_excluded(journal, job, without))
+        return len(usable) >= config.resources.nodes and _would_start(journal, job, without)
+    except SchedulerError as error:
+        log.warning("%s", error)
+        return False
+
+
+def start_again(me: Me, journal: Journal, config: Config, decision: Decision, lost: Collection[str] = ()) -> None:
+    """Carry a decision out, however long the controller is away. `lost`: nodes that Slurm may still call well."""
+    is_refused = decision.action == "successor"
+    for pause in itertools.chain(PAUSES, itertools.repeat(PAUSES[-1])):
+        try:
+            job = jobs.show(me.job_id)
+            fewer = (
+                None
+                if job is None or job.is_requeued(jobs.controller_time(), me.restart)
+                else _fewer_nodes(journal, config, job, lost)
+            )
+            if is_refused or fewer is not None:
+                _submit_successor(me, journal, job, fewer)
+            elif jobs.requeue(me.job_id, me.restart):
+                _exclude(journal, me, job)
+            else:
+                journal.append(Cancelled(reason="scancel"))  # a requeue would undo it
+            return
+        except SchedulerError as error:
+            log.warning("%s: %s", journal.run.name, error)
+            if not commands.is_away(error):
+                if is_refused:
+                    journal.append(Refused(token=str(journal.status.token), error=str(error)))
+                    return
+                is_refused = True  # JobRequeue=0, --no-requeue
+                continue
+        time.sleep(pause)
+
+
+def _exclude(journal: Journal, me: Me, job: Job | None) -> None:
+    """Keep the job off the nodes that the run has given up: Slurm takes this after the requeue only."""
+    given_up = journal.status.excluded_nodes
+    if not given_up or job is None:
+        return
+    if _would_start(journal, job, ()):
+        jobs.exclude_nodes(me.job_id, ",".join(_excluded(journal, job, ())))
+    else:
+        log.warning("not excluded, too few other nodes: %s", ", ".join(given_up))
+
+
+def _excluded(journal: Journal, job: Job, more: Collection[str]) -> list[str]:
+    """The nodes that the job may not get: a list replaces the one before, which may be the user's own."""
+    return nodes.expand(",".join(filter(None, [job.excluded, *journal.status.excluded_nodes, *sorted(more)])))
+
+
+def _would_start(journal: Journal, job: Job, without: Collection[str]) -> bool:
+    """Whether Slurm would ever start the job: others of the partition may not have what it asks for, as a feature."""
+    options = [f"--exclude={','.join(_excluded(journal, job, without))}", *_own_task(journal)]
+    try:
+        commands.run("sbatch", "--test-only", *options, str(journal.run.batch_script), environment=_environment())
+    except SchedulerError as error:
+        if commands.is_away(error):
+            raise
+        return False
+    return True
+
+
+def _fewer_nodes(journal: Journal, config: Config, job: Job, lost: Collection[str]) -> int | None:
+    """On how many nodes to go on where the job would wait for ever for those that are lost; None for all of them."""
+    asked = len(nodes.expand(job.nodes))
+    if not lost or not asked:
+        return None
+    left = len(nodes.usable_nodes(job.partition) - set(_excluded(journal, job, lost)))
+    fewer = nodes_to_use(config, left)
+    return fewer if left < asked and 0 < fewer < asked else None
+
+
+def _submit_successor(me: Me, journal: Journal, job: Job | None, count: int | None) -> None:
+    """Queue the run's batch script again, to start when this job has ended."""
+    run, submitted = journal.run, journal.status.submitted
+    assert submitted is not None
+    with run.submit_lock() as lock:
+        if submitted.token == me.token:
+            number = submitted.number + 1
+            token = new_token(run.name, number)
+            following = dataclasses.replace(submitted, token=token, number=number, by="supervisor", time=0.0)
+            journal.append(following)
+        elif jobs.with_token(jobs.queue(), submitted.token, submitted.task):
+            return  # an earlier try got through, though nobody heard the answer
+        token = str(journal.status.token)
+        options: list[str] = [f"--comment={token}", f"--dependency=afterany:{me.job_id}", *_own_task(journal)]
+        if job is not None and journal.status.excluded_nodes:
+            options.append(f"--exclude={','.join(_excluded(journal, job, ()))}")
+        if count is not None:
+            options.append(f"--nodes={count}")
+        # sbatch inherits the lock: if this process is killed, nobody submits the run before sbatch has ended.
+        commands.submit(str(run.batch_script), *options, environment=_environment(), pass_fds=lock.inheritable())
+    log.info("%s: a new job follows this one: %s", run.name, token)
+
+
+def _own_task(journal: Journal) -> Sequence[str]:
+    """The option with which sbatch takes the script of a job array for this run alone."""
+    submitted = journal.status.submitted
+    return [] if submitted is None or submitted.task is None else [f"--array={submitted.task}"]
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the next job: without what belongs to this one."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("JOBKIT_", "SUBMITIT_"))}

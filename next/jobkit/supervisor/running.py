@@ -1,0 +1,174 @@
+"""The ranks of one attempt: which live, what arrived of the others, and how hard they have to be pressed to end.
+
+    news of agents --note--> Running --pressure(now)--> loop.py sends STOP or KILL
+    stop reasons   --ask-->          --facts()-------> attempt.close
+
+Nothing here does anything: the clock comes in as a number, the files of ends as a function.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from jobkit.errors import EXIT_RESUMABLE
+from jobkit.run.records import Cause
+from jobkit.supervisor.agents import Agent, Lost, News
+from jobkit.supervisor.allocation import MARGIN_SECONDS
+from jobkit.supervisor.diagnosis import Facts, LostNode
+from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
+
+if TYPE_CHECKING:
+    from jobkit.slurm.jobs import StopCause
+
+REPORT_SECONDS = 3.0
+"""How long the other ranks live on after one that exited without a word: an End of theirs may be the first."""
+
+STACKS_SECONDS = 2.0
+"""How long hanging ranks get to write their stacks; faulthandler takes milliseconds where the disk takes them."""
+
+END_SECONDS = 30.0
+"""How long killed ranks may take to end, as those that wait for a disk. Then their node is given up."""
+
+_OF_A_STOP = (-signal.SIGTERM, -signal.SIGUSR2, -signal.SIGINT)
+
+
+class Pressure(IntEnum):
+    """What the ranks are sent; a rank that ignores it meets the next."""
+
+    NONE = 0
+    STOP = 1
+    STACKS = 2
+    KILL_IDLE = 3
+    """Kill those that have not begun to save."""
+    KILL = 4
+    GIVE_UP = 5
+
+
+class Running:
+    """One attempt while its ranks live.
+
+    running = Running(3, {0: "node1", 1: "node2"}, ends=lambda: frozenset())
+    running.note(agent, Exited(rank=0, code=-9, ...), now=10.0)
+    running.pressure(10.0)      # Pressure.KILL: rank 1 would wait for rank 0 for ever
+    """
+
+    def __init__(self, attempt: int, ranks: Mapping[int, str], ends: Callable[[], frozenset[int]]) -> None:
+        self.attempt = attempt
+        self.alive = dict(ranks)
+        """Rank -> name of its node."""
+        self.signalled: Signalled | None = None
+        self.signalled_at = -math.inf
+        self.asked: tuple[Cause, str] | None = None
+        self.lost: list[LostNode] = []
+        self._ends = ends
+        """Returns the ranks whose End lies on the disk."""
+        self._exits: list[tuple[Exited, str, float]] = []
+        self._reported: frozenset[int] | None = None
+        self._launch_error: str | None = None
+        self._from: dict[Pressure, float] = {}
+        """When each pressure begins."""
+
+    def pressure(self, now: float) -> Pressure:
+        return max((level for level, since in self._from.items() if since <= now), default=Pressure.NONE)
+
+    def next_change(self, now: float) -> float:
+        """Return when the pressure rises next; infinity if never."""
+        return min((since for since in self._from.values() if since > now), default=math.inf)
+
+    def ask(self, cause: Cause, words: str, now: float, *, end: float = math.inf, margin: float = 0.0) -> None:
+        """Stop the ranks, so that all is over by `end`, `margin` seconds after they were told.
+
+        The decision and the requeue need an eighth of the margin. Ranks that do not save by half of it never will.
+        """
+        self.asked = self.asked or (cause, words)
+        self._begin(Pressure.STOP, now)
+        if margin:
+            self._begin(Pressure.KILL_IDLE, max(now, end - margin / 2))
+        self._kill(max(now, end - margin / 8))
+
+    def note(self, agent: Agent, news: News, now: float) -> None:
+        """Take in what an agent said, or that it is gone."""
+        match news:
+            case Exited() if news.attempt == self.attempt and news.rank in self.alive:
+                self._exited(agent, news, now)
+            case Signalled() if self.signalled is None:
+                self.signalled, self.signalled_at = news, now
+            case Silent() if news.attempt == self.attempt and self.pressure(now) is Pressure.NONE:
+                self.asked = ("hang", f"rank {news.rank}: no sign of life for {news.seconds:.0f} s in step {news.step}")
+                self._begin(Pressure.STACKS, now)
+                self._kill(now + STACKS_SECONDS)
+            case NotStarted() if news.attempt == self.attempt:
+                self._cannot_start(agent, news.error, now)
+            case Hello() if news.attempt != self.attempt and agent.node in self.alive.values():
+                self._cannot_start(agent, "the supervisor was killed before it had started the ranks", now)
+            case Lost() if agent.node in self.alive.values():
+                self._lost(agent, news)
+                self._kill(now)
+            case _:
+                return
+
+    def cannot_start(self, problem: str | LostNode) -> None:
+        """Note what kept the ranks from being started at all."""
+        if isinstance(problem, LostNode):
+            self.lost.append(problem)
+        else:
+            self._launch_error = problem
+
+    def keep_nodes(self, alive: set[str]) -> None:
+        """Count nodes that Slurm knows to be well as kept: their agents alone were killed."""
+        kept = [lost.node for lost in self.lost if lost.node in alive]
+        self.lost = [lost for lost in self.lost if lost.node not in alive]
+        if kept and not self.lost:
+            self.asked = self.asked or ("killed", f"the agent on {', '.join(kept)} was killed")
+
+    def facts(self, word: StopCause | None) -> Facts:
+        return Facts(
+            exits=[(exited, node) for exited, node, _ in self._exits],
+            reported=self._reported,
+            lost_nodes=self.lost,
+            launch_error=self._launch_error,
+            asked=self.asked,
+            signalled=self.signalled is not None,
+            word=word,
+        )
+
+    def _exited(self, agent: Agent, exited: Exited, now: float) -> None:
+        node = self.alive.pop(exited.rank)
+        self._exits.append((exited, node, now))
+        if exited.code == 0 or (exited.code in _OF_A_STOP and self.pressure(now) >= Pressure.STOP):
+            return
+        if exited.code == EXIT_RESUMABLE:  # all stop together; one that does not must not wait for ever
+            self._begin(Pressure.STOP, now)
+            self._kill(now + MARGIN_SECONDS)
+            return
+        if self._reported is None:
+            self._reported = self._ends()
+        says_why = exited.code < 0 or exited.rank in self._reported
+        self._kill(now if says_why else now + REPORT_SECONDS)
+
+    def _lost(self, agent: Agent, lost: Lost) -> None:
+        self._drop(agent.node)
+        if lost.why == "step":
+            self.asked = self.asked or ("killed", "the agents of all nodes were killed at once")
+        elif lost.why == "gone":
+            at = sum(arrived <= agent.closed_at for _, _, arrived in self._exits)
+            self.lost.append(LostNode(node=agent.node, why="the connection to its agent is lost", at=at))
+
+    def _cannot_start(self, agent: Agent, error: str, now: float) -> None:
+        self._launch_error = self._launch_error or f"{agent.node}: {error}"
+        self._drop(agent.node)
+        self._kill(now)
+
+    def _drop(self, node: str) -> None:
+        self.alive = {rank: name for rank, name in self.alive.items() if name != node}
+
+    def _kill(self, when: float) -> None:
+        self._begin(Pressure.KILL, when)
+        self._begin(Pressure.GIVE_UP, when + END_SECONDS)
+
+    def _begin(self, level: Pressure, when: float) -> None:
+        self._from[level] = min(when, self._from.get(level, math.inf))

@@ -1,0 +1,254 @@
+"""A Slurm job as an allocation: its nodes, the srun that starts their agents, Slurm's word, and the way back.
+
+start_agents --> one srun for all nodes --(it ends too early)--> one srun a node: its exit code names the bad node
+look         --> scontrol show job, slurmd of lost nodes --> Look
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobkit import start
+from jobkit.errors import SchedulerError
+from jobkit.log import log
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Resources
+from jobkit.slurm import commands, jobs, nodes
+from jobkit.supervisor import requeue
+from jobkit.supervisor.allocation import LaunchFailure, Look, margin_of
+from jobkit.supervisor.attempt import Me, NotRunnable, Tenure
+from jobkit.supervisor.placement import Placement
+from jobkit.supervisor.retry import Decision, Room
+
+AGENT_SECONDS = 120.0
+"""How long srun may take to start agents; with a busy controller it waits for its step."""
+
+MOST_TRIES = 3
+"""How often an agent is started on a node before one attempt: the second and third time alone."""
+
+QUICK_SECONDS = 10.0
+"""How long a question may take whose answer is useful and not needed."""
+
+STEP_NUMBERS = 4
+"""How many starts of a job in a row number their steps differently."""
+
+PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")
+"""Variables of a job that srun takes for options: an agent needs what all ranks of its node need."""
+
+
+@dataclass(eq=False)
+class Step:
+    """An srun and the nodes on which it started, or starts, an agent."""
+
+    srun: subprocess.Popen[bytes]
+    nodes: list[str]
+    log: Path
+    log_begin: int
+    began: float
+    is_single: bool
+    ended: float = math.inf
+
+    def words(self) -> str:
+        """Return the last lines that srun, or an agent, has printed."""
+        with self.log.open("rb") as file:
+            file.seek(self.log_begin)
+            lines = file.read().decode(errors="replace").strip().splitlines()
+        return " / ".join(lines[-3:]) or "srun said nothing"
+
+
+class SlurmAllocation:
+    """The job of a supervisor that job.sh started on the job's first node. `srun_arguments` are the user's own."""
+
+    host = ""
+    signals_stop = False
+
+    def __init__(self, run: RunDir, me: Me, resources: Resources, srun_arguments: Sequence[str] = ()) -> None:
+        self.run, self.me, self.resources = run, me, resources
+        self.srun_arguments = srun_arguments
+        self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
+        self._steps: list[Step] = []
+        self._launched: set[str] = set()
+        """Nodes that have an agent, or an srun that starts one."""
+        self._tries: dict[str, int] = {}
+        self._is_launching = False
+        self._failed: dict[str, tuple[int, str]] = {}
+        """Those on which none came: exit code and words."""
+        self._suspects: set[str] = set()
+        """Nodes whose agent is gone."""
+
+    def nodes(self) -> list[str]:
+        return self._names
+
+    # Agents
+
+    def start_agents(self, nodes: Sequence[str], attempt: int) -> None:
+        todo = [node for node in nodes if node not in self._launched and node not in self._failed]
+        for node in [node for node in todo if self._tries.get(node, 0) >= MOST_TRIES]:
+            todo.remove(node)
+            self._failed[node] = -1, f"{MOST_TRIES} agents ended before they were ready; see {self.run.job_log}"
+        if todo:
+            self._start(todo, self.run.srun_log(attempt), is_single=len(todo) == 1 and bool(self._steps))
+
+    def _start(self, nodes: list[str], log: Path, *, is_single: bool) -> None:
+        if not self._steps:
+            self._skip_step_numbers()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if name not in PER_TASK}
+        with log.open("ab") as said:
+            begin = said.tell()
+            srun = subprocess.Popen(
+                self._command(nodes),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,  # it outlives this process: its step goes on under the next supervisor
+            )
+        self._launched.update(nodes)
+        self._suspects.difference_update(nodes)
+        self._tries.update({node: self._tries.get(node, 0) + 1 for node in nodes})
+        self._is_launching = True
+        self._steps.append(Step(srun, list(nodes), log, begin, time.monotonic(), is_single))
+
+    def _command(self, nodes: Sequence[str]) -> list[str]:
+        # SIGTERM is ignored until Python takes it: during the imports it would kill. exec keeps that.
+        guard = ["sh", "-c", 'trap "" TERM USR2; exec "$@"', "jobkit"]
+        return [
+            "srun",
+            "--unbuffered",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(nodes)}",
+            f"--cpus-per-task={self.resources.ranks_per_node * self.resources.cpus_per_task}",
+            # An agent, or a node, that is gone leaves the others as they are. The step needs --no-kill as the job does:
+            # else Slurm ends healthy agents at SlurmdTimeout.
+            *("--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
+            *(["--overlap"] if self._steps else []),  # beside a step that has agents on other nodes
+            "--export=ALL",  # whatever `export` said to sbatch
+            *self.srun_arguments,
+            *guard,
+            *start.words("jobkit.worker.agent", str(self.run.path)),
+        ]
+
+    def _skip_step_numbers(self) -> None:
+        """Let this start of the job number its steps differently from the last one.
+
+        A busy slurmctld may repeat a kill of the last start's step a minute later, and each start counts from 0.
+        """
+        for _ in range(self.me.restart % STEP_NUMBERS):
+            empty = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "true"]
+            try:
+                subprocess.run(empty, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
+            except subprocess.TimeoutExpired:
+                return  # the attempt is worth more
+
+    def launch_failure(self, missing: Collection[str], look: Look) -> LaunchFailure | None:
+        now = time.monotonic()
+        for step in list(self._steps):
+            late = [node for node in step.nodes if node in missing and node not in self._failed]
+            if late and step.srun.poll() is None and now - step.began > AGENT_SECONDS:
+                step.srun.kill()
+                step.srun.wait()
+            if not late or step.srun.poll() is None:
+                continue
+            step.ended = min(step.ended, now)
+            if look.asked < step.ended:
+                continue  # srun cannot start anything without a controller, which is no node's fault
+            for node in late:
+                step.nodes.remove(node)
+                if step.is_single:
+                    self._failed[node] = step.srun.returncode, step.words()
+                else:
+                    self._start([node], step.log, is_single=True)
+        for node in set(missing) & look.down - set(self._failed):
+            self._failed[node] = -1, "Slurm calls the node down"
+        if not self._failed or not set(missing).issubset(self._failed):
+            return None
+        failed = {node: self._failed.pop(node) for node in missing}
+        has_others = bool(self._launched.difference(failed))
+        self._launched.difference_update(failed)
+        are_alike = len({code for code, _ in failed.values()}) == 1
+        words = "; ".join(dict.fromkeys(f"{node}: {said}" for node, (_, said) in sorted(failed.items())))
+        return LaunchFailure(words=words, nodes=frozenset() if are_alike and not has_others else frozenset(failed))
+
+    def launched(self) -> None:
+        self._is_launching = False
+        self._tries.clear()
+        self._failed.clear()
+
+    def lost(self, node: str) -> None:
+        self._suspects.add(node)
+        self._launched.discard(node)
+        for step in self._steps:
+            step.nodes = [name for name in step.nodes if name != node]
+
+    def dead(self) -> list[str]:
+        return []  # a closed connection says so within milliseconds
+
+    # Slurm
+
+    def look(self) -> Look:
+        asked = time.monotonic()
+        try:
+            job = jobs.show(self.me.job_id, QUICK_SECONDS)
+            now, monotonic = jobs.controller_time(), time.monotonic()
+            kill_wait = float(commands.config().get("KillWait", "30 sec").split()[0])
+            down = {node for node in set(self._suspects) if not nodes.slurmd_answers(node)}
+            if self._is_launching and (dead := nodes.dead_node(",".join(self._names))) is not None:
+                down.add(dead)
+        except SchedulerError as error:
+            log.warning("%s", error)
+            return Look(asked=asked, answered=False)
+        if job is None:
+            return Look(asked=asked, kill_wait=kill_wait, down=frozenset(down))
+        left = jobs.time_left(job, now)
+        limit = math.inf if left is None or job.start is None or job.end is None else job.end - job.start
+        return Look(
+            asked=asked,
+            job=job,
+            cause=jobs.stop_cause(job, now, restarts=self.me.restart),
+            runs=job.state in ("RUNNING", "CONFIGURING", "SUSPENDED") and not job.is_requeued(now, self.me.restart),
+            ends=math.inf if left is None else monotonic + left,
+            margin=margin_of(limit),
+            kill_wait=kill_wait,
+            down=frozenset(down),
+        )
+
+    def room(self, tenure: Tenure, look: Look, placement: Placement) -> Room:
+        has_time = look.ends - time.monotonic() > 1.5 * look.margin  # else it would be stopped before it has done much
+        return Room(
+            in_place=lambda without: look.runs and has_time and placement.can_start_again(without),
+            requeue=requeue.way_back(look.job),
+            spares=max(0, len(placement.usable) - self.resources.nodes),
+            elsewhere=lambda without: requeue.could_start_without(tenure.journal, tenure.config, look.job, without),
+        )
+
+    def again(self, tenure: Tenure, decision: Decision, lost: Collection[str]) -> None:
+        requeue.start_again(tenure.me, tenure.journal, tenure.config, decision, lost)
+
+
+def this_job(run: RunDir) -> Me:
+    """Return the job that this process is in. Raises NotRunnable where it is no job of a submission of jobkit's."""
+    job_id = jobs.current_job(os.environ)
+    assert job_id is not None, "not in a Slurm job"
+    restart, node = jobs.restart_count(os.environ), os.environ.get("SLURMD_NODENAME")
+    while True:
+        try:
+            job = jobs.show(job_id, QUICK_SECONDS)
+            words = job.comment.split() if job is not None else []
+            token = next((word for word in words if word.startswith("jobkit:")), None)
+            if token is None:
+                raise NotRunnable(f"the comment of job {job_id} holds no token of jobkit's: does a plugin change it?")
+            return Me(job_id=job_id, token=token, restart=restart, node=node, job=job)
+        except SchedulerError as error:
+            log.warning("%s", error)
+            lease = run.lease()
+            if lease is not None and (lease.job_id, lease.restart) == (job_id, restart):
+                return Me(job_id=job_id, token=lease.token, restart=restart, node=node)  # a supervisor was here before
+        time.sleep(2.0)

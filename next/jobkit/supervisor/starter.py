@@ -1,0 +1,113 @@
+"""Which nodes have the next attempt, how their agents become ready, and what each agent is told to start.
+
+Placement (names) --> allocation.start_agents --> Hello, Ready --> Start(ranks of the node)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from jobkit.log import log
+from jobkit.supervisor.agents import Agents
+from jobkit.supervisor.allocation import Allocation, Look
+from jobkit.supervisor.attempt import Tenure
+from jobkit.supervisor.diagnosis import LostNode
+from jobkit.supervisor.placement import Placement, nodes_to_use
+from jobkit.supervisor.protocol import RankPlace, Start
+from jobkit.supervisor.watchdog import silence_of
+
+
+class CannotStart(Exception):
+    """No attempt can begin: the node to blame, or words where no node is."""
+
+    def __init__(self, problem: str | LostNode) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+class Starter:
+    """Gets the agents of one job ready for one attempt after the other.
+
+    while not (nodes := starter.ready(look)): ...      # wait for agents
+    for node, message in starter.messages(3, nodes, look).items(): agents.send(agents.by_node[node], message)
+    """
+
+    def __init__(self, tenure: Tenure, allocation: Allocation, agents: Agents) -> None:
+        self.tenure, self.allocation, self.agents = tenure, allocation, agents
+        self.names = allocation.nodes()
+        self.used: list[str] = []
+        """The nodes of the last attempt, in the order of its ranks."""
+        self.lost: set[str] = set()
+        """Nodes that are not used again in this start of the job."""
+        self._has_spares = False
+
+    @property
+    def placement(self) -> Placement:
+        count = partial(nodes_to_use, self.tenure.config) if self.names != ["local"] else lambda usable: usable
+        return Placement(self.names, self.lost, self.tenure.journal.status.excluded_nodes, count)
+
+    def ready(self, look: Look) -> list[str]:
+        """Return the nodes for the next attempt once all their agents are ready, else an empty list.
+
+        Starts the agents that are missing. Raises CannotStart.
+        """
+        placement, by_node = self.placement, self.agents.by_node
+        ready = [node for node, agent in by_node.items() if agent.is_ready]
+        self.used = placement.choose(self.used, self.tenure.config.resources.nodes, ready)
+        if not self.used:
+            raise CannotStart(f"too few nodes are left of {', '.join(self.names)}")
+        missing = [node for node in self.used if node not in by_node]
+        if missing:
+            # Spares get their agents at the beginning: to start one later takes seconds of the replacement.
+            spares = [] if self._has_spares else [node for node in placement.usable if node not in self.used]
+            self._has_spares = True
+            self.allocation.start_agents([*missing, *spares], self._next_number)
+            if (failure := self.allocation.launch_failure(missing, look)) is not None:
+                log.warning("%s", failure.words)
+                if not failure.nodes:
+                    raise CannotStart(failure.words)
+                self.lost |= failure.nodes
+                if not self.placement.can_start_again():
+                    raise CannotStart(LostNode(node=min(failure.nodes), why=failure.words))
+        if not all(node in ready for node in self.used):
+            return []
+        self.allocation.launched()
+        return self.used
+
+    @property
+    def _next_number(self) -> int:
+        last = self.tenure.journal.status.attempt
+        return 1 if last is None else last.number + 1
+
+    def places(self, nodes: Sequence[str]) -> dict[str, list[RankPlace]]:
+        """Return the ranks of each agent; the agent of this machine has those of all simulated nodes."""
+        resources = self.tenure.config.resources
+        is_local = list(nodes) == ["local"]
+        each = resources.ranks_per_node
+        places: dict[str, list[RankPlace]] = {}
+        for rank in range(each * (resources.nodes if is_local else len(nodes))):
+            place = RankPlace(rank=rank, local_rank=rank % each, local_world_size=each, node=rank // each)
+            places.setdefault("local" if is_local else nodes[place.node], []).append(place)
+        return places
+
+    def messages(self, number: int, nodes: Sequence[str], look: Look) -> dict[str, Start]:
+        """Return what the agent of each node is told to start as attempt `number`."""
+        config, places = self.tenure.config, self.places(nodes)
+        first = self.agents.by_node.get(nodes[0])
+        count = len({place.node for ours in places.values() for place in ours})
+        return {
+            node: Start(
+                attempt=number,
+                ranks=ours,
+                world_size=sum(map(len, places.values())),
+                nodes=count,
+                master_addr="127.0.0.1" if len(nodes) == 1 else self.agents.address_of(nodes[0]),
+                master_port=(first.port if first is not None else None) or 0,
+                time_left=look.ends - time.monotonic() if look.ends != float("inf") else None,
+                silence=silence_of(config.watchdog),
+                watches=not config.command,
+            )
+            for node, ours in places.items()
+        }
