@@ -10,6 +10,7 @@ import sys
 from typing import TextIO
 
 from jobkit.cli.arguments import add_runs, chosen, worst
+from jobkit.cli.wait import ended
 from jobkit.errors import EXIT_FINISHED, InputError
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
@@ -33,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print standard output to stdout and standard error to stderr; of several runs with the name before each line."""
-    from jobkit.cli.wait import ended  # waiting needs the scheduler, a plain look does not
-
     runs = chosen(arguments)
     printers = {run.path: _Printer(run, arguments, is_named=len(runs) > 1) for run in runs}
     for printer in printers.values():

@@ -137,7 +137,7 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
         view.run.path: view
         for view in look([(run, Status.of(status)) for run, status in read if status.get("state") in UNDER_WAY])
     }
-    turns = _turns() if any(view.job is None for view in views.values()) else {}
+    turns = turns_here() if any(view.job is None for view in views.values()) else {}
     rows = []
     for run, status in read:
         view = views.get(run.path)
@@ -148,9 +148,11 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
     return rows
 
 
-def _turns() -> dict[str, str]:
-    """Path of a run -> its turn among those that wait for devices of this machine."""
-    return {}
+def turns_here() -> dict[str, str]:
+    """Return the turns of runs that wait for devices of this machine, by their paths: `no. 2 for 1 of cuda 0, 1`."""
+    from jobkit.supervisor.devices import waiting
+
+    return {item.run: f"no. {place} for {item.devices}" for place, item in enumerate(waiting(), 1)}
 
 
 def check_keys(keys: Iterable[str], option: str, rows: Sequence[Row]) -> None:

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from jobkit.cli.arguments import add_runs, chosen
+from jobkit.cli.rows import turns_here
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import records
 from jobkit.run.accounting import Account, accounts, goodput
@@ -79,6 +80,8 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     lines = [f"{run.name}: {state}{_steps(progress)}"]
     if view.words:
         lines.append(f"  {view.words}")
+    if state == "queued" and view.job is None and (turn := turns_here().get(str(run.path))):
+        lines.append(f"  it waits for devices of this machine: {turn}")
     spent = accounts(status, progress, now)
     for attempt, account in zip(status.attempts, spent, strict=True):
         lines += _attempt_lines(attempt, account, is_running=attempt is status.open_attempt and not view.is_over)

@@ -87,10 +87,10 @@ def _account(attempt: Attempt, progress: Progress | None, now: float | None, bes
     else:
         until, seen, loop, first, last = max(now or 0.0, began), None, None, None, None
     queue = max(0.0, began - attempt.queued) if attempt.queued else 0.0
-    if loop is None or first is None or last is None:
+    if first is None or last is None:
         starting = max(0.0, until - began)
         return Account(attempt=attempt.number, began=began, until=until, queue=queue, starting=starting)
-    loop = min(max(loop, began), until)
+    loop = min(max(loop or began, began), until)
     seen = min(max(seen or until, loop), until)
     repeated, steps = max(0, min(last, best) - first), max(0, last - first)
     lost = 0 if kept is None else max(0, last - max(first, best, kept))

@@ -37,8 +37,8 @@ def runs_dir_of(option: Path | None) -> Path:
 
 def runs_in(runs_dir: Path) -> list[RunDir]:
     """Return every run of a runs directory, the most recently changed first."""
-    changed = [(_changed(name, runs_dir), name) for name in _names(runs_dir)]
-    return [RunDir(runs_dir / name) for moment, name in sorted(changed, reverse=True) if moment is not None]
+    changed = [(moment, name) for name in _names(runs_dir) if (moment := _changed(name, runs_dir)) is not None]
+    return [RunDir(runs_dir / name) for _, name in sorted(changed, reverse=True)]
 
 
 def versions(runs_dir: Path, name: str) -> list[RunDir]:
@@ -108,11 +108,9 @@ def _of_job(job_id: str, runs_dir: Path) -> list[str]:
     """The run that Slurm's job has the token of, else the runs that had a job of this id: clusters repeat ids."""
     if not job_id.startswith("local-") and (name := _named_by_slurm(job_id, runs_dir)) is not None:
         return [name]
-    statuses = [read_status(run) for run in runs_in(runs_dir)]
-    now = [status.name for status in statuses if status.job_id is not None and _is_of(status.job_id, job_id)]
-    return now or [
-        status.name for status in statuses if any(_is_of(attempt.began.job_id, job_id) for attempt in status.attempts)
-    ]
+    had = [(run.name, read_status(run)) for run in runs_in(runs_dir)]
+    now = [name for name, status in had if status.job_id is not None and _is_of(status.job_id, job_id)]
+    return now or [name for name, status in had if any(_is_of(a.began.job_id, job_id) for a in status.attempts)]
 
 
 def _is_of(job_id: str, asked: str) -> bool:
