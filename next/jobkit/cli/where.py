@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 FORM = "KEY OP VALUE with one of == = != <= >= < > ~ (a regular expression), as in 'params.lr>=0.03'"
 
-_CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
+_CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|=|<|>|~)\s*((?![=<>]).*?)\s*", re.DOTALL)
 
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
