@@ -1,0 +1,240 @@
+"""The devices of this machine that a run has: no two runs of a user have the same, and nobody else computes on them.
+
+    agent --ticket--> line (first come, first served) --lock a device each--> CUDA_VISIBLE_DEVICES of its ranks
+
+Tickets and locks are files in a folder of the user's own; a process that ends gives both back, however it ends. Other
+users are seen by the driver's list of computing processes (nvidia-ml-py). CPU runs wait for nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pwd
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobkit.errors import InputError
+from jobkit.log import log
+from jobkit.run.files import read_json
+from jobkit.run.machine import KINDS, visible_devices
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Config
+from jobkit.supervisor.protocol import RankPlace
+
+LOOK_SECONDS = 0.5
+"""Between two looks of a run that waits."""
+
+
+def folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of this user's tickets and locks for this machine, which may share its home with others."""
+    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or Path.home(), ".local", "state")
+    return Path(state, "jobkit", "devices", socket.gethostname())
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A run that waits for devices."""
+
+    run: str
+    """The path of its run directory."""
+    devices: str
+    """As in `2 of cuda 0, 1, 2, 3`."""
+    since: float
+    """In seconds since the epoch."""
+
+
+def waiting(environ: Mapping[str, str] = os.environ) -> list[Waiting]:
+    """The runs of this user that wait for devices of this machine, the first one first."""
+    return [
+        Waiting(ticket["run"], f"{ticket['count']} of {ticket['kind']} {', '.join(ticket['devices'])}", ticket["since"])
+        for ticket in _tickets(folder(environ))
+    ]
+
+
+def of_run(run: RunDir, config: Config, environ: Mapping[str, str] = os.environ) -> Devices | None:
+    """The devices that a run on this machine needs, not taken yet; None if it needs none.
+
+    Raises InputError if the machine does not have as many, as after a move of the run to another one.
+    """
+    count = config.resources.world_size * config.resources.devices_per_rank
+    kind, names = visible_devices(config.device, environ)
+    if count == 0 or names is None or KINDS[kind].visible is None:
+        return None
+    if len(names) < count:
+        raise InputError(key="resources.gpus_per_task", found=count, allowed=f"at most {len(names)}, the devices here")
+    return Devices(run, kind, names, count, each=config.resources.devices_per_rank)
+
+
+class Devices:
+    """Some devices of this machine, for one run: first in line, then held, until `close` or the end of the process.
+
+    devices = of_run(run, config)
+    while not devices.take(): ...          # `list` shows the run as waiting meanwhile
+    devices.visible_on(place)              # {"CUDA_VISIBLE_DEVICES": "4,5"}
+    """
+
+    def __init__(self, run: RunDir, kind: str, names: list[str], count: int, *, each: int) -> None:
+        self.run, self.kind, self.names, self.count, self.each = run, kind, names, count, each
+        self.folder = folder()
+        self._ticket: Path | None = None
+        self._files: list[int] = []
+        """Open lock files: that of the ticket, or those of the devices."""
+        self._held: list[str] = []
+        self._looked_at = 0.0
+
+    @property
+    def are_held(self) -> bool:
+        return bool(self._held)
+
+    def take(self) -> bool:
+        """Look whether this run is first in line and enough devices are free; take them if so."""
+        now = time.monotonic()
+        if self.are_held or now - self._looked_at < LOOK_SECONDS:
+            return self.are_held
+        self._looked_at = now
+        is_new = self._ticket is None
+        ticket = self._ticket = self._ticket or self._draw()
+        before = [
+            other["run"]
+            for other in _tickets(self.folder)
+            if other["file"] < ticket.name and not set(other["devices"]).isdisjoint(self.names)
+        ]
+        gpus = _gpus(self.names, os.environ) if self.kind == "cuda" else {}
+        free = [name for name in self.names if not before and not (name in gpus and gpus[name].users)]
+        ids = {name: gpus[name].uuid if name in gpus else f"{self.kind}-{name}" for name in free}
+        taken: dict[str, int] = {}
+        for name, device in ids.items():
+            if len(taken) < self.count and (file := _lock(self.folder / f"{device}.lock")) is not None:
+                taken[name] = file
+        if len(taken) == self.count:
+            ticket.unlink()
+            self.close()
+            self._held, self._files = list(taken), list(taken.values())
+            return True
+        for file in taken.values():
+            os.close(file)
+        if is_new:
+            users = [f"{name}: {user}" for name, gpu in gpus.items() for user in gpu.users]
+            words = "; ".join([*before, *users]) or "other runs have them"
+            log.info("waiting for %d of %s %s (%s)", self.count, self.kind, ", ".join(self.names), words)
+        return False
+
+    def visible_on(self, place: RankPlace) -> dict[str, str]:
+        """The variable by which a rank sees the devices of its (simulated) node, and no others.
+
+        All of the node's, as programs for several devices expect: LOCAL_RANK chooses, and NCCL sends directly.
+        """
+        per_node = place.local_world_size * self.each
+        visible = KINDS[self.kind].visible
+        assert visible is not None
+        return {visible: ",".join(self._held[place.node * per_node : (place.node + 1) * per_node])}
+
+    def close(self) -> None:
+        """Close the lock files: in a forked process its copies, in the agent the locks end with that."""
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+    def _draw(self) -> Path:
+        """Join the line. The ticket is locked before it has its name: an unlocked one counts as a dead process's."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ticket = self.folder / f"{time.time_ns():020d}-{os.getpid()}.ticket"
+        text = {"run": str(self.run.path), "kind": self.kind, "devices": self.names, "count": self.count}
+        temporary = ticket.with_suffix(".tmp")
+        temporary.write_text(json.dumps({**text, "since": time.time()}), encoding="utf-8")
+        self._files = [file for file in [_lock(temporary)] if file is not None]
+        temporary.rename(ticket)
+        return ticket
+
+
+def _lock(file: Path) -> int | None:
+    """The open file, locked; None if another process has it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _tickets(tickets: Path) -> list[dict[str, Any]]:
+    """The tickets of living processes, the first one first; those of dead ones are removed."""
+    living = []
+    for file in sorted(tickets.glob("*.ticket")):
+        ticket = read_json(file)
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # its run has its devices by now
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.unlink(missing_ok=True)
+        except BlockingIOError:
+            living.append({**ticket, "file": file.name})
+        finally:
+            os.close(descriptor)
+    return living
+
+
+# NVIDIA's driver
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    uuid: str
+    users: list[str]
+    """Processes of others that compute on it, in words."""
+
+
+def _gpus(names: list[str], environ: Mapping[str, str]) -> dict[str, _Gpu]:
+    """CUDA's devices by the names that CUDA_VISIBLE_DEVICES takes: numbers, UUIDs, beginnings of UUIDs.
+
+    CUDA numbers devices by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID; the driver by the bus. With one model both agree;
+    with several a number is left out, as is a part of a device (MIG).
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # its library is part of the driver
+        return {}
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        is_in_order = (
+            environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(map(pynvml.nvmlDeviceGetName, handles))) == 1
+        )
+        gpus = {}
+        for name in names:
+            matching = [index for index, uuid in enumerate(uuids) if uuid.startswith(name)]
+            if name.isdigit() and is_in_order and int(name) < len(uuids):
+                matching = [int(name)]
+            if len(matching) == 1:
+                pids = [item.pid for item in pynvml.nvmlDeviceGetComputeRunningProcesses(handles[matching[0]])]
+                users = [f"process {pid} of {owner}" for pid in pids if (owner := _other_owner(pid)) is not None]
+                gpus[name] = _Gpu(uuids[matching[0]], users)
+        return gpus
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _other_owner(pid: int) -> str | None:
+    """The owner of a process that is not this user's; this user's runs have locks, and other programs are the user's
+    own choice."""
+    try:
+        uid = Path(f"/proc/{pid}").stat().st_uid
+    except FileNotFoundError:
+        return "another container"
+    if uid == os.geteuid():
+        return None
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

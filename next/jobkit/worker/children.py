@@ -1,0 +1,272 @@
+"""The ranks that an agent has forked: stopped, watched, reaped, and ended with all that they have started.
+
+    agent --fork--> first process of a rank (a session of its own) --> its children
+          <--exit code--                                           orphans come to the agent (subreaper)
+
+A rank has ended when its first process has, unless a stop ended that one (a shell) before the program within it: then
+the program may still save.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobkit.run import processes
+from jobkit.run.processes import Process
+from jobkit.run.slots import Page, Phase
+from jobkit.supervisor.protocol import Exited, Signal, Silent
+from jobkit.supervisor.watchdog import Watch
+
+ENDED_BY_STOP = {code for number in (signal.SIGTERM, signal.SIGUSR2) for code in (-number, 128 + number)}
+"""How a program without a handler ends, and a shell whose command has ended so."""
+
+
+@dataclass(eq=False)
+class Child:
+    """One rank."""
+
+    rank: int
+    pid: int
+    page: Page
+    watch: Watch
+    oom_kills: int
+    """Of this node, when it was forked."""
+    code: int | None = None
+    """The exit code of its first process; None while that runs."""
+    is_stopping: bool = False
+    asked: set[Process] = field(default_factory=set)
+    """Its processes that got SIGTERM, because they handle it."""
+
+
+class Children:
+    """The ranks of one attempt on this node.
+
+    children.add(0, pid, page, watch)
+    for exited in children.reap(): ...
+    children.obey(Signal(attempt=3, name="STOP"))
+    """
+
+    def __init__(self) -> None:
+        self.attempt: int | None = None
+        self.others: dict[int, int | None] = {}
+        """Processes of the agent that are no ranks, with their exit codes; None while they run."""
+        self._alive: dict[int, Child] = {}
+        """By process id, until the end is reported."""
+        self._sessions: set[int] = set()
+        """Of all ranks of the attempt: the process ids of their first processes."""
+        self._all_finished = True
+
+    def begin(self, attempt: int) -> None:
+        """Forget the last attempt, of which nothing is left."""
+        self.attempt, self._sessions, self._all_finished = attempt, set(), True
+
+    def add(self, rank: int, pid: int, page: Page, watch: Watch) -> None:
+        self._alive[pid] = Child(rank, pid, page, watch, kernel_oom_kills())
+        self._sessions.add(pid)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that run."""
+        return sorted(child.rank for child in self._alive.values())
+
+    @property
+    def pages(self) -> list[Page]:
+        return [child.page for child in self._alive.values()]
+
+    @property
+    def needs_looks(self) -> bool:
+        """True while the kernel sends no signal for what is waited for."""
+        return any(child.is_stopping or child.code is not None for child in self._alive.values())
+
+    # Ends
+
+    def reap(self) -> list[Child]:
+        """Take in the ends of all processes that have ended; return the ranks among them, in their order."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid in self.others:
+                self.others[pid] = os.waitstatus_to_exitcode(status)
+            elif pid in self._alive:
+                self._alive[pid].code = os.waitstatus_to_exitcode(status)
+        for child in self._alive.values():
+            if child.is_stopping and child.code is None:
+                self._stop_shell(child)
+        ended = [child for child in self._alive.values() if child.code is not None and not self._saves_on(child)]
+        for child in ended:
+            del self._alive[child.pid]
+            self._all_finished = self._all_finished and child.code == 0
+        return ended
+
+    def _saves_on(self, child: Child) -> bool:
+        """True while a program of a rank saves whose shell the stop has ended already."""
+        if child.code not in ENDED_BY_STOP:
+            return False
+        saving = [pid for pid in processes.in_sessions({child.pid}) if processes.catches(pid, signal.SIGTERM)]
+        self._terminate(child, saving)  # Slurm's signal may have reached the shell alone
+        return bool(saving)
+
+    def exited(self, child: Child, serial: int) -> Exited:
+        """The message that a rank ended; its page is closed."""
+        beat = child.page.read()
+        is_own = beat.attempt == self.attempt
+        child.page.close()
+        assert self.attempt is not None and child.code is not None
+        return Exited(
+            serial=serial,
+            attempt=self.attempt,
+            rank=child.rank,
+            code=child.code,
+            out_of_memory=child.code != 0 and kernel_oom_kills() > child.oom_kills,
+            step=beat.step if is_own else -1,
+            saving=is_own and beat.phase is Phase.SAVING,
+        )
+
+    def is_gone(self) -> bool:
+        """True once nothing of the attempt is left; kill what ranks have left behind, unless all have finished.
+
+        It would use the devices that the next ranks need. What finished ranks leave running is the user's.
+        """
+        if self._alive:
+            return False
+        if self._all_finished:
+            return True
+        strays = self._strays()
+        for pid in strays:
+            send(pid, signal.SIGKILL)
+        return not strays
+
+    def _strays(self) -> set[int]:
+        orphans = set(processes.children(os.getpid())) - set(self.others)
+        return orphans | set(processes.in_sessions(self._sessions))
+
+    # Signals
+
+    def obey(self, message: Signal) -> None:
+        """Pass a supervisor's signal on."""
+        for child in self._chosen(message):
+            match message.name:
+                case "STOP":
+                    self.stop(child)
+                case "USR2":
+                    _notify(child, signal.SIGUSR2)
+                case "STACKS":
+                    _notify(child, signal.SIGUSR1)
+                    send(child.pid, signal.SIGCONT)  # one that was stopped writes its stacks when it goes on
+                case "KILL":
+                    self._all_finished = False
+                    self.kill(child)
+
+    def _chosen(self, message: Signal) -> Iterator[Child]:
+        for child in list(self._alive.values()) if message.attempt == self.attempt else ():
+            is_spared = message.unless_saving and child.page.read().phase is Phase.SAVING
+            if (message.ranks is None or child.rank in message.ranks) and not is_spared:
+                yield child
+
+    def stop_all(self, number: int = signal.SIGTERM) -> None:
+        """Pass on a signal that this agent got. After SIGUSR2 only programs that handle it get it: the others may save
+        in time, once the supervisor knows why it came."""
+        for child in self._alive.values():
+            if number == signal.SIGTERM:
+                self.stop(child)
+            else:
+                child.page.ask_to_stop()
+                _notify(child, number)
+
+    def stop(self, child: Child) -> None:
+        """Ask a rank to save and end: by the flag, and by SIGTERM to those of its processes that handle it.
+
+        The shell of a `command:` would die of SIGTERM, and leave its program behind.
+        """
+        child.page.ask_to_stop()
+        if not child.is_stopping:
+            child.is_stopping = True
+            self._terminate(child, processes.that_catch(child.pid, signal.SIGTERM))
+
+    def _stop_shell(self, child: Child) -> None:
+        """End the first process of a rank once all that save have ended: a shell would go on with its next line."""
+        if not any(processes.lives(process) for process in child.asked):
+            self._terminate(child, [child.pid])
+
+    def _terminate(self, child: Child, pids: Collection[int]) -> None:
+        """SIGTERM to processes, to each once: a second one may mean `at once` to a program."""
+        for process in map(processes.identify, pids):
+            if process not in child.asked:
+                child.asked.add(process)
+                send(process[0], signal.SIGTERM)
+
+    def kill_all(self) -> None:
+        self._all_finished = False
+        for child in self._alive.values():
+            self.kill(child)
+
+    def kill(self, child: Child) -> None:
+        """Kill a rank and all that it has started in its session."""
+        for pid in {child.pid, *processes.in_sessions({child.pid})}:
+            send(pid, signal.SIGKILL)
+
+    # The watchdog
+
+    def silent(self) -> list[Silent]:
+        """Messages for the ranks that have been silent for too long."""
+        now, messages = time.monotonic(), []
+        for child in self._alive.values():
+            beat = child.page.read()
+            seconds = child.watch.look(beat, now)
+            if seconds is not None and self.attempt is not None:
+                messages.append(Silent(attempt=self.attempt, rank=child.rank, seconds=seconds, step=beat.step))
+        return messages
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended by now."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it ended in this moment
+        return
+
+
+def _notify(child: Child, number: int) -> None:
+    """Send a signal to those processes of a rank that handle it; the others would die of it."""
+    for pid in processes.that_catch(child.pid, number, below=True):
+        send(pid, number)
+
+
+def kernel_oom_kills() -> int:
+    """How many processes of our control group the kernel has killed for lack of memory so far.
+
+    Of the whole machine only where no group counts: else what another job on the node dies of would be taken for ours.
+    """
+    counts = [count for file in _own_groups() if (count := _count(file)) is not None]
+    return max(counts) if counts else _count("/proc/vmstat") or 0
+
+
+def _count(file: str) -> int | None:
+    try:
+        match = re.search(r"^oom_kill (\d+)", Path(file).read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) if match else None
+
+
+def _own_groups() -> list[str]:
+    """The files in which our control group counts, of either version of control groups."""
+    lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    paths = [
+        f"/sys/fs/cgroup/memory{path}/memory.oom_control"
+        if "memory" in controllers.split(",")
+        else f"/sys/fs/cgroup{path}/memory.events"
+        for _, controllers, path in (line.split(":", 2) for line in lines)
+        if path != "/" and controllers in ("", "memory")
+    ]
+    return [*paths, "/sys/fs/cgroup/memory.events"]  # the last is there in a container, whose own group is its root

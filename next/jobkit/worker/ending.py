@@ -1,0 +1,142 @@
+"""How a rank ended: one recorder for all ways to run, which writes the rank's End as its last act.
+
+    program() --result or exception--> end_of() --> ends/<attempt>/<rank>.json + exit code --> supervisor
+
+A rank that is killed leaves no End, nor does a program that took the rank's place (`command:`): there the exit code of
+the process says it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jobkit.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_RESUMABLE,
+    InputError,
+    JobkitError,
+    LostLease,
+    Stopped,
+    UsageError,
+)
+from jobkit.log import log
+from jobkit.run import records
+from jobkit.run.disk import is_full
+from jobkit.run.files import is_there
+from jobkit.run.records import End
+from jobkit.run.slots import Phase
+from jobkit.worker.rank import Rank
+
+MAX_TRACEBACK = 8000
+"""Characters that are kept: the journal and status.json hold them, and are read again and again."""
+
+
+def run_recorded(rank: Rank, program: Callable[[], Any]) -> int:
+    """Run a rank's program, write its End, print its error, and return its exit code."""
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        result = program()
+    except LostLease as lost:
+        log.warning("%s", lost)
+        return EXIT_RESUMABLE
+    except BaseException as raised:
+        error = raised
+    end = end_of(rank, error, result)
+    try:
+        folder = rank.run.ends_folder(rank.attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        records.write(rank.run.end_file(rank.attempt, rank.rank), end)
+    except OSError as problem:
+        log.warning("the end of this rank could not be written down: %s", problem)
+    if end.kind == "failed" and error is not None:
+        _print(error)
+    if end.kind == "stopped" or end.disk:  # the End may not have fit on the disk: the exit code says it too
+        return EXIT_RESUMABLE
+    code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
+    return EXIT_FINISHED if end.kind == "finished" else code if isinstance(code, int) else EXIT_FAILED
+
+
+def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
+    """The End of a rank whose program returned `result`, or raised `error`."""
+    beat = rank.page.read()
+    facts: dict[str, Any] = {
+        "rank": rank.rank,
+        "attempt": rank.attempt,
+        "time": time.time(),
+        "step": beat.step if beat.step >= 0 else None,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "node": os.environ.get("SLURMD_NODENAME"),
+        "seen": _seen(rank),
+    }
+    # A stop may have been swallowed, by a `finally: return` or an `except BaseException`: it is a stop nevertheless.
+    if (error is None and beat.phase is Phase.SAVING) or any(isinstance(item, Stopped) for item in _chain(error)):
+        return End(kind="stopped", **facts)
+    if isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE:
+        return End(kind="stopped", **facts)
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return End(kind="finished", result=_as_json(result) if rank.rank == 0 else None, **facts)
+    return End(
+        kind="failed",
+        error=f"{type(error).__name__}: {error}".rstrip(": "),
+        traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
+        final=isinstance(error, (UsageError, InputError)),
+        out_of_memory=out_of_memory(error),
+        disk=is_full(error),
+        **facts,
+    )
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """`host` or `GPU`, whichever was too small; None if memory is not the error. torch is not imported for it."""
+    for kind in type(error).__mro__:
+        if kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch"):
+            return "GPU"
+    # torch's allocator on the CPU raises a plain RuntimeError.
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return "host"
+    return None
+
+
+def _seen(rank: Rank) -> list[int]:
+    """The ranks whose End lies there already: the error of this rank may only be a consequence of theirs."""
+    folder = rank.run.ends_folder(rank.attempt)
+    names = [file.stem for file in folder.glob("*.json")] if is_there(folder) else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and the exceptions that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _as_json(result: Any) -> dict[str, Any] | None:
+    """The result of a training function as JSON, tensors of no dimension as numbers; None if it is no mapping."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if getattr(value, "shape", None) == () else str(value)
+
+    if not isinstance(result, dict):
+        return None
+    values: dict[str, Any] = json.loads(json.dumps({str(key): value for key, value in result.items()}, default=plain))
+    return values
+
+
+def _print(error: BaseException) -> None:
+    """Show an error in the rank's log: a user's mistake in a line, a bug with its traceback."""
+    if isinstance(error, (JobkitError, SystemExit)):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)

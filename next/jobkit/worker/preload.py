@@ -1,0 +1,60 @@
+"""The imports of an agent, which its ranks do not repeat: jobkit's own, and the YAML's `preload:`.
+
+A fork has none of the other threads of its parent, and no use of its devices: where an import has started a thread or
+opened a device, ranks are started as new processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from jobkit.log import log
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Config
+from jobkit.worker import snapshot_path
+
+MODULES = ("submitit.core.submission", "jobkit.worker.main", "jobkit.worker.task", "jobkit.run.load")
+"""What each rank imports before the user's code."""
+
+DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci")
+"""What a process has open that has touched a device."""
+
+
+def import_for_ranks(run: RunDir, config: Config) -> str:
+    """Import what ranks need, before they are forked; return why a fork would be no good then, or an empty text."""
+    # numpy's OpenBLAS starts its threads when it is imported; ranks have as many cores as they were given.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.resources.cpus_per_task))
+    gc.disable()  # what an import makes stays: to look through it while it grows takes a tenth of the time
+    for name in MODULES:
+        importlib.import_module(name)
+    from submitit.core.plugins import get_job_environments
+
+    get_job_environments()  # it reads the entry points of all packages
+    before = list(sys.path)
+    snapshot_path.use(run.code.resolve(), Path.cwd())
+    for name in config.preload:
+        try:
+            importlib.import_module(name)
+        except Exception:  # each rank imports it again, and its End tells of the error
+            traceback.print_exc()
+    sys.path[:] = before
+    gc.freeze()  # the ranks share this memory until somebody writes to it, as each garbage collection would
+    gc.enable()
+    reason = _against_forking()
+    if reason:
+        log.warning("ranks start as new processes, which takes longer: an import has %s", reason)
+    return reason
+
+
+def _against_forking() -> str:
+    """What a fork of this process would break: other threads, which it does not have, or the state of a device."""
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        return "started a thread"
+    opened = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    return next((f"opened {name}" for name in opened if name.startswith(DEVICE_FILES)), "")

@@ -1,0 +1,91 @@
+"""A rank: one process of an attempt, its place among the others, and the ways in which it speaks to the outside.
+
+agent --environment, page--> Rank --beats--> page --> agent (watchdog)
+                                  --Progress--> progress.json (rank 0)
+                                  --End--> ends/<attempt>/<rank>.json (worker/ending.py)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jobkit.run import records
+from jobkit.run.records import Progress
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Config
+from jobkit.run.slots import Page, Phase
+from jobkit.worker.lease import check_lease
+
+
+@dataclass(eq=False)
+class Rank:
+    """One rank of one attempt.
+
+    def train(rank: Rank):                       # `task: mytask:train`
+        for step in range(rank.params["steps"]):
+            rank.beat(step)
+            rank.report(step=step + 1)
+            if rank.stop_asked: ...              # save, then raise Stopped
+        return {"steps": rank.params["steps"]}
+    """
+
+    run: RunDir
+    attempt: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    """Index of its node, from 0."""
+    page: Page
+
+    @classmethod
+    def of_environment(cls, run: RunDir, environ: Mapping[str, str] = os.environ) -> Rank:
+        """The rank that an agent has made of this process (worker/rendezvous.py has the variables)."""
+        return cls(
+            run=run,
+            attempt=int(environ["JOBKIT_ATTEMPT"]),
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+            node=int(environ["GROUP_RANK"]),
+            page=Page.of_environment(environ) or Page.create(),
+        )
+
+    @cached_property
+    def config(self) -> Config:
+        """The run's config. Raises InputError if a variable of the environment is not set on this node."""
+        return self.run.config()
+
+    @cached_property
+    def params(self) -> dict[str, Any]:
+        """The YAML's `params`, with the run directory in the place of `${run_dir}`."""
+        from jobkit.run.load import with_run_dir
+
+        params: dict[str, Any] = with_run_dir(self.config.params, self.run.path)
+        return params
+
+    @property
+    def stop_asked(self) -> bool:
+        """True once this rank has to save and end."""
+        return self.page.stop_asked
+
+    def beat(self, step: int, phase: Phase = Phase.STEPPING) -> None:
+        """Say that `step` steps are done: once a step, and within evaluations and saves."""
+        self.page.beat(self.attempt, phase, step)
+
+    def report(self, **fields: Any) -> None:
+        """Write progress.json, on rank 0; `fields` are those of records.Progress."""
+        if self.rank == 0:
+            progress = Progress(attempt=self.attempt, time=time.time(), **fields)
+            records.write(self.run.progress_file, progress, durable=False)
+
+    def check_lease(self) -> None:
+        """Raise LostLease if another attempt owns the run: before each file that others take for the truth."""
+        check_lease(self.run, self.attempt)

@@ -1,0 +1,56 @@
+"""The program of one rank: the function of the YAML's `task:`, or the program of its `command:`.
+
+Worker() -> run_rank(run) -> load_task("mytask:train")(rank) -> End (worker/ending.py) -> exit code
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jobkit.errors import Stopped, UsageError, nearest
+from jobkit.run.rundir import RunDir
+from jobkit.worker import snapshot_path
+from jobkit.worker.command import become_command
+from jobkit.worker.ending import run_recorded
+from jobkit.worker.rank import Rank
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a rank write the stacks of all its threads to its error log: the agent sends it before it kills a hung rank."""
+
+
+def run_rank(run: RunDir) -> int:
+    """Run the program of the rank that this process is, record how it ended, and return its exit code."""
+    # From C: also while a thread that holds the interpreter never lets go of it.
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(STACKS_SIGNAL))
+    rank = Rank.of_environment(run)
+    return run_recorded(rank, lambda: _run_program(rank))
+
+
+def _run_program(rank: Rank) -> Any:
+    if rank.stop_asked:  # the agent was told before it could fork this rank
+        raise Stopped
+    if rank.config.command:
+        become_command(rank)
+    snapshot_path.use(rank.run.code.resolve(), Path.cwd())
+    for name in rank.config.preload:  # in the agent already, unless the import failed there: this is where it is told
+        importlib.import_module(name)
+    return load_task(rank.config.task)(rank)
+
+
+def load_task(task: str) -> Callable[[Rank], Any]:
+    """The callable that `module:callable` names. Raises UsageError if there is none."""
+    module, _, name = task.partition(":")
+    imported = importlib.import_module(module)
+    function: Callable[[Rank], Any] | None = getattr(imported, name, None)
+    if not callable(function):
+        problem = f"is a {type(function).__name__}, not a function" if hasattr(imported, name) else "does not exist"
+        hint = nearest(name, (key for key, value in vars(imported).items() if callable(value)))
+        raise UsageError("; ".join(part for part in (f"task: {task} {problem}", hint) if part))
+    return function
