@@ -1,0 +1,230 @@
+"""Why an attempt ended: the first cause by arrival, by tables of what arrived and what lay on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from jobkit.run.records import Began, Cause, End
+from jobkit.supervisor.diagnosis import Facts, LostNode, Traces, Verdict, diagnose, is_failure, last_words
+from jobkit.supervisor.protocol import Exited
+
+GIB = 2**30
+
+
+def node_of(rank: int) -> str:
+    """Four ranks on two nodes."""
+    return f"n{1 + rank // 2}"
+
+
+def exits(*codes: tuple[int, int], **facts: Any) -> list[tuple[Exited, str]]:
+    """Exits of (rank, code), in order of arrival."""
+    return [
+        (Exited(serial=number, attempt=2, rank=rank, code=code, **facts), node_of(rank))
+        for number, (rank, code) in enumerate(codes)
+    ]
+
+
+def failed(rank: int, error: str = "ValueError: no", *, seen: Sequence[int] = (), **facts: Any) -> End:
+    return end(rank, "failed", error=error, seen=list(seen), **facts)
+
+
+def end(rank: int, kind: Literal["finished", "stopped", "failed"] = "finished", **facts: Any) -> End:
+    return End(**{"rank": rank, "attempt": 2, "kind": kind, "time": 100.0 - rank, "node": node_of(rank), **facts})
+
+
+CLOSED = "RuntimeError: Connection closed by peer"
+ALL_FINISHED = [end(rank) for rank in range(4)]
+ALL_STOPPED = [end(rank, "stopped") for rank in range(4)]
+LOST = [LostNode(node="n2", why="no answer")]
+DEAD_1 = exits((1, -9), (0, 1))
+
+
+def verdict(facts: Facts, ends: Sequence[End] = (), *, command: bool = False, **traces: Any) -> Verdict:
+    began = Began(attempt=2, token="t", job_id="7", nodes=["n1", "n2"], ranks=4)
+    return diagnose(facts, Traces(ends=ends, **traces), began, command=command)
+
+
+# (what happened, what the supervisor saw, what the ranks left) -> (cause, rank, node)
+DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | None]]] = [
+    # Finished
+    ("all say so", Facts(), ALL_FINISHED, ("finished", None, None)),
+    ("all exit with 0", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0))), [], ("finished", None, None)),
+    ("some say so, some exit", Facts(exits=exits((0, 0), (1, 0))), ALL_FINISHED[2:], ("finished", None, None)),
+    ("a crash after the end", Facts(exits=exits((1, -11))), ALL_FINISHED, ("finished", None, None)),
+    ("finished in spite of a scancel", Facts(word="cancelled"), ALL_FINISHED, ("finished", None, None)),
+    ("one did not finish", Facts(exits=exits((3, -9))), ALL_FINISHED[:3], ("killed", 3, "n2")),
+    # The first by arrival
+    ("a kill", Facts(exits=DEAD_1, reported=frozenset()), [failed(0, CLOSED)], ("killed", 1, "n1")),
+    ("a kill, and nobody looked at the Ends", Facts(exits=DEAD_1), [failed(0, CLOSED)], ("killed", 1, "n1")),
+    (
+        "an exception, then an abort of a rank that missed the first",
+        Facts(exits=exits((1, -6), (0, -9)), reported=frozenset({3})),
+        [failed(3)],
+        ("crashed", 3, "n2"),
+    ),
+    (
+        "an exception whose rank ends last",
+        Facts(exits=exits((0, 1), (3, 1)), reported=frozenset({0, 3})),
+        [failed(0, CLOSED, seen=[3]), failed(3)],
+        ("crashed", 3, "n2"),
+    ),
+    (
+        "a consequence that was seen before its cause, as over NFS",
+        Facts(exits=exits((0, 1), (3, 1)), reported=frozenset({0})),
+        [failed(0, CLOSED, seen=[3]), failed(3)],
+        ("crashed", 3, "n2"),
+    ),
+    (
+        "an exception after another rank had finished",
+        Facts(exits=exits((0, 0), (1, 1)), reported=frozenset({1})),
+        [end(0), failed(1, seen=[0])],
+        ("crashed", 1, "n1"),
+    ),
+    (
+        "a silent exit, and then what others missed",
+        Facts(exits=exits((2, 7), (0, 1)), reported=frozenset()),
+        [failed(0, CLOSED)],
+        ("crashed", 2, "n2"),
+    ),
+    (
+        "an error that would come again, beside another",
+        Facts(exits=exits((0, 1), (2, 1)), reported=frozenset({0, 2})),
+        [failed(0), failed(2, final=True)],
+        ("crashed", 2, "n2"),
+    ),
+    ("the End of a rank whose exit was acknowledged before", Facts(), [failed(2)], ("crashed", 2, "n2")),
+    # Nodes
+    ("a node is lost", Facts(lost_nodes=LOST), [], ("node_failure", None, "n2")),
+    ("a node is lost first", Facts(lost_nodes=LOST, exits=DEAD_1), [failed(0)], ("node_failure", None, "n2")),
+    (
+        "a rank is killed, then its node is lost",
+        Facts(lost_nodes=[LostNode(node="n2", why="gone", at=1)], exits=DEAD_1),
+        [],
+        ("killed", 1, "n1"),
+    ),
+    (
+        "a rank had finished before the node was lost",
+        Facts(lost_nodes=[LostNode(node="n2", why="gone", at=1)], exits=exits((0, 0), (1, 1))),
+        [],
+        ("node_failure", None, "n2"),
+    ),
+    ("Slurm calls it a preemption", Facts(lost_nodes=LOST, word="preempted"), [], ("node_failure", None, "n2")),
+    ("nothing could be started", Facts(launch_error="srun: error"), [], ("node_failure", None, None)),
+    # Slurm's word, and our own doing
+    ("preempted", Facts(word="preempted", exits=DEAD_1), [failed(0)], ("preempted", None, None)),
+    ("the batch script died", Facts(word="killed"), [], ("killed", None, None)),
+    ("cancelled, which nothing revives", Facts(word="cancelled", lost_nodes=LOST), [], ("cancelled", None, None)),
+    ("our time limit", Facts(asked=("timeout", ""), exits=DEAD_1), [failed(0)], ("timeout", None, None)),
+    ("a scancel during our stop", Facts(asked=("timeout", ""), word="cancelled"), [], ("cancelled", None, None)),
+    ("the agents' step died", Facts(asked=("killed", "all agents"), word="timeout"), [], ("timeout", None, None)),
+    ("a hang", Facts(asked=("hang", "no beat"), exits=exits((0, -9))), [], ("hang", None, None)),
+    ("a hang of ranks that wait for one that failed", Facts(asked=("hang", "")), [failed(3)], ("crashed", 3, "n2")),
+    # Stops that nobody explains
+    ("a signal to a rank", Facts(exits=exits((0, 75), (1, 75))), ALL_STOPPED, ("unknown", None, None)),
+    ("a signal while Slurm is silent", Facts(signalled=True, exits=exits((0, 75))), [], ("unknown", None, None)),
+    ("ranks that died of it", Facts(signalled=True, exits=exits((0, -15))), [], ("unknown", None, None)),
+    ("a kill of somebody's", Facts(exits=exits((0, -15))), [], ("killed", 0, "n1")),
+    ("nothing is known", Facts(), [], ("unknown", None, None)),
+    # Disks
+    ("an End that did not fit on the disk", Facts(exits=exits((2, 75))), [], ("disk", 2, None)),
+    ("an End that did", Facts(exits=exits((2, 75), (0, 1))), [failed(2, disk=True)], ("disk", 2, "n2")),
+]
+
+
+@pytest.mark.parametrize(
+    ("facts", "ends", "expected"), [row[1:] for row in DIAGNOSES], ids=[row[0] for row in DIAGNOSES]
+)
+def test_the_first_cause_by_arrival_counts(
+    facts: Facts, ends: Sequence[End], expected: tuple[Cause, int | None, str | None]
+) -> None:
+    cause = verdict(facts, ends)
+    assert (cause.cause, cause.rank, cause.node) == expected
+
+
+COMMANDS: list[tuple[str, Facts, Sequence[End], Cause]] = [
+    ("all exit with 0", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0))), [], "finished"),
+    ("after a stop", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), asked=("timeout", "")), [], "timeout"),
+    ("after Slurm's", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), word="preempted"), [], "preempted"),
+    ("after a signal", Facts(exits=exits((0, 0), (1, 0), (2, 0), (3, 0)), signalled=True), [], "unknown"),
+    ("a stop after which jobkit.init says that it finished", Facts(asked=("timeout", "")), ALL_FINISHED, "finished"),
+    ("a shell that died of the signal", Facts(exits=exits((0, 143)), signalled=True), [], "unknown"),
+    ("a program's own 75", Facts(exits=exits((0, 75))), [], "unknown"),
+    ("an exit code", Facts(exits=exits((0, 3))), [], "crashed"),
+]
+
+
+@pytest.mark.parametrize(("facts", "ends", "cause"), [row[1:] for row in COMMANDS], ids=[row[0] for row in COMMANDS])
+def test_a_command_reports_by_its_exit_code(facts: Facts, ends: Sequence[End], cause: Cause) -> None:
+    assert verdict(facts, ends, command=True).cause == cause
+
+
+def test_the_end_of_a_rank_says_where_and_why() -> None:
+    error = failed(3, step=12, samples=[4, 7], traceback="Traceback ...")
+    expected = {"rank": 3, "node": "n2", "step": 12, "samples": [4, 7], "traceback": "Traceback ..."}
+    found = verdict(Facts(exits=exits((3, 1))), [error])
+    assert {key: getattr(found, key) for key in expected} == expected
+    assert "ValueError: no" in str(found.error) and not found.everywhere
+
+
+@pytest.mark.parametrize(
+    ("ends", "everywhere"),
+    [
+        ([failed(0), failed(1), failed(2), failed(3)], True),
+        ([failed(1), failed(2)], True),  # the others were killed before they could say it
+        ([failed(0), failed(1)], False),
+        ([failed(0), failed(2, "TypeError: other")], False),
+    ],
+)
+def test_an_error_of_all_nodes_is_no_nodes_fault(ends: Sequence[End], everywhere: bool) -> None:
+    assert verdict(Facts(exits=exits((ends[0].rank, 1))), ends).everywhere is everywhere
+
+
+def test_on_one_node_an_error_is_everywhere_only_if_all_ranks_share_it() -> None:
+    began = Began(attempt=2, token="t", job_id="7", ranks=2)
+    for ends, everywhere in (([failed(0)], False), ([failed(0), failed(1)], True)):
+        assert diagnose(Facts(exits=exits((0, 1))), Traces(ends=ends), began).everywhere is everywhere
+
+
+@pytest.mark.parametrize(
+    ("facts", "ends", "cause", "words"),
+    [
+        (Facts(exits=exits((1, -9))), [], "killed", "3.00 GiB"),
+        (Facts(exits=exits((1, -9), out_of_memory=True)), [], "out_of_memory", "3.00 GiB"),
+        (Facts(exits=exits((1, 1))), [failed(1, out_of_memory="GPU", peak_bytes=GIB)], "out_of_memory", "1.00 GiB"),
+        (Facts(exits=exits((1, -11))), [], "killed", "signal 11"),
+    ],
+)
+def test_the_memory_that_was_used_is_named_where_it_may_be_the_reason(
+    facts: Facts, ends: Sequence[End], cause: Cause, words: str
+) -> None:
+    found = verdict(facts, ends, peak_bytes=3 * GIB)
+    assert found.cause == cause and words in str(found.error)
+
+
+def test_a_silent_exit_shows_what_the_rank_printed_and_a_full_disk_explains_it() -> None:
+    facts = Facts(exits=exits((1, 7)))
+    assert "the last words" in str(verdict(facts, said=lambda rank: "the last words").error)
+    assert verdict(facts, disk_is_full=lambda: True).cause == "disk"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "expected"),
+    [(0, None, False), (75, None, False), (1, None, True), (-9, None, True), (-11, "finished", False)]
+    + [(75, "failed", True), (1, "stopped", False)],
+)
+def test_a_rank_fails_by_its_end_else_by_its_code(code: int, kind: Any, expected: bool) -> None:
+    ((exited, _),) = exits((1, code))
+    assert is_failure(exited, [end(1, kind)] if kind else []) is expected
+
+
+def test_the_last_words_are_few(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.err"
+    assert last_words(log) == ""
+    log.write_text("warning\n" * 5000 + "Traceback\n\n  of\xff\nthe\n end \n")
+    assert last_words(log).endswith("the / end") and len(last_words(log)) < 100
+    log.write_text("x" * 100_000)
+    assert len(last_words(log)) <= 2000, "it stands in the journal"
