@@ -147,7 +147,7 @@ class Running:
             return
         if self._reported is None:
             self._reported = self._ends()
-        # Before the first step the others may have the same error: then no node is to blame, and nothing is tried again.
+        # Before the first step the others may have the same error: then no node is to blame, and that is final.
         says_why = exited.code < 0 or (exited.rank in self._reported and exited.step > 0)
         self._kill(now if says_why else now + REPORT_SECONDS)
 
