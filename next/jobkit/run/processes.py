@@ -25,6 +25,14 @@ def lives(process: Process) -> bool:
     return bool(fields) and fields[0] not in "ZX" and fields[19] == process[1]
 
 
+def name_of(pid: int) -> str:
+    """The name of the program that a process runs, as `bash`; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def children(pid: int) -> list[int]:
     """The processes that a process has started, or adopted."""
     listed: list[int] = []

@@ -26,6 +26,10 @@ from jobkit.supervisor.watchdog import Watch
 ENDED_BY_STOP = {code for number in (signal.SIGTERM, signal.SIGUSR2) for code in (-number, 128 + number)}
 """How a program without a handler ends, and a shell whose command has ended so."""
 
+LOOK_SECONDS = 1.0
+
+SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
+
 
 @dataclass(eq=False)
 class Child:
@@ -61,6 +65,7 @@ class Children:
         self._sessions: set[int] = set()
         """Of all ranks of the attempt: the process ids of their first processes."""
         self._all_finished = True
+        self._looked_at = 0.0
 
     def begin(self, attempt: int) -> None:
         """Forget the last attempt, of which nothing is left."""
@@ -186,17 +191,21 @@ class Children:
     def stop(self, child: Child) -> None:
         """Ask a rank to save and end: by the flag, and by SIGTERM to those of its processes that handle it.
 
-        The shell of a `command:` would die of SIGTERM, and leave its program behind.
+        The shell of a `command:` would die of SIGTERM. It stands still while its program saves, and ends then: else it
+        would go on with its next line.
         """
         child.page.ask_to_stop()
         if not child.is_stopping:
             child.is_stopping = True
+            if not processes.catches(child.pid, signal.SIGTERM) and processes.name_of(child.pid) in SHELLS:
+                send(child.pid, signal.SIGSTOP)
             self._terminate(child, processes.that_catch(child.pid, signal.SIGTERM))
 
     def _stop_shell(self, child: Child) -> None:
-        """End the first process of a rank once all that save have ended: a shell would go on with its next line."""
+        """End the first process of a rank once all that save have ended."""
         if not any(processes.lives(process) for process in child.asked):
             self._terminate(child, [child.pid])
+            send(child.pid, signal.SIGCONT)
 
     def _terminate(self, child: Child, pids: Collection[int]) -> None:
         """SIGTERM to processes, to each once: a second one may mean `at once` to a program."""
@@ -218,8 +227,11 @@ class Children:
     # The watchdog
 
     def silent(self) -> list[Silent]:
-        """Messages for the ranks that have been silent for too long."""
-        now, messages = time.monotonic(), []
+        """Messages for the ranks that have been silent for too long; it looks once a second."""
+        now, messages = time.monotonic(), list[Silent]()
+        if now - self._looked_at < LOOK_SECONDS:
+            return []
+        self._looked_at = now
         for child in self._alive.values():
             beat = child.page.read()
             seconds = child.watch.look(beat, now)

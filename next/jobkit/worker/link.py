@@ -6,6 +6,7 @@ Link.tell(Exited | Signalled ...)   kept until the supervisor acknowledges it, a
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from dataclasses import replace
@@ -110,9 +111,10 @@ class Link:
                 self._lose(error)
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived; call it when `fileno` can be read, or `has_early`."""
-        messages = [*self._early, *([] if self._early else self._receive())]
-        self._early = []
+        """Return the messages that have arrived."""
+        messages, self._early = self._early, []
+        if self._socket is not None and select.select([self._socket], [], [], 0)[0]:
+            messages += self._receive()
         for message in messages:
             if isinstance(message, Ack):
                 self._kept.pop(message.serial, None)

@@ -1,0 +1,314 @@
+"""An agent, spoken to by a supervisor of the test over a real socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import yaml
+from submitit.core.utils import DelayedSubmission
+
+from jobkit import start
+from jobkit.run import processes, records
+from jobkit.run.records import Contact, Lease
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor.protocol import (
+    Ack,
+    Exited,
+    Hello,
+    Leave,
+    Lines,
+    Message,
+    NotStarted,
+    RankPlace,
+    Ready,
+    Signal,
+    Signalled,
+    Silent,
+    Start,
+    Welcome,
+    encode,
+)
+from jobkit.worker.main import Worker
+
+M = TypeVar("M")
+SECONDS = 30.0
+JOB = "local-test-1"
+
+TASK = """
+import os, subprocess, time
+from jobkit.errors import Stopped
+from jobkit.run.slots import Phase
+
+def train(rank):
+    (rank.run.path / f"pid_{rank.rank}").write_text(str(os.getpid()))
+    for step in range(rank.params["steps"]):
+        rank.beat(step)
+        rank.report(step=step)
+        if rank.stop_asked:
+            rank.beat(step, Phase.SAVING)
+            raise Stopped
+        if rank.params.get("fails") and step == 3:
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            raise ValueError("at step 3")
+        time.sleep(1000 if rank.params.get("hangs") and step == 3 else 0.02)
+    return {"steps": step + 1, "port": int(os.environ["MASTER_PORT"])}
+"""
+
+# A program that saves when it gets SIGTERM, within a shell that would go on with its next line.
+PROGRAM = """
+import os, pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[1])
+def save(number, frame):
+    time.sleep(0.3)
+    (out / "saved").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+(out / "pid_0").write_text(str(os.getpid()))
+time.sleep(1000)
+"""
+
+
+class Supervisor:
+    """The other end of an agent's connection, and the agent itself."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self._listen(0)
+        environment = {**os.environ, "JOBKIT_JOB_ID": JOB}
+        environment.pop("SLURM_JOB_ID", None)
+        words = start.words("jobkit.worker.agent", str(run.path))
+        self.agent = subprocess.Popen(words, env=environment, cwd=run.path.parent, start_new_session=True)
+        self.accept()
+
+    def _listen(self, port: int) -> None:
+        self.server = socket.create_server(("127.0.0.1", port))
+        self.server.settimeout(SECONDS)
+        self.port = self.server.getsockname()[1]
+        contact = Contact(addresses=["127.0.0.1"], port=self.port, secret="s", writer="w")
+        records.write(self.run.contact_file, contact, mode=0o600)
+
+    def accept(self) -> Hello:
+        self.connection, _ = self.server.accept()
+        self.connection.settimeout(SECONDS)
+        self.lines, self.messages = Lines(), list[Message]()
+        hello = self.expect(Hello)
+        assert (hello.secret, hello.job_id, hello.node) == ("s", JOB, "local")
+        self.send(Welcome())
+        return hello
+
+    def send(self, message: Message) -> None:
+        self.connection.sendall(encode(message))
+
+    def expect(self, kind: type[M], test: Callable[[M], bool] = lambda message: True) -> M:
+        """The next message of a kind; others before it are dropped."""
+        while True:
+            while self.messages:
+                message = self.messages.pop(0)
+                assert not isinstance(message, NotStarted), message
+                if isinstance(message, kind) and test(message):
+                    return message
+            data = self.connection.recv(65536)
+            assert data, f"the agent is gone; expected {kind.__name__}"
+            self.messages += self.lines.feed(data)
+
+    def ends(self, count: int) -> dict[int, Exited]:
+        exits = (self.expect(Exited) for _ in range(count))
+        return {exited.rank: exited for exited in exits}
+
+    def go_away(self) -> None:
+        self.connection.close()
+        self.server.close()
+
+    def come_back(self) -> Hello:
+        self._listen(self.port)
+        return self.accept()
+
+    def start(self, attempt: int, ranks: int, **fields: Any) -> None:
+        self.run.logs(attempt).mkdir(parents=True)
+        records.write(self.run.lease_file, Lease(attempt=attempt, writer="w", token="t", job_id=JOB))
+        places = [RankPlace(rank=rank, local_rank=rank, local_world_size=ranks, node=0) for rank in range(ranks)]
+        values = {"world_size": ranks, "nodes": 1, "master_addr": "127.0.0.1", "master_port": 29999, **fields}
+        self.send(Start(attempt=attempt, ranks=places, **values))
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: (report := self.run.progress()) is not None and (report.step or 0) >= step)
+
+    def pid(self, rank: int) -> int:
+        file = self.run.path / f"pid_{rank}"
+        wait_until(lambda: file.exists() and file.read_text() != "")
+        return int(file.read_text())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+Make = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Supervisor] = []
+
+    def supervisor(**config: Any) -> Supervisor:
+        run = RunDir(tmp_path / "runs" / "toy-00000000")
+        code = tmp_path / "code"
+        for folder in (code, run.submitit):
+            folder.mkdir(parents=True)
+        (code / "toy_task.py").write_text(TASK)
+        (code / "program.py").write_text(PROGRAM)
+        (code / "run.sh").write_text(f"python {code}/program.py $1\ntouch $1/next_line\n")
+        run.code.symlink_to(code)
+        program = {} if "command" in config else {"task": "toy_task:train", "params": {"steps": 100000}}
+        run.config_file.write_text(yaml.safe_dump({"name": "toy", **program, **config}))
+        DelayedSubmission(Worker(str(run.path))).dump(run.pickle_file)
+        made.append(Supervisor(run))
+        return made[-1]
+
+    yield supervisor
+    for item in made:
+        item.agent.kill()
+        item.agent.wait()
+
+
+def test_a_rank_dies_and_lives_again(make: Make) -> None:
+    supervisor = make()
+    first = supervisor.expect(Ready)
+    assert first.after is None
+    supervisor.start(1, 2)
+    supervisor.wait_for_step(3)
+    os.kill(supervisor.pid(1), signal.SIGKILL)
+    exited = supervisor.expect(Exited)
+    assert (exited.attempt, exited.rank, exited.code) == (1, 1, -signal.SIGKILL)
+    assert exited.step >= 0
+    supervisor.send(Signal(attempt=1, name="KILL"))
+    assert supervisor.expect(Exited).rank == 0
+    again = supervisor.expect(Ready)
+    assert again.after == 1
+    assert again.port != first.port
+    supervisor.start(2, 2)
+    pids = [supervisor.pid(rank) for rank in range(2)]
+    supervisor.send(Signal(attempt=1, name="KILL"))  # of another attempt: not for these
+    supervisor.send(Signal(attempt=2, name="STOP"))
+    assert {item.code for item in supervisor.ends(2).values()} == {75}
+    assert [end.kind for end in supervisor.run.ends(2)] == ["stopped", "stopped"]
+    supervisor.send(Leave())
+    assert supervisor.agent.wait(SECONDS) == 0
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)  # noqa: PTH110
+
+
+def test_ranks_finish_with_a_result_and_the_port_is_free_for_them(make: Make) -> None:
+    supervisor = make(params={"steps": 2})
+    port = supervisor.expect(Ready).port
+    with pytest.raises(OSError), socket.socket() as other:
+        other.bind(("", port))  # without SO_REUSEADDR, as another agent does
+    with socket.create_server(("", port)):  # with it, as torch's store does
+        supervisor.start(1, 2, master_port=port)
+        assert {item.code for item in supervisor.ends(2).values()} == {0}
+    ends = supervisor.run.ends(1)
+    assert [(end.kind, end.result) for end in ends] == [("finished", {"steps": 2, "port": port}), ("finished", None)]
+
+
+def test_ranks_train_on_while_the_supervisor_is_away(make: Make) -> None:
+    supervisor = make()
+    supervisor.expect(Ready)
+    supervisor.start(1, 2)
+    supervisor.wait_for_step(2)
+    os.kill(supervisor.pid(1), signal.SIGKILL)
+    serial = supervisor.expect(Exited).serial
+    supervisor.go_away()
+    step = supervisor.run.progress().step
+    supervisor.wait_for_step(step + 5)
+    hello = supervisor.come_back()
+    assert (hello.attempt, hello.alive) == (1, [0])
+    exited = supervisor.expect(Exited)  # nobody has acknowledged it
+    assert (exited.serial, exited.rank) == (serial, 1)
+    supervisor.send(Ack(serial=serial))
+    supervisor.send(Signal(attempt=1, name="KILL"))
+    last = supervisor.expect(Exited)
+    supervisor.send(Ack(serial=last.serial))
+    supervisor.expect(Ready)
+    supervisor.go_away()
+    hello = supervisor.come_back()
+    assert (hello.attempt, hello.alive) == (None, [])
+    assert supervisor.expect(Ready).after == 1
+
+
+def test_ranks_end_with_their_agent(make: Make) -> None:
+    supervisor = make()
+    supervisor.expect(Ready)
+    supervisor.start(1, 2)
+    ranks = [processes.identify(supervisor.pid(rank)) for rank in range(2)]
+    supervisor.agent.kill()
+    wait_until(lambda: not any(map(processes.lives, ranks)))
+
+
+def test_a_stop_that_came_before_the_fork_is_not_lost(make: Make) -> None:
+    supervisor = make()
+    supervisor.expect(Ready)
+    supervisor.agent.send_signal(signal.SIGTERM)
+    signalled = supervisor.expect(Signalled)
+    assert signalled.signal == "TERM"
+    supervisor.start(1, 2)
+    assert {item.code for item in supervisor.ends(2).values()} <= {75, -signal.SIGTERM}
+    supervisor.send(Ack(serial=signalled.serial))
+    supervisor.expect(Ready)
+    supervisor.start(2, 1)  # the signal was for the attempt before
+    supervisor.wait_for_step(3)
+    supervisor.agent.send_signal(signal.SIGUSR2)
+    assert supervisor.expect(Signalled).signal == "USR2"
+    assert supervisor.expect(Exited).code == 75
+
+
+def test_nothing_of_a_failed_attempt_is_left_when_the_next_may_begin(make: Make) -> None:
+    supervisor = make(params={"steps": 100, "fails": True})
+    supervisor.expect(Ready)
+    supervisor.start(1, 1)
+    exited = supervisor.expect(Exited)
+    (end,) = supervisor.run.ends(1)
+    assert (exited.code, end.kind, end.error, end.step) == (1, "failed", "ValueError: at step 3", 3)
+    assert "toy_task.py" in (end.traceback or "")
+    supervisor.expect(Ready)
+    assert processes.children(supervisor.agent.pid) == []
+
+
+def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
+    supervisor = make(params={"steps": 100, "hangs": True})
+    supervisor.expect(Ready)
+    supervisor.start(1, 1, silence=0.2)
+    silent = supervisor.expect(Silent)
+    assert (silent.rank, silent.step) == (0, 3)
+    assert silent.seconds > 0.2
+    supervisor.send(Signal(attempt=1, name="STACKS"))
+    log = supervisor.run.rank_log(1, 0, "err")
+    wait_until(lambda: "toy_task.py" in log.read_text())
+    supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
+    assert supervisor.expect(Exited).code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["stop", "shell alone"])
+def test_the_program_of_a_shell_saves_and_the_shell_does_not_go_on(make: Make, how: str) -> None:
+    supervisor = make(command=["bash", "run.sh", "${run_dir}/outputs"])
+    outputs = supervisor.run.outputs
+    supervisor.expect(Ready)
+    supervisor.start(1, 1, watches=False)
+    wait_until(lambda: (outputs / "pid_0").exists() and (outputs / "pid_0").read_text() != "")
+    if how == "stop":
+        supervisor.send(Signal(attempt=1, name="STOP"))
+    else:
+        (shell,) = processes.children(supervisor.agent.pid)
+        os.kill(shell, signal.SIGTERM)  # as Slurm may
+    assert supervisor.expect(Exited).code in (-signal.SIGTERM, 0)
+    assert (outputs / "saved").exists()
+    assert not (outputs / "next_line").exists()
