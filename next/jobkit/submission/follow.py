@@ -30,7 +30,8 @@ ASK_SECONDS = 10.0
 """Between two questions to Slurm: all users share a slurmctld. The run's own files say most of it sooner."""
 
 AGAIN_SECONDS = 1.0
-"""Between two signals to a supervisor that has no attempt: one that was killed meanwhile has not heard the first."""
+"""Between two looks at the line for devices, and between two signals to a supervisor that has no attempt: one that was
+killed meanwhile has not heard the first."""
 
 EXIT_CODES = {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}
 """Of the states; of all others the same command continues the run."""
@@ -114,14 +115,32 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
     """Show a local run until its job has ended; returns the exit code. A signal stops the run, a second one kills."""
     follower = Follower(run)
     stop = _Stop(run, process, follower.display)
+    look_at, turn_shown = time.monotonic() + AGAIN_SECONDS, ""
     # The job script may be killed, and its supervisor live on: the lock says so.
     while process.poll() is None or run.alive_lock().is_held():
         status = read_status(run)
         if signals.received:
             stop.ask(status, kills=len(signals.received) > 1)
+        elif status.open_attempt is None and time.monotonic() >= look_at:
+            look_at = time.monotonic() + AGAIN_SECONDS
+            if (turn := _turn(run)) not in ("", turn_shown):
+                turn_shown = turn
+                follower.display.say(turn)
         follower.refresh(status)
         time.sleep(POLL_SECONDS)
     return follower.end(view(run))
+
+
+def _turn(run: RunDir) -> str:
+    """The place of a run among those that wait for devices of this machine; empty if it does not wait."""
+    from jobkit.supervisor.devices import waiting
+
+    line = [
+        f"waiting: no. {place} for {item.devices}"
+        for place, item in enumerate(waiting(), 1)
+        if item.run == str(run.path)
+    ]
+    return line[0] if line else ""
 
 
 class _Stop:
@@ -173,11 +192,13 @@ class _Stop:
 def follow(run: RunDir) -> int:
     """Show a run until it is over, through its requeues. Ctrl-C leaves it running."""
     follower, shown, ask_at = Follower(run), "", 0.0
+    before: tuple[str, int] | None = None
     try:
         while True:
             status = read_status(run)
-            if status.is_over or time.monotonic() >= ask_at:
-                ask_at = time.monotonic() + ASK_SECONDS
+            place = (status.state, len(status.attempts))
+            if place != before or time.monotonic() >= ask_at:
+                before, ask_at = place, time.monotonic() + ASK_SECONDS
                 now = view(run)
                 if now.is_over:
                     return follower.end(now)

@@ -154,7 +154,8 @@ def _partitions(options: Options) -> list[Partition]:
     try:
         return nodes.partitions(options.of_sbatch("partition"))
     except SchedulerError as error:
-        log.warning("%s; the limits of the partition are not looked at", error)
+        if commands.is_away(error):  # else the submission meets the same error
+            log.warning("%s; the limits of the partition are not looked at", error)
         return []
 
 
