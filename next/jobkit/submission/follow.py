@@ -157,7 +157,8 @@ class _Stop:
         number = attempt.number if attempt is not None else 0
         if (number, kills) not in self._asked:
             self._asked.add((number, kills))
-            self.display.say("killing the ranks" if kills else "saving a checkpoint, then stopping; Ctrl-C again kills")
+            saves = "saving a checkpoint, then stopping; Ctrl-C again kills" if attempt is not None else "stopping"
+            self.display.say("killing the ranks" if kills else saves)
             if attempt is not None:
                 self._request(
                     Request(

@@ -159,6 +159,7 @@ class Supervisor:
                 self.agents.send(agent, message)
         if problem is not None:
             running.cannot_start(problem)
+        self._obey(running)  # without ranks no turn follows: the reason to stop is the attempt's cause
         return running
 
     def _follow(self, number: int, alive: dict[int, str]) -> Running:
@@ -185,9 +186,13 @@ class Supervisor:
         for request in self._disk.take():
             self._request = request or self._request
         if running is not None:
-            if (stop := self._reason()) is not None:
-                running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
+            self._obey(running)
             self._press(running)
+
+    def _obey(self, running: Running) -> None:
+        """Pass the reason to stop on, if there is one."""
+        if (stop := self._reason()) is not None:
+            running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
