@@ -24,14 +24,12 @@ def test_any_number_of_deaths_in_one_run(project: Project) -> None:
     launch.wait_until_over()
 
     assert launch.status.state == "finished"
-    assert launch.causes == ["killed", "killed", "killed", "crashed", "finished"] or launch.causes[2] in (
-        "node_failure",
-        "unknown",
-    )
+    assert launch.causes == ["killed", "killed", "killed", "crashed", "finished"]
     assert {ended.next for ended in launch.ends[:-1]} == {"in_place"}
     assert (launch.ends[0].rank, launch.ends[3].rank, launch.ends[3].step) == (3, 2, 90)
     assert all(ended.repeated is not None and ended.repeated <= 5 + 2 for ended in launch.ends[1:])
-    assert launch.status.result == {"steps": 160, "first": 90}
+    assert launch.status.result is not None
+    assert 80 <= launch.status.result["first"] <= 90  # rank 2 may be some steps ahead of rank 0, which saves
     jobs = {attempt.began.job_id for attempt in launch.status.attempts}
     assert len(jobs) == 1
 
