@@ -1,6 +1,6 @@
 """How far a run is, for a person: a progress bar on a terminal, a line now and then elsewhere.
 
-Goes to standard error, so that a pipe of results stays clean. follow.py calls it; what the ranks print stands above.
+Goes to standard error, so that a pipe of results stays clean. follow.py calls it; the output of the ranks stands above.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Following a run: rank 0's output, its progress, what happens to it, and the meaning of Ctrl-C.
+"""Following a run: rank 0's output, its progress, the ends of its attempts, and the meaning of Ctrl-C.
 
 follow_local   the foreground command: Ctrl-C asks the run to save and stop, a second one kills its ranks
 follow         --follow: Ctrl-C leaves the run alone
@@ -16,11 +16,11 @@ from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run import records
 from jobkit.run.journal import read_status
-from jobkit.run.records import Ended, Request
+from jobkit.run.records import Request
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
 from jobkit.run.tail import Tail
-from jobkit.run.view import View, user_name, view
+from jobkit.run.view import LOST, View, user_name, view
 from jobkit.submission.signals import Signals
 from jobkit.usage import to_type
 
@@ -36,7 +36,7 @@ killed meanwhile has not heard the first."""
 EXIT_CODES = {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}
 """Of the states; of all others the same command continues the run."""
 
-LINES_OF_LOG = 5
+LINES_OF_LOG = 3
 
 
 class Follower:
@@ -84,21 +84,16 @@ class Follower:
             say(f"run directory: {self.run.path}")
             return EXIT_FINISHED
         if state == "failed" and ended is not None:
-            self._explain(status, ended)
+            if ended.traceback:
+                say(ended.traceback.rstrip())
+            say(f"output: {self.run.logs(ended.attempt)}")
         elif status.attempt is None or status.attempt.submission != status.person_submission:
             for line in self._tail.read(self.run.job_log, to_the_end=True)[-LINES_OF_LOG:]:
                 say(line)
-        reason = now.words or (ended.error if ended is not None and ended.error else "")
-        say(f"{self.run.name} is {state}{f': {reason}' if reason else ''}")
-        say(f"the same command continues it; or {to_type('resume', self.run.path)}")
+        say(f"{self.run.name} is {state}{f': {now.words}' if now.words else ''}")
+        if state != LOST:  # its words say so already
+            say(f"the same command continues it; or {to_type('resume', self.run.path)}")
         return EXIT_CODES.get(state, EXIT_RESUMABLE)
-
-    def _explain(self, status: Status, ended: Ended) -> None:
-        if ended.traceback:
-            self.display.say(ended.traceback.rstrip())
-        where = f"rank {ended.rank}" if ended.rank is not None else "the job"
-        self.display.say(f"{where} failed: {ended.error or ended.cause}")
-        self.display.say(f"output: {self.run.logs(ended.attempt)}")
 
 
 def describe(attempt: Attempt) -> str:
@@ -128,7 +123,10 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
                 follower.display.say(turn)
         follower.refresh(status)
         time.sleep(POLL_SECONDS)
-    return follower.end(view(run))
+    now = view(run)
+    code = follower.end(now)
+    cannot_start = now.state == LOST and process.returncode == EXIT_FAILED and not signals.received  # setup lines
+    return EXIT_FAILED if cannot_start else code
 
 
 def _turn(run: RunDir) -> str:

@@ -115,8 +115,8 @@ def _chosen(base: RunDir, which: Which) -> Iterator[tuple[RunDir, Lock]]:
         if run.path == base.path:
             yield run, lock
         else:
-            with run.submit_lock() as own:
-                yield run, own
+            with run.submit_lock() as numbered:
+                yield run, numbered
 
 
 def _next(existing: list[RunDir], base: RunDir) -> RunDir:
