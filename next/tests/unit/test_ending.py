@@ -1,0 +1,127 @@
+"""The End of a rank, for every way in which its program can end."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobkit.errors import InputError, LostLease, Stopped, UsageError
+from jobkit.run.rundir import RunDir
+from jobkit.run.slots import Page, Phase
+from jobkit.worker.ending import run_recorded
+from jobkit.worker.rank import Rank
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    run = RunDir(tmp_path / "toy-00000000")
+    return Rank(run, 2, 0, 4, 0, 4, 0, Page.create())
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def program() -> Any:
+        raise error
+
+    return program
+
+
+def caused_by(error: BaseException, cause: BaseException) -> BaseException:
+    error.__context__ = cause
+    return error
+
+
+class OutOfMemoryError(RuntimeError):
+    __module__ = "torch"
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+ENDS = {
+    "an exception": (ValueError("x"), 1, {"kind": "failed", "error": "ValueError: x", "final": False}),
+    "an exception without words": (ValueError(), 1, {"kind": "failed", "error": "ValueError"}),
+    "a misuse": (UsageError("x"), 1, {"kind": "failed", "final": True}),
+    "a wrong config": (InputError("x"), 1, {"kind": "failed", "final": True}),
+    "exit 0": (SystemExit(0), 0, {"kind": "finished"}),
+    "exit without a code": (SystemExit(), 0, {"kind": "finished"}),
+    "exit 3": (SystemExit(3), 3, {"kind": "failed"}),
+    "exit with words": (SystemExit("x"), 1, {"kind": "failed"}),
+    "exit 75": (SystemExit(75), 75, {"kind": "stopped"}),
+    "a stop": (Stopped(), 75, {"kind": "stopped"}),
+    "a stop that became an exception": (caused_by(ValueError("x"), Stopped()), 75, {"kind": "stopped"}),
+    "memory of the host": (MemoryError(), 1, {"kind": "failed", "out_of_memory": "host"}),
+    "memory of torch on the CPU": (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        1,
+        {"kind": "failed", "out_of_memory": "host"},
+    ),
+    "memory of a device": (OutOfMemoryError("x"), 1, {"kind": "failed", "out_of_memory": "GPU"}),
+    "a full disk": (NO_SPACE, 75, {"kind": "failed", "disk": True}),
+    "a full disk behind an error": (caused_by(ValueError("x"), NO_SPACE), 75, {"kind": "failed", "disk": True}),
+}
+
+
+@pytest.mark.parametrize(("error", "code", "fields"), ENDS.values(), ids=ENDS)
+def test_an_error_becomes_an_end(rank: Rank, error: BaseException, code: int, fields: dict[str, Any]) -> None:
+    rank.beat(7)
+    assert run_recorded(rank, raising(error)) == code
+    (end,) = rank.run.ends(2)
+    assert (end.rank, end.attempt, end.step) == (0, 2, 7)
+    assert {key: getattr(end, key) for key in fields} == fields
+    assert ("test_ending.py" in (end.traceback or "")) == (end.kind == "failed")
+
+
+class Tensor:
+    shape = ()
+
+    def item(self) -> float:
+        return 0.5
+
+
+def test_a_result_is_rank_0s_in_json(rank: Rank) -> None:
+    assert run_recorded(rank, lambda: {"loss": Tensor(), 1: float("nan"), "path": Path("a")}) == 0
+    (end,) = rank.run.ends(2)
+    assert (end.kind, end.step, end.result) == ("finished", None, {"loss": 0.5, "1": None, "path": "a"})
+    rank.rank = 1
+    run_recorded(rank, lambda: {"loss": 1.0})
+    assert rank.run.ends(2)[1].result is None
+
+
+def test_a_stop_that_was_swallowed_is_a_stop(rank: Rank) -> None:
+    def program() -> str:
+        rank.beat(7, Phase.SAVING)
+        try:
+            raise Stopped
+        finally:
+            return "done"  # noqa: B012 - the mistake in question
+
+    assert run_recorded(rank, program) == 75
+    assert [end.kind for end in rank.run.ends(2)] == ["stopped"]
+
+
+def test_an_end_names_the_ends_before_it(rank: Rank) -> None:
+    for number in (2, 0):
+        rank.rank = number
+        run_recorded(rank, raising(ValueError("x")))
+    assert [(end.rank, end.seen) for end in rank.run.ends(2)] == [(0, [2]), (2, [])]
+
+
+def test_a_user_s_mistake_is_a_line_and_a_bug_a_traceback(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+    run_recorded(rank, raising(UsageError("this and that")))
+    assert capsys.readouterr().err == "error: this and that\n"
+    run_recorded(rank, raising(ValueError("x")))
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_rank_without_the_lease_leaves_no_end(rank: Rank) -> None:
+    assert run_recorded(rank, raising(LostLease("attempt 3 has taken over"))) == 75
+    assert rank.run.ends(2) == []
+
+
+def test_an_end_that_the_disk_does_not_take_is_told_by_the_code(rank: Rank) -> None:
+    rank.run.path.write_text("no folder")
+    assert run_recorded(rank, raising(ValueError("x"))) == 1
+    assert run_recorded(rank, raising(NO_SPACE)) == 75

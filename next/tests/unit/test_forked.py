@@ -1,0 +1,132 @@
+"""A process that became a rank: its environment, its share of CPUs, its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobkit.run import processes
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Resources
+from jobkit.run.slots import Page
+from jobkit.supervisor.protocol import RankPlace, Start
+from jobkit.worker.cpus import share_of
+from jobkit.worker.forked import become_rank, run_and_end
+from jobkit.worker.rendezvous import environment_of
+
+PLACE = RankPlace(rank=5, local_rank=1, local_world_size=4, node=1)
+START = Start(
+    attempt=3, ranks=[PLACE], world_size=8, nodes=2, master_addr="10.0.0.1", master_port=29999, environment={"A": "1"}
+)
+
+
+def test_a_rank_finds_its_own_place_and_not_its_agents(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "toy")
+    agent = {
+        **{"HOME": "/home/a", "JOBKIT_JOB_ID": "12", "SLURM_JOB_ID": "12", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+        **{"SLURM_STEP_NODELIST": "n[0-9]", "PMI_RANK": "1", "A": "0"},
+    }
+    environment = environment_of(PLACE, START, run, Resources(cpus_per_task=3), agent)
+    expected = {
+        **{"HOME": "/home/a", "A": "1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+        **{"GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29999", "JOBKIT_ATTEMPT": "3"},
+        **{"JOBKIT_RUN": str(run.path), "JOBKIT_JOB_ID": "12", "SLURM_JOB_ID": "12", "SLURM_PROCID": "5"},
+        **{"SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_GTIDS": "4,5,6,7"},
+        **{"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_PER_TASK": "3", "SUBMITIT_EXECUTOR": "jobkit"},
+    }
+    assert {name: environment.get(name) for name in expected} == expected
+    assert not {"PMI_RANK", "SLURM_STEP_NODELIST"} & set(environment)
+    here = environment_of(PLACE, START, run, Resources(), {})
+    assert not [name for name in here if name.startswith("SLURM_")]
+
+
+SHARES = [
+    (range(8), 8, 2, []),  # nobody has bound the process
+    (range(2), 8, 4, []),  # too few
+    ([0, 1, 4, 5], 8, 2, [[0, 4], [1, 5]]),  # 0 and 4 are threads of one core
+]
+
+
+@pytest.mark.parametrize(("allowed", "machine", "ranks", "shares"), SHARES)
+def test_ranks_divide_the_cpus(allowed: list[int], machine: int, ranks: int, shares: list[list[int]]) -> None:
+    for rank in range(ranks):
+        assert share_of(allowed, machine, rank, ranks, lambda cpu: (cpu % 4, cpu)) == (shares[rank] if shares else [])
+
+
+def forked(tmp_path: Path, program: str) -> tuple[int, RunDir]:
+    """The exit code of a rank that runs a program, after it became one."""
+    run = RunDir(tmp_path / "toy")
+    page = Page.create()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)  # as the agent's
+        become_rank(run, PLACE, START, page, {**os.environ, "MARK": "here"})
+        sys.stdout = os.fdopen(1, "w", closefd=False)  # pytest has replaced it
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        run_and_end(lambda: exec(program, {}))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), run
+
+
+def test_a_forked_process_is_a_program_of_its_own(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+assert os.getsid(0) == os.getpid() and os.environ["MARK"] == "here"
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+assert open("/proc/self/oom_score_adj").read().strip() == "300"
+assert os.read(0, 1) == b""
+os.fstat(int(os.environ["JOBKIT_PAGE"]))
+print("to the log"); print("to the error log", file=sys.stderr)
+"""
+    code, run = forked(tmp_path, program)
+    log = run.rank_log(3, 5, "err").read_text()
+    assert (code, run.rank_log(3, 5).read_text(), log) == (0, "to the log\n", "to the error log\n")
+
+
+ENDS = {
+    "import sys; sys.exit(7)": 7,
+    "import sys; sys.exit('words')": 1,
+    "raise ValueError('x')": 1,
+    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
+    "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()": 0,
+}
+
+
+@pytest.mark.parametrize(("program", "code"), ENDS.items())
+def test_a_forked_process_ends_as_a_program_does(tmp_path: Path, program: str, code: int) -> None:
+    ended, run = forked(tmp_path, program)
+    assert ended == code
+    assert ("late" in program) == ("late" in run.rank_log(3, 5).read_text())
+
+
+def test_files_that_nobody_closed_are_whole(tmp_path: Path) -> None:
+    out, at_exit = tmp_path / "out", tmp_path / "at_exit"
+    program = f"""
+import atexit, pathlib
+file = open({str(out)!r}, "w"); file.write("all of it")
+atexit.register(lambda: pathlib.Path({str(at_exit)!r}).touch())
+"""
+    assert forked(tmp_path, program)[0] == 0
+    assert out.read_text() == "all of it"
+    assert at_exit.exists()
+
+
+def test_a_rank_dies_with_its_agent(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        rank = os.fork()
+        if rank == 0:
+            become_rank(RunDir(tmp_path / "toy"), PLACE, START, Page.create(), os.environ)
+            os.write(write, b"%d" % os.getpid())
+            signal.pause()
+        signal.pause()
+    rank = processes.identify(int(os.read(read, 100)))
+    assert processes.lives(rank)
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    while processes.lives(rank):
+        pass
