@@ -152,9 +152,10 @@ def _start(plan: LaunchPlan, code: Path | None, which: Which, manner: Manner) ->
 
 
 def _refuse_later_keys(loaded: Loaded) -> None:
-    for key, value in (("sweep", loaded.sweep), ("after", loaded.config.after)):
+    later = {"sweep": loaded.sweep, "after": loaded.config.after, "container": loaded.config.container}
+    for key, value in later.items():
         if value:
-            raise loaded.locate(InputError("not yet in this edition", key=key, hint="submit the runs one by one"))
+            raise loaded.locate(InputError("not yet in this edition of jobkit", key=key))
 
 
 def _dry_run(plan: LaunchPlan) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 from submitit.core.utils import DelayedSubmission
@@ -24,8 +25,8 @@ from jobkit.worker.main import Worker
 class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
     """Starts one LaunchPlan on this machine; its nodes are simulated."""
 
-    def __init__(self, plan: LaunchPlan, token: str) -> None:
-        self.plan, self.token = plan, token
+    def __init__(self, plan: LaunchPlan, token: str, job_exists: Callable[[], None]) -> None:
+        self.plan, self.token, self.job_exists = plan, token, job_exists
         super().__init__(plan.run.submitit)
 
     def _internal_process_submissions(
@@ -36,6 +37,7 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
         write_atomic(run.batch_script, script(self.plan), mode=FOR_OWNER)
         # The lock proves that the job lives. An earlier job may still run its teardown lines: they are waited for.
         with run.alive_lock() as alive, run.job_log.open("ab") as log:
+            self.job_exists()  # not before: Ctrl-C ends the wait for the lock
             (descriptor,) = alive.inheritable()
             variables = {"JOBKIT_TOKEN": self.token, "JOBKIT_ALIVE_FD": str(descriptor)}
             process = subprocess.Popen(
@@ -55,8 +57,11 @@ def script(plan: LaunchPlan) -> str:
     return "\n".join(["#!/bin/bash", *definitions(plan), JOB_SCRIPT.read_text(encoding="utf-8")])
 
 
-def start(plan: LaunchPlan, token: str) -> subprocess.Popen[bytes]:
-    """Start a plan's job on this machine; returns the process of its job script."""
-    job = LocalExecutor(plan, token).submit(Worker(str(plan.run.path)))
+def start(plan: LaunchPlan, token: str, job_exists: Callable[[], None]) -> subprocess.Popen[bytes]:
+    """Start a plan's job on this machine; returns the process of its job script.
+
+    `job_exists` is called just before there is one.
+    """
+    job = LocalExecutor(plan, token, job_exists).submit(Worker(str(plan.run.path)))
     process: subprocess.Popen[bytes] = job._process
     return process

@@ -92,10 +92,9 @@ def submit(plan: LaunchPlan, token: str, pass_fds: Sequence[int] = ()) -> str:
 
 def definitions(plan: LaunchPlan) -> list[str]:
     """The bash variables that job.sh takes for given."""
-    container = plan.config.container
     values = {
         "scheduler": plan.target.scheduler,
-        "python": container.python if container is not None and container.python else sys.executable,
+        "python": sys.executable,
         "start": start.FILE,
     }
     lists = {
@@ -131,7 +130,10 @@ def patiently(ask: Callable[[], T], retries: Callable[[SchedulerError], bool] = 
             if is_silent:
                 log.warning("%s; trying again for a minute, Ctrl-C ends it", error)
                 is_silent = False
-        time.sleep(PAUSE_SECONDS)
+            try:
+                time.sleep(PAUSE_SECONDS)
+            except KeyboardInterrupt:
+                raise error from None  # nothing was queued: the submission takes itself back
 
 
 def _sbatch(script: str, token: str, pass_fds: Sequence[int]) -> str:

@@ -86,8 +86,7 @@ def submit(
             if plan.target.scheduler == "local":
                 from jobkit.submission import local
 
-                job_exists()
-                process = local.start(plan.at(run), token)
+                process = local.start(plan.at(run), token, job_exists)
                 return Outcome(run=run, before=before, started=True, process=process)
             from jobkit.submission import sbatch
 

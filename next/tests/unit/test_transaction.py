@@ -84,10 +84,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
     """A stand-in for Slurm, and a project in the current folder."""
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("JOBKIT_CONFIG", str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(sbatch, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(sbatch, "PAUSE_SECONDS", 0.0123)
     monkeypatch.setattr(sbatch, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(transaction, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(transaction, "PATIENCE_SECONDS", 0.2)
     commands._config.cache_clear()
     project = tmp_path / "project"
     project.mkdir()
@@ -215,6 +213,23 @@ def test_a_controller_that_comes_back_is_waited_for(slurm: Slurm) -> None:
     )
     assert submit(slurm).job_id == "17"
     assert len(slurm.calls) == 2
+
+
+def test_ctrl_c_ends_the_wait_for_a_controller(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.says("refusal", "sbatch: error: Batch job submission failed: Unable to contact slurm controller")
+
+    sleep = time.sleep
+
+    def press(seconds: float) -> None:
+        if seconds == sbatch.PAUSE_SECONDS:
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", press)
+    with pytest.raises(SchedulerError):
+        submit(slurm)
+    assert len(slurm.calls) == 1
+    assert list((slurm.folder / "runs").glob("toy-*")) == []
 
 
 def test_an_sbatch_without_an_answer_is_looked_for_and_not_repeated(slurm: Slurm) -> None:
