@@ -124,6 +124,10 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int, stream: str = "out") -> Path:
         return self.logs(attempt) / f"rank_{rank}.{stream}"
 
+    def agent_log(self, attempt: int, node: str = "%N") -> Path:
+        """What an agent prints that was started for this attempt; srun puts the node's name in the place of `%N`."""
+        return self.logs(attempt) / f"agent_{node}.log"
+
     def srun_log(self, attempt: int) -> Path:
         return self.logs(attempt) / "srun.err"
 

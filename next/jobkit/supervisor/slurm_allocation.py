@@ -48,6 +48,7 @@ class Step:
 
     srun: subprocess.Popen[bytes]
     nodes: list[str]
+    attempt: int
     log: Path
     log_begin: int
     began: float
@@ -55,7 +56,7 @@ class Step:
     ended: float = math.inf
 
     def words(self) -> str:
-        """Return the last lines that srun, or an agent, has printed."""
+        """Return the last lines that srun has printed."""
         with self.log.open("rb") as file:
             file.seek(self.log_begin)
             lines = file.read().decode(errors="replace").strip().splitlines()
@@ -91,19 +92,23 @@ class SlurmAllocation:
         todo = [node for node in nodes if node not in self._launched and node not in self._failed]
         for node in [node for node in todo if self._tries.get(node, 0) >= MOST_TRIES]:
             todo.remove(node)
-            self._failed[node] = -1, f"{MOST_TRIES} agents ended before they were ready; see {self.run.job_log}"
+            self._failed[node] = (
+                -1,
+                f"{MOST_TRIES} agents ended before they were ready; see {self.run.agent_log(attempt, node)}",
+            )
         if todo:
-            self._start(todo, self.run.srun_log(attempt), is_single=len(todo) == 1 and bool(self._steps))
+            self._start(todo, attempt, is_single=len(todo) == 1 and bool(self._steps))
 
-    def _start(self, nodes: list[str], log: Path, *, is_single: bool) -> None:
+    def _start(self, nodes: list[str], attempt: int, *, is_single: bool) -> None:
         if not self._steps:
             self._skip_step_numbers()
+        log = self.run.srun_log(attempt)
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in PER_TASK}
         with log.open("ab") as said:
             begin = said.tell()
             srun = subprocess.Popen(
-                self._command(nodes),
+                self._command(nodes, self.run.agent_log(attempt)),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stderr=said,
@@ -113,9 +118,9 @@ class SlurmAllocation:
         self._suspects.difference_update(nodes)
         self._tries.update({node: self._tries.get(node, 0) + 1 for node in nodes})
         self._is_launching = True
-        self._steps.append(Step(srun, list(nodes), log, begin, time.monotonic(), is_single))
+        self._steps.append(Step(srun, list(nodes), attempt, log, begin, time.monotonic(), is_single))
 
-    def _command(self, nodes: Sequence[str]) -> list[str]:
+    def _command(self, nodes: Sequence[str], log: Path) -> list[str]:
         # SIGTERM is ignored until Python takes it: during the imports it would kill. exec keeps that.
         guard = ["sh", "-c", 'trap "" TERM USR2; exec "$@"', "jobkit"]
         return [
@@ -132,6 +137,8 @@ class SlurmAllocation:
             *(["--overlap"] if self._steps else []),  # beside a step that has agents on other nodes
             "--export=ALL",  # whatever `export` said to sbatch
             *self.srun_arguments,
+            f"--output={log}",  # written on each node: an agent's words outlive srun and the batch node
+            "--open-mode=append",
             *guard,
             *start.words("jobkit.worker.agent", str(self.run.path)),
         ]
@@ -165,7 +172,7 @@ class SlurmAllocation:
                 if step.is_single:
                     self._failed[node] = step.srun.returncode, step.words()
                 else:
-                    self._start([node], step.log, is_single=True)
+                    self._start([node], step.attempt, is_single=True)
         for node in set(missing) & look.down - set(self._failed):
             self._failed[node] = -1, "Slurm calls the node down"
         if not self._failed or not set(missing).issubset(self._failed):
