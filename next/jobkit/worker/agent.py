@@ -118,8 +118,6 @@ class Agent:
 
     def _wait(self) -> None:
         """Return when something has happened, or when it is time for a look."""
-        if self.link.has_early:
-            return
         is_busy = self.children.needs_looks or (self._ready is None and not self.children.ranks)
         if is_busy and self.devices is not None and not self.devices.are_held:
             is_busy = False

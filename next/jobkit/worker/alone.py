@@ -4,7 +4,7 @@
     on Slurm           the batch step lives: call on.  It is gone: close the attempt, and put the run into the queue
 
 A batch script starts a killed supervisor again within seconds. Where the script is gone too, with its node or by
-itself, only an agent of another node can act. Questions to Slurm are asked by forked helpers: the agent has one thread.
+itself, only an agent can act. A forked helper asks Slurm and acts: the agent has one thread, and goes on reaping.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from enum import IntEnum
 
 from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import nodes
 from jobkit.supervisor.protocol import Hello, Start
-from jobkit.worker.children import Children
+from jobkit.worker.children import Children, send
 from jobkit.worker.forked import die_with_parent
 from jobkit.worker.link import Link
 from jobkit.worker.rescue import close_and_requeue
@@ -44,20 +42,12 @@ MARGIN_SECONDS = 90.0
 """How long before the time limit ranks are told to stop where no supervisor does it; a fifth of a shorter time."""
 
 
-class _Answer(IntEnum):
-    """Exit code of a helper."""
-
-    DONE = 0
-    """The batch step lives; or the run is in the queue again."""
-    GONE = 10
-    SILENT = 11
-
-
 class Alone:
     """What an agent knows, and does, while it has no supervisor."""
 
     def __init__(self, run: RunDir, hello: Hello) -> None:
         self.run, self.hello = run, hello
+        self._is_local = hello.step is None
         self._stop_at: float | None = None
         """When the ranks have to be told to stop for the time limit, by the monotonic clock."""
         self._kill_at: float | None = None
@@ -66,10 +56,8 @@ class Alone:
         self._alive_at = 0.0
         """When job.sh was last seen alive."""
         self._helper: int | None = None
-        self._is_gone = False
-        """True once Slurm said that the batch step is gone, or was silent for too long."""
         self._is_over = False
-        """True once the run is in the queue again, or is not to be: nothing is left to do but to save."""
+        """True once the ranks may only save: the run is in the queue again, or its job on this machine is dead."""
 
     def note_start(self, start: Start) -> None:
         """Remember the time limit of the ranks that are started now."""
@@ -78,33 +66,32 @@ class Alone:
 
     def end(self, children: Children) -> None:
         """A supervisor is there again."""
-        if self._helper is not None and children.others.get(self._helper, 0) is None:
-            os.kill(self._helper, signal.SIGKILL)
-        self._helper, self._kill_at, self._is_gone = None, None, False
+        if self._helper is not None and children.others.pop(self._helper) is None:
+            send(self._helper, signal.SIGKILL)
+        self._helper, self._kill_at, self._is_over = None, None, False
 
     def go_on(self, link: Link, children: Children) -> bool:
         """Do what is due now; return False when the agent has to end."""
         now = time.monotonic()
-        if self._stop_at is not None and now > self._stop_at:
+        if self._is_over or (self._stop_at is not None and now > self._stop_at):
             self._stop(children)
         if self._kill_at is not None and now > self._kill_at:
             children.kill_all()
         if self._is_over and not children.ranks:
             return False
-        is_due = now - self._looked_at > ASK_SECONDS
-        if is_due:
-            self._looked_at = now
-            if not self._is_ours(children):
-                log.warning("%s: another job or attempt owns the run", self.run.name)
-                return False
-        if self.hello.step is not None:
-            self._ask_slurm(link, children, is_due)
-        elif is_due and self.run.alive_lock().is_held():
+        if now - self._looked_at < ASK_SECONDS or self._is_over:
+            return True
+        self._looked_at = now
+        if not self._is_ours(children):
+            log.warning("%s: another job or attempt owns the run", self.run.name)
+            return False
+        if not self._is_local:
+            self._look_after_helper(children)
+        elif self.run.alive_lock().is_held():
             self._alive_at = now
-        elif min(link.silent_seconds, now - self._alive_at) > LOCAL_SECONDS and not self._is_over:
+        elif min(link.silent_seconds, now - self._alive_at) > LOCAL_SECONDS:
             log.warning("%s: its job is dead; the ranks save and end", self.run.name)
             self._is_over = True
-            self._stop(children)
         return True
 
     def _is_ours(self, children: Children) -> bool:
@@ -118,50 +105,36 @@ class Alone:
     def _stop(self, children: Children) -> None:
         """Let the ranks save and end, once."""
         if self._kill_at is None:
-            seconds = LOCAL_SAVE_SECONDS if self.hello.step is None else SLURM_SAVE_SECONDS
-            self._kill_at = time.monotonic() + seconds
+            self._kill_at = time.monotonic() + (LOCAL_SAVE_SECONDS if self._is_local else SLURM_SAVE_SECONDS)
             children.stop_all()
 
     # On Slurm
 
-    def _ask_slurm(self, link: Link, children: Children, is_due: bool) -> None:
-        if self._helper is not None:
-            code = children.others.get(self._helper)
-            if code is None:
-                return
+    def _look_after_helper(self, children: Children) -> None:
+        """See how the helper ended, and start one if none runs: one that failed is followed by another."""
+        if self._helper is not None and (code := children.others[self._helper]) is not None:
             del children.others[self._helper]
-            self._helper = None
-            self._note(code, link)
-        if self._is_gone and not self._is_over:
-            self._stop(children)
-        if is_due and not self._is_over:
-            job_id = self.hello.job_id
-            if self._is_gone:
-                self._fork(children, lambda: close_and_requeue(self.run, self.hello))
-            else:
-                self._fork(children, lambda: _ask(job_id))
+            self._helper, self._is_over = None, code == 0
+        if self._helper is None and not self._is_over:
+            self._helper = self._fork_helper()
+            children.others[self._helper] = None
 
-    def _note(self, code: int, link: Link) -> None:
-        """Take in how a helper ended."""
-        if self._is_gone:
-            self._is_over = code == _Answer.DONE  # else it is tried again
-        elif code != _Answer.DONE and (code == _Answer.GONE or link.silent_seconds > SILENCE_SECONDS):
-            log.warning("%s: the batch script is gone; %s acts for it", self.run.name, self.hello.node)
-            self._is_gone = True
-
-    def _fork(self, children: Children, function: Callable[[], int]) -> None:
+    def _fork_helper(self) -> int:
+        """Return the process id of a helper that acts once the batch script is gone."""
         agent = os.getpid()
         sys.stderr.flush()
         pid = os.fork()
         if pid:
-            self._helper = pid
-            children.others[pid] = None
-            return
+            return pid
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             die_with_parent(agent)
-            code = function()
+            _wait_for_end_of_script(self.hello.job_id)
+            log.warning("%s: the batch script is gone; %s acts for it", self.run.name, self.hello.node)
+            os.kill(agent, signal.SIGTERM)  # the ranks save meanwhile
+            close_and_requeue(self.run, self.hello)
+            code = 0
         except BaseException:
             traceback.print_exc()
         finally:
@@ -169,9 +142,14 @@ class Alone:
             os._exit(code)
 
 
-def _ask(job_id: str) -> int:
-    try:
-        return _Answer.DONE if nodes.batch_step_alive(job_id) else _Answer.GONE
-    except SchedulerError as error:
-        log.info("%s", error)
-        return _Answer.SILENT
+def _wait_for_end_of_script(job_id: str) -> None:
+    """Return when the batch step is gone by Slurm's word, or has shown no sign of life for SILENCE_SECONDS."""
+    alive_at = time.monotonic()
+    while time.monotonic() - alive_at < SILENCE_SECONDS:
+        try:
+            if not nodes.batch_step_alive(job_id):
+                return
+            alive_at = time.monotonic()
+        except SchedulerError as error:
+            log.info("%s", error)
+        time.sleep(ASK_SECONDS)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
+from jobkit.supervisor.agents import KEEPALIVE
 from jobkit.supervisor.protocol import Ack, Exited, Hello, Leave, Lines, Message, Signalled, Welcome, encode
 
 CONNECT_SECONDS = 2.0
@@ -20,10 +21,6 @@ CONNECT_SECONDS = 2.0
 
 ANSWER_SECONDS = 10.0
 """What a supervisor gets to say Welcome, or to read what it is told: longer, and the connection is given up."""
-
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
-"""A node without power closes nothing: the system asks after 5 s and gives the connection up 9 s later. The last value,
-in milliseconds, counts while sent data is not acknowledged: then the system does not ask."""
 
 
 class Link:
@@ -119,10 +116,6 @@ class Link:
             if isinstance(message, Ack):
                 self._kept.pop(message.serial, None)
         return [message for message in messages if not isinstance(message, Ack)]
-
-    @property
-    def has_early(self) -> bool:
-        return bool(self._early)
 
     def _receive(self) -> list[Message]:
         if self._socket is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -84,7 +85,8 @@ class Rank:
         """Write progress.json, on rank 0; `fields` are those of records.Progress."""
         if self.rank == 0:
             progress = Progress(attempt=self.attempt, time=time.time(), **fields)
-            records.write(self.run.progress_file, progress, durable=False)
+            with suppress(OSError):  # a view: the training goes on while the disk is full
+                records.write(self.run.progress_file, progress, durable=False)
 
     def check_lease(self) -> None:
         """Raise LostLease if another attempt owns the run: before each file that others take for the truth."""

@@ -16,11 +16,8 @@ from jobkit.supervisor.protocol import Hello
 from jobkit.supervisor.requeue import start_again
 
 
-def close_and_requeue(run: RunDir, hello: Hello) -> int:
-    """Act for the supervisor of supervisor.json; return 0 once nothing is left to do.
-
-    Raises what stands against it: then it is to be tried again.
-    """
+def close_and_requeue(run: RunDir, hello: Hello) -> None:
+    """Act for the supervisor of supervisor.json. Raises what stands against it: then it is to be tried again."""
     lease, contact = run.lease(), run.contact()
     if lease is None or contact is None:
         raise OSError(f"{run.lease_file} or {run.contact_file}: cannot be read")
@@ -36,4 +33,3 @@ def close_and_requeue(run: RunDir, hello: Hello) -> int:
     if tenure is not None and tenure.decision is not None:
         lost = [] if dead_node is None else [dead_node]
         start_again(me, tenure.journal, tenure.config, tenure.decision, lost)
-    return 0
