@@ -43,13 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.follow:
         return EXIT_FINISHED
     codes = []
-    try:
-        for run, view, code in ended(runs, POLL_SECONDS, on_look=lambda run: printers[run.path].print_new()):
-            printers[run.path].print_new(to_the_end=True)
-            print(f"{run.name} is {view.state}; {to_type('status', run.path)}", file=sys.stderr)
-            codes.append(code)
-    except KeyboardInterrupt:
-        return EXIT_FINISHED
+    for run, view, code in ended(runs, POLL_SECONDS, on_look=lambda run: printers[run.path].print_new()):
+        printers[run.path].print_new(to_the_end=True)
+        print(f"{run.name} is {view.state}; {to_type('status', run.path)}", file=sys.stderr)
+        codes.append(code)
     return worst(codes)
 
 

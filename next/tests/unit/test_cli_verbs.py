@@ -1,0 +1,427 @@
+"""status, logs, wait, cancel, preempt and the `jobkit` command itself, on run directories without a job."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.journals import START, TOKEN, began, ended, finished, make_run, submitted
+
+from jobkit.cli import cancel, preempt
+from jobkit.cli.main import VERBS, main
+from jobkit.cli.status import describe
+from jobkit.errors import SchedulerTimeout
+from jobkit.run import records
+from jobkit.run.journal import Journal, read_status
+from jobkit.run.records import Cancelled, Event, Excluded, Progress
+from jobkit.run.rundir import RunDir
+from jobkit.run.view import view
+from jobkit.slurm import commands, jobs
+from jobkit.slurm.jobs import Job
+
+NAME = "toy-11f5f19c"
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(commands, "is_available", lambda: False)
+    monkeypatch.setattr(cancel, "ASK_SECONDS", 0.05)
+    monkeypatch.setenv("JOBKIT_RUNS", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+Capture = pytest.CaptureFixture[str]
+
+# The command itself
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["lst"], "did you mean 'list'?"),
+        (["toy.yaml"], "submit toy.yaml"),
+        (["status"], "RUN"),
+        (["wait", NAME, "--timeot", "3"], "did you mean '--timeout'?"),
+        (["wait", NAME, "--timeout", "soon"], "'soon'"),
+        (["cancel", "tooy"], "RUN: found 'tooy'"),
+        (["list", "--json", "--csv"], "--csv"),
+        (["list", "--watch", "0.1"], "0.5"),
+    ],
+)
+def test_a_mistake_takes_two_lines_at_most(words: list[str], part: str, capsys: Capture) -> None:
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = int(str(end.code))
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith("error: ") and part in error and error.count("\n") <= 2
+
+
+def test_help_shows_every_verb_and_imports_only_what_it_needs() -> None:
+    code = (
+        "import sys; from jobkit.cli.main import main; main(['--help']); print([n for n in sys.modules if n in HEAVY])"
+    )
+    heavy = "HEAVY = {'yaml', 'omegaconf', 'submitit', 'rich', 'logging', 'asyncio', 'subprocess'}\n"
+    text = subprocess.run([sys.executable, "-c", heavy + code], capture_output=True, text=True, check=True).stdout
+    assert all(verb in text for verb in VERBS)
+    assert text.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "submit"])
+def test_each_verb_has_help(verb: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([verb, "--help"])
+    assert end.value.code == 0 and VERBS[verb] in capsys.readouterr().out
+
+
+def test_a_module_of_the_users_folder_hides_none_of_python(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong queue')")
+    (tmp_path / "secrets.py").write_text("raise SystemExit('the wrong secrets')")
+    done = subprocess.run([sys.executable, "-m", "jobkit", "list"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_shows_no_traceback(tmp_path: Path) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    with run.alive_lock():
+        command = [sys.executable, "-m", "jobkit", "logs", "-f", NAME]
+        run.logs(1).mkdir(parents=True)
+        run.rank_log(1, 0).write_text("hello\n")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "hello\n"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error
+
+
+# status
+
+
+def _steps(first: int, last: int, durable: int) -> dict[str, Any]:
+    return {"first_step": first, "last_step": last, "durable_step": durable, "loop_began": START + 10}
+
+
+def test_status_shows_attempts_steps_and_what_to_type(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        NAME,
+        submitted(),
+        began(nodes=["node1", "node2"]),
+        ended("killed", "in_place", error="SIGKILL\nmore", rank=3, node="node2", **_steps(0, 60, 50)),
+        Excluded(node="node2", reason="killed twice"),
+        began(2, how="in place", time=START + 61),
+        ended(
+            "crashed",
+            "fail",
+            2,
+            START + 99,
+            samples=[*range(20)],
+            traceback="Trace\n  x",
+            compared=10,
+            **_steps(50, 70, 50),
+        ),
+    )
+    text = "\n".join(describe(view(run), None, START + 100))
+    for part in (
+        f"{NAME}: failed",
+        "attempt 1 (start): killed, steps 0 to 60, 0:00:55 on node1, node2",
+        "rank 3: SIGKILL",
+        "10 steps repeated, equal",
+        "excluded nodes: node2",
+        "0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
+        "Trace\n  x",
+        f"resume {NAME}",
+    ):
+        assert part in text
+    assert "more\n" not in text.partition("Trace")[0].replace("12 more", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"compared": 10}, "10 steps repeated, equal"),
+        ({"compared": 4}, "10 steps repeated, 4 compared and equal"),
+        ({"compared": 10, "differs_at": 53}, "10 steps repeated, other bits from step 53 on"),
+        ({}, "10 steps repeated"),
+    ],
+)
+def test_repeated_steps_are_said_to_be_equal_only_if_compared(
+    tmp_path: Path, fields: dict[str, Any], part: str
+) -> None:
+    first, second = ended("killed", "in_place", **_steps(0, 60, 50)), ended(attempt=2, **_steps(50, 90, 90), **fields)
+    run = make_run(tmp_path, NAME, submitted(), began(), first, began(2, how="in place"), second, finished())
+    lines = describe(view(run), None, START + 100)
+    assert any(line.endswith(part) for line in lines)
+
+
+def test_status_for_programs_is_json_without_nan(tmp_path: Path, capsys: Capture) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began(), ended(last_step=5), finished({"loss": math.nan}))
+    records.write(run.progress_file, Progress(attempt=1, time=START, step=5, values={"loss": math.inf}))
+    run.status_file.unlink()  # so that the journal's own NaN is read
+    assert main(["status", NAME, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (value["state"], value["result"], value["progress"]["values"]) == (
+        "finished",
+        {"loss": None},
+        {"loss": None},
+    )
+    assert [account["attempt"] for account in value["accounts"]] == [1]
+
+
+def test_status_of_a_running_run_has_its_warnings(tmp_path: Path) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    progress = Progress(attempt=1, time=START + 20, step=7, total_steps=9, warnings=["one GPU is slow"])
+    with run.alive_lock():
+        lines = describe(view(run), progress, START + 20)
+        assert lines[0] == f"{NAME}: running, step 7 of 9" and "warning: one GPU is slow" in lines
+        assert "slow" not in str(describe(view(run), Progress(attempt=9, time=0, warnings=["slow"]), START))
+
+
+# logs
+
+
+def _printed(run: RunDir, attempt: int, rank: int, out: str, err: str = "") -> None:
+    run.logs(attempt).mkdir(parents=True, exist_ok=True)
+    run.rank_log(attempt, rank).write_text(out)
+    run.rank_log(attempt, rank, "err").write_text(err)
+
+
+@pytest.mark.parametrize(
+    ("words", "out", "err"),
+    [
+        ([], "one\ntwo", ["--- attempt 1, rank 0", "oops", "--- attempt 2, rank 0"]),
+        (["--attempt", "2"], "two", ["--- attempt 2, rank 0"]),
+        (["--rank", "1"], "other\n", ["--- attempt 1, rank 1"]),
+        (["--err"], "oops\n", ["--- attempt 1, rank 0"]),
+    ],
+)
+def test_logs(tmp_path: Path, capsys: Capture, words: list[str], out: str, err: list[str]) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began(), ended("killed", "in_place"), began(2), ended(attempt=2))
+    _printed(run, 1, 0, "one\n", "oops\n")
+    _printed(run, 1, 1, "other\n")
+    _printed(run, 2, 0, "two")  # killed within a line
+    assert main(["logs", NAME, *words]) == 0
+    answer = capsys.readouterr()
+    assert (answer.out.strip(), answer.err.splitlines()) == (out.strip(), err)
+
+
+@pytest.mark.parametrize(("words", "key"), [(["--attempt", "7"], "--attempt"), (["--rank", "7"], "--rank")])
+def test_logs_of_what_is_not_there_are_refused(tmp_path: Path, capsys: Capture, words: list[str], key: str) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began(), ended())
+    _printed(run, 1, 0, "one\n")
+    assert main(["logs", NAME, *words]) == 2
+    assert f"error: {key}: " in capsys.readouterr().err
+
+
+def test_the_jobs_own_output_is_shown_where_no_rank_ever_was(tmp_path: Path, capsys: Capture) -> None:
+    run = make_run(tmp_path, NAME, submitted())
+    run.submitit.mkdir()
+    run.job_log.write_text("module: command not found\n")
+    assert main(["logs", NAME]) == 0
+    assert capsys.readouterr().out == "module: command not found\n"
+
+
+def test_following_ends_with_the_run_and_has_its_exit_code(tmp_path: Path, capsys: Capture) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    _printed(run, 1, 0, "")
+
+    def train() -> None:
+        data = "Schön 你\nlast".encode()
+        with run.rank_log(1, 0).open("ab") as log:
+            for byte in data:  # characters arrive in parts
+                log.write(bytes([byte]))
+                log.flush()
+                time.sleep(0.01)
+        Journal(run).append(ended("crashed", "fail"))
+
+    with run.alive_lock():
+        thread = threading.Thread(target=train)
+        thread.start()
+        code = main(["logs", "-f", NAME])
+    thread.join()
+    assert (code, capsys.readouterr().out) == (1, "Schön 你\nlast\n")
+
+
+# wait
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        ([[ended(), finished()], [ended(), finished()]], 0),
+        ([[ended(), finished()], [ended("timeout", "stop")]], 75),
+        ([[ended("crashed", "fail")], [ended("timeout", "stop")]], 1),
+        ([[ended(), finished()], [Cancelled()]], 75),
+        ([[ended(), finished()], []], 75),  # lost
+    ],
+)
+def test_wait_has_the_exit_code_of_the_worst(tmp_path: Path, events: list[list[Event]], code: int) -> None:
+    for number, more in enumerate(events):
+        make_run(tmp_path, f"toy-{number:08}", submitted(), began(), *more)
+    assert main(["wait", "toy-*"]) == code
+
+
+def test_wait_says_how_each_run_ends_as_soon_as_it_does(tmp_path: Path, capsys: Capture) -> None:
+    running = make_run(tmp_path, "toy-00000000", submitted(), began())
+    make_run(tmp_path, "toy-00000001", submitted(), began(), finished({"loss": 1}))
+    with running.alive_lock():
+        threading.Timer(0.3, Journal(running).append, [ended("crashed", "fail")]).start()
+        assert main(["wait", "toy-*", "--json"]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["run"][-1], row["exit_code"], row["result"]) for row in rows] == [
+        ("1", 0, {"loss": 1}),
+        ("0", 1, None),
+    ]
+
+
+def test_wait_gives_up_in_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    with run.alive_lock():
+        assert main(["wait", NAME, "--timeout", "1s"]) == 124
+
+
+# cancel and preempt
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A Slurm of one job, whose state is `state`; scancel ends it."""
+    answers: dict[str, Any] = {"state": "PENDING", "cancelled": [], "error": None}
+
+    def queue(users: str, timeout: float) -> list[Job]:
+        if answers["error"]:
+            raise answers["error"]
+        return [Job("17", answers["state"], "Priority", None, None, "", "main", TOKEN)]
+
+    def scancel(*job_ids: str) -> None:
+        answers["cancelled"] += job_ids
+        answers["state"] = "CANCELLED"
+
+    monkeypatch.setattr(commands, "is_available", lambda: True)
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr(jobs, "queue", queue)
+    monkeypatch.setattr(jobs, "cancel", scancel)
+    return answers
+
+
+def test_a_waiting_job_is_cancelled_and_the_run_with_it(tmp_path: Path, slurm: dict[str, Any], capsys: Capture) -> None:
+    run = make_run(tmp_path, NAME, submitted("slurm"))
+    assert main(["cancel", NAME]) == 0
+    assert (slurm["cancelled"], read_status(run).state) == (["17"], "cancelled")
+    assert main(["cancel", NAME]) == 0  # no mistake
+    assert slurm["cancelled"] == ["17"]
+
+
+def test_a_job_that_slurm_put_back_is_cancelled_too(tmp_path: Path, slurm: dict[str, Any]) -> None:
+    run = make_run(tmp_path, NAME, submitted("slurm"), began())
+    assert main(["cancel", NAME]) == 0
+    assert (slurm["cancelled"], read_status(run).state) == (["17"], "cancelled")
+
+
+def test_a_controller_that_is_away_keeps_a_queued_run_but_not_a_running_one(
+    tmp_path: Path, slurm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm["error"] = SchedulerTimeout("no answer")
+    monkeypatch.setattr(cancel, "PATIENCE_SECONDS", 0.0)
+    queued = make_run(tmp_path, NAME, submitted("slurm"))
+    assert main(["cancel", NAME]) == 1
+    assert read_status(queued).state == "queued" and queued.request("cancel") is None
+    Journal(queued).append(began())
+    assert main(["cancel", NAME, "--no-grace"]) == 1  # its supervisor was asked, and did not answer yet
+    request = queued.request("cancel")
+    assert request is not None and (request.token, request.attempt, request.grace) == (TOKEN, 1, 0.0)
+
+
+def _supervisor(run: RunDir, kind: str, *events: Event) -> Callable[[], None]:
+    """Start a thread that answers a request as a supervisor does; returns what ends it."""
+    lock = run.alive_lock()
+    lock.acquire()
+
+    def serve() -> None:
+        while run.request(kind) is None:
+            time.sleep(0.01)
+        for event in events:
+            Journal(run).append(event)
+        lock.release()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread.join
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "part"),
+    [
+        ([ended("cancelled", "stop", last_step=60), Cancelled(user="me")], "cancelled", "cancelled at step 60"),
+        ([ended(), finished()], "finished", "ended before it could be cancelled"),
+        ([ended("timeout", "stop", last_step=60)], "cancelled", "cancelled at step 60"),
+        ([ended("crashed", "fail")], "failed", "ended before it could be cancelled"),
+        ([], "cancelled", "cancelled"),  # its job died without a word
+    ],
+)
+def test_a_running_run_is_cancelled_by_its_supervisor(
+    tmp_path: Path, capsys: Capture, events: list[Event], state: str, part: str
+) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    (run.checkpoints / "step_00000050").mkdir(parents=True)
+    join = _supervisor(run, "cancel", *events)
+    assert main(["cancel", NAME]) == 0
+    join()
+    assert read_status(run).state == state and part in capsys.readouterr().out
+
+
+def test_a_run_that_another_command_continued_is_left_alone(tmp_path: Path, capsys: Capture) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    join = _supervisor(run, "cancel", ended("timeout", "stop"), submitted(token="jobkit:toy:2:ffffff", number=2))
+    with run.submit_lock():
+        assert main(["cancel", NAME]) == 0
+    join()
+    assert "another command continued it" in capsys.readouterr().out and read_status(run).state == "queued"
+
+
+def test_a_supervisor_that_does_not_answer(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancel, "PATIENCE_SECONDS", 0.2)
+    run = make_run(tmp_path, NAME, submitted(), began())
+    with run.alive_lock():
+        assert main(["cancel", NAME]) == 1
+    assert read_status(run).state == "running" and "still running" in capsys.readouterr().out
+
+
+def test_several_runs_are_cancelled_only_when_a_person_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    made = [make_run(tmp_path, f"toy-{number:08}", submitted(), began()) for number in range(2)]
+    read, write = os.pipe()
+    os.close(write)
+    with os.fdopen(read) as nobody:
+        monkeypatch.setattr(sys, "stdin", nobody)
+        assert main(["cancel", "toy-*"]) == 2
+    assert {read_status(run).state for run in made} == {"running"}
+    assert main(["cancel", "-y", "toy-*"]) == 0
+    assert {read_status(run).state for run in made} == {"cancelled"}
+
+
+def test_preempt_waits_for_the_end_of_the_attempt(tmp_path: Path, capsys: Capture) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began())
+    join = _supervisor(run, "preempt", ended("preempted", "in_place", last_step=60, durable_step=60))
+    assert main(["preempt", NAME]) == 0
+    join()
+    assert "from step 60" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("events", [[], [began()], [began(), ended("timeout", "stop")]])
+def test_there_is_nothing_to_preempt(tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preempt, "PATIENCE_SECONDS", 0.0)
+    run = make_run(tmp_path, NAME, submitted(), *events)  # with [began()] it is lost
+    assert main(["preempt", NAME]) == 1
+    assert run.request("preempt") is None
