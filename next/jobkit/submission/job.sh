@@ -87,6 +87,8 @@ for jobkit_line in "${jobkit_setup[@]}"; do
     # The status of the line counts, as in the user's own shell: no `set -e` for what it sources.
     eval "$jobkit_line" 9>&- || {
         jobkit_code=$?
+        # `source rc.sh` has the status of the file's last command, which may be `[ -f x ] && source x`.
+        [[ $jobkit_line =~ ^(source|\.)\ +([^ ;&|]+)$ ]] && eval "[ -r ${BASH_REMATCH[2]} ]" && continue
         echo "jobkit: setup: exit code $jobkit_code: $jobkit_line" >&2
         jobkit_elsewhere $jobkit_code # a module that does not load must not train without it
     }
