@@ -18,7 +18,7 @@ import traceback
 from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
-from jobkit.slurm import nodes
+from jobkit.slurm import jobs, nodes
 from jobkit.supervisor.protocol import Hello, Start
 from jobkit.worker.children import Children, send
 from jobkit.worker.forked import die_with_parent
@@ -147,7 +147,9 @@ def _wait_for_end_of_script(job_id: str) -> None:
     alive_at = time.monotonic()
     while time.monotonic() - alive_at < SILENCE_SECONDS:
         try:
-            if not nodes.batch_step_alive(job_id):
+            job = jobs.show(job_id)
+            # While a job whose script was killed is COMPLETING, its batch step is still listed.
+            if job is None or job.ended or job.script_died or not nodes.batch_step_alive(job_id):
                 return
             alive_at = time.monotonic()
         except SchedulerError as error:

@@ -69,8 +69,10 @@ def die_with_parent(parent: int) -> None:
 
 def run_rank_program(run: RunDir) -> NoReturn:
     """Run the pickled Worker as Submitit does, and end this process."""
+    from submitit.core.logger import get_logger
     from submitit.core.submission import process_job
 
+    get_logger().setLevel("WARNING")  # a rank's log is for the output of the user's code
     run_and_end(lambda: process_job(run.submitit))
 
 

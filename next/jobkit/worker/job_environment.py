@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from submitit.core.job_environment import JobEnvironment
-from submitit.core.logger import get_logger
 from submitit.core.utils import JobPaths
 
 from jobkit.worker.stop import take_stop_signals
@@ -48,5 +47,4 @@ class JobkitJobEnvironment(JobEnvironment):  # type: ignore[misc]
         return _RunPaths(paths._folder, paths.job_id, paths.task_id)
 
     def _handle_signals(self, paths: Any, submission: Any) -> None:
-        get_logger().setLevel("WARNING")  # a rank's log is for the output of the user's code
         take_stop_signals()

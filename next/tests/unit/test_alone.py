@@ -14,6 +14,7 @@ from jobkit.errors import SchedulerError
 from jobkit.run import records
 from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
+from jobkit.slurm import jobs
 from jobkit.supervisor.protocol import Hello, Start
 from jobkit.worker import alone
 from jobkit.worker.alone import Alone
@@ -124,7 +125,7 @@ def test_an_idle_agent_waits_for_later_attempts(slurm: Scene) -> None:
 
 
 def test_ranks_stop_in_time_without_a_supervisor(slurm: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone.nodes, "batch_step_alive", lambda job_id: True)
+    monkeypatch.setattr(alone, "_wait_for_end_of_script", lambda job_id: time.sleep(60))
     slurm.alone.note_start(
         Start(attempt=3, ranks=[], world_size=2, nodes=1, master_addr="", master_port=0, time_left=1000)
     )
@@ -136,9 +137,20 @@ def test_ranks_stop_in_time_without_a_supervisor(slurm: Scene, monkeypatch: pyte
     assert slurm.go_on(lambda: slurm.children.stopped == 1)
 
 
-@pytest.mark.parametrize("answer", ["alive", "gone", "silent", "silent for long"])
+SCRIPTS = {
+    "it runs": ("alive", "RUNNING", "None"),
+    "a preemption": ("alive", "COMPLETING", "None"),
+    "no batch step": ("gone", "RUNNING", "None"),
+    "it was killed": ("alive", "COMPLETING", "JobLaunchFailure"),
+    "its node died": ("alive", "NODE_FAIL", "NodeDown"),
+    "no answer": ("silent", "RUNNING", "None"),
+    "no answer for long": ("silent for long", "RUNNING", "None"),
+}
+
+
+@pytest.mark.parametrize(("answer", "state", "reason"), SCRIPTS.values(), ids=SCRIPTS)
 def test_an_agent_acts_only_for_a_batch_script_that_is_gone(
-    slurm: Scene, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: Scene, answer: str, state: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The helper is another process: it leaves files."""
     asked, acted = tmp_path / "asked", tmp_path / "acted"
@@ -156,11 +168,13 @@ def test_an_agent_acts_only_for_a_batch_script_that_is_gone(
         if acted.stat().st_size == 1:
             raise OSError("the disk was away")  # then it is tried again
 
+    record = f"JobId=12 JobState={state} Reason={reason}"
+    monkeypatch.setattr(alone.jobs, "show", lambda job_id: jobs.parse_job(record))
     monkeypatch.setattr(alone.nodes, "batch_step_alive", batch_step_alive)
     monkeypatch.setattr(alone, "close_and_requeue", act)
     monkeypatch.setattr(alone, "SILENCE_SECONDS", 0.1 if answer == "silent for long" else 60.0)
     try:
-        if answer in ("alive", "silent"):
+        if answer == "silent" or (answer == "alive" and reason == "None"):
             assert slurm.go_on(lambda: asked.exists() and asked.stat().st_size >= 3)
             assert (slurm.children.stopped, acted.exists(), terms) == (0, False, [])
             slurm.alone.end(slurm.children)
