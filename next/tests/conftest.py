@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,46 @@ pytest_plugins = ["slurmbox.pytest_plugin"]
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
+def no_process_left(tmp_path: Path) -> Iterator[None]:
+    """Kill what a test has left: a run outlives the test that fails in the middle of it."""
+    yield
+    while processes := [pid for pid in pids() if works_in(pid, tmp_path)]:
+        for pid in processes:
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids() -> list[int]:
+    return [
+        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()
+    ]
+
+
+def works_in(pid: int, folder: Path) -> bool:
+    """Return whether a process was started in a folder, or for a file in it."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return bytes(folder) in words or Path(f"/proc/{pid}/cwd").readlink().is_relative_to(folder)
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def project(tmp_path: Path, no_process_left: None) -> Project:
     """A project folder on this machine."""
     return Project(tmp_path / "project")
 
 
 @pytest.fixture
-def on_slurm(tmp_path: Path) -> Callable[..., Project]:
+def on_slurm(tmp_path: Path, no_process_left: None) -> Iterator[Callable[..., Project]]:
     """A function that makes a project whose commands talk to a cluster: `on_slurm(cluster, yaml)`."""
+    clusters: list[Cluster] = []
 
     def make(cluster: Cluster, yaml: str = YAML, folder: str = "project") -> Project:
+        clusters.append(cluster)
         return Project(tmp_path / folder, cluster.env, yaml)
 
-    return make
+    yield make
+    names = ",".join(run.name for run in tmp_path.glob("*/runs/*-*"))
+    for cluster in clusters:
+        if cluster.is_up and names:  # the shared cluster: of a test that failed
+            cluster.command("scancel", f"--name={names}")

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from jobkit.run.status import Status, fold
 class Journal:
     """Appends events to a run's journal.
 
-        journal = Journal(run, writer=lease.writer)
-        journal.append(Excluded(node="node3", reason="killed twice"))
-        journal.status.excluded_nodes     # ["node3"]
+    journal = Journal(run, writer=lease.writer)
+    journal.append(Excluded(node="node3", reason="killed twice"))
+    journal.status.excluded_nodes     # ["node3"]
     """
 
     def __init__(self, run: RunDir, writer: str | None = None) -> None:
@@ -46,15 +47,26 @@ class Journal:
             self.status = fold(self.status, event)
 
     def append(self, event: Event) -> None:
-        """Append an event, make it durable, and let status.json follow. Raises LostLease, OSError."""
+        """Append an event durably, and let status.json follow; or raise LostLease or OSError, and append nothing."""
+        before = self.status
         self.note(event)
-        self.flush()
+        try:
+            self.flush()
+        except OSError:
+            self._pending.pop()
+            self.status = before
+            raise
 
     def note(self, event: Event) -> None:
         """Let the status follow an event now; `flush` writes it, once the disk takes it."""
         event = dataclasses.replace(event, time=event.time or time.time())
         self.status = fold(self.status, event)
         self._pending.append(event)
+
+    @property
+    def waits(self) -> bool:
+        """Whether events wait for room on the disk."""
+        return bool(self._pending)
 
     def flush(self) -> None:
         """Write the events that were noted. Raises LostLease, and OSError where the disk takes none of them."""
@@ -67,7 +79,8 @@ class Journal:
         lines = "".join(json.dumps({"event": event.kind, **records.plain(event)}) + "\n" for event in self._pending)
         _append(self.run.journal_file, lines.encode())
         self._pending.clear()
-        write_json(self.run.status_file, as_json(self.status, self.run.journal_file.stat().st_size), durable=False)
+        with suppress(OSError):  # a cache, which is older than the journal now: readers notice that
+            write_json(self.run.status_file, as_json(self.status, self.run.journal_file.stat().st_size), durable=False)
 
 
 def _append(file: Path, data: bytes) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.records import Began, Cause, End
-from jobkit.supervisor.protocol import Exited
+from jobkit.supervisor.protocol import Exited, Silent
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import StopCause
@@ -59,6 +59,8 @@ class Facts:
     asked: tuple[Cause, str] | None = None
     """What the supervisor itself ended the ranks for (timeout, hang, cancelled, preempted, stopped), and words for
     `error`. The first one counts."""
+    silent: tuple[Silent, str] | None = None
+    """The first rank that gave no sign of life, and its node: a hang may be the node's."""
     signalled: bool = False
     """True if an agent was sent a signal (by Slurm, or by a person) that it passed on to its ranks."""
     word: StopCause | None = None
@@ -103,6 +105,9 @@ def diagnose(facts: Facts, traces: Traces, began: Began, *, command: bool = Fals
     cause, words = facts.asked or (None, "")
     if cause is not None and not (cause == "killed" and facts.word):  # what Slurm and the ranks say follows from it
         cause_of_hang = _first(failed.values(), failed, facts) if cause == "hang" else None
+        if cause_of_hang is None and cause == "hang" and facts.silent is not None:
+            hung, node = facts.silent
+            return Verdict(cause=cause, error=words, rank=hung.rank, node=node, step=hung.step)
         if cause_of_hang is None:
             return Verdict(cause=cause, error=words or None)
         return _failed(cause_of_hang, failed, began, traces)  # it had failed, and did not end

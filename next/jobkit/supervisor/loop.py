@@ -18,6 +18,7 @@ from typing import Literal
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
+from jobkit.run.disk import is_full
 from jobkit.run.records import Began, Cause, Request
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor.agents import Agent, Agents, Lost, News
@@ -37,6 +38,9 @@ EXPLANATION_SECONDS = 60.0
 
 DISK_SECONDS = 1.0
 """How often requests are read: each look is a request to a file server that all supervisors share."""
+
+FULL_DISK_SECONDS = 300.0
+"""How long a job without ranks waits for room on the disk; then it gives its nodes back."""
 
 ANSWER_SECONDS = 10.0
 """How long a decision about lost nodes waits for Slurm's word."""
@@ -148,9 +152,7 @@ class Supervisor:
         used = nodes or self.starter.used
         ranks = sum(map(len, self.starter.places(used).values()))
         is_again = how == "start" and self.tenure.journal.status.attempts
-        with self._writing:
-            names = [] if used == ["local"] else used
-            number = attempts.begin(self.tenure, names, ranks, "requeue" if is_again else how)
+        number = self._begin([] if used == ["local"] else used, ranks, "requeue" if is_again else how)
         messages = self.starter.messages(number, nodes, self.look) if nodes else {}
         alive = {place.rank: node for node, message in messages.items() for place in message.ranks}
         running = self._follow(number, alive)
@@ -161,6 +163,19 @@ class Supervisor:
             running.cannot_start(problem)
         self._obey(running)  # without ranks no turn follows: the reason to stop is the attempt's cause
         return running
+
+    def _begin(self, nodes: list[str], ranks: int, how: Literal["start", "in place", "requeue"]) -> int:
+        """Journal a new attempt and return its number. A full disk is waited for; then OSError."""
+        deadline = time.monotonic() + FULL_DISK_SECONDS
+        while True:
+            try:
+                with self._writing:
+                    return attempts.begin(self.tenure, nodes, ranks, how)
+            except OSError as error:
+                if not is_full(error) or time.monotonic() >= deadline:
+                    raise
+                log.warning("the next attempt waits for room on the disk: %s", error)
+            self._turn(time.monotonic() + DISK_SECONDS)
 
     def _follow(self, number: int, alive: dict[int, str]) -> Running:
         folder = self.tenure.run.ends_folder(number)
@@ -280,8 +295,19 @@ class Supervisor:
             decision = attempts.close(self.tenure, running.facts(self.look.cause), room)
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
         self._request = None
-        self.agents.acknowledge_exits()
+        if decision.action != "in_place":
+            self._until_written()
+        if not self.tenure.journal.waits:
+            self.agents.acknowledge_exits()
         return decision
+
+    def _until_written(self) -> None:
+        """Wait until the disk has taken the end of the attempt. Raises OSError after a while."""
+        deadline = time.monotonic() + FULL_DISK_SECONDS
+        while self.tenure.journal.waits and time.monotonic() < deadline:
+            self._turn(time.monotonic() + DISK_SECONDS)
+        with self._writing:
+            self.tenure.journal.flush()
 
     def _wait_for_word(self, since: float, seconds: float) -> None:
         while self.look.asked < since and time.monotonic() < since + seconds:

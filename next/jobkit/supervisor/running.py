@@ -63,6 +63,8 @@ class Running:
         self.signalled: Signalled | None = None
         self.signalled_at = -math.inf
         self.asked: tuple[Cause, str] | None = None
+        self.silent: tuple[Silent, str] | None = None
+        """The rank that hangs, and its node."""
         self.lost: list[LostNode] = []
         self._ends = ends
         """Returns the ranks whose End lies on the disk."""
@@ -99,6 +101,7 @@ class Running:
                 self.signalled, self.signalled_at = news, now
             case Silent() if news.attempt == self.attempt and self.pressure(now) is Pressure.NONE:
                 self.asked = ("hang", f"rank {news.rank}: no sign of life for {news.seconds:.0f} s in step {news.step}")
+                self.silent = (news, self.alive.get(news.rank, agent.node))
                 self._begin(Pressure.STACKS, now)
                 self._kill(now + STACKS_SECONDS)
             case NotStarted() if news.attempt == self.attempt:
@@ -132,6 +135,7 @@ class Running:
             lost_nodes=self.lost,
             launch_error=self._launch_error,
             asked=self.asked,
+            silent=self.silent,
             signalled=self.signalled is not None,
             word=word,
         )

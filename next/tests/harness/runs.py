@@ -47,6 +47,11 @@ def wait_until(look: Callable[[], T], what: str, seconds: float = PATIENCE) -> T
     return value
 
 
+def with_params(params: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command that set params of YAML."""
+    return [f"{'' if key == 'steps' else '+'}params.{key}={json.dumps(value)}" for key, value in params.items()]
+
+
 class Project:
     """A user's folder with the scripted rank and an experiment in it."""
 
@@ -75,9 +80,7 @@ class Project:
 
     def submit(self, *arguments: str, **params: Any) -> Launch:
         """Submit the experiment with these params, and return its run; `arguments` say where."""
-        overrides = [f"+params.{key}={json.dumps(value)}" for key, value in params.items() if key != "steps"]
-        overrides += [f"params.steps={params['steps']}"] if "steps" in params else []
-        done = self.jobkit("submit", str(self.yaml), *overrides, *arguments, "--json")
+        done = self.jobkit("submit", str(self.yaml), *with_params(params), *arguments, "--json")
         return self.launch(json.loads(done.stdout)["dir"])
 
     def launch(self, path: Path | str) -> Launch:

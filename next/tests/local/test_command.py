@@ -43,6 +43,7 @@ import os, signal, sys, time
 from pathlib import Path
 
 saved = Path(os.environ["JOBKIT_RUN"], "outputs/saved")
+saved.parent.mkdir(exist_ok=True)
 number = int(saved.read_text()) if saved.exists() else 0
 if number == 2:
     sys.exit(1 if os.environ["JOBKIT_ATTEMPT"] == "3" else 0)

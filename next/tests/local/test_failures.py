@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.runs import Project, is_alive, wait_until
+from harness.runs import Project, is_alive, wait_until, with_params
 
 from jobkit.errors import EXIT_BAD_INPUT
 
@@ -17,26 +17,26 @@ from jobkit.errors import EXIT_BAD_INPUT
 def test_each_failure_has_its_cause_and_a_step_that_always_fails_ends_the_run(project: Project) -> None:
     """A hang, memory, an exit code; then an exception at the same step until the budget for crashes is spent."""
     faults = [
-        {"kind": "hang", "rank": 1, "step": 6, "attempt": 1},
+        {"kind": "hang", "rank": 0, "step": 6, "attempt": 1},
         {"kind": "memory", "rank": 1, "step": 16, "attempt": 2},
-        {"kind": "4", "rank": 0, "step": 26, "attempt": 3},
-        {"kind": "raise", "rank": 1, "step": 36, "attempt": 0},
+        {"kind": "4", "rank": 1, "step": 26, "attempt": 3},
+        {"kind": "raise", "rank": 0, "step": 56, "attempt": 0},  # far from the steps where rank 0 was ended
     ]
-    params = json.dumps({"steps": 100, "every": 5, "faults": faults})
+    params = with_params({"steps": 1000, "every": 5, "faults": faults})
     words = ("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "watchdog=2s", "retry.crash=2")
-    done = project.jobkit(*words, f"params={params}", check=False)
+    done = project.jobkit(*words, *params, check=False)
     (folder,) = (project.folder / "runs").glob("scripted-*")
     launch = project.launch(folder)
 
     assert (done.returncode, launch.status.state) == (1, "failed")
     assert launch.causes == ["hang", "out_of_memory", "crashed", "crashed", "crashed"]
     assert [ended.next for ended in launch.ends] == ["in_place"] * 4 + ["fail"]
-    assert [ended.rank for ended in launch.ends] == [1, 1, 0, 1, 1]
+    assert [ended.rank for ended in launch.ends] == [0, 1, 1, 0, 0]
     stacks = [launch.run.rank_log(1, rank, "err").read_text() for rank in range(2)]
     assert all("scripted_rank.py" in text and "train" in text for text in stacks)
 
     last = launch.ends[-1]
-    assert (last.step, last.error) == (36, "ValueError: a fault of the script")
+    assert (last.step, last.error) == (56, "rank 0: ValueError: a fault of the script")
     shown = project.jobkit("status", launch.run.name).stdout
     assert "scripted_rank.py" in shown and "a fault of the script" in shown
 

@@ -10,7 +10,7 @@ import pytest
 
 from jobkit.run.records import Began, Cause, End
 from jobkit.supervisor.diagnosis import Facts, LostNode, Traces, Verdict, diagnose, is_failure, last_words
-from jobkit.supervisor.protocol import Exited
+from jobkit.supervisor.protocol import Exited, Silent
 
 GIB = 2**30
 
@@ -41,6 +41,7 @@ ALL_FINISHED = [end(rank) for rank in range(4)]
 ALL_STOPPED = [end(rank, "stopped") for rank in range(4)]
 LOST = [LostNode(node="n2", why="no answer")]
 DEAD_1 = exits((1, -9), (0, 1))
+SILENT = (Silent(attempt=2, rank=3, seconds=9.0, step=7), "n2")
 
 
 def verdict(facts: Facts, ends: Sequence[End] = (), *, command: bool = False, **traces: Any) -> Verdict:
@@ -121,7 +122,7 @@ DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | 
     ("our time limit", Facts(asked=("timeout", ""), exits=DEAD_1), [failed(0)], ("timeout", None, None)),
     ("a scancel during our stop", Facts(asked=("timeout", ""), word="cancelled"), [], ("cancelled", None, None)),
     ("the agents' step died", Facts(asked=("killed", "all agents"), word="timeout"), [], ("timeout", None, None)),
-    ("a hang", Facts(asked=("hang", "no beat"), exits=exits((0, -9))), [], ("hang", None, None)),
+    ("a hang", Facts(asked=("hang", "no beat"), silent=SILENT, exits=exits((0, -9))), [], ("hang", 3, "n2")),
     ("a hang of ranks that wait for one that failed", Facts(asked=("hang", "")), [failed(3)], ("crashed", 3, "n2")),
     # Stops that nobody explains
     ("a signal to a rank", Facts(exits=exits((0, 75), (1, 75))), ALL_STOPPED, ("unknown", None, None)),
