@@ -77,12 +77,12 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     newest = status.attempt
     if progress is not None and (newest is None or progress.attempt != newest.number):
         progress = None
-    lines = [f"{run.name}: {state}{_steps(progress)}"]
+    spent = accounts(status, progress, now)
+    lines = [f"{run.name}: {state}{_steps(spent, progress)}"]
     if view.words:
         lines.append(f"  {view.words}")
     if state == "queued" and view.job is None and (turn := turns_here().get(str(run.path))):
         lines.append(f"  it waits for devices of this machine: {turn}")
-    spent = accounts(status, progress, now)
     for attempt, account in zip(status.attempts, spent, strict=True):
         lines += _attempt_lines(attempt, account, is_running=attempt is status.open_attempt and not view.is_over)
     if status.excluded_nodes:
@@ -107,12 +107,13 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     return lines
 
 
-def _steps(progress: Progress | None) -> str:
+def _steps(spent: list[Account], progress: Progress | None) -> str:
+    steps = [account.last_step for account in spent if account.last_step is not None]
     if progress is None or progress.step is None:
-        return ""
+        return f", step {steps[-1]}" if steps else ""
     total = f" of {progress.total_steps}" if progress.total_steps else ""
     speed = f", {progress.steps_per_second:.3g} steps/s" if progress.steps_per_second else ""
-    return f", step {progress.step}{total}{speed}"
+    return f", step {max(progress.step, *steps[-1:], 0)}{total}{speed}"
 
 
 def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> list[str]:

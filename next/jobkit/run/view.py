@@ -147,16 +147,15 @@ def _jobs_of(submissions: Sequence[Submitted]) -> _Jobs:
 
     if not submissions or not commands.is_available():
         return {}
+    users = ",".join(sorted({item.user or user_name() for item in submissions}))
     try:
+        index = jobs.by_token(jobs.queue(users, timeout=ANSWER_SECONDS))
         here = commands.cluster_name()
-        asked = [item for item in submissions if item.cluster in (None, here)]
-        users = ",".join(sorted({item.user or user_name() for item in asked}))
-        index = jobs.by_token(jobs.queue(users, timeout=ANSWER_SECONDS)) if asked else {}
     except SchedulerError as error:
         log.warning("%s; what follows is what the run directories say", error)
         return {}
     answer: _Jobs = {}
-    for item in asked:
+    for item in (item for item in submissions if item.cluster in (None, here)):
         candidates = index.get((item.token, item.task), [])
         # Slurm may hide the jobs of other users (PrivateData=jobs): of theirs, no job is no answer.
         if candidates or os.geteuid() == 0 or item.user in ("", user_name()):
