@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 from jobkit.cli.arguments import add_runs, chosen
-from jobkit.cli.rows import turns_here
 from jobkit.errors import EXIT_FINISHED
 from jobkit.run import records
 from jobkit.run.accounting import Account, accounts, goodput
@@ -20,11 +19,16 @@ from jobkit.run.duration import format_seconds
 from jobkit.run.files import json_text
 from jobkit.run.records import Ended, Progress
 from jobkit.run.status import Attempt
+from jobkit.run.tail import Tail
 from jobkit.run.view import LOST, View, views
+from jobkit.supervisor.devices import turns
 from jobkit.usage import show_examples, to_type
 
 SAMPLES_SHOWN = 8
 """How many ids of a failed rank's batch are printed: a person looks one or two up."""
+
+LINES_OF_LOG = 10
+"""How much is shown of the output of a job that could not begin, as for a `setup` line that fails."""
 
 CAUSES = {
     "timeout": "time limit",
@@ -81,8 +85,11 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     lines = [f"{run.name}: {state}{_steps(spent, progress)}"]
     if view.words:
         lines.append(f"  {view.words}")
-    if state == "queued" and view.job is None and (turn := turns_here().get(str(run.path))):
+    if state == "queued" and view.job is None and (turn := turns().get(str(run.path))):
         lines.append(f"  it waits for devices of this machine: {turn}")
+    if (view.is_pending or state == LOST) and run.failed_starts.exists():
+        lines.append("  the last start of its job began no attempt; the end of its output:")
+        lines += [f"    {line}" for line in Tail().read(run.job_log, to_the_end=True)[-LINES_OF_LOG:]]
     for attempt, account in zip(status.attempts, spent, strict=True):
         lines += _attempt_lines(attempt, account, is_running=attempt is status.open_attempt and not view.is_over)
     if status.excluded_nodes:
@@ -155,8 +162,8 @@ def _repeated(account: Account, ended: Ended | None) -> str:
 
 def _failure_lines(ended: Ended) -> list[str]:
     place = {"rank": ended.rank, "step": ended.step, "node": ended.node}
-    known = ", ".join(f"{name} {value}" for name, value in place.items() if value is not None)
-    lines = [f"failed at: {known}"] if known else []
+    words = ", ".join(f"{name} {value}" for name, value in place.items() if value is not None)
+    lines = [f"failed at: {words}"] if words else []
     if ended.samples:
         more = len(ended.samples) - SAMPLES_SHOWN
         shown = ", ".join(map(str, ended.samples[:SAMPLES_SHOWN]))

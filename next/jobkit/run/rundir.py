@@ -1,14 +1,14 @@
 """The run directory: the one owner of every file name in it.
 
-    runs/<name>-<hash8>/
-      config.yaml  code -> ../.code/<digest>     written by the submission, before there is a job
-      events.jsonl  status.json                  run/journal.py
-      requests/  ends/  progress.json  lease.json  supervisor.json      run/records.py
-      checkpoints/step_00000500/  latest  best   tensorboard/  final/   written by ranks
-      logs/<attempt>/rank_<n>.{out,err}          what ranks print; srun.err: what srun says
-      submitit/                                  pickle, batch script, what the batch script prints
-    runs/.locks/<name>.{submit,begin}            locks outlive the run that they are about
-    runs/.code/<digest>/                         code snapshots, shared by runs
+runs/<name>-<hash8>/
+  config.yaml  code -> ../.code/<digest>     written by the submission, before there is a job
+  events.jsonl  status.json                  run/journal.py
+  requests/  ends/  progress.json  lease.json  supervisor.json      run/records.py
+  checkpoints/step_00000500/  latest  best   tensorboard/  final/   written by ranks
+  logs/<attempt>/rank_<n>.{out,err}          what ranks print; srun.err: what srun says
+  submitit/                                  pickle, batch script, what the batch script prints
+runs/.locks/<name>.{submit,begin}            locks outlive the run that they are about
+runs/.code/<digest>/                         code snapshots, shared by runs
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from jobkit.errors import InputError
 from jobkit.run import records
-from jobkit.run.files import is_there
+from jobkit.run.files import foreign_owner, is_there
 from jobkit.run.locks import Lock
 from jobkit.run.records import Contact, End, Lease, Progress, Request
 from jobkit.run.schema import Config
@@ -28,9 +29,9 @@ CHECKPOINT = re.compile(r"step_(\d{8,})")
 class RunDir:
     """Paths and records of one run. It holds no state, so that any process may make one at any time.
 
-        run = RunDir("runs/toy-11f5f19c")
-        run.progress()          # Progress(attempt=2, step=137, ...)
-        run.durable_step()      # 120
+    run = RunDir("runs/toy-11f5f19c")
+    run.progress()          # Progress(attempt=2, step=137, ...)
+    run.durable_step()      # 120
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -163,6 +164,12 @@ class RunDir:
     def exists(self) -> bool:
         """Return whether the run has been made, by whichever host."""
         return is_there(self.config_file)
+
+    def refuse_foreign(self) -> None:
+        """Raise InputError if another user wrote what executes as this one; a group may write in the directory."""
+        for path in (self.config_file, self.pickle_file, self.code):
+            if is_there(path) and (owner := foreign_owner(path, self.path)) is not None:
+                raise InputError(f"belongs to {owner}, not to the run's owner", hint="submit the run again").at(path)
 
     def config(self) -> Config:
         """Return the run's config, with the environment's values. Raises InputError where a variable is not set."""

@@ -90,7 +90,10 @@ class View:
             return f"{job} waits: {explain_reason(self.job.reason or 'None')}{held}"
         attempt = self.status.open_attempt
         words = f"attempt {attempt.number} in {job}" if attempt is not None else f"{job} is starting"
-        return words if self.answered else f"{words}, as far as the journal knows: its scheduler did not answer"
+        if self.answered:
+            return words
+        cluster = self.status.submitted.cluster if self.status.submitted is not None else None
+        return f"{words}, as far as the journal knows: {f'cluster {cluster}' if cluster else 'its owner'} was not heard"
 
 
 def view(run: RunDir, *, locked: bool = False) -> View:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, LostLease, SchedulerError
 from jobkit.run import records
-from jobkit.run.files import foreign_owner, is_there
 from jobkit.run.journal import Journal
 from jobkit.run.records import Lease, Refused, Request
 from jobkit.run.rundir import RunDir
@@ -106,13 +105,11 @@ def over(status: Status) -> NotRunnable:
 
 
 def config_of(run: RunDir, me: Me) -> Config:
-    """Return the run's config. What executes as this user must belong to it, or to the owner of the run."""
+    """Return the run's config. Raises NotRunnable where another user wrote it, or a variable is not set in the job."""
     try:
-        for file in (run.config_file, run.pickle_file):
-            if is_there(file) and (owner := foreign_owner(file, run.path)):
-                raise InputError(f"belongs to {owner}, not to the run's owner", hint="submit the run again").at(file)
+        run.refuse_foreign()
         return run.config()
-    except InputError as error:  # as a variable that is not set in the job
+    except InputError as error:
         Journal(run).append(Refused(token=me.token, error=str(error)))
         raise NotRunnable(str(error), EXIT_RUN_FAILED) from error
 

@@ -72,6 +72,7 @@ def run_rank_program(run: RunDir) -> NoReturn:
     from submitit.core.logger import get_logger
     from submitit.core.submission import process_job
 
+    run.refuse_foreign()  # again: somebody may have written there since the job began
     get_logger().setLevel("WARNING")  # a rank's log is for the output of the user's code
     run_and_end(lambda: process_job(run.submitit))
 
