@@ -79,8 +79,8 @@ def _eta(row: Row) -> float | None:
     progress = row.progress
     if progress is None or progress.step is None or not (progress.total_steps and progress.steps_per_second):
         return None
-    left = max(0, progress.total_steps - progress.step)
-    return round(left / progress.steps_per_second, 1) if FACTS["state"](row) == "running" else None
+    steps = max(0, progress.total_steps - progress.step)
+    return round(steps / progress.steps_per_second, 1) if FACTS["state"](row) == "running" else None
 
 
 def _goodput(row: Row) -> float | None:
@@ -137,22 +137,19 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
         view.run.path: view
         for view in look([(run, Status.of(status)) for run, status in read if status.get("state") in UNDER_WAY])
     }
-    turns = turns_here() if any(view.job is None for view in views.values()) else {}
+    waiting = {}
+    if any(view.job is None for view in views.values()):
+        from jobkit.supervisor.devices import turns  # most lists need no look at this machine
+
+        waiting = turns()
     rows = []
     for run, status in read:
         view = views.get(run.path)
         if view is not None and view.status.state not in UNDER_WAY:  # it ended since
             status, view = as_json(view.status, 0), None
         progress = run.progress() if status.get("state") != "finished" else None
-        rows.append(Row(run, status, view, progress, turns.get(str(run.path))))
+        rows.append(Row(run, status, view, progress, waiting.get(str(run.path))))
     return rows
-
-
-def turns_here() -> dict[str, str]:
-    """Return the turns of runs that wait for devices of this machine, by their paths: `no. 2 for 1 of cuda 0, 1`."""
-    from jobkit.supervisor.devices import waiting
-
-    return {item.run: f"no. {place} for {item.devices}" for place, item in enumerate(waiting(), 1)}
 
 
 def check_keys(keys: Iterable[str], option: str, rows: Sequence[Row]) -> None:

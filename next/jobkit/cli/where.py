@@ -74,9 +74,11 @@ def parse(text: str) -> Condition:
 def ordered(items: Iterable[T], value_of: Callable[[T], Any], *, largest_first: bool) -> list[T]:
     """Return items by a value: numbers, then texts; None and NaN come last in both directions."""
     keyed = [(_order(value_of(item)), item) for item in items]
-    known = sorted((pair for pair in keyed if pair[0] is not None), key=lambda pair: pair[0][1:], reverse=largest_first)
-    known.sort(key=lambda pair: pair[0][0])
-    return [item for _, item in known] + [item for order, item in keyed if order is None]
+    ranked = sorted(
+        (pair for pair in keyed if pair[0] is not None), key=lambda pair: pair[0][1:], reverse=largest_first
+    )
+    ranked.sort(key=lambda pair: pair[0][0])
+    return [item for _, item in ranked] + [item for order, item in keyed if order is None]
 
 
 def _order(value: Any) -> Any:

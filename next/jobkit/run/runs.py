@@ -138,8 +138,8 @@ def _named_by_slurm(job_id: str, runs_dir: Path) -> str | None:
 
 def _none(word: str, runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
     """Raise the error for a word that means no run."""
-    known = {name for match in map(_RUN_NAME.fullmatch, names) if match for name in (match[0], match["identity"][:-9])}
-    hint = nearest(word.rstrip("*"), sorted(known | set(names)))
+    in_yaml = {match["identity"][:-9] for match in map(_RUN_NAME.fullmatch, names) if match}
+    hint = nearest(word.rstrip("*"), sorted(in_yaml | set(names)))
     where = f"a run in {runs_dir}" if names else f"a run; {runs_dir} has none: --runs-dir DIR, or JOBKIT_RUNS"
     if Path(word).suffix in (".yaml", ".yml"):  # the shell makes digits.yaml of digits*
         hint = "put a pattern in quotes, as in 'digits*'"

@@ -1,7 +1,7 @@
 """The state of a run: a pure fold of its journal. status.json is this, and the only cache of it.
 
-    submitted ---> queued --attempt began--> running --attempt ended--> queued | running | interrupted | failed
-                                             any --cancelled--> cancelled          running --finished--> finished
+submitted ---> queued --attempt began--> running --attempt ended--> queued | running | interrupted | failed
+                                         any --cancelled--> cancelled          running --finished--> finished
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Attempt:
 class Status:
     """What a run's journal says.
 
-        status = read_status(run)
-        status.state                  # "running"
-        status.attempts[-1].ended     # None
+    status = read_status(run)
+    status.state                  # "running"
+    status.attempts[-1].ended     # None
     """
 
     name: str
@@ -90,8 +90,8 @@ class Status:
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values, without what is None or empty."""
-        values = dataclasses.asdict(self)
-        return _without_nothing({**values, "job_id": self.job_id})
+        values: dict[str, Any] = _without_nothing({**dataclasses.asdict(self), "job_id": self.job_id})
+        return values
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Status:

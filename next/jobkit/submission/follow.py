@@ -14,14 +14,14 @@ import time
 
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
-from jobkit.run import records
 from jobkit.run.journal import read_status
-from jobkit.run.records import Request
+from jobkit.run.requests import ask
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
 from jobkit.run.tail import Tail
-from jobkit.run.view import LOST, View, user_name, view
+from jobkit.run.view import LOST, View, view
 from jobkit.submission.signals import Signals
+from jobkit.supervisor.devices import turns
 from jobkit.usage import to_type
 
 POLL_SECONDS = 0.1
@@ -118,27 +118,15 @@ def follow_local(run: RunDir, process: subprocess.Popen[bytes], signals: Signals
             stop.ask(status, kills=len(signals.received) > 1)
         elif status.open_attempt is None and time.monotonic() >= look_at:
             look_at = time.monotonic() + AGAIN_SECONDS
-            if (turn := _turn(run)) not in ("", turn_shown):
+            if (turn := turns().get(str(run.path), "")) not in ("", turn_shown):
                 turn_shown = turn
-                follower.display.say(turn)
+                follower.display.say(f"waiting: {turn}")
         follower.refresh(status)
         time.sleep(POLL_SECONDS)
     now = view(run)
     code = follower.end(now)
     cannot_start = now.state == LOST and process.returncode == EXIT_FAILED and not signals.received  # setup lines
     return EXIT_FAILED if cannot_start else code
-
-
-def _turn(run: RunDir) -> str:
-    """The place of a run among those that wait for devices of this machine; empty if it does not wait."""
-    from jobkit.supervisor.devices import waiting
-
-    line = [
-        f"waiting: no. {place} for {item.devices}"
-        for place, item in enumerate(waiting(), 1)
-        if item.run == str(run.path)
-    ]
-    return line[0] if line else ""
 
 
 class _Stop:
@@ -158,23 +146,10 @@ class _Stop:
             saves = "saving a checkpoint, then stopping; Ctrl-C again kills" if attempt is not None else "stopping"
             self.display.say("killing the ranks" if kills else saves)
             if attempt is not None:
-                self._request(
-                    Request(
-                        kind="stop",
-                        token=str(status.token),
-                        attempt=number,
-                        grace=0.0 if kills else None,
-                        user=user_name(),
-                    )
-                )
+                ask(self.run, status, "stop", 0.0 if kills else None)
         if attempt is None and time.monotonic() >= self._signal_at:
             self._signal_at = time.monotonic() + AGAIN_SECONDS
             self._signal(status, kills)
-
-    def _request(self, request: Request) -> None:
-        file = self.run.request_file(request.kind)
-        file.parent.mkdir(exist_ok=True)
-        records.write(file, request, durable=False)
 
     def _signal(self, status: Status, kills: bool) -> None:
         lease = self.run.lease()

@@ -57,6 +57,11 @@ def waiting(environ: Mapping[str, str] = os.environ) -> list[Waiting]:
     ]
 
 
+def turns(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The turns of the runs that wait, by the paths of their directories, as in `no. 2 for 1 of cuda 0, 1`."""
+    return {item.run: f"no. {place} for {item.devices}" for place, item in enumerate(waiting(environ), 1)}
+
+
 def of_run(run: RunDir, config: Config, environ: Mapping[str, str] = os.environ) -> Devices | None:
     """The devices that a run on this machine needs, not taken yet; None if it needs none.
 

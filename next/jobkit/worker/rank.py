@@ -44,6 +44,7 @@ class Rank:
     node: int
     """Index of its node, from 0."""
     page: Page
+    _loop_began: float | None = None
 
     @classmethod
     def of_environment(cls, run: RunDir, environ: Mapping[str, str] = os.environ) -> Rank:
@@ -84,7 +85,9 @@ class Rank:
     def report(self, **fields: Any) -> None:
         """Write progress.json, on rank 0; `fields` are those of records.Progress."""
         if self.rank == 0:
-            progress = Progress(attempt=self.attempt, time=time.time(), **fields)
+            if fields.get("step") is not None:
+                self._loop_began = self._loop_began or time.time()
+            progress = Progress(attempt=self.attempt, time=time.time(), loop_began=self._loop_began, **fields)
             with suppress(OSError):  # a view: the training goes on while the disk is full
                 records.write(self.run.progress_file, progress, durable=False)
 
