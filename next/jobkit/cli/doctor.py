@@ -1,7 +1,7 @@
-"""jobkit doctor: would a run work here? Each check is a line: ok, a warning (with its limit), or a problem.
+"""jobkit doctor: would a run work here? A line a check: ok, a warning (a run works, with a limit), or a problem.
 
 jobkit doctor                  this machine, and the cluster that sbatch here submits to
-jobkit doctor --cluster h100   also the entry of that name in the user's own config file
+jobkit doctor --cluster h100   with the partition of that entry in the user's own config file
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -21,24 +20,20 @@ from jobkit.run.files import json_text
 from jobkit.run.runs import runs_dir_of
 from jobkit.usage import show_examples
 
-State = Literal["ok", "warning", "problem"]
-
 LITTLE_BYTES = 10 << 30
 """A disk with less may not take a big model's checkpoint."""
 
 SHORT_SECONDS = 60
-"""A grace that is shorter may be too short for a big model's checkpoint."""
+"""A shorter grace may not be enough for a big model's checkpoint."""
 
 COMMENT = "jobkit:doctor:1:000000"
-
-_COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One answer, and for a warning or a problem what to do."""
+    """One answer, and for a warning or a problem the advice."""
 
-    state: State
+    state: Literal["ok", "warning", "problem"]
     words: str
     advice: str = ""
 
@@ -55,16 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the checks; exit code 1 where something is a problem."""
     from jobkit.slurm import commands
 
-    checks: list[Check] = []
-    parts: list[Callable[[], Iterator[Check]]] = [_python, lambda: _runs_dir(runs_dir_of(arguments.runs_dir)), _devices]
+    parts: list[Callable[[], Iterator[Check]]] = [_python, lambda: _runs_dir(runs_dir_of(arguments.runs_dir)), _machine]
     if not arguments.local and (arguments.cluster or commands.is_available()):
-        parts.append(lambda: _slurm(_options_of(arguments.cluster)))
-    for part in parts:
-        for check in part():
-            checks.append(check)
-            if not arguments.json:
-                state = f"\x1b[{_COLOURS[check.state]}m{check.state:8}\x1b[0m" if sys.stdout.isatty() else check.state
-                print(f"{state:8}{check.words}{f': {check.advice}' if check.advice else ''}", flush=True)
+        options = _options_of(arguments.cluster or "slurm")
+        parts.append(lambda: _slurm(options))
+    checks = []
+    for check in (check for part in parts for check in part()):
+        checks.append(check)
+        if not arguments.json:
+            print(f"{check.state:8}{check.words}{f': {check.advice}' if check.advice else ''}", flush=True)
     is_ok = all(check.state != "problem" for check in checks)
     if arguments.json:
         print(json_text({"ok": is_ok, "checks": [asdict(check) for check in checks]}))
@@ -77,16 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _python() -> Iterator[Check]:
     from jobkit.submission.checks import is_installed
 
-    where = f"Python {sys.version.split()[0]} ({sys.executable})"
     if not is_installed():
-        yield Check("problem", f"{where}: jobkit is not installed", "pip install it there: jobs start from it")
-    try:
-        yield Check("ok", f"{where}, torch {version('torch')}")
-    except PackageNotFoundError:
-        yield Check("warning", f"{where}: torch is not installed", "a task needs it, a command may bring its own")
+        yield Check("problem", f"{sys.executable}: jobkit is not installed there", "pip install it: jobs start from it")
+    if find_spec("torch") is None:
+        yield Check("warning", f"{sys.executable}: no torch", "a `task:` needs it, a `command:` may bring its own")
+    else:
+        yield Check("ok", f"{sys.executable}: Python {sys.version.split()[0]}, with torch")
 
 
 def _runs_dir(runs_dir: Path) -> Iterator[Check]:
+    """Whether runs can be written, and locked, where they shall live."""
     from jobkit.run import disk
     from jobkit.run.locks import Lock
 
@@ -98,127 +92,108 @@ def _runs_dir(runs_dir: Path) -> Iterator[Check]:
         if error is not None:
             raise error
         with Lock(file):
-            works = Lock(file).is_held()
+            excludes = Lock(file).is_held()
         file.unlink()
-    except OSError as error:
-        yield Check("problem", f"runs directory {runs_dir}: not writable ({error.strerror})", move)
+        free = shutil.disk_usage(runs_dir).free
+    except (OSError, JobkitError) as error:
+        yield Check("problem", f"runs directory {runs_dir}: {error}", move)
         return
-    except JobkitError as error:
-        yield Check("problem", f"runs directory {runs_dir}: {error}")
-        return
-    free = shutil.disk_usage(runs_dir).free
     words = f"runs directory {runs_dir}: writable, {free / 2**30:.1f} GiB free"
-    if not works:
-        yield Check("problem", f"{words}; its locks do not exclude: a run could be started twice", move)
+    if not excludes:
+        yield Check("problem", f"{words}; its locks exclude nobody: a run could be started twice", move)
     elif free < LITTLE_BYTES:
         yield Check("warning", words, f"make room, or {move}")
     else:
         yield Check("ok", f"{words}, locks work")
 
 
-def _devices() -> Iterator[Check]:
+def _machine() -> Iterator[Check]:
     from jobkit.addresses import own_addresses
     from jobkit.run.machine import cores, visible_devices
+    from jobkit.supervisor.devices import waiting
 
     kind, devices = visible_devices("auto")
-    yield Check("ok", f"{len(devices or ())} {kind} device(s) and {len(cores())} core(s) here")
+    words = f"{len(devices or ())} {kind} device(s) and {len(cores())} core(s) here"
+    yield Check("ok", f"{words}; {len(waiting())} run(s) of yours wait for devices")
     addresses = own_addresses(2)
     if addresses == ["127.0.0.1"]:
-        yield Check("warning", "this machine has no address but 127.0.0.1", "ranks of other nodes do not reach it")
+        yield Check("warning", "no address but 127.0.0.1", "nodes of a job could not reach each other")
     else:
-        yield Check("ok", f"addresses: {', '.join(addresses)}")
+        yield Check("ok", f"addresses, the first for other nodes: {', '.join(addresses)}")
 
 
 # The cluster
 
 
-def _options_of(cluster: str | None) -> dict[str, str]:
+def _options_of(name: str) -> dict[str, str]:
     """sbatch's options of an entry in the user's own config file, as far as they matter here."""
     from jobkit.run.load import read_user_file
 
     clusters = {"slurm": {}, **read_user_file().value.get("clusters", {})}
-    name = cluster or "slurm"
     if name not in clusters:
-        raise InputError(
-            key="--cluster", found=name, allowed=f"one of {', '.join(clusters)}", hint=nearest(name, clusters)
-        )
+        hint = nearest(name, clusters)
+        raise InputError(key="--cluster", found=name, allowed=f"one of {', '.join(clusters)}", hint=hint)
     return {key: str(clusters[name][key]) for key in ("partition", "account", "qos") if clusters[name].get(key)}
 
 
 def _slurm(options: dict[str, str]) -> Iterator[Check]:
     from jobkit.slurm import commands, nodes
 
-    begin = time.monotonic()
     try:
         config = commands.config()
-        seconds = time.monotonic() - begin
-        words = f"Slurm {config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}, answers in {seconds:.2f} s"
-        yield Check("ok", words) if seconds < 5 else Check("warning", words, "submissions and lists are as slow")
+        requeue = config.get("JobRequeue", "?")
+        words = f"Slurm {config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}, JobRequeue={requeue}"
+        yield Check("ok", words if requeue == "1" else f"{words}: jobkit's jobs ask to be requeued")
         partitions = nodes.partitions(options.get("partition"))
         if not partitions:
-            name = options.get("partition", "default")
-            yield Check("problem", f"there is no partition {name}", "set clusters.<name>.partition; `sinfo` lists them")
+            yield Check(
+                "problem", f"no partition for {options or 'a job without one'}", "set clusters.<name>.partition"
+            )
         for part in partitions:
-            is_up = part.state == "UP"
             words = f"partition {part.name} is {part.state}, {part.total_nodes} node(s)"
-            yield Check("ok", words) if is_up else Check("problem", words, "its jobs wait until it is up")
+            yield Check("ok", words) if part.state == "UP" else Check("problem", words, "its jobs wait until it is up")
             yield _preemption(config, part.name)
-        requeue = config.get("JobRequeue", "?")
-        yield Check("ok", f"JobRequeue={requeue}" + ("" if requeue == "1" else ": jobkit's jobs ask for it"))
-        yield from _held_job(options)
+        yield from _held_job([f"--{key}={value}" for key, value in options.items()])
     except SchedulerError as error:
         yield Check("problem", str(error), "use --local for this machine alone")
 
 
 def _preemption(config: dict[str, str], partition: str) -> Check:
-    """What Slurm does to a job that must make room."""
-    from jobkit.slurm import commands
+    """What Slurm does to a job of the partition that must make room."""
+    from jobkit.slurm.commands import EVEN_HIDDEN, fields, run
 
-    record = commands.fields(
-        commands.run("scontrol", "--oneliner", commands.EVEN_HIDDEN, "show", "partition", partition)
-    )
+    record = fields(run("scontrol", "--oneliner", EVEN_HIDDEN, "show", "partition", partition))
     mode, grace = record.get("PreemptMode", "OFF"), int(record.get("GraceTime", 0))
-    kill_wait = int(config.get("KillWait", "30 sec").split()[0])
-    words = f"partition {partition}: PreemptMode={mode}, GraceTime={grace}, KillWait={kill_wait}"
+    seconds = grace + int(config.get("KillWait", "30 sec").split()[0])
+    words = f"partition {partition}: PreemptMode={mode}, GraceTime={grace}, KillWait={config.get('KillWait')}"
     if mode == "OFF" or config.get("PreemptType", "").endswith("none"):
         return Check("ok", f"{words}: jobs are not preempted")
     if "SUSPEND" in mode:
         return Check("warning", words, "a suspended job may be taken for hung, and keeps its GPUs: set `watchdog: off`")
-    if grace + kill_wait < SHORT_SECONDS:
+    if seconds < SHORT_SECONDS:
         return Check("warning", words, "short for a big model's checkpoint: set `checkpoint: {every: 5min}` or so")
-    return Check("ok", f"{words}: a preempted run has {grace + kill_wait} s to save, and continues by itself")
+    return Check("ok", f"{words}: a preempted run has {seconds} s to save, and continues by itself")
 
 
-def _held_job(options: dict[str, str]) -> Iterator[Check]:
+def _held_job(options: list[str]) -> Iterator[Check]:
     """Submit a job that is held, look at it as Slurm has it, and remove it."""
     from jobkit.slurm import commands, jobs
 
-    words = [f"--{key}={value}" for key, value in options.items()]
-    job_id = commands.parse_job_id(
-        commands.run(
-            "sbatch",
-            "--parsable",
-            "--hold",
-            "--requeue",
-            "--time=1",
-            "--job-name=jobkit-doctor",
-            "--output=/dev/null",
-            f"--comment={COMMENT}",
-            *words,
-            "--wrap=true",
-        )
-    )
+    usual = ["--parsable", "--hold", "--requeue", "--time=1", "--job-name=jobkit-doctor", "--output=/dev/null"]
+    answer = commands.run("sbatch", *usual, f"--comment={COMMENT}", *options, "--wrap=true")
+    job_id = commands.parse_job_id(answer)
     if job_id is None:
-        yield Check("problem", "sbatch printed no job id", "is sbatch a wrapper? jobkit reads its --parsable output")
+        yield Check(
+            "problem", f"sbatch printed no job id: {answer.strip()!r}", "jobkit needs sbatch's --parsable output"
+        )
         return
     try:
         job = jobs.show(job_id)
     finally:
         jobs.cancel(job_id)
     if job is None or COMMENT not in job.comment.split():
-        has = "no such job" if job is None else f"the comment {job.comment!r}"
-        advice = "a job_submit plugin changes --comment, by which jobkit knows its jobs: ask the site to keep it"
-        yield Check("problem", f"a held job was submitted, and Slurm has {has}", advice)
+        words = f"job {job_id} was submitted with --comment, and Slurm has {job.comment if job else 'no such job'!r}"
+        yield Check("problem", words, "jobkit knows its jobs by the comment: a job_submit plugin must not change it")
     else:
         yield Check("ok", "a held job was submitted and removed: Slurm keeps its comment")
     if job is not None and not job.requeueable:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ ABSENT = "-"
 GAP = "  "
 MAX_CELL = 40
 """How many characters of a cell are shown: a param may be a whole text."""
-
-_WHOLE_PART = re.compile(r"[-+]?(?:[0-9]+|[a-z]+)?")
 
 
 class Cell(NamedTuple):
@@ -36,7 +33,7 @@ def as_lines(
 
     Columns are left out from the right, those of `wanted` after all others, the first never.
     """
-    columns = [[_printable(title), *_aligned([row[at] for row in rows])] for at, title in enumerate(titles)]
+    columns = [[_printable(title), *(_printable(row[at].text) for row in rows)] for at, title in enumerate(titles)]
     widths = [max(map(_width, column)) for column in columns]
     shown = list(range(len(columns)))
     by_worth = sorted(shown[1:], key=lambda at: (titles[at] not in wanted, at))
@@ -54,17 +51,6 @@ def as_csv(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     writer.writerow(titles)
     writer.writerows(["" if cell.value is None else cell.value for cell in row] for row in rows)
     return text.getvalue().rstrip("\n")
-
-
-def _aligned(cells: Sequence[Cell]) -> list[str]:
-    """The texts of a column; numbers with the ends of their whole parts below each other."""
-    texts = [_printable(cell.text) for cell in cells]
-    values = [cell.value for cell in cells if cell.value is not None]
-    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
-        return texts
-    whole = [1 if text == ABSENT else _WHOLE_PART.match(text).end() for text in texts]  # type: ignore[union-attr]
-    most = max(whole, default=0)
-    return [" " * (most - length) + text for length, text in zip(whole, texts, strict=True)]
 
 
 def _printable(text: str) -> str:

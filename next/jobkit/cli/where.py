@@ -6,7 +6,6 @@ parse("params.lr>=0.03").is_met_by(0.1)     # True
 from __future__ import annotations
 
 import json
-import math
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -17,10 +16,9 @@ from jobkit.errors import InputError
 
 T = TypeVar("T")
 
-FORM = "KEY OP VALUE with one of == = != <= >= < > ~ (a regular expression), as in 'params.lr>=0.03'"
+FORM = "KEY OP VALUE with one of = != <= >= < > ~ (a regular expression), as in 'params.lr>=0.03'"
 
-_CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|=|<|>|~)\s*((?![=<>]).*?)\s*", re.DOTALL)
-
+_CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(==?|!=|<=|>=|<|>|~)\s*((?![=<>]).+?)\s*", re.DOTALL)
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -35,80 +33,50 @@ class Condition:
 
     key: str
     operator: str
-    """One of `=`, `!=`, `<`, `<=`, `>`, `>=`, `~`."""
     text: str
     """The value as it was typed."""
 
     def is_met_by(self, value: Any) -> bool:
-        """Return whether a value meets it; None meets `=null` alone, and a text is never above or below a number."""
-        if value is None or self.text.lower() in ("null", "none"):
-            is_null = value is None and self.text.lower() in ("null", "none")
-            return is_null if self.operator == "=" else self.operator == "!=" and value is not None
+        """Return whether a value meets it; None meets `=null` alone, and no text is above or below a number."""
         if self.operator == "~":
-            return re.search(self.text, value if isinstance(value, str) else json.dumps(value)) is not None
-        wanted = _like(value, self.text)
-        if wanted is None:
+            return value is not None and re.search(self.text, str(value)) is not None
+        wanted = _typed(self.text)
+        if value is None or wanted is None:
+            return value is wanted if self.operator in ("=", "==") else self.operator == "!=" and value is not None
+        if self.operator not in _ORDERS:
+            return (value == wanted or str(value) == self.text) == (self.operator != "!=")
+        try:
+            return _ORDERS[self.operator](value, wanted)
+        except TypeError:
             return False
-        if self.operator in ("=", "!="):
-            is_equal = value == wanted or (_is_nan(value) and _is_nan(wanted))
-            return is_equal == (self.operator == "=")
-        if isinstance(value, str) and _number(self.text) is not None:
-            return False
-        return isinstance(value, (int, float, str)) and _ORDERS[self.operator](value, wanted)
 
 
 def parse(text: str) -> Condition:
     """Return the condition of a text. Raises InputError."""
     match = _CONDITION.fullmatch(text)
-    if match is None or not match[3]:
-        raise InputError(key="--where", found=text, allowed=FORM)
-    condition = Condition(match[1], "=" if match[2] == "==" else match[2], match[3])
-    if condition.operator == "~":
-        try:
-            re.compile(condition.text)
-        except re.error as error:
-            raise InputError(str(error), key="--where", found=text, allowed="a regular expression behind ~") from None
-    return condition
+    try:
+        if match is None or (match[2] == "~" and not re.compile(match[3])):
+            raise ValueError
+    except (ValueError, re.error) as error:
+        raise InputError(str(error), key="--where", found=text, allowed=FORM) from None
+    return Condition(match[1], match[2], match[3])
 
 
 def ordered(items: Iterable[T], value_of: Callable[[T], Any], *, largest_first: bool) -> list[T]:
-    """Return items by a value: numbers, then texts; None and NaN come last in both directions."""
-    keyed = [(_order(value_of(item)), item) for item in items]
-    ranked = sorted(
-        (pair for pair in keyed if pair[0] is not None), key=lambda pair: pair[0][1:], reverse=largest_first
-    )
-    ranked.sort(key=lambda pair: pair[0][0])
-    return [item for _, item in ranked] + [item for order, item in keyed if order is None]
+    """Return items by a value; those without one come last in both directions."""
+    pairs = [(value_of(item), item) for item in items]
+    ranked = [
+        ((not isinstance(value, (int, float)), value if isinstance(value, (int, float)) else str(value)), item)
+        for value, item in pairs
+        if value is not None
+    ]
+    ranked.sort(key=lambda pair: pair[0], reverse=largest_first)
+    return [item for _, item in ranked] + [item for value, item in pairs if value is None]
 
 
-def _order(value: Any) -> Any:
-    if value is None or _is_nan(value):
-        return None
-    return (
-        (0, value, "") if isinstance(value, (int, float)) else (1, 0, value if isinstance(value, str) else str(value))
-    )
-
-
-def _like(value: Any, text: str) -> Any:
-    """The text in the kind of a value; None where it has no such meaning."""
-    if isinstance(value, str):
-        return text
-    if isinstance(value, bool):
-        return {"true": True, "false": False}.get(text.lower())
-    if isinstance(value, (int, float)):
-        return _number(text)
+def _typed(text: str) -> Any:
+    """The value that a text means: a number, true, false, null, a list; any other text is itself."""
     try:
         return json.loads(text)
     except ValueError:
-        return None
-
-
-def _number(text: str) -> int | float | None:
-    try:
-        return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else float(text)  # a large int is no float
-    except ValueError:
-        return None
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+        return None if text.lower() == "none" else text
