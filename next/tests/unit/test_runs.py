@@ -159,6 +159,7 @@ def test_silence_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         monkeypatch.setattr(commands, "is_available", lambda: False)
     now = view(make_run(tmp_path, "toy-11f5f19c", submitted("slurm", **fields), began()))
     assert (now.state, now.answered, now.is_over) == ("running", False, False)
+    assert f"cluster {fields['cluster']}" in now.words
     assert slurm.questions <= 1
 
 
