@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobkit import start
+from jobkit.errors import JobkitError
 from jobkit.run.rundir import RunDir
 from jobkit.run.slots import VARIABLE, Page
 from jobkit.supervisor.protocol import RankPlace, Start
@@ -72,9 +73,12 @@ def run_rank_program(run: RunDir) -> NoReturn:
     from submitit.core.logger import get_logger
     from submitit.core.submission import process_job
 
-    run.refuse_foreign()  # again: somebody may have written there since the job began
+    def program() -> None:
+        run.refuse_foreign()  # again: somebody may have written there since the job began
+        process_job(run.submitit)
+
     get_logger().setLevel("WARNING")  # a rank's log is for the output of the user's code
-    run_and_end(lambda: process_job(run.submitit))
+    run_and_end(program)
 
 
 def start_anew(run: RunDir) -> NoReturn:
@@ -92,6 +96,9 @@ def run_and_end(program: Callable[[], object]) -> NoReturn:
             print(stop.code, file=sys.stderr)
             end(1)
         end(stop.code or 0)
+    except JobkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        end(1)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         end(1)
