@@ -196,6 +196,8 @@ class SlurmAllocation:
             step.nodes = [name for name in step.nodes if name != node]
 
     def dead(self) -> list[str]:
+        for step in self._steps:
+            step.srun.poll()  # it stays a zombie until somebody asks
         return []  # a closed connection says so within milliseconds
 
     # Slurm
