@@ -1,6 +1,6 @@
 """An agent without its supervisor: its ranks train on, and it finds out whether the job goes on by itself.
 
-    on this machine    job.sh lives: call on.  It is dead too: after a minute the ranks save, and the agent ends
+    on this machine    job.sh lives: call on.  It is dead too: soon the ranks save, and the agent ends
     on Slurm           the batch step lives: call on.  It is gone: close the attempt, and put the run into the queue
 
 A batch script starts a killed supervisor again within seconds. Where the script is gone too, with its node or by
@@ -25,8 +25,8 @@ from jobkit.worker.forked import die_with_parent
 from jobkit.worker.link import Link
 from jobkit.worker.rescue import close_and_requeue
 
-LOCAL_SECONDS = 60.0
-"""How long an agent waits where job.sh is dead too: the agent is the last process of its job."""
+LOCAL_SECONDS = 10.0
+"""How long an agent waits where job.sh is dead too, as its lock proves: nobody starts the supervisor again."""
 
 SILENCE_SECONDS = 15.0
 """After this a batch step that Slurm does not show to be alive counts as dead: job.sh would have acted long ago. Slurm

@@ -48,9 +48,9 @@ from jobkit.errors import Stopped
 from jobkit.run.slots import Phase
 
 def train(rank):
-    (rank.run.path / f"pid_{rank.rank}").write_text(str(os.getpid()))
     for step in range(rank.params["steps"]):
         rank.beat(step)
+        (rank.run.path / f"pid_{rank.rank}").write_text(str(os.getpid()))
         rank.report(step=step)
         if rank.stop_asked:
             rank.beat(step, Phase.SAVING)
@@ -82,10 +82,12 @@ class Supervisor:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self._listen(0)
+        self.start_agent()
+
+    def start_agent(self) -> None:
         environment = {**os.environ, "JOBKIT_JOB_ID": JOB}
-        environment.pop("SLURM_JOB_ID", None)
-        words = start.words("jobkit.worker.agent", str(run.path))
-        self.agent = subprocess.Popen(words, env=environment, cwd=run.path.parent, start_new_session=True)
+        words = start.words("jobkit.worker.agent", str(self.run.path))
+        self.agent = subprocess.Popen(words, env=environment, cwd=self.run.path.parent, start_new_session=True)
         self.accept()
 
     def _listen(self, port: int) -> None:
@@ -133,6 +135,8 @@ class Supervisor:
 
     def start(self, attempt: int, ranks: int, **fields: Any) -> None:
         self.run.logs(attempt).mkdir(parents=True)
+        for file in self.run.path.glob("pid_*"):
+            file.unlink()
         records.write(self.run.lease_file, Lease(attempt=attempt, writer="w", token="t", job_id=JOB))
         places = [RankPlace(rank=rank, local_rank=rank, local_world_size=ranks, node=0) for rank in range(ranks)]
         values = {"world_size": ranks, "nodes": 1, "master_addr": "127.0.0.1", "master_port": 29999, **fields}
@@ -142,9 +146,8 @@ class Supervisor:
         wait_until(lambda: (report := self.run.progress()) is not None and (report.step or 0) >= step)
 
     def pid(self, rank: int) -> int:
-        file = self.run.path / f"pid_{rank}"
-        wait_until(lambda: file.exists() and file.read_text() != "")
-        return int(file.read_text())
+        """The process of a rank that has begun its loop."""
+        return number_in(self.run.path / f"pid_{rank}")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -152,6 +155,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def number_in(file: Path) -> int:
+    wait_until(lambda: file.exists() and file.read_text() != "")
+    return int(file.read_text())
 
 
 Make = Callable[..., Supervisor]
@@ -254,6 +262,20 @@ def test_ranks_end_with_their_agent(make: Make) -> None:
     wait_until(lambda: not any(map(processes.lives, ranks)))
 
 
+def test_a_program_that_outlived_its_agent_is_ended_by_the_next(make: Make) -> None:
+    """The kernel kills the shell with the agent, and nobody the program that the shell has started."""
+    supervisor = make(command=["bash", "run.sh", "${run_dir}/outputs"])
+    supervisor.expect(Ready)
+    supervisor.start(1, 1, watches=False)
+    program = processes.identify(number_in(supervisor.run.outputs / "pid_0"))
+    supervisor.agent.kill()
+    supervisor.agent.wait()
+    assert processes.lives(program)
+    supervisor.start_agent()
+    supervisor.expect(Ready)
+    assert not processes.lives(program)
+
+
 def test_a_stop_that_came_before_the_fork_is_not_lost(make: Make) -> None:
     supervisor = make()
     supervisor.expect(Ready)
@@ -303,7 +325,7 @@ def test_the_program_of_a_shell_saves_and_the_shell_does_not_go_on(make: Make, h
     outputs = supervisor.run.outputs
     supervisor.expect(Ready)
     supervisor.start(1, 1, watches=False)
-    wait_until(lambda: (outputs / "pid_0").exists() and (outputs / "pid_0").read_text() != "")
+    number_in(outputs / "pid_0")
     if how == "stop":
         supervisor.send(Signal(attempt=1, name="STOP"))
     else:
