@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ def no_process_left(tmp_path: Path) -> Iterator[None]:
     yield
     while processes := [pid for pid in pids() if works_in(pid, tmp_path)]:
         for pid in processes:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                os.kill(pid, signal.SIGKILL)
 
 
 def pids() -> list[int]:

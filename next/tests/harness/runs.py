@@ -38,11 +38,11 @@ params: {steps: 100}
 """
 
 
-def wait_until(look: Callable[[], T], what: str, seconds: float = PATIENCE) -> T:
-    """Return the first true value of `look()`; fail with `what` after so many seconds."""
+def wait_until(look: Callable[[], T], what: str, describe: Callable[[], str] = str, seconds: float = PATIENCE) -> T:
+    """Return the first true value of `look()`; fail with `what`, and a description, after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := look()):
-        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s: {what}"
+        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s: {what}\n{describe()}"
         time.sleep(0.02)
     return value
 
@@ -131,7 +131,7 @@ class Launch:
         return progress.step
 
     def wait_until(self, look: Callable[[Launch], Any], what: str) -> Launch:
-        wait_until(lambda: look(self), f"{what}\n{self.describe()}")
+        wait_until(lambda: look(self), what, self.describe)
         return self
 
     def wait_for_attempt(self, number: int) -> Launch:

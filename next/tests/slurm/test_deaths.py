@@ -77,6 +77,8 @@ def test_the_batch_node_is_lost_and_an_agent_on_another_node_requeues(
 
     node = launch.run.lease().node  # type: ignore[union-attr]
     cluster.kill_node(node)
+    launch.wait_until(lambda me: me.status.state == "queued", "an agent to requeue the job")
+    cluster.restart_node(node)  # else the job is completing, for slurmctld, until SlurmdTimeout
     launch.wait_for_attempt(3).wait_for_step(60)
     assert launch.status.attempts[-1].began.restart >= 2
     launch.project.jobkit("cancel", "-y", launch.run.name)
