@@ -22,7 +22,7 @@ def test_preempted_then_out_of_time_then_cancelled(
     cluster.preempt(launch.status.job_id)  # type: ignore[arg-type]
     launch.wait_for_attempt(2).wait_for_step(50)
     assert (launch.causes, launch.ends[0].next) == (["preempted"], "requeue")
-    assert launch.run.progress().first_step == launch.ends[0].durable_step  # type: ignore[union-attr]
+    assert launch.run.progress().first_step >= launch.ends[0].durable_step  # type: ignore[union-attr]
 
     project.jobkit("preempt", launch.run.name)
     launch.wait_for_attempt(3)
@@ -30,7 +30,7 @@ def test_preempted_then_out_of_time_then_cancelled(
 
     launch.wait_for_attempt(4)  # after the time limit of attempt 3
     assert launch.causes[2] == "timeout"
-    assert launch.run.progress().first_step == launch.ends[2].durable_step  # type: ignore[union-attr]
+    assert launch.run.progress().first_step >= launch.ends[2].durable_step  # type: ignore[union-attr]
 
     project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
@@ -43,7 +43,7 @@ def test_preempted_then_out_of_time_then_cancelled(
     launch.wait_until_over()
     assert (launch.status.state, launch.causes[4]) == ("cancelled", "cancelled")
     for before, after in zip(launch.ends, launch.ends[1:], strict=False):
-        assert after.first_step == before.durable_step  # ranks of this script may be some steps apart when they stop
+        assert after.first_step >= before.durable_step  # ranks may save on while the job is put back
 
 
 def test_a_job_that_may_not_be_requeued_is_followed_by_another(
