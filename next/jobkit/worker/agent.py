@@ -59,8 +59,8 @@ BUSY_SECONDS = 0.02
 LEAVE_SECONDS = 5.0
 """How long killed processes are waited for at the end."""
 
-CALL_SECONDS = 0.25
-"""Between two calls for a supervisor that is gone."""
+CALL_SECONDS, OFTEN_SECONDS = 0.25, 10.0
+"""Between two calls for a supervisor that is gone, for so long; then LOOK_SECONDS: each call reads a shared disk."""
 
 
 class Agent:
@@ -121,7 +121,8 @@ class Agent:
         is_busy = self.children.needs_looks or (self._ready is None and not self.children.ranks)
         if is_busy and self.devices is not None and not self.devices.are_held:
             is_busy = False
-        pause = BUSY_SECONDS if is_busy else LOOK_SECONDS if self.link.is_open else CALL_SECONDS
+        is_calling = 0 < self.link.silent_seconds < OFTEN_SECONDS
+        pause = BUSY_SECONDS if is_busy else CALL_SECONDS if is_calling else LOOK_SECONDS
         sources = [self._signals.fileno(), *([self.link.fileno()] if self.link.is_open else [])]
         select.select(sources, [], [], pause)
         self._signals.clear()
