@@ -151,11 +151,17 @@ def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Te
             return None
         status = Journal(run).status
         decision = _not_carried_out(status, me)
-        attempt = status.open_attempt
-        if decision is None and (attempt is None or not belongs_to(attempt, me) or status.token != me.token):
+        attempt = status.attempt
+        is_ours = attempt is not None and belongs_to(attempt, me) and status.token == me.token
+        if decision is None and not (is_ours and status.state == "running"):
             return None
         tenure = take_lease(run, me, run.config(), lease.attempt)  # its ranks may still save
-        decision = decision or end_attempt(tenure, facts_of_rescue(me, dead_node), me.room())
+        if decision is None and status.open_attempt is not None:
+            decision = end_attempt(tenure, facts_of_rescue(me, dead_node), me.room())
+        try:
+            decision = decision or _leave(tenure)  # the supervisor died between two attempts
+        except NotRunnable:
+            return None
         return replace(tenure, decision=decision) if decision.action in ("requeue", "successor") else None
 
 

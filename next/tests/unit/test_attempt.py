@@ -324,6 +324,15 @@ def test_an_agent_carries_out_what_its_supervisor_had_decided(run: RunDir) -> No
     assert kinds(run).count("attempt ended") == 1
 
 
+def test_an_agent_rescues_a_run_between_two_attempts(run: RunDir) -> None:
+    tenure = started(run)
+    assert close(tenure, KILLED, HERE).action == "in_place"
+    rescued = rescue(run, me(job=slurm()), tenure.writer, dead_node="node1")
+    assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
+    assert read_status(run).state == "queued"
+    assert kinds(run).count("attempt ended") == 1
+
+
 def test_the_batch_script_alone_may_have_died(run: RunDir) -> None:
     writer = started(run).writer
     assert rescue(run, me(job=slurm()), writer) is not None
