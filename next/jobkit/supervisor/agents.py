@@ -40,7 +40,7 @@ from jobkit.supervisor.protocol import (
 ADOPTION_SECONDS = 20.0
 """How long agents have to call a supervisor that was started again."""
 
-CALL_AGAIN_SECONDS = 2.0
+CALL_AGAIN_SECONDS = 1.0
 """How long an agent whose connection closed has to call again. It is also the window in which the agents of one step
 that is killed disappear together."""
 

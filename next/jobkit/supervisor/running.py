@@ -110,7 +110,7 @@ class Running:
                 self._cannot_start(agent, "the supervisor was killed before it had started the ranks", now)
             case Lost() if agent.node in self.alive.values():
                 self._lost(agent, news)
-                self._kill(now)
+                self._kill(now if news.why != "signalled" else math.inf)
             case _:
                 return
 
@@ -143,16 +143,19 @@ class Running:
     def _exited(self, agent: Agent, exited: Exited, now: float) -> None:
         node = self.alive.pop(exited.rank)
         self._exits.append((exited, node, now))
-        if exited.code == 0 or (exited.code in _OF_A_STOP and self.pressure(now) >= Pressure.STOP):
+        stops = self.signalled is not None or self.pressure(now) >= Pressure.STOP
+        if exited.code == 0 or (exited.code in _OF_A_STOP and stops):
             return
-        if exited.code == EXIT_RESUMABLE:  # all stop together; one that does not must not wait for ever
+        if self._reported is None and exited.code != EXIT_RESUMABLE:
+            self._reported = self._ends()
+        is_silent = exited.code > 0 and exited.rank not in (self._reported or ())
+        if exited.code == EXIT_RESUMABLE or (stops and is_silent):
+            # All stop together, a program under `command:` with any exit code. None waits for the others for ever.
             self._begin(Pressure.STOP, now)
             self._kill(now + MARGIN_SECONDS)
             return
-        if self._reported is None:
-            self._reported = self._ends()
         # Before the first step the others may have the same error: then no node is to blame, and that is final.
-        says_why = exited.code < 0 or (exited.rank in self._reported and exited.step > 0)
+        says_why = exited.code < 0 or (not is_silent and exited.step > 0)
         self._kill(now if says_why else now + REPORT_SECONDS)
 
     def _lost(self, agent: Agent, lost: Lost) -> None:

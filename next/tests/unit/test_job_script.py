@@ -1,0 +1,163 @@
+"""job.sh, run by bash: the user's lines, a supervisor that dies, nodes on which none can begin, blind requeues."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from jobkit.submission.sbatch import JOB_SCRIPT
+
+SUPERVISOR = """\
+#!/bin/sh
+# A supervisor that ends with the next of the exit codes in `codes`; `begin` before a code begins an attempt.
+echo "$@ JOB=$JOBKIT_JOB_ID X=$X" >>"$HERE/supervisors"
+read -r word code <<EOF
+$(head -n 1 "$HERE/codes")
+EOF
+sed -i 1d "$HERE/codes"
+[ "$word" != begin ] || rm -f "$5/submitit/failed_starts"
+exit "${code:-$word}"
+"""
+
+SCONTROL = """\
+#!/bin/sh
+echo "$(basename "$0") $*" >>"$HERE/slurm"
+case "$*" in
+    *"show job"*) echo "JobId=7 JobState=${STATE:-RUNNING} ExcNodeList=node9 PreemptTime=${PREEMPTED:-None} X=1" ;;
+    *requeue*) exit "${REQUEUE:-0}" ;;
+    *-o*) printf 'node%s\\n' 1 2 3 4 5 6 7 8 ;;
+esac
+"""
+
+
+@dataclass
+class Job:
+    """What a job script did."""
+
+    code: int
+    supervisors: list[str]
+    slurm: list[str]
+    output: str
+    run: Path = field(repr=False)
+
+
+@pytest.fixture
+def job(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """A function that runs job.sh with stubs for the supervisor and for Slurm."""
+    run, bin_folder = tmp_path / "runs" / "toy", tmp_path / "bin"
+    (run / "submitit").mkdir(parents=True)
+    bin_folder.mkdir()
+    for name, text in (("python", SUPERVISOR), ("scontrol", SCONTROL), ("sinfo", SCONTROL), ("sleep", "#!/bin/sh\n")):
+        (bin_folder / name).write_text(text)
+        (bin_folder / name).chmod(0o755)
+
+    def start(
+        *codes: str,
+        setup: list[str] | None = None,
+        teardown: list[str] | None = None,
+        scheduler: str = "slurm",
+        **variables: str,
+    ) -> Job:
+        (tmp_path / "codes").write_text("\n".join(codes) + "\n")
+        lists = {"runs": [str(run)], "setup": setup or [], "teardown": teardown or [], "srun_args": ["--mpi=none"]}
+        definitions = [
+            f"jobkit_scheduler={scheduler}",
+            f"jobkit_python={bin_folder / 'python'}",
+            "jobkit_start=start.py",
+            *(f"jobkit_{name}=({shlex.join(words)})" for name, words in lists.items()),
+        ]
+        script = tmp_path / "job.sh"
+        script.write_text("\n".join(["#!/bin/bash", *definitions, JOB_SCRIPT.read_text()]))
+        environment = {
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "HERE": str(tmp_path),
+            **({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node1"} if scheduler == "slurm" else {}),
+            **{"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "low"},
+            **variables,
+        }
+        done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60)
+
+        def lines(name: str) -> list[str]:
+            return (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else []
+
+        return Job(done.returncode, lines("supervisors"), lines("slurm"), done.stdout + done.stderr, run)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "starts"),
+    [
+        (["begin 0"], 0, 1),
+        (["begin 75"], 75, 1),
+        (["begin 3"], 1, 1),  # the run has failed
+        (["begin 137", "75"], 75, 2),  # killed: started again
+        (["begin 1", "1", "1", "begin 137", "1", "0"], 0, 6),  # never three in a row that begin nothing
+    ],
+)
+def test_exit_codes(job, codes: list[str], code: int, starts: int) -> None:  # type: ignore[no-untyped-def]
+    done = job(*codes)
+    assert (done.code, len(done.supervisors), done.slurm) == (code, starts, [])
+    assert done.supervisors[0].startswith(f"-u start.py jobkit.supervisor.main slurm {done.run} --mpi=none JOB=7")
+
+
+def test_an_array_task_has_a_name_of_its_own(job) -> None:  # type: ignore[no-untyped-def]
+    done = job("begin 0", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="0")
+    assert "JOB=7_0" in done.supervisors[0]
+
+
+def test_setup_lines_run_as_in_the_users_shell(job, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rc = tmp_path / "rc.sh"
+    rc.write_text("false\nexport X=from-rc\n[ -f nowhere ] && source nowhere\n")
+    done = job(
+        "begin 0", setup=[f"source {rc}", "set -eu", 'export X="$X, then Y"; true'], teardown=["echo bye; exit 5"]
+    )
+    assert done.code == 0
+    assert done.supervisors[0].endswith("X=from-rc, then Y")
+    assert "bye" in done.output
+
+
+@pytest.mark.parametrize("line", ["module load nowhere", "false", ": ${DATA:?}", "exit 4", "source nowhere/rc.sh"])
+def test_a_setup_line_that_fails_starts_the_job_on_another_node(job, line: str) -> None:  # type: ignore[no-untyped-def]
+    done = job("begin 0", setup=["true", line, "echo not reached"])
+    assert (done.code, done.supervisors) == (1, [])
+    assert "not reached" not in done.output
+    assert [command for command in done.slurm if "show job" not in command and "sinfo" not in command] == [
+        "scontrol requeue Incomplete 7",
+        "scontrol update JobId=7 ExcNodeList=node9,node1",
+    ]
+
+
+def test_three_supervisors_without_a_beginning_leave_the_node(job) -> None:  # type: ignore[no-untyped-def]
+    done = job("begin 137", "1", "1", "1")
+    assert (done.code, len(done.supervisors)) == (1, 4)
+    assert "scontrol requeue Incomplete 7" in done.slurm
+    (done.run / "submitit" / "failed_starts").write_text("node7\nnode8\n")  # as on two nodes before
+    again = job("1", "1", "1")
+    assert (again.code, again.slurm) == (1, done.slurm)  # it is not the node: Slurm was asked for nothing more
+
+
+@pytest.mark.parametrize(
+    ("variables", "commands"),
+    [
+        ({"STATE": "COMPLETING"}, []),  # its owner cancelled it
+        ({"STATE": "COMPLETING", "PREEMPTED": "2026-01-01T00:00:00"}, ["scontrol requeue 7"]),
+        ({"REQUEUE": "1"}, ["scontrol requeue Incomplete 7"]),
+    ],
+)
+def test_a_blind_requeue_goes_by_the_state(job, variables: dict[str, str], commands: list[str]) -> None:  # type: ignore[no-untyped-def]
+    done = job("begin 0", setup=["false"], **variables)
+    assert done.code == 1
+    assert [command for command in done.slurm if "requeue" in command] == commands
+
+
+def test_here_no_scheduler_is_asked(job) -> None:  # type: ignore[no-untyped-def]
+    done = job("1", "1", "1", scheduler="local")
+    assert (done.code, done.slurm) == (1, [])
+    assert "JOB=local-" in done.supervisors[0]
+    assert job("begin 0", setup=["false"], scheduler="local").code == 1

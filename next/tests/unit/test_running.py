@@ -1,0 +1,109 @@
+"""The ranks of one attempt: what presses them to end, and when; what is handed on about it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jobkit.supervisor.agents import Agent, Lost, News
+from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
+from jobkit.supervisor.running import END_SECONDS, REPORT_SECONDS, STACKS_SECONDS, Pressure, Running
+
+NODES = {node: Agent(node, pid=1) for node in ("n1", "n2", "n3")}
+
+
+def running(reported: frozenset[int] = frozenset()) -> Running:
+    """Return attempt 3: ranks 0 and 1 on n1, 2 on n2; n3 is a spare."""
+    return Running(3, {0: "n1", 1: "n1", 2: "n2"}, ends=lambda: reported)
+
+
+def exited(rank: int, code: int, step: int = 5) -> Exited:
+    return Exited(serial=rank, attempt=3, rank=rank, code=code, step=step)
+
+
+@pytest.mark.parametrize(
+    ("node", "news", "kills_after"),
+    [
+        ("n1", exited(0, 0), None),  # it has finished, the others will
+        ("n1", exited(0, -9), 0.0),  # the others would wait for it for ever
+        ("n1", exited(0, 1), REPORT_SECONDS),  # without a word: another one may be the first
+        ("n1", exited(1, 1), 0.0),  # it has left its End
+        ("n1", exited(1, 1, step=0), REPORT_SECONDS),  # before the first step all may have that error
+        ("n1", Exited(serial=1, attempt=2, rank=0, code=-9), None),  # of the attempt before
+        ("n2", Lost("gone"), 0.0),
+        ("n3", Lost("gone"), None),  # a spare's loss ends no attempt
+        ("n2", NotStarted(attempt=3, error="no memory"), 0.0),
+        ("n2", Silent(attempt=3, rank=2, seconds=300, step=7), STACKS_SECONDS),
+        ("n2", Hello(secret="", node="n2", job_id="7", attempt=3, alive=[2]), None),
+        ("n2", Hello(secret="", node="n2", job_id="7", attempt=2), 0.0),  # it was never told to start the ranks
+    ],
+)
+def test_what_kills_the_other_ranks(node: str, news: News, kills_after: float | None) -> None:
+    ranks = running(reported=frozenset({1}))
+    ranks.note(NODES[node], news, now=100.0)
+    if kills_after is None:
+        assert (ranks.pressure(1e9), ranks.next_change(100.0)) == (Pressure.NONE, math.inf)
+        return
+    assert ranks.pressure(100.0 + kills_after - 0.01) < Pressure.KILL
+    assert ranks.pressure(100.0 + kills_after) is Pressure.KILL
+    assert ranks.pressure(100.0 + kills_after + END_SECONDS) is Pressure.GIVE_UP
+
+
+def test_a_stop_leaves_time_to_save_and_time_to_decide() -> None:
+    ranks = running()
+    ranks.ask("timeout", "", now=100.0, end=180.0, margin=80.0)
+    ranks.ask("cancelled", "later", now=101.0, end=math.inf)
+    moments = [100.0, 139.0, 140.0, 169.0, 170.0, 200.0]
+    names = ["STOP", "STOP", "KILL_IDLE", "KILL_IDLE", "KILL", "GIVE_UP"]
+    assert [ranks.pressure(moment).name for moment in moments] == names
+    assert ranks.next_change(101.0) == 140.0
+    assert ranks.facts(None).asked == ("timeout", "")  # the first one counts
+
+
+@pytest.mark.parametrize("code", [-15, 143])
+def test_a_program_that_ends_of_the_stop_lets_others_save(code: int) -> None:
+    ranks = running()
+    ranks.note(NODES["n1"], Signalled(serial=1, attempt=3, signal="TERM"), now=100.0)
+    ranks.note(NODES["n1"], exited(0, code), now=101.0)
+    assert ranks.pressure(110.0) <= Pressure.STOP
+    ranks.note(NODES["n1"], exited(1, -11), now=102.0)
+    assert ranks.pressure(102.0) is Pressure.KILL
+
+
+def test_a_rank_that_stops_unasked_takes_the_others_with_it() -> None:
+    ranks = running()
+    ranks.note(NODES["n1"], exited(0, 75), now=100.0)
+    assert ranks.pressure(100.0) is Pressure.STOP
+    assert ranks.pressure(1000.0) >= Pressure.KILL
+
+
+def test_a_node_that_goes_before_its_consequences_arrive_comes_first() -> None:
+    ranks = running()
+    agent = Agent("n2", pid=1, closed_at=100.0)
+    ranks.note(NODES["n1"], exited(0, 1), now=100.5)
+    ranks.note(agent, Lost("gone"), now=101.0)
+    ((lost,), (first, *_)) = ranks.facts(None).lost_nodes, ranks.facts(None).exits
+    assert (lost.node, lost.at, first[1]) == ("n2", 0, "n1")
+    assert ranks.alive == {1: "n1"}
+
+
+@pytest.mark.parametrize(
+    ("why", "asked", "lost"),
+    [("gone", None, ["n2"]), ("step", "killed", []), ("signalled", None, [])],
+)
+def test_losses_that_are_no_nodes_fault(why: str, asked: str | None, lost: list[str]) -> None:
+    ranks = running()
+    ranks.note(NODES["n1"], Signalled(serial=1, attempt=3, signal="TERM"), now=99.0)
+    ranks.note(NODES["n2"], Lost(why), now=100.0)  # type: ignore[arg-type]
+    facts = ranks.facts("preempted")
+    assert (facts.asked and facts.asked[0], [item.node for item in facts.lost_nodes]) == (asked, lost)
+    assert (facts.signalled, facts.word) == (True, "preempted")
+
+
+def test_a_node_that_is_well_is_kept() -> None:
+    ranks = running()
+    ranks.note(NODES["n2"], Lost("gone"), now=100.0)
+    ranks.keep_nodes({"n2"})
+    facts = ranks.facts(None)
+    assert (facts.asked and facts.asked[0], list(facts.lost_nodes)) == ("killed", [])
