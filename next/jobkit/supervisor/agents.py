@@ -167,7 +167,7 @@ class Agents:
     def send(self, agent: Agent, message: Message) -> None:
         """Send a message; an agent without a connection gets none: its Hello says in which state it comes back."""
         if isinstance(message, Start):
-            agent.port, agent.attempt = None, message.attempt
+            agent.port, agent.attempt, agent.is_signalled = None, message.attempt, False
             agent.alive = {place.rank for place in message.ranks}
         if agent.connection is not None:
             self._write(agent.connection, message)

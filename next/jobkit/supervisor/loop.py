@@ -86,7 +86,7 @@ class Supervisor:
         """Slurm's newest answer."""
         self._signals = 0
         self._request: Request | None = None
-        self._unclear_since = -math.inf
+        self._unclear_since = self._signalled_at = -math.inf
         self._pressed: dict[str, Pressure] = {}
         """What the agent of each node was told last."""
         self._writing = threading.Lock()
@@ -144,7 +144,7 @@ class Supervisor:
             self._ask_slurm()  # a launch that fails is explained by its answers
         while not nodes and problem is None and self._reason() is None:
             try:
-                nodes = self.starter.ready(self.look)
+                nodes = [] if self._may_be_ended() else self.starter.ready(self.look)
             except CannotStart as error:
                 problem = error.problem
             if not nodes and problem is None:
@@ -221,6 +221,8 @@ class Supervisor:
                 self.tenure.run.failed_starts.unlink(missing_ok=True)
             for words in news.warnings:
                 log.warning("agent on %s: %s", agent.node, words)
+        if isinstance(news, Signalled):
+            self._signalled_at = time.monotonic()
         if isinstance(news, (Signalled, Lost)):
             self._ask_slurm()
         if self.running is not None:
@@ -285,8 +287,9 @@ class Supervisor:
 
     def _close(self, running: Running) -> Decision:
         """Journal the end of an attempt, once Slurm has explained what needs its word."""
-        if running.signalled is not None:  # srun may kill the agents yet: nothing may be started on them
-            self._wait_for_word(running.signalled_at, self.look.kill_wait + 2.0)
+        if running.signalled is not None:
+            while self._may_be_ended():
+                self._turn()
         elif running.lost or (running.asked is not None and running.asked[0] == "killed"):
             self._wait_for_word(self._unclear_since, ANSWER_SECONDS)
             if self.look.asked >= self._unclear_since:  # else silence, which is no answer
@@ -310,6 +313,11 @@ class Supervisor:
             self._turn(time.monotonic() + DISK_SECONDS)
         with self._writing:
             self.tenure.journal.flush()
+
+    def _may_be_ended(self) -> bool:
+        """Return whether Slurm has signalled the agents, and srun may kill them yet: nothing may be started on them."""
+        is_explained = self.look.asked >= self._signalled_at
+        return not is_explained and time.monotonic() < self._signalled_at + self.look.kill_wait + 2.0
 
     def _wait_for_word(self, since: float, seconds: float) -> None:
         while self.look.asked < since and time.monotonic() < since + seconds:

@@ -54,18 +54,18 @@ def start_again(me: Me, journal: Journal, config: Config, decision: Decision, lo
     is_refused = decision.action == "successor"
     for pause in itertools.chain(PAUSES, itertools.repeat(PAUSES[-1])):
         try:
-            job = jobs.show(me.job_id)
-            fewer = (
-                None
-                if job is None or job.is_requeued(jobs.controller_time(), me.restart)
-                else _fewer_nodes(journal, config, job, lost)
-            )
-            if is_refused or fewer is not None:
+            job, now = jobs.show(me.job_id), jobs.controller_time()
+            is_queued = job is not None and job.is_requeued(now, me.restart)  # by Slurm itself, or by an earlier try
+            if job is not None and not is_queued and jobs.stop_cause(job, now) == "cancelled":
+                journal.append(Cancelled(reason="scancel"))  # a job that follows would undo it, and so would a requeue
+                return
+            fewer = None if job is None or is_queued else _fewer_nodes(journal, config, job, lost)
+            if not is_queued and (is_refused or fewer is not None):
                 _submit_successor(me, journal, job, fewer)
-            elif jobs.requeue(me.job_id, me.restart):
+            elif is_queued or jobs.requeue(me.job_id, me.restart):
                 _exclude(journal, me, job)
             else:
-                journal.append(Cancelled(reason="scancel"))  # a requeue would undo it
+                journal.append(Cancelled(reason="scancel"))
             return
         except SchedulerError as error:
             log.warning("%s: %s", journal.run.name, error)
