@@ -72,16 +72,13 @@ class Agent:
 
     node: str
     pid: int
-    step: str | None = None
-    """Id of its Slurm step."""
     connection: Connection | None = None
     closed_at: float = 0.0
     """When its connection closed, by the monotonic clock."""
     port: int | None = None
     """For a rendezvous; None while it cannot start ranks."""
-    attempt: int | None = None
     alive: set[int] = field(default_factory=set)
-    """Ranks of that attempt that run."""
+    """Its ranks that run."""
     is_signalled: bool = False
     heard: set[int] = field(default_factory=set)
     """Serials that arrived: an agent repeats what is not acknowledged."""
@@ -167,7 +164,7 @@ class Agents:
     def send(self, agent: Agent, message: Message) -> None:
         """Send a message; an agent without a connection gets none: its Hello says in which state it comes back."""
         if isinstance(message, Start):
-            agent.port, agent.attempt, agent.is_signalled = None, message.attempt, False
+            agent.port, agent.is_signalled = None, False
             agent.alive = {place.rank for place in message.ranks}
         if agent.connection is not None:
             self._write(agent.connection, message)
@@ -198,11 +195,12 @@ class Agents:
 
     def address_of(self, node: str) -> str:
         """Return the address at which the other nodes reach a node: that over which it and they called us."""
-        own = self._address(node, "getpeername")
-        others = [self._address(name, "getsockname") for name in self.by_node if name != node]
-        if own != self._address(node, "getsockname"):
-            return own or ""
-        return next((address for address in others if address), own or "")  # it is on our own host
+        address = self._address(node, "getpeername") or ""
+        if address != self._address(node, "getsockname"):
+            return address
+        # It is on our own host: the others reach it where they reach us.
+        ours = [self._address(name, "getsockname") for name in self.by_node if name != node]
+        return next(filter(None, ours), address)
 
     def _address(self, node: str, end: Literal["getpeername", "getsockname"]) -> str | None:
         agent = self.by_node.get(node)
@@ -276,7 +274,7 @@ class Agents:
             self._lose(agent, "gone")  # another process of its node has taken its place
             agent = None
         if agent is None or agent.pid == 0:
-            agent = self.by_node[message.node] = Agent(message.node, message.pid, message.step)
+            agent = self.by_node[message.node] = Agent(message.node, message.pid)
         elif agent.connection is not None:
             self._drop(agent.connection)
         agent.connection, connection.agent = connection, agent
@@ -289,7 +287,7 @@ class Agents:
             return
         match message:
             case Hello():
-                agent.attempt, agent.alive = message.attempt, set(message.alive)
+                agent.alive = set(message.alive)
             case Ready():
                 agent.port = message.port
             case Exited() | Signalled():

@@ -64,6 +64,8 @@ class Allocation(Protocol):
     """The address that agents are to call; empty is every interface."""
     signals_stop: bool
     """True if a signal to the supervisor is a person's wish; else it is Slurm's, and Slurm is asked why."""
+    attempt_seconds: float
+    """The time limit of each attempt, where no scheduler keeps one for the job."""
 
     def nodes(self) -> list[str]:
         """Return the names of the job's nodes, in Slurm's order; `local` on this machine, whose agent has all ranks."""

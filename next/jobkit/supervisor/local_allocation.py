@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from jobkit import start
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.allocation import LaunchFailure, Look, margin_of
+from jobkit.supervisor.allocation import LaunchFailure, Look
 from jobkit.supervisor.attempt import Tenure
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
@@ -29,8 +29,7 @@ class LocalAllocation:
 
     def __init__(self, run: RunDir, seconds: float | None) -> None:
         self.run = run
-        self._limit = math.inf if seconds is None else seconds
-        self._began = time.monotonic()
+        self.attempt_seconds = math.inf if seconds is None else float(seconds)
         self._agent: subprocess.Popen[bytes] | None = None
         self._tries = 0
 
@@ -57,7 +56,6 @@ class LocalAllocation:
 
     def launched(self) -> None:
         self._tries = 0
-        self._began = time.monotonic()  # the limit is an attempt's; devices may have been waited for
 
     def lost(self, node: str) -> None:
         if self._agent is not None:
@@ -69,7 +67,7 @@ class LocalAllocation:
         return [NODE] if self._agent is not None and self._agent.poll() is not None else []
 
     def look(self) -> Look:
-        return Look(asked=time.monotonic(), ends=self._began + self._limit, margin=margin_of(self._limit))
+        return Look(asked=time.monotonic())
 
     def room(self, tenure: Tenure, look: Look, placement: Placement) -> Room:
         return Room(in_place=lambda without: True)

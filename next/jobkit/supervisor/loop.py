@@ -22,7 +22,7 @@ from jobkit.run.disk import is_full
 from jobkit.run.records import Began, Cause, Request
 from jobkit.supervisor import attempt as attempts
 from jobkit.supervisor.agents import Agent, Agents, Lost, News
-from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look
+from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED, Tenure
 from jobkit.supervisor.background import Background
 from jobkit.supervisor.protocol import Hello, Signal, Signalled, SignalName
@@ -86,7 +86,11 @@ class Supervisor:
         """Slurm's newest answer."""
         self._signals = 0
         self._request: Request | None = None
+        self._answered: Request | None = None
+        """The request that the last attempt ended for: a look at the disk may be under way that finds it again."""
         self._unclear_since = self._signalled_at = -math.inf
+        self._started_at = math.inf
+        """When the ranks of this attempt were started; infinity between attempts."""
         self._pressed: dict[str, Pressure] = {}
         """What the agent of each node was told last."""
         self._writing = threading.Lock()
@@ -97,7 +101,7 @@ class Supervisor:
         """Run attempts until nothing is left to run here; return the exit code for job.sh."""
         if self.tenure.decision is not None:
             return self._leave(self.tenure.decision)
-        self._slurm.poke()
+        self._ask_slurm()
         adopted = self.tenure.adopted
         running = self._adopt(adopted.began) if adopted is not None else self._next("start")
         while True:
@@ -109,7 +113,7 @@ class Supervisor:
                 while running.alive:  # they save in the KillWait that Slurm leaves them; it ends this process too
                     self._turn()
                 return code
-            self.running = None
+            self.running, self._started_at = None, math.inf
             self._wait(decision.pause)
             running = self._next("in place")
 
@@ -130,6 +134,7 @@ class Supervisor:
         places = self.starter.places(self.starter.used)
         for node in places:
             self.agents.expect(node)
+        self._started_at = time.monotonic() - (time.time() - began.time)
         log.info("attempt %d goes on: its agents are expected to call again", began.attempt)
         return self._follow(began.attempt, {place.rank: node for node, ours in places.items() for place in ours})
 
@@ -140,7 +145,7 @@ class Supervisor:
         """
         nodes: list[str] = []
         problem = None
-        if any(node not in self.agents.by_node for node in self.starter.used or [""]):
+        if self.starter.misses_agents:
             self._ask_slurm()  # a launch that fails is explained by its answers
         while not nodes and problem is None and self._reason() is None:
             try:
@@ -153,12 +158,16 @@ class Supervisor:
         ranks = sum(map(len, self.starter.places(used).values()))
         is_again = how == "start" and self.tenure.journal.status.attempts
         number = self._begin([] if used == ["local"] else used, ranks, "requeue" if is_again else how)
-        messages = self.starter.messages(number, nodes, self.look) if nodes else {}
+        self._started_at = time.monotonic()
+        ends = min(self.look.ends, self._started_at + self.allocation.attempt_seconds)
+        messages = self.starter.messages(number, nodes, ends) if nodes else {}
         alive = {place.rank: node for node, message in messages.items() for place in message.ranks}
         running = self._follow(number, alive)
         for node, message in messages.items():
             if (agent := self.agents.by_node.get(node)) is not None:
                 self.agents.send(agent, message)
+            else:  # it went while the attempt waited for the disk
+                running.note(Agent(node, pid=0), Lost("gone"), time.monotonic())
         if problem is not None:
             running.cannot_start(problem)
         self._obey(running)  # without ranks no turn follows: the reason to stop is the attempt's cause
@@ -199,7 +208,8 @@ class Supervisor:
         for look in self._slurm.take():
             self.look = look if look.answered else self.look
         for request in self._disk.take():
-            self._request = request or self._request
+            if request is not None and request != self._answered:
+                self._request = request
         if running is not None:
             self._obey(running)
             self._press(running)
@@ -268,8 +278,10 @@ class Supervisor:
             since = self.running.signalled_at if self.running is not None and signalled is not None else now
             end = look.ends if signalled is not None and signalled.signal == "USR2" else since + look.kill_wait
             return Stop(cause=look.cause, end=min(end, look.ends), margin=min(end, look.ends) - since)
-        if now >= look.ends - look.margin:
-            return Stop(cause="timeout", end=look.ends, margin=look.margin)
+        limit = self.allocation.attempt_seconds
+        for end, margin in ((look.ends, look.margin), (self._started_at + limit, margin_of(limit))):
+            if now >= end - margin:
+                return Stop(cause="timeout", end=end, margin=margin)
         return None
 
     def _look_at_disk(self) -> Request | None:
@@ -299,11 +311,13 @@ class Supervisor:
             room = self.allocation.room(self.tenure, self.look, self.starter.placement)
             decision = attempts.close(self.tenure, running.facts(self.look.cause), room)
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
-        self._request = None
         if decision.action != "in_place":
             self._until_written()
+        self._answered, self._request = self._request, None
         if not self.tenure.journal.waits:
             self.agents.acknowledge_exits()
+            if self._answered is not None:
+                self.tenure.run.request_file(self._answered.kind).unlink(missing_ok=True)
         return decision
 
     def _until_written(self) -> None:

@@ -68,6 +68,7 @@ class SlurmAllocation:
 
     host = ""
     signals_stop = False
+    attempt_seconds = math.inf
 
     def __init__(self, run: RunDir, me: Me, resources: Resources, srun_arguments: Sequence[str] = ()) -> None:
         self.run, self.me, self.resources = run, me, resources

@@ -5,6 +5,7 @@ Placement (names) --> allocation.start_agents --> Hello, Ready --> Start(ranks o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -31,7 +32,7 @@ class Starter:
     """Gets the agents of one job ready for one attempt after the other.
 
     while not (nodes := starter.ready(look)): ...      # wait for agents
-    for node, message in starter.messages(3, nodes, look).items(): agents.send(agents.by_node[node], message)
+    for node, message in starter.messages(3, nodes, math.inf).items(): agents.send(agents.by_node[node], message)
     """
 
     def __init__(self, tenure: Tenure, allocation: Allocation, agents: Agents) -> None:
@@ -47,6 +48,10 @@ class Starter:
     def placement(self) -> Placement:
         count = partial(nodes_to_use, self.tenure.config) if self.names != ["local"] else lambda usable: usable
         return Placement(self.names, self.lost, self.tenure.journal.status.excluded_nodes, count)
+
+    @property
+    def misses_agents(self) -> bool:
+        return any(node not in self.agents.by_node for node in self.used)
 
     def ready(self, look: Look) -> list[str]:
         """Return the nodes for the next attempt once all their agents are ready, else an empty list.
@@ -92,8 +97,8 @@ class Starter:
             places.setdefault("local" if is_local else nodes[place.node], []).append(place)
         return places
 
-    def messages(self, number: int, nodes: Sequence[str], look: Look) -> dict[str, Start]:
-        """Return what the agent of each node is told to start as attempt `number`."""
+    def messages(self, number: int, nodes: Sequence[str], ends: float) -> dict[str, Start]:
+        """Return what the agent of each node is told to start as attempt `number`, whose time is over at `ends`."""
         config, places = self.tenure.config, self.places(nodes)
         first = self.agents.by_node.get(nodes[0])
         count = len({place.node for ours in places.values() for place in ours})
@@ -105,7 +110,7 @@ class Starter:
                 nodes=count,
                 master_addr="127.0.0.1" if len(nodes) == 1 else self.agents.address_of(nodes[0]),
                 master_port=(first.port if first is not None else None) or 0,
-                time_left=look.ends - time.monotonic() if look.ends != float("inf") else None,
+                time_left=ends - time.monotonic() if ends < math.inf else None,
                 silence=silence_of(config.watchdog),
                 watches=not config.command,
             )
