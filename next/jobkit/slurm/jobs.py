@@ -61,6 +61,11 @@ class Job:
         return self.state in ENDED
 
     @property
+    def runs(self) -> bool:
+        """True while Slurm lets the processes of the job run. SIGNALING is shown while it sends them a signal."""
+        return self.state in ("RUNNING", "CONFIGURING", "SIGNALING", "RESIZING", "SUSPENDED", "STOPPED")
+
+    @property
     def held(self) -> bool:
         """True if the job waits until somebody releases it, as after a prolog that failed."""
         return not self.ended and "held" in self.reason.lower()
@@ -231,7 +236,7 @@ def stop_cause(job: Job, now: float, margin: float = 0.0, restarts: int | None =
     if job.preempt_time is not None:
         return "preempted"
     seconds = time_left(job, now)
-    return "timeout" if seconds is not None and job.state == "RUNNING" and seconds <= margin else None
+    return "timeout" if seconds is not None and job.runs and seconds <= margin else None
 
 
 def parse_time(text: str) -> float | None:
@@ -258,7 +263,7 @@ def requeue(job_id: str, restarts: int | None = None) -> bool:
         if job is not None and stop_cause(job, now) == "cancelled":
             return False  # a plain requeue would undo the scancel
         # `Incomplete` leaves a job alone that is cancelled in this moment, and reports no error: so look again.
-        only_running = ["Incomplete"] if job is not None and job.state == "RUNNING" else []
+        only_running = ["Incomplete"] if job is not None and job.runs else []
         try:
             run("scontrol", "requeue", *only_running, job_id)
         except SchedulerError as error:

@@ -73,7 +73,7 @@ def take_over(run: RunDir, me: Me) -> Tenure:
         tenure = take_lease(run, me, config, attempt.number if attempt is not None and is_ours else 0)
         if decision is not None:
             return replace(tenure, decision=decision)
-        if me.job is not None and (me.job.restarts > me.restart or me.job.state not in ("RUNNING", "CONFIGURING")):
+        if me.job is not None and (me.job.restarts > me.restart or not me.job.runs):
             return replace(tenure, decision=_leave(tenure))
         if attempt is None:
             return tenure

@@ -54,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     except LostLease as error:
         log.warning("%s", error)
         code = EXIT_RESUMABLE
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
     supervisor.close()  # not after another exception: the next supervisor takes the agents over
     return code
 

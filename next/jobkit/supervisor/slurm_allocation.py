@@ -223,7 +223,7 @@ class SlurmAllocation:
             asked=asked,
             job=job,
             cause=jobs.stop_cause(job, now, restarts=self.me.restart),
-            runs=job.state in ("RUNNING", "CONFIGURING", "SUSPENDED") and not job.is_requeued(now, self.me.restart),
+            runs=job.runs and not job.is_requeued(now, self.me.restart),
             ends=math.inf if left is None else monotonic + left,
             margin=margin_of(limit),
             kill_wait=kill_wait,
