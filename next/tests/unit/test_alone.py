@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,9 +78,13 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(alone, "ASK_SECONDS", 0.0)
-    return Scene(tmp_path, "12", "0")
+    scene = Scene(tmp_path, "12", "0")
+    yield scene
+    for pid in [pid for pid, code in scene.children.others.items() if code is None]:
+        os.kill(pid, signal.SIGKILL)  # a helper: a minute later it would end this process, which is its agent
+        os.waitpid(pid, 0)
 
 
 def test_ranks_train_on_while_job_sh_lives(local: Scene) -> None:
