@@ -217,14 +217,14 @@ class SlurmAllocation:
             return Look(asked=asked, answered=False)
         if job is None:
             return Look(asked=asked, kill_wait=kill_wait, down=frozenset(down))
-        left = jobs.time_left(job, now)
-        limit = math.inf if left is None or job.start is None or job.end is None else job.end - job.start
+        seconds = jobs.time_left(job, now) if job.runs else None  # its end is past, and processes have KillWait
+        limit = math.inf if seconds is None or job.start is None or job.end is None else job.end - job.start
         return Look(
             asked=asked,
             job=job,
             cause=jobs.stop_cause(job, now, restarts=self.me.restart),
             runs=job.runs and not job.is_requeued(now, self.me.restart),
-            ends=math.inf if left is None else monotonic + left,
+            ends=math.inf if seconds is None else monotonic + seconds,
             margin=margin_of(limit),
             kill_wait=kill_wait,
             down=frozenset(down),
