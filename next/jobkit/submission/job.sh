@@ -41,7 +41,8 @@ jobkit_record() {
 # Put the job into the queue again, by its state alone; a requeue would undo a scancel of its owner.
 jobkit_requeue() {
     case "$(jobkit_record)" in
-        *JobState=RUNNING* | *JobState=SIGNALING*) scontrol requeue Incomplete "$JOBKIT_JOB_ID" ;; # refused if it is cancelled at this moment
+        # Incomplete: refused if it is cancelled at this moment
+        *JobState=RUNNING* | *JobState=SIGNALING*) scontrol requeue Incomplete "$JOBKIT_JOB_ID" ;;
         *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$JOBKIT_JOB_ID" ;;
         *) return 1 ;;
     esac

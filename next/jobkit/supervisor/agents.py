@@ -3,8 +3,8 @@
     agent --Hello, Ready, Exited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
           <--Welcome, Start, Signal, Ack, Leave------- Agents.send()
 
-supervisor.json (the Contact) says where the port is. The main thread does everything here; other threads and signal
-handlers only call `wake`.
+supervisor.json (the Contact) says where the port is. loop.py does everything here in its main thread; other threads and
+signal handlers only call `wake`. The other end of a connection is worker/link.py.
 """
 
 from __future__ import annotations
@@ -181,11 +181,6 @@ class Agents:
         closed_at = time.monotonic() + ADOPTION_SECONDS - CALL_AGAIN_SECONDS
         self.by_node.setdefault(node, Agent(node, pid=0, closed_at=closed_at))
 
-    def dismiss(self, agent: Agent) -> None:
-        """Tell an agent to leave, and forget it: its connection may close now."""
-        self.send(agent, Leave())
-        self._forget(agent)
-
     def lose(self, node: str) -> None:
         """Give an agent up at once, as one whose process is known to be dead or whose ranks do not end."""
         if (agent := self.by_node.get(node)) is not None:
@@ -212,9 +207,9 @@ class Agents:
             return None
 
     def close(self) -> None:
-        """Dismiss all agents and close the port."""
-        for agent in list(self.by_node.values()):
-            self.dismiss(agent)
+        """Tell all agents to leave, and close the port."""
+        for agent in self.by_node.values():
+            self.send(agent, Leave())
         for connection in list(self._connections):
             self._drop(connection)
         self._selector.close()

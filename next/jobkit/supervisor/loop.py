@@ -122,10 +122,6 @@ class Supervisor:
         self._signals += 1
         self.agents.wake()
 
-    def close(self) -> None:
-        """Dismiss the agents."""
-        self.agents.close()
-
     # Begin
 
     def _adopt(self, began: Began) -> Running:

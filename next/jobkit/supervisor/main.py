@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         code = EXIT_RESUMABLE
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
-    supervisor.close()  # not after another exception: the next supervisor takes the agents over
+    supervisor.agents.close()  # not after another exception: the next supervisor takes the agents over
     return code
 
 
