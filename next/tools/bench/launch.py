@@ -136,6 +136,7 @@ def make_runs(folder: Path) -> None:
 def seconds_to_next_life(launch: Launch, deed: Callable[[], object]) -> float:
     """Return the time from a deed until all ranks of the next attempt have begun."""
     attempt = launch.status.attempts[-1]
+    launch.wait_for_attempt(attempt.number)  # before it trains, its step is not known
     launch.wait_for_step(launch.step + 15)
     began = time.time()
     deed()
