@@ -12,38 +12,21 @@ stays a text until a rank knows its directory (`with_run_dir`). Every error is a
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from jobkit.errors import InputError, nearest
 from jobkit.run import overrides as overriding
-from jobkit.run.interpolation import RUN_DIR, KeyPath, at, resolve
-from jobkit.run.overrides import COMMAND_LINE, refuse_bare_none, with_value
-from jobkit.run.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config
+from jobkit.run.interpolation import RUN_DIR, KeyPath, resolve
+from jobkit.run.overrides import with_value
+from jobkit.run.schema import ALL, AUTO, PARALLEL_WORDS, SECTIONS, Config
 from jobkit.run.strict import build
-from jobkit.run.yamlfile import Document, read_yaml
-
-
-@dataclass
-class Places:
-    """Where each value of a config was written: the file and line in front of every error about it."""
-
-    path: Path
-    by_key: dict[str, tuple[Path | str, int | None]] = field(default_factory=dict)
-
-    def add(self, place: Path | str, lines: Mapping[str, int | None], below: str = "") -> None:
-        """Note the lines of keys at a place; `below` is a prefix that the loader takes away, as `demo.`."""
-        self.by_key |= {key[len(below) :]: (place, line) for key, line in lines.items() if key.startswith(below)}
-
-    def locate(self, error: InputError) -> InputError:
-        """The error with the file and line of its key, or of the nearest key above it that somebody wrote."""
-        key = error.key
-        while key and key not in self.by_key:
-            key = key.rpartition(".")[0]
-        return error.at(*self.by_key.get(key, (self.path, None)))
+from jobkit.run.yamlfile import COMMAND_LINE, Document, Places, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +38,11 @@ class Loaded:
 
     config: Config
     places: Places
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     """Lines for the user."""
-    sweep: Any = None
+    sweep: Any
     """The value under `sweep:`, unchecked; None without such a key."""
-    typed: list[str] = field(default_factory=list)
-    """Dotted keys that the command line or a point of a sweep has set."""
-    expressions: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
+    expressions: dict[KeyPath, tuple[str, Any]]
     """The values that config.yaml holds as an expression: the expression, and its present value."""
 
     @property
@@ -69,9 +50,12 @@ class Loaded:
         """The content of config.yaml, for `yamlfile.dump`."""
         values = dataclasses.asdict(self.config)
         for path, (expression, value) in self.expressions.items():
-            parent = at(values, path[:-1])
-            if at(values, path) == value and parent is not None:
-                parent[path[-1]] = expression
+            try:
+                parent: Any = reduce(operator.getitem, path[:-1], values)  # type: ignore[arg-type]
+                if parent[path[-1]] == value:
+                    parent[path[-1]] = expression
+            except (KeyError, TypeError):  # an option that is false, a short form: written without the expression
+                continue
         return values
 
     def locate(self, error: InputError) -> InputError:
@@ -79,70 +63,35 @@ class Loaded:
         return self.places.locate(error)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """A YAML that was read once, for the many configs of a sweep."""
-
-    values: dict[str, Any]
-    """Its demo is merged where that applies; `sweep:` and `demo:` are taken out."""
-    places: Places
-    notes: list[str]
-    sweep: Any
-
-    def load(self, overrides: Sequence[str] = (), point: Sequence[str] = (), place: str = COMMAND_LINE) -> Loaded:
-        """The config with the `key=value` of the command line, then those of a sweep's point, written at `place`."""
-        values, typed = self.values, []
-        places = Places(self.places.path, dict(self.places.by_key))
-        words = [(text, COMMAND_LINE) for text in overrides] + [(text, place) for text in point]
-        try:
-            for text, where in words:
-                override = overriding.parse(text, where)
-                typed += override.keys
-                places.add(where, dict.fromkeys(override.keys))
-                values = overriding.apply(override, values)
-            resolved, expressions = resolve(values)
-            _refuse_sections_in_params(resolved.get("params"))
-            config = _config(resolved)
-        except InputError as error:
-            raise places.locate(error) from None
-        clusters = {name: _options_of(name, entry, typed) for name, entry in config.clusters.items()}
-        return Loaded(
-            config=dataclasses.replace(config, clusters=clusters),
-            places=places,
-            notes=self.notes,
-            sweep=self.sweep,
-            typed=typed,
-            expressions=expressions,
-        )
-
-
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """The config of a YAML: demo, then overrides, then interpolation and checks.
+    """The config of a YAML: demo, then `key=value` of the command line, then interpolation and checks.
 
     Raises InputError with file, line and key.
     """
-    return read_experiment(path).load(overrides)
-
-
-def read_experiment(path: Path) -> Experiment:
-    """The experiment in a YAML, with the clusters of the user's own file. Raises InputError."""
-    user_file, document, places = read_user_file(), read_yaml(path), Places(path)
-    places.add(user_file_path(), {**user_file.lines})
-    places.add(path, {**document.lines})
-    values, notes = dict(document.value), []
-    try:
-        refuse_bare_none(document.bare_none)
+    user_file, document = read_user_file(), read_yaml(path)
+    places = Places(path, user_file.places.by_key | document.places.by_key)
+    values, notes, typed = dict(document.value), [], []
+    with places.locating():
         sweep, demo = values.pop("sweep", None), values.pop("demo", None)
         if demo is not None and (variable := _variable_without(demo)):
             values = with_value(values, [], {key: value for key, value in demo.items() if key != "unless_env"})
             notes.append(f"{variable} is not set: using the small recipe (`demo:` in {path})")
-            places.add(path, {**document.lines}, below="demo.")
+            places.by_key |= {
+                key.removeprefix("demo."): place for key, place in places.by_key.items() if key.startswith("demo.")
+            }
         entries = values.get("clusters", {})
         if isinstance(entries, dict):  # else the schema refuses it
             values["clusters"] = {**user_file.value.get("clusters", {}), **entries}
-    except InputError as error:
-        raise places.locate(error) from None
-    return Experiment(values=values, places=places, notes=notes, sweep=sweep)
+        for text in overrides:
+            values, keys = overriding.apply(text, values)
+            places.by_key |= dict.fromkeys(keys, (COMMAND_LINE, None))
+            typed += keys
+        resolved, expressions = resolve(values)
+        _refuse_sections_in_params(resolved.get("params"))
+        config = _config(resolved)
+    clusters = {name: _options_of(name, entry, typed) for name, entry in config.clusters.items()}
+    config = dataclasses.replace(config, clusters=clusters)
+    return Loaded(config=config, places=places, notes=notes, sweep=sweep, expressions=expressions)
 
 
 def read_resolved(path: Path) -> Config:
@@ -150,12 +99,9 @@ def read_resolved(path: Path) -> Config:
 
     Raises InputError; for a variable that is not set it names the variable.
     """
-    document, places = read_yaml(path), Places(path)
-    places.add(path, {**document.lines})
-    try:
+    document = read_yaml(path)
+    with document.places.locating():
         return _config(resolve(document.value)[0])
-    except InputError as error:
-        raise places.locate(error) from None
 
 
 def with_run_dir(value: Any, run_dir: Path) -> Any:
@@ -181,43 +127,33 @@ def user_file_path() -> Path:
 @dataclass(frozen=True, kw_only=True)
 class _UserFile:
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notify: str = ""
 
 
 def read_user_file() -> Document:
-    """The user's own file: `clusters` for all projects, and `notify`, a command. Empty if there is none."""
+    """The user's own file, with `clusters` for all projects. Empty if there is none."""
     path = user_file_path()
     if not path.exists():
-        return Document({})
-    document, places = read_yaml(path), Places(path)
-    places.add(path, {**document.lines})
-    try:
-        refuse_bare_none(document.bare_none)
+        return Document({}, Places(path))
+    document = read_yaml(path)
+    with document.places.locating():
         build(_UserFile, document.value)
-    except InputError as error:
-        raise places.locate(error) from None
     return document
 
 
-# Demo
+# Steps on the way to a Config
 
 
 def _variable_without(demo: Any) -> str:
     """The variable of `unless_env` if it is not set, so that the demo applies; else an empty text."""
-    if not isinstance(demo, dict):
-        raise InputError(key="demo", found=demo, allowed="a mapping")
-    variable = demo.get("unless_env")
+    variable = demo.get("unless_env") if isinstance(demo, dict) else None
     if not isinstance(variable, str):
-        raise InputError(key="demo.unless_env", found=variable, allowed="the name of an environment variable")
+        raise InputError(key="demo", found=demo, allowed="a mapping with `unless_env: NAME`, an environment variable")
     return "" if os.environ.get(variable) else variable
-
-
-# Config
 
 
 def _config(values: dict[str, Any]) -> Config:
     """The Config of resolved values, with its short forms written out. Raises InputError."""
-    config = build(Config, _in_full(values), dropped=DROPPED)
+    config = build(Config, _in_full(values))
     if config.task and config.command:
         raise InputError("there is a task as well; a run has one of them", key="command")
     if not (config.task or config.command):
@@ -232,9 +168,7 @@ def _in_full(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(command, str):
         raise InputError(key="command", found=command, allowed=f"a list: [{', '.join(command.split())}]")
     if isinstance(command, list):
-        is_number = [isinstance(part, int | float) and not isinstance(part, bool) for part in command]
-        texts = [str(part) if number else part for part, number in zip(command, is_number, strict=True)]
-        values = {**values, "command": texts}
+        values = {**values, "command": [str(part) if type(part) in (int, float) else part for part in command]}
     if isinstance(after, str):
         values = {**values, "after": [after]}
     resources = values.get("resources")

@@ -1,7 +1,7 @@
-"""`key=value` of a command line or of a sweep's point: its meaning, and its place in the tree of config values.
+"""`key=value` of a command line: its meaning, and its place in the tree of config values.
 
-params.lr=3e-4          sets a param that the YAML has
-+params.warmup=100      may add one, and may change the type of a value
+params.lr=3e-4          sets a param that the YAML has, to a value of the same kind
++params.warmup=100      may add one, and may change the kind of a value
 resources.nodes=2       any key of the schema
 """
 
@@ -9,60 +9,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jobkit.errors import InputError, closest
-from jobkit.run.schema import DROPPED, SECTIONS
-from jobkit.run.yamlfile import parse_document
-
-COMMAND_LINE = "command line"
+from jobkit.run.schema import SECTIONS
+from jobkit.run.yamlfile import COMMAND_LINE, parse_value
 
 KEYS_SHOWN = 12
 """How many keys of `params` a refusal lists."""
 
-_KEY = r"[A-Za-z_][\w.\-]*(\[\d+\])?"
+_KINDS = ((bool, "true or false"), ((int, float), "a number"), (list, "a list"), (Mapping, "a mapping"))
 
 
-@dataclass(frozen=True)
-class Override:
-    """A value that the command line, or a point of a sweep, sets."""
+def apply(text: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The config values with `key=value` or `+key=value`, and the dotted keys that it sets.
 
-    key: str
-    """Dotted, as `params.widths.0`."""
-    value: Any
-    adds: bool
-    """True if it was typed with `+`."""
-
-    @property
-    def keys(self) -> list[str]:
-        """The dotted keys that it sets: `clusters.big={nodes: 5}` sets `clusters.big.nodes`, too."""
-        return [self.key, *keys_below(self.value, f"{self.key}.")]
-
-
-def parse(text: str, place: str = COMMAND_LINE) -> Override:
-    """The meaning of `key=value` or `+key=value`, written at a place. Raises InputError."""
-    typed, equals, value = text.partition("=")
-    key = re.sub(r"\[(\d+)\]", r".\1", typed.removeprefix("+"))
+    Raises InputError, also for a key that is neither in the schema nor in params.
+    """
     try:
-        if not equals or not re.fullmatch(_KEY, typed.removeprefix("+")):
+        typed, equals, written = text.partition("=")
+        key = typed.removeprefix("+")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
             raise InputError(f"{text!r}", allowed="key=value, as in params.lr=1e-3")
-        if not value.strip():
-            raise InputError("no value", key=key, hint=f"for none: {typed}=null; for an empty text: {typed}='\"\"'")
-        document = parse_document(value)
-        refuse_bare_none([f"{key}.{inner}".rstrip(".") for inner in document.bare_none])
-    except ValueError as error:
-        raise InputError(str(error), key=key, found=value).at(place) from None
+        if not written.strip():
+            raise InputError("no value", key=key, hint=f"for none: {key}=null; for an empty text: {key}='\"\"'")
+        value = parse_value(written, key)
+        top, *below = key.split(".")
+        if top not in SECTIONS:
+            raise InputError("unknown key", key=key, hint=_key_meant(key, values), allowed=", ".join(SECTIONS))
+        is_strict = top == "params" and not typed.startswith("+")
+        present = {} if top == "params" and values.get(top) is None else values.get(top)
+        tree = with_value(present, below, value, top, is_strict=is_strict)
     except InputError as error:
-        raise error.at(place) from None
-    return Override(key, document.value, typed.startswith("+"))
-
-
-def refuse_bare_none(keys: Sequence[str]) -> None:
-    """Refuse `None`, which is a text for YAML; `comm.hook` has a word of that name."""
-    for key in keys:
-        if not key.endswith("comm.hook"):
-            raise InputError(key=key, found="None", allowed="null for no value, or quotes around the text")
+        raise error.at(COMMAND_LINE) from None
+    return {**values, top: tree}, [key, *keys_below(value, f"{key}.")]
 
 
 def keys_below(values: Any, prefix: str = "") -> Iterator[str]:
@@ -72,21 +52,6 @@ def keys_below(values: Any, prefix: str = "") -> Iterator[str]:
         yield from keys_below(value, f"{prefix}{name}.")
 
 
-def apply(override: Override, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config values with the override. Raises InputError for a key that is neither in the schema nor in params."""
-    top, *below = override.key.split(".")
-    if top in DROPPED:
-        raise InputError("no longer a key", key=override.key, hint=DROPPED[top])
-    if top not in SECTIONS:
-        hint = _key_meant(override.key, values)
-        raise InputError("unknown key", key=override.key, hint=hint, allowed=", ".join(SECTIONS))
-    is_strict = top == "params" and not override.adds
-    present = values.get(top)
-    if top == "params" and present is None:
-        present = {}
-    return {**values, top: with_value(present, below, override.value, top, is_strict=is_strict)}
-
-
 def with_value(present: Any, below: Sequence[str], value: Any, key: str = "", *, is_strict: bool = False) -> Any:
     """A tree with another value at some keys below it; a mapping is merged into the present one.
 
@@ -94,7 +59,7 @@ def with_value(present: Any, below: Sequence[str], value: Any, key: str = "", *,
         present: the tree, before interpolation
         below: the keys that lead to the value
         key: dotted key of the tree, for errors
-        is_strict: refuse a key that the tree does not have, and a text in the place of a number (a slip, as `1e-3x`)
+        is_strict: refuse a key that the tree does not have, and a value of another kind (a slip, as `1e-3x`)
     """
     if not below and isinstance(value, Mapping) and isinstance(present, Mapping):
         for name, item in value.items():
@@ -102,14 +67,10 @@ def with_value(present: Any, below: Sequence[str], value: Any, key: str = "", *,
         return present
     if not below:
         if is_strict:
-            _check_kind(key, present, value)
+            _refuse_other_kind(key, present, value)
         return value
     name, *rest = below
     inner_key = f"{key}.{name}".lstrip(".")
-    if isinstance(present, list) and name.isdigit() and int(name) < len(present):
-        index = int(name)
-        inner = with_value(present[index], rest, value, inner_key, is_strict=is_strict)
-        return [*present[:index], inner, *present[index + 1 :]]
     present = {} if present in (None, "???") else present
     if not isinstance(present, Mapping) and not is_strict:
         raise InputError(key=key, found=present, allowed="a mapping")
@@ -122,18 +83,16 @@ def with_value(present: Any, below: Sequence[str], value: Any, key: str = "", *,
     return {**present, name: with_value(present.get(name), rest, value, inner_key, is_strict=is_strict)}
 
 
-def _check_kind(key: str, present: Any, value: Any) -> None:
-    is_text = isinstance(value, str) and "${" not in value
-    allowed = ""
-    if isinstance(present, bool) and (is_text or isinstance(value, Mapping)):
-        allowed = "true or false"
-    elif type(present) in (int, float) and (is_text or isinstance(value, bool | Mapping)):
-        allowed = f"a number, as {present!r}"
-    elif isinstance(present, list | Mapping) and (is_text or isinstance(value, int | float)):
-        allowed = f"a {'list' if isinstance(present, list) else 'mapping'}, as {present!r}"
-    if allowed:
+def _refuse_other_kind(key: str, present: Any, value: Any) -> None:
+    kind = _kind(present)
+    if kind and value is not None and _kind(value) != kind and "${" not in str(value):
         several = f"several runs: --sweep {key}={value}; a list: {key}=[{value}]; " if "," in str(value) else ""
-        raise InputError(key=key, found=value, allowed=allowed, hint=f"{several}+{key}=... takes any value")
+        hint = f"{several}+{key}=... takes any value"
+        raise InputError(key=key, found=value, allowed=f"{kind}, as {present!r}", hint=hint)
+
+
+def _kind(value: Any) -> str:
+    return next((words for kind, words in _KINDS if isinstance(value, kind)), "")
 
 
 def _key_meant(key: str, values: Mapping[str, Any]) -> str:

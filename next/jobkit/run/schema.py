@@ -32,12 +32,7 @@ _TASK = r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)?"
 
 def _field(allowed: str, is_allowed: Callable[[Any], bool], default: Any = dataclasses.MISSING) -> Any:
     """A field whose value is checked: `allowed` is what an error says."""
-
-    def check(value: Any) -> None:
-        if not is_allowed(value):
-            raise ValueError(allowed)
-
-    return field(default=default, metadata={"check": check})
+    return field(default=default, metadata={"allowed": allowed, "is_allowed": is_allowed})
 
 
 def _at_least(minimum: int, default: int) -> Any:
@@ -74,16 +69,6 @@ def _interval(example: str, *, or_off: bool = False) -> Any:
 
 def _is_off(value: str | int | bool) -> bool:
     return value is False or value == "off"  # YAML reads a bare `off` as false
-
-
-def _check_on_nan(value: str | bool) -> None:
-    allowed = "stop or ignore"
-    if value in ("rerun", "skip"):
-        raise ValueError(f"{allowed}; `{value}` no longer exists: leave such a batch out in the training function")
-    if _is_off(value):
-        raise ValueError(f"{allowed}; `off` is now called ignore")
-    if value not in ("stop", "ignore"):
-        raise ValueError(allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +317,7 @@ class Config:
     )
     """How long a step may take until the ranks count as hung. `auto`: 20 times the slowest step so far, at least 5
     minutes; before the first step and after the last at least 30 minutes."""
-    on_nan: str | bool = field(default="stop", metadata={"check": _check_on_nan})
+    on_nan: Literal["stop", "ignore"] = "stop"
     """The reaction to a loss that is not a finite number: `stop` ends the run as failed, with the step and its samples;
     `ignore` goes on."""
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -346,12 +331,6 @@ class Config:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
 
-LOADER_KEYS = {
-    "sweep": "Several runs of the file, a run for each value: `{params.lr: [1e-3, 1e-4]}`.",
-    "demo": "Merged over the rest of the file while the variable `unless_env` is not set: a small recipe to try.",
-}
-"""Keys of a YAML that the loader takes out: they are in no Config."""
-
 SECTIONS: dict[str, list[str]] = {
     section.name: [inner.name for inner in dataclasses.fields(section.default_factory)]
     if dataclasses.is_dataclass(section.default_factory)
@@ -359,15 +338,3 @@ SECTIONS: dict[str, list[str]] = {
     for section in dataclasses.fields(Config)
 }
 """The top-level keys, each with the keys below it; empty for a key with free keys or a plain value."""
-
-DROPPED = {
-    "check": "check inputs at the start of the training function; `inputs:` still names files that must exist",
-    "verify_every": "`jobkit verify` compares an interrupted run with an uninterrupted one",
-    "pipeline": "submit each stage as a run of its own, with `after: [RUN]` or --after RUN",
-    "start_from": "type --from RUN[@STEP] at the submission",
-    "checkpoint.mtbf": "`checkpoint.every: auto` measures the time between failures; or give steps or a time",
-    "retry.exclude_after": "a node is given up after two deaths without progress in between, or three within an hour",
-    "retry.in_place": "a failed attempt always starts again on the nodes of the job as long as they can be used",
-    "comm.powersgd_start": "PowerSGD begins as soon as torch allows it",
-}
-"""Keys of earlier versions, and what takes their place."""

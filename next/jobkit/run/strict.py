@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from jobkit.errors import InputError, nearest
@@ -18,31 +18,27 @@ from jobkit.errors import InputError, nearest
 T = TypeVar("T")
 
 
-def build(cls: type[T], values: Any, prefix: str = "", dropped: Mapping[str, str] | None = None) -> T:
+def build(cls: type[T], values: Any, prefix: str = "") -> T:
     """An instance of the dataclass `cls` from `values`; nested dataclasses are built in the same way.
 
-    The metadata of a field may hold `check`: a function that raises ValueError, with the allowed values as its text.
-
-    Args:
-        prefix: stands before the keys in errors, with a dot at its end
-        dropped: dotted keys of earlier versions, and for each the sentence that says what takes its place
+    The metadata of a field may hold `is_allowed`, a function of a value, and `allowed`, the words for what it takes.
+    `prefix` stands before the keys in errors, with a dot at its end.
     """
     if not isinstance(values, Mapping):
         raise InputError(key=prefix.rstrip("."), found=values, allowed=f"a mapping with {names_of(cls)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     for key in values:
-        full_key = f"{prefix}{key}"
-        if key not in fields and full_key in (dropped or {}):
-            raise InputError("no longer a key", key=full_key, hint=(dropped or {})[full_key])
         if key not in fields:
-            raise InputError("unknown key", key=full_key, hint=nearest(str(key), fields), allowed=names_of(cls))
+            hint = nearest(str(key), fields)
+            raise InputError("unknown key", key=f"{prefix}{key}", hint=hint, allowed=names_of(cls))
     arguments: dict[str, Any] = {}
     for name, field in fields.items():
         full_key = f"{prefix}{name}"
         if name in values:
-            arguments[name] = _value(hints[name], values[name], full_key, dropped)
-            _check(field.metadata.get("check"), arguments[name], full_key)
+            arguments[name] = _value(hints[name], values[name], full_key)
+            if "allowed" in field.metadata and not field.metadata["is_allowed"](arguments[name]):
+                raise InputError(key=full_key, found=values[name], allowed=field.metadata["allowed"])
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise InputError("missing; it is required", key=full_key)
     return cls(**arguments)
@@ -53,14 +49,14 @@ def names_of(cls: type[Any]) -> str:
     return ", ".join(field.name for field in dataclasses.fields(cls))
 
 
-def _value(kind: Any, value: Any, key: str, dropped: Mapping[str, str] | None) -> Any:
+def _value(kind: Any, value: Any, key: str) -> Any:
     optional = [inner for inner in typing.get_args(kind) if dataclasses.is_dataclass(inner)]
     if optional and value is None:
         return None
     if optional:
         kind = optional[0]
     if dataclasses.is_dataclass(kind):
-        return build(typing.cast("type[Any]", kind), value, f"{key}.", dropped)
+        return build(typing.cast("type[Any]", kind), value, f"{key}.")
     if not _matches(kind, value):
         # YAML reads off, no, on and yes without quotes as booleans.
         hint = "put it in quotes" if isinstance(value, bool) and describe(kind) == "a text" else ""
@@ -68,14 +64,6 @@ def _value(kind: Any, value: Any, key: str, dropped: Mapping[str, str] | None) -
     if typing.get_origin(kind) is typing.Literal and value not in typing.get_args(kind):
         raise InputError(key=key, found=value, allowed=describe(kind), hint=nearest(value, typing.get_args(kind)))
     return value
-
-
-def _check(check: Callable[[Any], object] | None, value: Any, key: str) -> None:
-    try:
-        if check is not None:
-            check(value)
-    except ValueError as error:
-        raise InputError(key=key, found=value, allowed=str(error)) from None
 
 
 def _matches(kind: Any, value: Any) -> bool:

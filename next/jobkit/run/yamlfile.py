@@ -1,14 +1,15 @@
-"""YAML without its traps, with the line of each key: the values that a person wrote are the values of the program.
+"""YAML without its traps, with the place of each key: the values that a person wrote are the values of the program.
 
-read_yaml(path) -> Document(values, lines, bare_none)     load.py, the user's own file, config.yaml of a run
-parse_value("1e-3") -> 0.001                              key=value of a command line, points of a sweep
-dump(values) -> text                                      config.yaml
+read_yaml(path) -> Document(value, places)     load.py, the user's own file, config.yaml of a run
+parse_value("1e-3", key) -> 0.001              key=value of a command line
+dump(values) -> text                           config.yaml
 """
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,39 @@ import yaml
 
 from jobkit.errors import InputError, nearest
 
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Places:
+    """Where each value was written: the file and line in front of every error about it."""
+
+    file: Path | str
+    by_key: dict[str, tuple[Path | str, int | None]] = field(default_factory=dict)
+    """Dotted key -> file and line, from 1; `sweep.0.seed` within a list."""
+
+    def locate(self, error: InputError) -> InputError:
+        """The error with the file and line of its key, or of the nearest key above it that somebody wrote."""
+        key = error.key
+        while key and key not in self.by_key:
+            key = key.rpartition(".")[0]
+        return error.at(*self.by_key.get(key, (self.file, None)))
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Give every InputError of a block its place."""
+        try:
+            yield
+        except InputError as error:
+            raise self.locate(error) from None
+
 
 @dataclass(frozen=True)
 class Document:
-    """The value of a YAML text; the mapping of a YAML file."""
+    """The mapping of a YAML file."""
 
-    value: Any
-    lines: dict[str, int] = field(default_factory=dict)
-    """The line, from 1, of each dotted key; `sweep.0.seed` within a list."""
-    bare_none: list[str] = field(default_factory=list)
-    """Dotted keys whose whole value is `None` or `none` without quotes: a text for YAML, and a Python user's null. An
-    empty key is the whole text."""
+    value: dict[str, Any]
+    places: Places
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,59 +110,56 @@ def dump(value: Any) -> str:
     return text
 
 
-def in_a_line(value: Any) -> str:
-    """A value as `parse_value` reads it back, in a line."""
-    if isinstance(value, float) and math.isfinite(value):
-        return repr(value)
-    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf)
-    return text.removesuffix("...\n").rstrip("\n")
-
-
-def parse_value(text: str) -> Any:
-    """The value of a YAML scalar or flow collection, as it stands behind `key=` on a command line. Raises ValueError,
-    with a sentence for the user."""
-    return parse_document(text).value
-
-
-def parse_document(text: str) -> Document:
-    """The same as `parse_value`, with the keys whose value is `None`."""
+def parse_value(text: str, key: str) -> Any:
+    """The value of a YAML scalar or flow collection, as it stands behind `key=`. Raises InputError."""
     try:
-        node, document = _load(text)
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError("the value is not valid YAML; quote it") from error
-    if text[node.end_mark.index if node else 0 :].strip():
-        raise ValueError("the value has a comment; quote it")  # `a #3` would lose a part
-    return document
+        value, node = _load(text, Places(COMMAND_LINE), key)
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError):
+        raise InputError("the value is not valid YAML; quote it", key=key, found=text) from None
+    if node is None or text[node.end_mark.index :].strip():  # `a #3` would lose a part, and `#fff` all
+        raise InputError("the value has a comment; quote it", key=key, found=text)
+    return value
 
 
 def read_yaml(path: Path) -> Document:
-    """The mapping in a file. Raises InputError with file and line."""
-    text = read_text(path)
+    """The mapping in a file, in UTF-8 whatever the locale of this node is. Raises InputError with file and line."""
+    places = Places(path)
     try:
-        _, document = _load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise InputError(f"not valid YAML: {problem}").at(path, mark.line + 1 if mark else None) from None
-    except (ValueError, TypeError, RecursionError) as error:  # a tag that promises another type; a value in itself
-        raise InputError(f"not valid YAML: {error}").at(path) from None
-    if not isinstance(document.value, dict):
-        raise InputError(found=document.value, allowed="`key: value` lines, as in name: toy").at(path)
-    return document
+        value, _ = _load(path.read_text(encoding="utf-8"), places)
+    except FileNotFoundError:
+        names = [file.name for file in path.parent.glob("*.y*ml")]
+        hint = "the YAML comes first, then key=value" if "=" in path.name else nearest(f"{path.stem}.yaml", names)
+        raise InputError("no such file", hint=hint).at(path) from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}").at(path) from None
+    except UnicodeDecodeError as error:
+        raise InputError("not UTF-8").at(path, error.object.count(b"\n", 0, error.start) + 1) from None
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"not valid YAML: {error.problem}").at(
+            path, error.problem_mark.line + 1 if error.problem_mark else None
+        ) from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a tag that promises another type
+        raise InputError(f"not valid YAML: {str(error).splitlines()[0]}").at(path) from None
+    if not isinstance(value, dict):
+        raise InputError(found=value, allowed="`key: value` lines, as in name: toy").at(path)
+    return Document(value, places)
 
 
-def _load(text: str) -> tuple[yaml.Node | None, Document]:
+def _load(text: str, places: Places, key: str = "") -> tuple[Any, yaml.Node | None]:
     loader = _Loader(text)
     node: yaml.Node | None = loader.get_single_node()
-    document = Document(None if node is None else loader.construct_document(node))
-    _collect(node, "", document)
-    return node, document
+    value = None if node is None else loader.construct_document(node)
+    with places.locating():
+        _collect(node, key, places)
+    return value, node
 
 
-def _collect(node: yaml.Node | None, key: str, document: Document, *, in_list: bool = False) -> None:
-    """Note the lines of the keys below a node. An item `None` of a list may be an argument of a command."""
-    if isinstance(node, yaml.ScalarNode) and node.style is None and _NONE.fullmatch(node.value) and not in_list:
-        document.bare_none.append(key)
+def _collect(node: yaml.Node | None, key: str, places: Places, *, in_list: bool = False) -> None:
+    """Note the places of the keys below a node. Raises InputError for a value `None`, which is a text for YAML, and a
+    Python user's null; an item of a list may be an argument of a command."""
+    may_be_none = in_list or key.endswith("comm.hook")  # which has a word of that name
+    if isinstance(node, yaml.ScalarNode) and node.style is None and _NONE.fullmatch(node.value) and not may_be_none:
+        raise InputError(key=key, found="None", allowed="null for no value, or quotes around the text")
     items: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
         items = [(str(number), item, item) for number, item in enumerate(node.value)]
@@ -147,22 +167,5 @@ def _collect(node: yaml.Node | None, key: str, document: Document, *, in_list: b
         items = [(str(key_node.value), key_node, value_node) for key_node, value_node in node.value]
     for name, start, value in items:
         inner = f"{key}.{name}" if key else name
-        document.lines[inner] = start.start_mark.line + 1
-        _collect(value, inner, document, in_list=isinstance(node, yaml.SequenceNode))
-
-
-def read_text(path: Path) -> str:
-    """The content of a file that a person wrote, in UTF-8 whatever the locale of this node is. Raises InputError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        names = [file.name for file in path.parent.glob("*") if file.suffix in (".yaml", ".yml", ".csv")]
-        same_stem = [name for name in names if Path(name).stem == path.name]
-        hint = f"did you mean {same_stem[0]!r}?" if same_stem else nearest(path.name, names)
-        hint = "the YAML comes first, then key=value" if "=" in path.name else hint
-        raise InputError("no such file", hint=hint).at(path) from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise InputError(f"not UTF-8: found the byte {error.object[error.start]:#04x}").at(path, line) from None
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}").at(path) from None
+        places.by_key[inner] = (places.file, start.start_mark.line + 1 if isinstance(places.file, Path) else None)
+        _collect(value, inner, places, in_list=isinstance(node, yaml.SequenceNode))

@@ -13,7 +13,7 @@ from jobkit.errors import InputError
 from jobkit.run import schema
 from jobkit.run.duration import format_seconds, parse_seconds
 from jobkit.run.load import load
-from jobkit.run.schema import DROPPED, SECTIONS, BestConfig, Config, ContainerConfig, MlflowMirror, Resources
+from jobkit.run.schema import SECTIONS, BestConfig, Config, ContainerConfig, MlflowMirror, Resources
 from jobkit.run.strict import build
 
 
@@ -131,7 +131,6 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("params: [1]", "params", [1], "a mapping"),
     ("clusters: {slurm: low}", "clusters", {"slurm": "low"}, "a mapping"),
     ("on_nan: rerun", "on_nan", "rerun", "stop or ignore"),
-    ("on_nan: off", "on_nan", False, "ignore"),
     ("parallel: zero9", "parallel", "zero9", "zero3"),
 ]
 
@@ -158,14 +157,6 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path: Path, text: str, key
     with pytest.raises(InputError) as refused:
         _config(tmp_path, text)
     assert refused.value.key == key and repr(nearest) in refused.value.hint
-
-
-@pytest.mark.parametrize("key", DROPPED)
-def test_a_dropped_key_names_its_replacement(tmp_path: Path, key: str) -> None:
-    section, _, name = key.partition(".")
-    with pytest.raises(InputError) as refused:
-        _config(tmp_path, f"{section}: {{{name}: 1}}" if name else f"{key}: 1")
-    assert refused.value.key == key and refused.value.hint == DROPPED[key]
 
 
 def test_every_field_has_a_sentence_for_the_manual() -> None:
