@@ -7,6 +7,7 @@ jobkit doctor --cluster h100   with the partition of that entry in the user's ow
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -109,11 +110,11 @@ def _runs_dir(runs_dir: Path) -> Iterator[Check]:
 
 def _machine() -> Iterator[Check]:
     from jobkit.addresses import own_addresses
-    from jobkit.run.machine import cores, visible_devices
+    from jobkit.run.machine import visible_devices
     from jobkit.supervisor.devices import waiting
 
     kind, devices = visible_devices("auto")
-    words = f"{len(devices or ())} {kind} device(s) and {len(cores())} core(s) here"
+    words = f"{len(devices or ())} {kind} device(s) and {len(os.sched_getaffinity(0))} core(s) here"
     yield Check("ok", f"{words}; {len(waiting())} run(s) of yours wait for devices")
     addresses = own_addresses(2)
     if addresses == ["127.0.0.1"]:

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 from pathlib import Path
 
 from jobkit.errors import InputError
@@ -18,54 +17,41 @@ from jobkit.errors import InputError
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Errors that stay until a person makes room. Other errors may concern one node only."""
 
-AWAY = frozenset(
-    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
-)
+AWAY = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EHOSTUNREACH})
 """Errors of a file server, or of its mount, while it is away; or of a disk that is dying."""
 
-_OF_DISKS = FULL | {errno.EIO, errno.ESTALE}
-"""Errors that nothing but a disk causes; a socket has the others of AWAY, too."""
-
-_MISTYPED = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR})
+MISTYPED = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR})
 """Errors of a path that a person has mistyped."""
 
 # Libraries in Rust, safetensors among them, raise an OSError as a text.
 _RUST = re.compile(r"\(os error (\d+)\)")
 
 
-def disk_errno(error: BaseException | None) -> int:
-    """The error number of a disk that an exception, or one of its causes, carries; 0 if no disk is to blame."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+def is_full(error: BaseException | None) -> bool:
+    """Whether an exception, or one of its causes, says that nothing can be written until a person makes room."""
+    while error is not None:
         number = getattr(error, "errno", None)
         if number is None and (match := _RUST.search(str(error))):
             number = int(match[1])
-        if number in _OF_DISKS:
-            return int(number)
+        if number in FULL:
+            return True
         error = error.__cause__ or error.__context__
-    return 0
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether an exception, or one of its causes, says that nothing can be written until a person makes room."""
-    return disk_errno(error) in FULL
+    return False
 
 
 def explained(error: OSError) -> InputError:
     """The error that a command shows for a disk or a path of the user; raises any other error as it is."""
-    path = error.filename2 or error.filename or "the disk"
     if isinstance(error, PermissionError):
-        hint = f"it belongs to {_owner(Path(path))}; --runs-dir or JOBKIT_RUNS choose another runs directory"
+        hint = "is it another user's? --runs-dir or JOBKIT_RUNS choose another runs directory"
     elif error.errno in FULL:
-        hint = f"make room, and repeat the command{_free_words(Path(path))}"
+        hint = "make room (it may be a quota), and repeat the command"
     elif error.errno in AWAY:
         hint = "repeat the command when the file system answers again"
-    elif error.errno in _MISTYPED:
+    elif error.errno in MISTYPED:
         hint = ""
     else:
         raise error
-    return InputError(f"{error.strerror}", hint=hint).at(path)
+    return InputError(f"{error.strerror}", hint=hint).at(error.filename2 or error.filename or "the disk")
 
 
 def write_probe(folder: Path) -> OSError | None:
@@ -85,18 +71,3 @@ def write_probe(folder: Path) -> OSError | None:
             file.unlink(missing_ok=True)
         return error
     return None
-
-
-def _owner(path: Path) -> str:
-    try:
-        return path.owner()
-    except (OSError, KeyError):
-        return "another user"
-
-
-def _free_words(path: Path) -> str:
-    try:
-        free = shutil.disk_usage(path if path.exists() else path.parent).free
-    except OSError:
-        return ""
-    return f" ({free / 2**30:.1f} GiB are free there: it may be a quota)" if free > 2**20 else ""

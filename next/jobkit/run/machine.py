@@ -23,32 +23,29 @@ from jobkit.run.schema import AUTO, Config, Resources
 class DeviceKind:
     """A kind of device that torch computes on."""
 
-    backend: str
-    """The backend of torch.distributed for its tensors."""
     visible: str | None = None
     """The environment variable that says which devices a process may use."""
     files: str | None = None
     """A pattern that matches a file for each device of the machine; None if only the driver knows them."""
-    gres: str | None = None
+    gres: str = "gpu"
     """Slurm's usual name of it; `gpu` is counted by --gpus-per-node, other names by --gres alone."""
 
 
 KINDS = {
-    "cuda": DeviceKind(backend="nccl", visible="CUDA_VISIBLE_DEVICES", files="/proc/driver/nvidia/gpus/*", gres="gpu"),
-    "npu": DeviceKind(backend="hccl", visible="ASCEND_RT_VISIBLE_DEVICES", files="/dev/davinci[0-9]*", gres="npu"),
-    "xpu": DeviceKind(backend="xccl", visible="ZE_AFFINITY_MASK", gres="gpu"),
-    "mps": DeviceKind(backend="gloo"),
-    "cpu": DeviceKind(backend="gloo"),
+    "cuda": DeviceKind(visible="CUDA_VISIBLE_DEVICES", files="/proc/driver/nvidia/gpus/*"),
+    "npu": DeviceKind(visible="ASCEND_RT_VISIBLE_DEVICES", files="/dev/davinci[0-9]*", gres="npu"),
+    "xpu": DeviceKind(visible="ZE_AFFINITY_MASK"),
+    "mps": DeviceKind(),
+    "cpu": DeviceKind(),
 }
 """By torch's name, in the order in which `device: auto` looks for them."""
 
 
-def visible_devices(device: str, environ: Mapping[str, str] | None = None) -> tuple[str, list[str] | None]:
+def visible_devices(device: str, environ: Mapping[str, str] = os.environ) -> tuple[str, list[str] | None]:
     """(kind, devices of this machine that `environ` allows); None for the devices if only the driver knows them.
 
     `auto` is the first kind that has devices, else cuda without any.
     """
-    environ = os.environ if environ is None else environ
     if device != AUTO:
         return device, _devices(device, environ)
     return next(((name, devices) for name in KINDS if (devices := _devices(name, environ))), ("cuda", []))
@@ -57,9 +54,8 @@ def visible_devices(device: str, environ: Mapping[str, str] | None = None) -> tu
 def _devices(name: str, environ: Mapping[str, str]) -> list[str] | None:
     kind = KINDS[name]
     if kind.visible is not None and kind.visible in environ:
-        entries = [entry.strip() for entry in environ[kind.visible].split(",")]
-        devices = list(takewhile(_is_device, entries))  # for CUDA an invalid entry hides the entries after it
-        return devices if len(set(devices)) == len(devices) else []  # and an entry that comes twice hides all
+        # For CUDA an invalid entry, as -1, hides the entries after it.
+        return list(takewhile(_is_device, (entry.strip() for entry in environ[kind.visible].split(","))))
     if kind.files is None:
         return [] if name == "cpu" else None
     count = len(list(Path("/").glob(kind.files.removeprefix("/"))))
@@ -82,11 +78,6 @@ def _driver_count() -> int:
         return 0
 
 
-def cores() -> list[int]:
-    """The CPU cores that this process may use, by number."""
-    return sorted(os.sched_getaffinity(0))
-
-
 def with_counts(config: Config, scheduler: str, gpus_per_node: int | None) -> Config:
     """The config with `tasks_per_node` and `gpus_per_task` as numbers.
 
@@ -105,9 +96,9 @@ def with_counts(config: Config, scheduler: str, gpus_per_node: int | None) -> Co
         where = "this machine"
     else:
         room, where = gpus_per_node, "a node, by gpus_per_node or gres of the cluster's entry"
-        _refuse_unknown(config, gpus_per_node)
-        if room is None and config.device == AUTO:
-            room = 0 if resources.gpus_per_task == AUTO else None
+        if room is None:
+            _refuse_unknown(config)
+            room = 0 if config.device == resources.gpus_per_task == AUTO else None
     counted = _in_numbers(resources, room)
     needed = counted.ranks_per_node * counted.devices_per_rank
     if room is not None and needed > room:
@@ -119,13 +110,13 @@ def with_counts(config: Config, scheduler: str, gpus_per_node: int | None) -> Co
     return dataclasses.replace(config, resources=counted)
 
 
-def _refuse_unknown(config: Config, gpus_per_node: int | None) -> None:
-    """Refuse a job on Slurm whose entry does not say what must be known."""
+def _refuse_unknown(config: Config) -> None:
+    """Refuse a job on Slurm whose entry asks for no devices, where their number must be known."""
     resources, kind = config.resources, KINDS.get(config.device)
-    if gpus_per_node is None and kind is not None and kind.gres != "gpu":
+    if kind is not None and kind.gres != "gpu":
         hint = f"set gres in the cluster's entry, as `gres: {kind.gres}:8` (`sinfo --format=%G` shows the name)"
         raise InputError("to Slurm this device is no GPU", key="device", found=config.device, hint=hint)
-    if gpus_per_node is None and resources.tasks_per_node == AUTO and resources.gpus_per_task not in (AUTO, 0):
+    if resources.tasks_per_node == AUTO and resources.gpus_per_task not in (AUTO, 0):
         hint = "set gpus_per_node in the cluster's entry"
         raise InputError(key="resources.tasks_per_node", found=AUTO, allowed="a number of ranks", hint=hint)
 
