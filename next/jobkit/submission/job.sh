@@ -8,7 +8,7 @@
 # gone on this node, a supervisor that was killed. Slurm copies the script, so that no mount can hide it.
 
 jobkit_pauses=(0.2 1 2 5)
-jobkit_most=3 # supervisors in a row, and nodes in a row, that may begin nothing
+jobkit_most=3 # supervisors in a row, and starts of the job in a row, that may begin nothing
 jobkit_run=${jobkit_runs[${SLURM_ARRAY_TASK_ID:-0}]}
 jobkit_failed_starts=$jobkit_run/submitit/failed_starts # a line for each; the beginning of an attempt removes the file
 jobkit_node=${SLURMD_NODENAME:-$HOSTNAME}
@@ -55,7 +55,7 @@ jobkit_elsewhere() {
     local excluded nodes
     echo "jobkit: $jobkit_node can begin no attempt (exit code $1)" >&2
     [ "$jobkit_scheduler" = slurm ] || exit 1
-    # Several nodes in a row, or a disk that does not even take the count: it is not the node.
+    # Several starts in a row, or a disk that does not even take the count: it is not the node.
     [ "${SLURM_RESTART_COUNT:-0}" -lt $jobkit_most ] || [ -e "$jobkit_failed_starts" ] || exit 1
     [ "$(sort -u "$jobkit_failed_starts" 2>/dev/null | wc -l)" -lt $jobkit_most ] || exit 1
     excluded=$(jobkit_record | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # first: it waits for the controller
@@ -82,7 +82,8 @@ jobkit_tear_down() (
 
 # Slurm sends SIGTERM to the whole batch step when it ends a job, and KillWait later SIGKILL.
 trap : TERM
-echo "$jobkit_node" >>"$jobkit_failed_starts"
+jobkit_start_of_job="$jobkit_node ${SLURM_RESTART_COUNT:-0}"
+echo "$jobkit_start_of_job" >>"$jobkit_failed_starts"
 trap 'jobkit_elsewhere $?' EXIT # a line of the user's may exit, as ${DATA:?} does
 for jobkit_line in "${jobkit_setup[@]}"; do
     # The status of the line counts, as in the user's own shell: no `set -e` for what it sources.
@@ -114,7 +115,7 @@ while true; do
     [ $jobkit_idle -lt $jobkit_most ] || jobkit_elsewhere $jobkit_code
     sleep "${jobkit_pauses[jobkit_deaths]:-10}"
     jobkit_deaths=$((jobkit_deaths + 1))
-    echo "$jobkit_node" >>"$jobkit_failed_starts"
+    echo "$jobkit_start_of_job" >>"$jobkit_failed_starts"
 done
 trap '' TERM
 jobkit_tear_down

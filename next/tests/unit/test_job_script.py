@@ -133,6 +133,15 @@ def test_a_setup_line_that_fails_starts_the_job_on_another_node(job, line: str) 
     ]
 
 
+def test_a_setup_that_fails_in_three_starts_of_the_job_ends_it_even_on_one_node(job) -> None:  # type: ignore[no-untyped-def]
+    ways = [job("begin 0", setup=["false"], SLURM_RESTART_COUNT=str(count)).slurm for count in range(3)]
+    assert ["scontrol requeue Incomplete 7" in commands for commands in (ways[0], ways[1][len(ways[0]) :])] == [
+        True,
+        True,
+    ]
+    assert ways[2] == ways[1]
+
+
 def test_three_supervisors_without_a_beginning_leave_the_node(job) -> None:  # type: ignore[no-untyped-def]
     done = job("begin 137", "1", "1", "1")
     assert (done.code, len(done.supervisors)) == (1, 4)
