@@ -71,7 +71,7 @@ def add_manner(parser: argparse.ArgumentParser) -> None:
     """Define --detach, --follow and --json, which `jobkit resume` has too."""
     parser.add_argument("--detach", action="store_true", help="on this machine: in the background, return at once")
     parser.add_argument("--follow", action="store_true", help="on Slurm: stay, and show output and progress")
-    parser.add_argument("--json", action="store_true", help="for programs: one object {run, dir, state, job_id, ...}")
+    parser.add_argument("--json", action="store_true", help="for programs: start it, print one object {run, dir, state, job_id, ...} and return")
 
 
 def manner_of(arguments: argparse.Namespace) -> Manner:
@@ -174,7 +174,7 @@ def _announce(outcome: Outcome) -> None:
     if outcome.started:
         step = run.durable_step()
         if before.status.attempts:
-            kept = f" from step {step}" if step is not None else ", no checkpoint yet"
+            kept = f" from step {step}" if step is not None else ""  # a `command:` keeps its own state
             print(f"continuing {run.name} ({before.state}){kept}", file=sys.stderr)
         job = f"job {outcome.job_id}" if outcome.process is None else f"process {outcome.process.pid}"
         print(f"{job}\nrun directory {run.path}", flush=True)

@@ -131,6 +131,8 @@ def _check_command(command: list[str], folder: Path) -> None:
     """Refuse a program that is not on PATH, and for a Python a script or module that is not there."""
     program, *words = command
     if shutil.which(program, path=None if os.sep not in program else str(folder)) is None:
+        if (folder / program).is_file():
+            raise InputError("it may not be executed", key="command", found=program, hint=f"chmod +x {program}")
         hint = nearest(program, ["python", "torchrun", "accelerate", "bash"])
         raise _NotInstalled("no such program on PATH", key="command", found=program, hint=hint)
     if not re.fullmatch(r"python[\d.]*", Path(program).name):

@@ -2,8 +2,8 @@
 
 Each node is a slurmd of its own on this host. Jobs go to partition `low`; a job in `high` takes nodes away from them.
 
-    eval "$(python -m slurmbox up)"      # sbatch, squeue, scancel ... now talk to it
-    python -m slurmbox down
+    eval "$(python tools/slurmbox up)"    # sbatch, squeue, scancel ... now talk to it
+    python tools/slurmbox down
 
     with slurmbox.Cluster("/tmp/box", nodes=2) as cluster:
         print(cluster.command("sinfo"))

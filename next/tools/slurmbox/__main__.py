@@ -35,7 +35,7 @@ ARGUMENTS = {"preempt": ("job",), "kill-node": ("node",), "restart-node": ("node
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options of a command line."""
     parser = argparse.ArgumentParser(
-        prog="slurmbox", description=slurmbox.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python tools/slurmbox", description=slurmbox.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     # Another user of a cluster that root starts cannot enter root's XDG_RUNTIME_DIR.
@@ -77,12 +77,18 @@ def run(options: argparse.Namespace) -> int:
     elif not cluster.is_up:
         print(f"{cluster.dir}: not up", file=sys.stderr)
         return 1
+    elif "node" in options and options.node not in cluster.command("sinfo", "-hNo", "%N").split():
+        print(f"{options.node}: no node of this cluster", file=sys.stderr)
+        return 1
     elif options.verb == "preempt":
         print(cluster.preempt(options.job))
     elif options.verb == "kill-node":
         cluster.kill_node(options.node)
     elif options.verb == "restart-node":
-        cluster.restart_node(options.node)
+        if options.node in cluster.daemons():
+            print(f"{options.node}: its slurmd runs", file=sys.stderr)
+        else:
+            cluster.restart_node(options.node)
     else:
         for name, process in cluster.daemons().items():
             print(f"{name:12} process {process.pid}")
