@@ -71,7 +71,9 @@ def add_manner(parser: argparse.ArgumentParser) -> None:
     """Define --detach, --follow and --json, which `jobkit resume` has too."""
     parser.add_argument("--detach", action="store_true", help="on this machine: in the background, return at once")
     parser.add_argument("--follow", action="store_true", help="on Slurm: stay, and show output and progress")
-    parser.add_argument("--json", action="store_true", help="for programs: start it, print one object {run, dir, state, job_id, ...} and return")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: start, print {run, dir, state, job_id, ...} and return"
+    )
 
 
 def manner_of(arguments: argparse.Namespace) -> Manner:

@@ -143,7 +143,7 @@ class _Stop:
         number = attempt.number if attempt is not None else 0
         if (number, kills) not in self._asked:
             self._asked.add((number, kills))
-            saves = "stopping, once the ranks have saved; Ctrl-C again kills them" if attempt is not None else "stopping"
+            saves = "stopping once the ranks have saved; Ctrl-C again kills" if attempt is not None else "stopping"
             self.display.say("killing the ranks" if kills else saves)
             if attempt is not None:
                 ask(self.run, status, "stop", 0.0 if kills else None)
