@@ -1,6 +1,6 @@
 """Measure what jobkit costs around a training: submissions, lists, and the time from a death to the next life.
 
-    .venv/bin/python tools/bench/launch.py [submit help list local slurm] [--repeats 7]
+    .venv/bin/python tools/bench/launch.py [submit help list local slurm batch] [--repeats 7]
 
 Each row shows the least, the median and the most of its repeats, and the bound that the project has set itself. Peers
 are measured in turn with jobkit, so that a busy machine slows both. Slurm is a private one (slurmbox).
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,7 +143,7 @@ def seconds_to_next_life(launch: Launch, deed: Callable[[], object]) -> float:
     deed()
     marks = [launch.run.outputs / "ranks" / str(rank) for rank in range(attempt.began.ranks)]
     new = f"{attempt.number + 1} "
-    wait_until(lambda: all(mark.read_text().startswith(new) for mark in marks), f"attempt {new}")
+    wait_until(lambda: all(mark.read_text().startswith(new) for mark in marks), f"attempt {new}", launch.describe)
     return max(mark.stat().st_mtime for mark in marks) - began
 
 
@@ -184,12 +185,34 @@ def measure_slurm(repeats: int) -> None:
     show("a node's loss to all ranks' next life, with a spare", lost, 1.5)
 
 
+def measure_batch(repeats: int) -> None:
+    """The loss of the node with the batch script: all its processes and its slurmd, which is back after 14 s.
+
+    The first life that counts is the one of the requeued job, which waits 10 s in the queue (`cred_expire=5`).
+    """
+    lost: list[float] = []
+    with cluster_project(nodes=4, cred_expire=5) as (cluster, project):
+        launch = submit(project, "--cluster", "slurm")
+        for _ in range(repeats):
+            node = launch.run.lease().node  # type: ignore[union-attr]
+            lost.append(seconds_to_next_life(launch, partial(lose_for_a_while, cluster, node)))
+        end(launch)
+    show("the batch node's loss to all ranks' next life", lost, None)
+
+
+def lose_for_a_while(cluster: Cluster, node: str) -> None:
+    """Kill a node; a thread starts its slurmd 14 s later."""
+    cluster.kill_node(node)
+    threading.Timer(14.0, cluster.restart_node, [node]).start()
+
+
 MEASURES: dict[str, Callable[[int], None]] = {
     "submit": measure_submit,
     "help": measure_help,
     "list": measure_list,
     "local": measure_local,
     "slurm": measure_slurm,
+    "batch": measure_batch,
 }
 
 
