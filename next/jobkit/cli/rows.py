@@ -15,7 +15,7 @@ from typing import Any
 
 from jobkit.errors import InputError, nearest
 from jobkit.run.accounting import accounts, goodput
-from jobkit.run.journal import as_json, cached_status, read_status
+from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
@@ -130,7 +130,7 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
     read: list[tuple[RunDir, Mapping[str, Any]]] = []
     for run in runs:
         try:
-            read.append((run, cached_status(run) or as_json(read_status(run), 0)))
+            read.append((run, cached_status(run) or read_status(run).as_dict()))
         except OSError as error:  # another user's, or removed in this moment
             print(f"{run.name} is left out: {error.filename}: {error.strerror}", file=sys.stderr)
     views = {
@@ -146,7 +146,7 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
     for run, status in read:
         view = views.get(run.path)
         if view is not None and view.status.state not in UNDER_WAY:  # it ended since
-            status, view = as_json(view.status, 0), None
+            status, view = view.status.as_dict(), None
         progress = run.progress() if status.get("state") != "finished" else None
         rows.append(Row(run, status, view, progress, waiting.get(str(run.path))))
     return rows

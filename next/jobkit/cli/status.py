@@ -130,12 +130,7 @@ def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> l
     else:
         cause = "running" if is_running else "its end is not recorded"
     steps = "" if account.first_step is None else f", steps {account.first_step} to {account.last_step}"
-    spent = {
-        "in the queue": account.queue,
-        "starting": account.starting,
-        "ending": account.ending,
-        f"on {account.lost_steps} steps that no checkpoint has": account.lost,
-    }
+    spent = {"in the queue": account.queue, "starting": account.starting, "ending": account.ending}
     parts = [f"{seconds:.0f} s {part}" for part, seconds in spent.items() if seconds >= 0.5]
     where = f" on {', '.join(began.nodes)}" if began.nodes else ""
     lines = [f"  attempt {attempt.number} ({began.how}): {cause}{steps}, {format_seconds(account.seconds)}{where}"]

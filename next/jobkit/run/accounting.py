@@ -2,16 +2,15 @@
 
     queued ----> began ----> first step ----> last report ----> ended
            queue     starting       stepping            ending
-                                    (new, repeated and lost steps)
+                                    (new and repeated steps)
 
-Goodput is the time of new steps that are kept, over the wall time since the first start, the queue between attempts
-included.
+Goodput is the time of new steps over the wall time since the first start, the queue between attempts included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jobkit.run.records import Progress
 from jobkit.run.status import Attempt, Status
@@ -29,17 +28,14 @@ class Account:
     starting: float
     """From the start of its processes to the first step."""
     useful: float = 0.0
-    """Computing new steps that are kept."""
+    """Computing new steps."""
     repeated: float = 0.0
     """Computing steps that an attempt before had done."""
-    lost: float = 0.0
-    """Computing new steps that no checkpoint of a stopped run holds: whoever continues it does them again."""
     ending: float = 0.0
     """From its last report to its end: a hang, a dying node, the last checkpoint."""
     first_step: int | None = None
     last_step: int | None = None
     repeated_steps: int = 0
-    lost_steps: int = 0
 
     @property
     def seconds(self) -> float:
@@ -55,12 +51,9 @@ def accounts(status: Status, progress: Progress | None = None, now: float | None
     `progress` and `now` are about the attempt that runs; an attempt without any sign of a step has only a start.
     """
     result: list[Account] = []
-    best = 0
     for attempt in status.attempts:
-        is_last = attempt is status.attempts[-1]
-        kept = attempt.ended.durable_step or 0 if attempt.ended and is_last and _has_stopped(status) else None
-        result.append(_account(attempt, progress, now, best, kept))
-        best = max(best, result[-1].last_step or 0)
+        best = max((account.last_step or 0 for account in result), default=0)
+        result.append(_account(attempt, progress, now or 0.0, best))
     return result
 
 
@@ -72,41 +65,30 @@ def goodput(accounts: Sequence[Account]) -> float | None:
     return sum(account.useful for account in accounts) / wall if wall > 0 else None
 
 
-def _has_stopped(status: Status) -> bool:
-    return status.state in ("interrupted", "failed", "cancelled")
-
-
-def _account(attempt: Attempt, progress: Progress | None, now: float | None, best: int, kept: int | None) -> Account:
+def _account(attempt: Attempt, progress: Progress | None, now: float, best: int) -> Account:
+    """The account of an attempt; `best` is the last step of those before."""
     began, ended = attempt.began.time, attempt.ended
-    if ended is not None:
-        until, seen, loop = ended.time, ended.last_seen, ended.loop_began
-        first, last = ended.first_step, ended.last_step
-    elif progress is not None and progress.attempt == attempt.number:
-        until, seen, loop = max(now or 0.0, progress.time), progress.time, progress.loop_began
-        first, last = progress.first_step, progress.step
-    else:
-        until, seen, loop, first, last = max(now or 0.0, began), None, None, None, None
+    if progress is None or progress.attempt != attempt.number:
+        progress = Progress(attempt=attempt.number, time=0.0)
+    until = ended.time if ended is not None else max(now, progress.time, began)
+    seen = ended.last_seen if ended is not None else progress.time
+    last = ended.last_step if ended is not None else progress.step
+    first, loop = (ended or progress).first_step, (ended or progress).loop_began
     queue = max(0.0, began - attempt.queued) if attempt.queued else 0.0
+    account = Account(attempt=attempt.number, began=began, until=until, queue=queue, starting=max(0.0, until - began))
     if first is None or last is None:
-        starting = max(0.0, until - began)
-        return Account(attempt=attempt.number, began=began, until=until, queue=queue, starting=starting)
+        return account
     loop = min(max(loop or began, began), until)
     seen = min(max(seen or until, loop), until)
-    repeated, steps = max(0, min(last, best) - first), max(0, last - first)
-    lost = 0 if kept is None else max(0, last - max(first, best, kept))
+    steps, repeated = max(0, last - first), max(0, min(last, best) - first)
     a_step = (seen - loop) / steps if steps else 0.0
-    return Account(
-        attempt=attempt.number,
-        began=began,
-        until=until,
-        queue=queue,
+    return replace(
+        account,
         starting=loop - began,
-        useful=a_step * (steps - repeated - lost),
+        useful=a_step * (steps - repeated),
         repeated=a_step * repeated,
-        lost=a_step * lost,
         ending=until - seen,
         first_step=first,
         last_step=last,
         repeated_steps=repeated,
-        lost_steps=lost,
     )

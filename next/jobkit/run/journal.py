@@ -80,7 +80,8 @@ class Journal:
         _append(self.run.journal_file, lines.encode())
         self._pending.clear()
         with suppress(OSError):  # a cache, which is older than the journal now: readers notice that
-            write_json(self.run.status_file, as_json(self.status, self.run.journal_file.stat().st_size), durable=False)
+            size = self.run.journal_file.stat().st_size
+            write_json(self.run.status_file, {"journal_bytes": size, **self.status.as_dict()}, durable=False)
 
 
 def _append(file: Path, data: bytes) -> None:
@@ -140,8 +141,3 @@ def cached_status(run: RunDir) -> dict[str, Any] | None:
     except OSError:
         return None
     return value if is_new else None
-
-
-def as_json(status: Status, journal_bytes: int) -> dict[str, object]:
-    """Return the content of status.json."""
-    return {"journal_bytes": journal_bytes, **status.as_dict()}

@@ -312,14 +312,6 @@ class Cancelled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewound(Event):
-    """A person went back to a checkpoint."""
-
-    kind = "rewound"
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Finished(Event):
     """The training function returned on all ranks."""
 
@@ -333,7 +325,4 @@ def new_token(run: str, number: int) -> str:
     return f"jobkit:{run}:{number}:{secrets.token_hex(3)}"
 
 
-EVENTS: dict[str, type[Event]] = {
-    event.kind: event
-    for event in (Submitted, Refused, Began, Ended, Excluded, Requeued, Cancelled, Rewound, Finished)
-}
+EVENTS: dict[str, type[Event]] = {event.kind: event for event in Event.__subclasses__()}

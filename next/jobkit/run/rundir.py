@@ -4,7 +4,7 @@ runs/<name>-<hash8>/
   config.yaml  code -> ../.code/<digest>     written by the submission, before there is a job
   events.jsonl  status.json                  run/journal.py
   requests/  ends/  progress.json  lease.json  supervisor.json      run/records.py
-  checkpoints/step_00000500/  latest  best   tensorboard/  final/   written by ranks
+  checkpoints/step_00000500/   tensorboard/    written by ranks
   logs/<attempt>/rank_<n>.{out,err}          what ranks print; srun.err: what srun says
   submitit/                                  pickle, batch script, what the batch script prints
 runs/.locks/<name>.{submit,begin}            locks outlive the run that they are about
@@ -13,17 +13,28 @@ runs/.code/<digest>/                         code snapshots, shared by runs
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from jobkit.errors import InputError
 from jobkit.run import records
-from jobkit.run.files import foreign_owner, is_there
+from jobkit.run.files import foreign_owner, is_there, read_fresh
 from jobkit.run.locks import Lock
 from jobkit.run.records import Contact, End, Lease, Progress, Request
 from jobkit.run.schema import Config
 
 CHECKPOINT = re.compile(r"step_(\d{8,})")
+
+
+class _Path:
+    """An attribute of RunDir: a path in the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self.name
 
 
 class RunDir:
@@ -34,6 +45,28 @@ class RunDir:
     run.durable_step()      # 120
     """
 
+    config_file = _Path("config.yaml")
+    journal_file = _Path("events.jsonl")
+    status_file = _Path("status.json")
+    lease_file = _Path("lease.json")
+    contact_file = _Path("supervisor.json")
+    progress_file = _Path("progress.json")
+    code = _Path("code")
+    """A link to the code snapshot of the newest submission."""
+    checkpoints = _Path("checkpoints")
+    tensorboard = _Path("tensorboard")
+    outputs = _Path("outputs")
+    """The user's own: jobkit makes the folder where `${run_dir}` is used, and leaves alone what is in it."""
+    submitit = _Path("submitit")
+    pickle_file = _Path("submitit/submitted.pkl")
+    """The pickled Worker that each rank runs."""
+    batch_script = _Path("submitit/job.sh")
+    """The newest submission's script, on Slurm and on this machine; readable by its owner alone."""
+    job_log = _Path("submitit/job.log")
+    """What the batch script and the supervisor print, of all jobs of the run one after the other."""
+    failed_starts = _Path("submitit/failed_starts")
+    """A line for each supervisor in a row that began no attempt; `begin` removes the file."""
+
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
         self.name = self.path.name
@@ -41,83 +74,6 @@ class RunDir:
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
-
-    # Files
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def journal_file(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def status_file(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def lease_file(self) -> Path:
-        return self.path / "lease.json"
-
-    @property
-    def contact_file(self) -> Path:
-        return self.path / "supervisor.json"
-
-    @property
-    def progress_file(self) -> Path:
-        return self.path / "progress.json"
-
-    @property
-    def notify_file(self) -> Path:
-        """The command of `--notify`, for its owner alone."""
-        return self.path / "notify.json"
-
-    @property
-    def code(self) -> Path:
-        """A link to the code snapshot of the newest submission."""
-        return self.path / "code"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        return self.path / "final"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def outputs(self) -> Path:
-        """The user's own: jobkit makes the folder where `${run_dir}` is used, and leaves alone what is in it."""
-        return self.path / "outputs"
-
-    @property
-    def submitit(self) -> Path:
-        return self.path / "submitit"
-
-    @property
-    def pickle_file(self) -> Path:
-        """The pickled Worker that each rank runs."""
-        return self.submitit / "submitted.pkl"
-
-    @property
-    def batch_script(self) -> Path:
-        """The newest submission's script, on Slurm and on this machine; readable by its owner alone."""
-        return self.submitit / "job.sh"
-
-    @property
-    def job_log(self) -> Path:
-        """What the batch script and the supervisor print, of all jobs of the run one after the other."""
-        return self.submitit / "job.log"
-
-    @property
-    def failed_starts(self) -> Path:
-        """A line for each supervisor in a row that began no attempt; `begin` removes the file."""
-        return self.submitit / "failed_starts"
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)
@@ -178,7 +134,11 @@ class RunDir:
         return read_resolved(self.config_file)
 
     def lease(self) -> Lease | None:
-        return records.read(Lease, self.lease_file)
+        """Return who writes; None before the first attempt. Raises OSError: a disk that is away takes no lease away."""
+        try:
+            return records.of(Lease, json.loads(read_fresh(self.lease_file)))
+        except FileNotFoundError:
+            return None
 
     def contact(self) -> Contact | None:
         return records.read(Contact, self.contact_file)

@@ -18,10 +18,7 @@ from jobkit.log import log
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 
-LATEST = "latest"
-"""The word for the run that was submitted last."""
-
-WORDS = "a name, the beginning of a name, a pattern ('digits*'), `latest`, a job id or a path"
+WORDS = "a name, the beginning of a name, a pattern ('digits*'), a job id or a path"
 
 ANSWER_SECONDS = 10.0
 
@@ -43,8 +40,9 @@ def runs_in(runs_dir: Path) -> list[RunDir]:
 
 def versions(runs_dir: Path, name: str) -> list[RunDir]:
     """Return the runs of one config, the oldest first: `toy-11f5f19c`, then `toy-11f5f19c-2` made by --fresh."""
-    numbers = [(_number(match), match[0]) for match in _matches(runs_dir) if match["identity"] == name]
-    return [run for _, version in sorted(numbers) if (run := RunDir(runs_dir / version)).exists()]
+    matches = [match for match in map(_RUN_NAME.fullmatch, _names(runs_dir)) if match and match["identity"] == name]
+    runs = [RunDir(runs_dir / match[0]) for match in sorted(matches, key=lambda match: int(match["number"] or 1))]
+    return [run for run in runs if run.exists()]
 
 
 def find(words: Sequence[str], runs_dir: Path) -> list[RunDir]:
@@ -55,14 +53,6 @@ def find(words: Sequence[str], runs_dir: Path) -> list[RunDir]:
     """
     runs = (run for word in words for run in _meant(word, runs_dir))
     return list({run.path.resolve(): run for run in runs}.values())
-
-
-def find_one(word: str, runs_dir: Path) -> RunDir:
-    """Return the run that a word means. Raises NoSuchRun, and InputError where it means several."""
-    runs = find([word], runs_dir)
-    if len(runs) > 1:
-        raise InputError(key="RUN", found=word, allowed=f"one run, not {len(runs)}: {some([run.name for run in runs])}")
-    return runs[0]
 
 
 def some(names: Sequence[str]) -> str:
@@ -79,8 +69,6 @@ def _meant(word: str, runs_dir: Path) -> list[RunDir]:
     names = [name for name in _names(runs_dir) if _changed(name, runs_dir) is not None]
     if _PATTERN.search(word):
         chosen = sorted(name for name in names if fnmatchcase(name, word))
-    elif word == LATEST:
-        chosen = sorted(names, key=lambda name: (runs_dir / name / "config.yaml").stat().st_mtime)[-1:]
     else:
         chosen = _beginning_with(word, runs_dir, names)
     if not chosen and _JOB_ID.fullmatch(word):
@@ -105,35 +93,28 @@ def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str
 
 
 def _of_job(job_id: str, runs_dir: Path) -> list[str]:
-    """The run that Slurm's job has the token of, else the runs that had a job of this id: clusters repeat ids."""
-    if not job_id.startswith("local-") and (name := _named_by_slurm(job_id, runs_dir)) is not None:
-        return [name]
-    had = [(run.name, read_status(run)) for run in runs_in(runs_dir)]
-    now = [name for name, status in had if status.job_id is not None and _is_of(status.job_id, job_id)]
-    return now or [name for name, status in had if any(_is_of(a.began.job_id, job_id) for a in status.attempts)]
+    """The runs that had a job of this id, else the run of a job in the queue. Clusters repeat ids."""
+    statuses = {run.name: read_status(run) for run in runs_in(runs_dir)}
+    ids = {name: {attempt.began.job_id for attempt in status.attempts} for name, status in statuses.items()}
+    # The id of an array means all of its tasks.
+    had = [name for name, own in ids.items() if job_id in own or job_id in {item.partition("_")[0] for item in own}]
+    return had or _named_by_slurm(job_id, runs_dir)
 
 
-def _is_of(job_id: str, asked: str) -> bool:
-    return job_id == asked or job_id.partition("_")[0] == asked  # the id of an array means all of its tasks
-
-
-def _named_by_slurm(job_id: str, runs_dir: Path) -> str | None:
-    """The name of the run whose token is in the job's comment: the job may wait, so that no attempt has its id."""
+def _named_by_slurm(job_id: str, runs_dir: Path) -> list[str]:
+    """The run whose token is in the comment of Slurm's job: while that waits, no attempt has its id."""
     from jobkit.slurm import commands, jobs
 
-    if not commands.is_available():
-        return None
+    if job_id.startswith("local-") or not commands.is_available():
+        return []
     try:
         job = jobs.show(job_id, timeout=ANSWER_SECONDS)
     except SchedulerError as error:
         log.warning("%s; only jobs that have begun are looked for", error)
-        return None
-    for word in job.comment.split() if job is not None else ():
-        prefix, _, rest = word.partition(":")
-        name = rest.rsplit(":", 2)[0]
-        if prefix == "jobkit" and (run := RunDir(runs_dir / name)).exists() and read_status(run).token == word:
-            return name
-    return None
+        return []
+    tokens = [word for word in (job.comment.split() if job is not None else ()) if word.count(":") == 3]
+    runs = {token: RunDir(runs_dir / token.split(":")[1]) for token in tokens}
+    return [run.name for token, run in runs.items() if read_status(run).token == token]
 
 
 def _none(word: str, runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
@@ -141,26 +122,14 @@ def _none(word: str, runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
     in_yaml = {match["identity"][:-9] for match in map(_RUN_NAME.fullmatch, names) if match}
     hint = nearest(word.rstrip("*"), sorted(in_yaml | set(names)))
     where = f"a run in {runs_dir}" if names else f"a run; {runs_dir} has none: --runs-dir DIR, or JOBKIT_RUNS"
-    if Path(word).suffix in (".yaml", ".yml"):  # the shell makes digits.yaml of digits*
-        hint = "put a pattern in quotes, as in 'digits*'"
     raise NoSuchRun(key="RUN", found=word, allowed=where, hint=hint)
 
 
 def _names(runs_dir: Path) -> list[str]:
     try:
         return [name for name in os.listdir(runs_dir) if not name.startswith(".")]  # noqa: PTH208 - thousands
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", key="--runs-dir", found=str(runs_dir)) from None
-
-
-def _matches(runs_dir: Path) -> list[re.Match[str]]:
-    return [match for match in map(_RUN_NAME.fullmatch, _names(runs_dir)) if match]
-
-
-def _number(match: re.Match[str]) -> int:
-    return int(match["number"] or 1)
 
 
 def _changed(name: str, runs_dir: Path) -> float | None:

@@ -54,9 +54,9 @@ class Beat:
 class Page:
     """One rank's page.
 
-        page = Page.create()                       # in the agent, before the fork
-        page.ask_to_stop()
-        Page.of_environment(os.environ).stop_asked   # in the rank, or in the program that replaced it: True
+    page = Page.create()                       # in the agent, before the fork
+    page.ask_to_stop()
+    Page.of_environment(os.environ).stop_asked   # in the rank, or in the program that replaced it: True
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jobkit.run import records
-from jobkit.run.records import Began, Cancelled, Ended, Event, Excluded, Finished, Refused, Requeued, Rewound, Submitted
+from jobkit.run.records import Began, Cancelled, Ended, Event, Excluded, Finished, Refused, Requeued, Submitted
 
 State = Literal["new", "queued", "running", "interrupted", "failed", "cancelled", "finished"]
 """interrupted: the same command continues. queued: a job is, or was when somebody last knew, in the queue."""
-
-OVER = frozenset({"interrupted", "failed", "cancelled", "finished"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ class Status:
 
     @property
     def is_over(self) -> bool:
-        return self.state in OVER
+        return self.state in ("interrupted", "failed", "cancelled", "finished")
 
     def attempts_of_submission(self) -> list[Attempt]:
         """Return the attempts since a person last submitted the run: `retry` counts in these."""
@@ -141,8 +139,6 @@ def fold(status: Status, event: Event) -> Status:
             return replace(status, excluded_nodes=[*dict.fromkeys([*status.excluded_nodes, event.node])])
         case Cancelled():
             return replace(status, state="cancelled", reason=event.reason)
-        case Rewound():
-            return replace(status, state="interrupted", result=None, reason=f"rewound to step {event.step}")
         case Finished():
             return replace(status, state="finished", result=event.result, reason="")
     return status

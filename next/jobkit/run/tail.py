@@ -10,9 +10,9 @@ from jobkit.run.files import is_there
 class Tail:
     """Remembers how far each file has been read.
 
-        tail = Tail()
-        tail.read(run.rank_log(1, 0))     # ["epoch 1", "epoch 2"]
-        tail.read(run.rank_log(1, 0))     # []
+    tail = Tail()
+    tail.read(run.rank_log(1, 0))     # ["epoch 1", "epoch 2"]
+    tail.read(run.rank_log(1, 0))     # []
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,3 @@ class Tail:
             data = data[: data.rfind(b"\n") + 1]
         self._positions[file] = position + len(data)
         return data.decode(errors="replace").splitlines()
-
-    def skip(self, file: Path) -> None:
-        """Leave out what the file holds now."""
-        self._positions[file] = file.stat().st_size if file.exists() else 0

@@ -31,7 +31,7 @@ def _ran(attempt: int, at: float, first: int, last: int, durable: int, **fields:
 def test_an_attempts_time_is_divided_into_queue_start_steps_and_end() -> None:
     (account,) = accounts(_status(submitted(), *_ran(1, 5, 0, 40, 40, cause="finished", next="stop")))
     assert (account.queue, account.starting, account.useful, account.ending) == (5, 10, 40, 10)
-    assert (account.first_step, account.last_step, account.repeated_steps, account.lost_steps) == (0, 40, 0, 0)
+    assert (account.first_step, account.last_step, account.repeated_steps) == (0, 40, 0)
 
 
 def test_steps_done_before_are_repeated_and_not_useful() -> None:
@@ -40,15 +40,6 @@ def test_steps_done_before_are_repeated_and_not_useful() -> None:
     second = accounts(status)[1]
     assert (second.queue, second.repeated_steps, second.repeated, second.useful) == (30, 10, 10, 30)
     assert goodput(accounts(status)) == pytest.approx((40 + 30) / 160)
-
-
-@pytest.mark.parametrize(
-    ("durable", "then", "lost"),
-    [(30, "stop", 10), (40, "stop", 0), (30, "requeue", 0)],  # what is queued may still repeat them
-)
-def test_steps_without_a_checkpoint_are_lost_once_the_run_has_stopped(durable: int, then: str, lost: int) -> None:
-    (account,) = accounts(_status(submitted(), *_ran(1, 0, 0, 40, durable, next=then)))
-    assert (account.lost_steps, account.lost, account.useful) == (lost, lost, 40 - lost)
 
 
 def test_an_attempt_without_steps_has_only_a_start() -> None:

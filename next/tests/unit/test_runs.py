@@ -56,7 +56,6 @@ def test_the_beginning_of_several_names_says_how_to_mean_all(runs_dir: Path) -> 
         ("tooy", "did you mean 'toy'?"),
         ("dgits*", "did you mean 'digits'?"),
         ("notes", ""),
-        ("toy.yaml", "put a pattern in quotes, as in 'digits*'"),
     ],
 )
 def test_a_word_that_means_no_run_names_the_nearest(runs_dir: Path, word: str, hint: str) -> None:
