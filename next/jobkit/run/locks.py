@@ -7,6 +7,7 @@ no flock it falls back to a lock file that outlives its owner.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import time
 from pathlib import Path
@@ -30,36 +31,21 @@ class Lock:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._descriptor: int | None = None
+        self._descriptor = -1
 
     def __enter__(self) -> Lock:
-        self.acquire()
+        self._descriptor, silent_until = self._open(), time.monotonic() + SILENT_SECONDS
+        while not self._take(self._descriptor):
+            if time.monotonic() > silent_until:
+                log.info("waiting for another process that works on this run (%s)", self.file.name)
+                silent_until = math.inf
+            time.sleep(0.02)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
-
-    def acquire(self, seconds: float = -1.0) -> bool:
-        """Wait for the lock, at most `seconds` (-1: for ever); return whether it is held."""
-        descriptor = self._open()
-        begin, is_silent = time.monotonic(), True
-        while not self._take(descriptor):
-            waited = time.monotonic() - begin
-            if 0 <= seconds <= waited:
-                os.close(descriptor)
-                return False
-            if is_silent and waited > SILENT_SECONDS:
-                log.info("waiting for another process that works on this run (%s)", self.file.name)
-                is_silent = False
-            time.sleep(0.02)
-        self._descriptor = descriptor
-        return True
-
-    def release(self) -> None:
         """Let go of the lock; a child that inherited it still holds it (an unlock would take it from the child too)."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        os.close(self._descriptor)
+        self._descriptor = -1
 
     def is_held(self) -> bool:
         """Return whether any process holds it. Nothing is waited for, and nothing is written."""
@@ -74,7 +60,7 @@ class Lock:
 
     def inheritable(self) -> list[int]:
         """Return the open files that a child must inherit (`pass_fds`) to hold the lock too."""
-        return [] if self._descriptor is None else [self._descriptor]
+        return [self._descriptor]
 
     def _open(self) -> int:
         make_folder(self.file.parent)

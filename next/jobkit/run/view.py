@@ -88,12 +88,10 @@ class View:
 
             held = f"; to release it: scontrol release {self.job.job_id}" if self.job.held else ""
             return f"{job} waits: {explain_reason(self.job.reason or 'None')}{held}"
-        attempt = self.status.open_attempt
+        attempt, submitted = self.status.open_attempt, self.status.submitted
         words = f"attempt {attempt.number} in {job}" if attempt is not None else f"{job} is starting"
-        if self.answered:
-            return words
-        cluster = self.status.submitted.cluster if self.status.submitted is not None else None
-        return f"{words}, as far as the journal knows: {f'cluster {cluster}' if cluster else 'its owner'} was not heard"
+        whose = f"cluster {submitted.cluster}" if submitted is not None and submitted.cluster else "its owner"
+        return words if self.answered else f"{words}, as far as the journal knows: {whose} was not heard"
 
 
 def view(run: RunDir, *, locked: bool = False) -> View:
@@ -108,7 +106,8 @@ def views(runs: Iterable[RunDir]) -> list[View]:
 
 def look(read: Sequence[tuple[RunDir, Status]], *, locked: bool = False) -> list[View]:
     """As `views`, of runs whose journals were read already."""
-    jobs = _jobs_of([status.submitted for _, status in read if _is_on_slurm(status) and status.submitted])
+    under_way = [status.submitted for _, status in read if status.state in UNDER_WAY and status.submitted is not None]
+    jobs = _jobs_of([submitted for submitted in under_way if submitted.scheduler == "slurm"])
     return [_view(run, status, jobs, locked) for run, status in read]
 
 
@@ -139,10 +138,6 @@ def _is_held(lock: Lock) -> bool | None:
         return lock.is_held()
     except PermissionError:  # another user's
         return None
-
-
-def _is_on_slurm(status: Status) -> bool:
-    return status.state in UNDER_WAY and status.submitted is not None and status.submitted.scheduler == "slurm"
 
 
 def _jobs_of(submissions: Sequence[Submitted]) -> _Jobs:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -344,15 +345,15 @@ def test_a_controller_that_is_away_keeps_a_queued_run_but_not_a_running_one(
 
 def _supervisor(run: RunDir, kind: str, *events: Event) -> Callable[[], None]:
     """Start a thread that answers a request as a supervisor does; returns what ends it."""
-    lock = run.alive_lock()
-    lock.acquire()
+    held = ExitStack()
+    held.enter_context(run.alive_lock())
 
     def serve() -> None:
         while run.request(kind) is None:
             time.sleep(0.01)
         for event in events:
             Journal(run).append(event)
-        lock.release()
+        held.close()
 
     thread = threading.Thread(target=serve)
     thread.start()
