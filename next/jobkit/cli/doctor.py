@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError, JobkitError, SchedulerError, nearest
 from jobkit.run.files import json_text
 from jobkit.run.runs import runs_dir_of
 from jobkit.usage import show_examples
 
-LITTLE_BYTES = 10 << 30
-"""A disk with less may not take a big model's checkpoint."""
+if TYPE_CHECKING:
+    from jobkit.slurm.nodes import Partition
 
 SHORT_SECONDS = 60
 """A shorter grace may not be enough for a big model's checkpoint."""
+
 
 COMMENT = "jobkit:doctor:1:000000"
 
@@ -82,45 +83,34 @@ def _python() -> Iterator[Check]:
 
 def _runs_dir(runs_dir: Path) -> Iterator[Check]:
     """Whether runs can be written, and locked, where they shall live."""
-    from jobkit.run import disk
     from jobkit.run.locks import Lock
+    from jobkit.submission.checks import refuse_unwritable
 
-    move = "choose another folder with --runs-dir or JOBKIT_RUNS"
     file = runs_dir / ".locks" / "doctor"
     try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        error = disk.write_probe(runs_dir)
-        if error is not None:
-            raise error
+        refuse_unwritable(runs_dir)
         with Lock(file):
             excludes = Lock(file).is_held()
         file.unlink()
-        free = shutil.disk_usage(runs_dir).free
-    except (OSError, JobkitError) as error:
-        yield Check("problem", f"runs directory {runs_dir}: {error}", move)
+    except JobkitError as error:
+        yield Check("problem", str(error))
         return
-    words = f"runs directory {runs_dir}: writable, {free / 2**30:.1f} GiB free"
-    if not excludes:
-        yield Check("problem", f"{words}; its locks exclude nobody: a run could be started twice", move)
-    elif free < LITTLE_BYTES:
-        yield Check("warning", words, f"make room, or {move}")
-    else:
+    words = f"runs directory {runs_dir}: writable, {shutil.disk_usage(runs_dir).free / 2**30:.1f} GiB free"
+    if excludes:
         yield Check("ok", f"{words}, locks work")
+    else:
+        yield Check("problem", f"{words}; its locks exclude nobody", "a run could be started twice: see --runs-dir")
 
 
 def _machine() -> Iterator[Check]:
     from jobkit.addresses import own_addresses
     from jobkit.run.machine import visible_devices
-    from jobkit.supervisor.devices import waiting
 
     kind, devices = visible_devices("auto")
-    words = f"{len(devices or ())} {kind} device(s) and {len(os.sched_getaffinity(0))} core(s) here"
-    yield Check("ok", f"{words}; {len(waiting())} run(s) of yours wait for devices")
-    addresses = own_addresses(2)
-    if addresses == ["127.0.0.1"]:
-        yield Check("warning", "no address but 127.0.0.1", "nodes of a job could not reach each other")
-    else:
-        yield Check("ok", f"addresses, the first for other nodes: {', '.join(addresses)}")
+    addresses = ", ".join(own_addresses(2))
+    yield Check(
+        "ok", f"{len(devices or ())} {kind} device(s), {len(os.sched_getaffinity(0))} core(s), {addresses} here"
+    )
 
 
 # The cluster
@@ -142,52 +132,37 @@ def _slurm(options: dict[str, str]) -> Iterator[Check]:
 
     try:
         config = commands.config()
-        requeue = config.get("JobRequeue", "?")
-        words = f"Slurm {config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}, JobRequeue={requeue}"
-        yield Check("ok", words if requeue == "1" else f"{words}: jobkit's jobs ask to be requeued")
+        yield Check("ok", f"Slurm {config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}")
         partitions = nodes.partitions(options.get("partition"))
         if not partitions:
-            yield Check(
-                "problem", f"no partition for {options or 'a job without one'}", "set clusters.<name>.partition"
-            )
+            yield Check("problem", f"no partition for {options or 'a job'}", "set clusters.<name>.partition")
         for part in partitions:
-            words = f"partition {part.name} is {part.state}, {part.total_nodes} node(s)"
-            yield Check("ok", words) if part.state == "UP" else Check("problem", words, "its jobs wait until it is up")
-            yield _preemption(config, part.name)
+            yield _partition(part, int(config.get("KillWait", "30 sec").split()[0]))
         yield from _held_job([f"--{key}={value}" for key, value in options.items()])
     except SchedulerError as error:
         yield Check("problem", str(error), "use --local for this machine alone")
 
 
-def _preemption(config: dict[str, str], partition: str) -> Check:
-    """What Slurm does to a job of the partition that must make room."""
-    from jobkit.slurm.commands import EVEN_HIDDEN, fields, run
-
-    record = fields(run("scontrol", "--oneliner", EVEN_HIDDEN, "show", "partition", partition))
-    mode, grace = record.get("PreemptMode", "OFF"), int(record.get("GraceTime", 0))
-    seconds = grace + int(config.get("KillWait", "30 sec").split()[0])
-    words = f"partition {partition}: PreemptMode={mode}, GraceTime={grace}, KillWait={config.get('KillWait')}"
-    if mode == "OFF" or config.get("PreemptType", "").endswith("none"):
-        return Check("ok", f"{words}: jobs are not preempted")
-    if "SUSPEND" in mode:
+def _partition(part: Partition, kill_wait: int) -> Check:
+    """Whether a partition takes jobs, and what Slurm does to a job that must make room."""
+    words = f"partition {part.name} is {part.state}, PreemptMode={part.preempt_mode}"
+    seconds = part.grace_seconds + kill_wait
+    if part.state != "UP":
+        return Check("problem", words, "its jobs wait until it is up")
+    if "SUSPEND" in part.preempt_mode:
         return Check("warning", words, "a suspended job may be taken for hung, and keeps its GPUs: set `watchdog: off`")
-    if seconds < SHORT_SECONDS:
+    if part.preempt_mode != "OFF" and seconds < SHORT_SECONDS:
+        words = f"{words}: a preempted run has {seconds} s to save"
         return Check("warning", words, "short for a big model's checkpoint: set `checkpoint: {every: 5min}` or so")
-    return Check("ok", f"{words}: a preempted run has {seconds} s to save, and continues by itself")
+    return Check("ok", words)
 
 
 def _held_job(options: list[str]) -> Iterator[Check]:
     """Submit a job that is held, look at it as Slurm has it, and remove it."""
     from jobkit.slurm import commands, jobs
 
-    usual = ["--parsable", "--hold", "--requeue", "--time=1", "--job-name=jobkit-doctor", "--output=/dev/null"]
-    answer = commands.run("sbatch", *usual, f"--comment={COMMENT}", *options, "--wrap=true")
-    job_id = commands.parse_job_id(answer)
-    if job_id is None:
-        yield Check(
-            "problem", f"sbatch printed no job id: {answer.strip()!r}", "jobkit needs sbatch's --parsable output"
-        )
-        return
+    usual = ["--hold", "--requeue", "--time=1", "--job-name=jobkit-doctor", "--output=/dev/null"]
+    job_id = commands.submit("--wrap=true", *usual, f"--comment={COMMENT}", *options)
     try:
         job = jobs.show(job_id)
     finally:

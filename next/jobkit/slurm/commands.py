@@ -40,8 +40,7 @@ _HINTS = {
     "invalid partition": "`sinfo` lists the partitions; set clusters.<name>.partition",
     "invalid account": "`sacctmgr show assoc user=$USER` lists your accounts; set clusters.<name>.account",
     "sleeping and retrying": "the cluster has as many jobs as it takes: MaxJobCount in `scontrol show config`",
-    "configuration source": "no Slurm is configured here; without a cluster, use --local",
-    "unable to process configuration file": "SLURM_CONF names no file of a Slurm: `unset SLURM_CONF`",
+    "configuration": "is a Slurm configured here? Without a cluster, use --local",
     **dict.fromkeys(_AWAY, "the controller is down: `scontrol ping`; the same command works later"),
 }
 """Words of Slurm's complaint -> the user's next step."""
@@ -82,9 +81,7 @@ def run(
         ) from None
     except subprocess.TimeoutExpired as error:
         # sbatch that is refused by MaxJobCount says so at once, and tries again for two minutes.
-        words = (error.stderr or b"").decode(
-            errors="replace"
-        ).strip() or "no answer; is slurmctld up? (`scontrol ping`)"
+        words = (error.stderr or b"no answer; is slurmctld up? (`scontrol ping`)").decode(errors="replace")
         raise SchedulerTimeout(f"{explain(command[0], words)}; ended after {timeout:g} s") from None
     if done.returncode:
         words = (done.stderr or done.stdout).decode(errors="replace")
@@ -135,22 +132,7 @@ def submit(
 ) -> str:
     """Queue a batch script; returns the id of the new job. Raises SchedulerTimeout if it may be in the queue."""
     answer = run("sbatch", "--parsable", *options, script, environment=environment, pass_fds=pass_fds)
-    job_id = parse_job_id(answer)
-    if job_id is None:
-        words = "; ".join(line.strip() for line in answer.splitlines() if line.strip())
-        raise SchedulerTimeout(f"sbatch printed no job id, and may have queued the job: {words or 'empty output'}")
-    return job_id
-
-
-def parse_job_id(answer: str) -> str | None:
-    """The job id in the output of sbatch: `id`, `id;cluster`, or its sentence, with a site's banner around it.
-
-    None if the output holds no id, or several.
-    """
-    lines = [line.strip() for line in answer.splitlines()]
-    # The sentence first: a line that is a number may belong to the banner.
-    for pattern in (r".*\bSubmitted batch job (\d+)\b.*", r"(\d+)(?:;[^;\s]*)?"):
-        ids = {match[1] for line in lines if (match := re.fullmatch(pattern, line))}
-        if ids:
-            return ids.pop() if len(ids) == 1 else None
-    return None
+    ids = set(re.findall(r"^\s*(\d+)(?:;\S*)?\s*$", answer, re.M))  # a site may print a banner around it
+    if len(ids) != 1:
+        raise SchedulerTimeout(f"sbatch printed no job id, and may have queued the job: {' '.join(answer.split())!r}")
+    return str(ids.pop())

@@ -31,8 +31,6 @@ NO_LIMIT_SECONDS = 300 * 86400.0
 SHORTEST_LIMIT_SECONDS = 60.0
 """Slurm counts time limits in minutes."""
 
-IDS_OF_A_COMMAND = 1000
-
 
 @dataclass(frozen=True)
 class Job:
@@ -54,7 +52,6 @@ class Job:
     requeueable: bool = True
     """False for `--no-requeue`, and on a cluster with JobRequeue=0: Slurm refuses `scontrol requeue`."""
     excluded: str = ""
-    exit_code: int = 0
 
     @property
     def ended(self) -> bool:
@@ -126,7 +123,6 @@ def parse_job(record: str) -> Job:
         preempt_time=parse_time(values.get("PreemptTime", "")),
         requeueable=values.get("Requeue") != "0",
         excluded=values.get("ExcNodeList", ""),
-        exit_code=int(values.get("ExitCode", "0").partition(":")[0]),
     )
 
 
@@ -157,12 +153,6 @@ def by_token(jobs: Iterable[Job]) -> dict[tuple[str, int | None], list[Job]]:
 def with_token(jobs: Iterable[Job], token: str, task: int | None = None) -> list[Job]:
     """The jobs whose comment holds a token; for many tokens, look them up in one `by_token`."""
     return by_token(jobs).get((token, task), [])
-
-
-def steps(job_id: str) -> list[str]:
-    """The ids of the steps of a job that srun started and that have not ended."""
-    listed = run("squeue", EVEN_HIDDEN, "--noheader", "--steps", f"--jobs={job_id}", "--format=%i").split()
-    return [step for step in listed if step.rpartition(".")[2].isdigit()]  # others: 12.batch, 12.extern
 
 
 def current_job(environ: Mapping[str, str]) -> str | None:
@@ -277,20 +267,9 @@ def requeue(job_id: str, restarts: int | None = None) -> bool:
 
 def cancel(*job_ids: str) -> None:
     """End jobs for good; a job that is gone already is no error."""
-    for first in range(0, len(job_ids), IDS_OF_A_COMMAND):
-        _scancel(*job_ids[first : first + IDS_OF_A_COMMAND])
-
-
-def signal_steps(job_id: str, name: str) -> None:
-    """Send a signal to every process of a job's steps, on all nodes; the batch script does not get it."""
-    for step in steps(job_id):
-        _scancel(f"--signal={name}", step)
-
-
-def _scancel(*arguments: str) -> None:
     try:
-        run("scancel", *arguments)
-    except SchedulerError as error:  # a job or a step may have ended since the caller's look
+        run("scancel", *job_ids)
+    except SchedulerError as error:  # it may have ended since the caller's look
         if not any(words in str(error) for words in ("Invalid job id", "already completing or completed")):
             raise
 
@@ -298,13 +277,3 @@ def _scancel(*arguments: str) -> None:
 def exclude_nodes(job_id: str, nodes: str) -> None:
     """Replace the list of nodes that a job may not get, the user's included; Slurm takes it after the requeue only."""
     run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}")
-
-
-def hold(job_id: str) -> None:
-    """Keep a waiting job from its start; Slurm ignores a hold of a running job."""
-    run("scontrol", "hold", job_id)
-
-
-def release(job_id: str) -> None:
-    """Let a held job start. Raises SchedulerError, as for an administrator's hold."""
-    run("scontrol", "release", job_id)

@@ -7,12 +7,12 @@ submission about the limits of a partition. Node lists are in Slurm's notation: 
 from __future__ import annotations
 
 import errno
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jobkit.errors import InputError
+from jobkit.run.duration import parse_seconds
 from jobkit.slurm.commands import EVEN_HIDDEN, config, fields, run
 from jobkit.slurm.jobs import parse_time
 
@@ -24,15 +24,10 @@ def expand(nodes: str) -> list[str]:
     return list(dict.fromkeys(run("scontrol", "show", "hostnames", nodes).split())) if nodes else []
 
 
-def states(nodes: str) -> dict[str, str]:
-    """Node -> state, as `IDLE`, `MIXED+DRAIN`, `DOWN*`; the star means that the node does not respond."""
-    # Not by sinfo: where it was asked again and again, it showed a node that had come back as down for minutes.
-    return {record["NodeName"]: record["State"] for record in _records("node", nodes)}
-
-
 def dead_node(nodes: str) -> str | None:
     """The first of some nodes that is down or does not respond; None if all are well."""
-    return next((name for name, state in states(nodes).items() if _is_dead(state)), None)
+    # Not by sinfo: where it was asked again and again, it showed a node that had come back as down for minutes.
+    return next((record["NodeName"] for record in _records("node", nodes) if _is_dead(record["State"])), None)
 
 
 def _is_dead(state: str) -> bool:
@@ -90,16 +85,17 @@ def _records(kind: str, *names: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition and its limits for a job; None is no limit. Cores and memory are of each node."""
+    """A partition and its limits for a job; None is no limit."""
 
     name: str
     total_nodes: int
     is_default: bool = False
     state: str = "UP"
-    max_nodes: float | None = None
+    max_nodes: int | None = None
     max_seconds: float | None = None
-    max_cpus: float | None = None
-    max_megabytes: float | None = None
+    preempt_mode: str = "OFF"
+    grace_seconds: int = 0
+    """The time that a preempted job gets."""
 
 
 def partitions(names: str | None) -> list[Partition]:
@@ -115,55 +111,36 @@ def partitions(names: str | None) -> list[Partition]:
 
 def parse_partition(record: dict[str, str]) -> Partition:
     """The partition of one record of `scontrol show partition`."""
+    limits = {key: value for key, value in record.items() if value != "UNLIMITED"}
     return Partition(
         name=record["PartitionName"],
         total_nodes=int(record["TotalNodes"]),
         is_default=record["Default"] == "YES",
         state=record["State"],
-        max_nodes=_limit(record["MaxNodes"]),
-        max_seconds=_limit(record["MaxTime"]),
-        max_cpus=_limit(record["MaxCPUsPerNode"]),
-        max_megabytes=_limit(record.get("MaxMemPerNode", "UNLIMITED")),  # MaxMemPerCPU may stand in its place
+        max_nodes=int(limits["MaxNodes"]) if "MaxNodes" in limits else None,
+        max_seconds=parse_seconds(limits["MaxTime"]) if "MaxTime" in limits else None,
+        preempt_mode=record.get("PreemptMode", "OFF"),
+        grace_seconds=int(record.get("GraceTime", 0)),
     )
 
 
-def _limit(text: str) -> float | None:
-    """A number, or the seconds of `[days-]hours:minutes:seconds`; None for UNLIMITED."""
-    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):(\d+):)?(\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
-
-
-def limits_refuse(
-    choice: Sequence[Partition],
-    *,
-    nodes: int = 1,
-    seconds: float | None = None,
-    cpus: int | None = None,
-    megabytes: float | None = None,
-) -> InputError | None:
+def limits_refuse(choice: Sequence[Partition], nodes: int, seconds: float) -> InputError | None:
     """The error for a job that none of the partitions ever starts; None if one of them does.
 
-    `cpus` and `megabytes` are needs of each node. sbatch takes such a job where EnforcePartLimits is off, the default,
-    and lets it wait for ever. Nodes that are down count: they come back. Do not call it for a job that names a QOS:
-    the flags of a QOS may lift the limits. The caller completes the key `mem` with the name of its cluster entry.
+    sbatch takes such a job where EnforcePartLimits is off, the default, and lets it wait for ever; `list` says why.
+    Nodes that are down count: they come back. Do not call it for a job that names a QOS: its flags may lift limits.
     """
-    refusals = [_refusal(part, nodes, seconds, cpus, megabytes) for part in choice]
+    refusals = [_refusal(part, nodes, seconds) for part in choice]
     return None if None in refusals else next(iter(refusals), None)
 
 
-def _refusal(part: Partition, *request: float | None) -> InputError | None:
-    nodes, seconds, cpus, megabytes = request
+def _refusal(part: Partition, nodes: int, seconds: float) -> InputError | None:
     for key, asked, limit, unit in (
         ("resources.nodes", nodes, part.total_nodes, "nodes in it"),
         ("resources.nodes", nodes, part.max_nodes, "nodes, MaxNodes"),
         ("resources.time", seconds, part.max_seconds, "seconds, MaxTime"),
-        ("resources.cpus_per_task", cpus, part.max_cpus, "cores a node, MaxCPUsPerNode"),
-        ("mem", megabytes, part.max_megabytes, "MB a node, MaxMemPerNode"),
     ):
-        if asked is not None and limit is not None and asked > limit:
+        if limit is not None and asked > limit:
             where = f"partition {part.name} never starts such a job"
             return InputError(where, key=key, found=asked, allowed=f"at most {limit:g} {unit}")
     return None

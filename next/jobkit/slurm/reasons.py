@@ -5,47 +5,28 @@ from __future__ import annotations
 REASONS = {
     "Priority": "jobs of higher priority are before it",
     "Resources": "the nodes that it needs are in use",
-    "Dependency": "another job has to end first",
     "DependencyNeverSatisfied": "a job that it waits for ended otherwise than was asked for: it will never start",
     "BeginTime": "it may start later only: a requeued job waits about two minutes",
     "ReqNodeNotAvail": "a node that it needs is down, drained or reserved, as for maintenance before its time is over",
-    "Reservation": "its reservation has not begun",
     "PartitionConfig": "the partition does not take it: more nodes than it has or allows, or none that it may use",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition takes no jobs at present",
     "PartitionNodeLimit": "it asks for more nodes than the partition has or allows, or for fewer",
     "PartitionTimeLimit": "its time limit is longer than the partition allows: set a shorter resources.time",
     "BadConstraints": "no node is as it asks for: see `constraint` and the like in the cluster's entry",
     "AccountNotAllowed": "the partition does not take jobs of this account",
-    "InvalidAccount": "the account is not valid on this cluster",
-    "InvalidQOS": "the QOS is not valid for this account or partition",
-    "Licenses": "it waits for a licence",
-    "Prolog": "the program that prepares its nodes is running",
     "Cleaning": "it was requeued, and its last start is still being cleaned up",
-    "NodeDown": "a node that it needs is down",
     "JobArrayTaskLimit": "as many runs of its sweep as may run at once (--max-running) are running",
-    "JobHeldUser": "its user holds it",
-    "JobHeldAdmin": "an administrator holds it",
     "launch failed requeued held": "it could not be started, and Slurm holds it",
     "None": "Slurm has not looked at it yet",
-}
-"""Slurm's word -> its meaning."""
-
-BEGINNINGS = {
     "QOSMax": "the limit of its QOS: it waits for own jobs, or those of the account, to end",
     "QOSGrp": "the limit that all jobs of its QOS share has been reached",
-    "QOSJobLimit": "as many jobs of its QOS as may run at once are running",
-    "QOSTimeLimit": "its time limit is longer than its QOS allows: set a shorter resources.time",
-    "QOSNotAllowed": "the partition does not take jobs of its QOS",
     "QOS": "a limit of its QOS (`sacctmgr show qos` lists them)",
     "AssocMax": "the limit of your account: it waits for own jobs to end",
     "AssocGrp": "the limit that all users of the account share has been reached",
     "Assoc": "a limit of your account (`sacctmgr show assoc user=$USER` lists them)",
-    "MaxMemPerLimit": "it asks for more memory a node or core than is allowed",
-    "Nodes_required_for_job_are_DOWN": "nodes that it needs are down, drained, or kept for jobs of higher priority",
-    "ReqNodeNotAvail": REASONS["ReqNodeNotAvail"],
+    "Nodes required for job are DOWN": "nodes that it needs are down, drained, or kept for jobs of higher priority",
 }
-"""The beginning of Slurm's word -> its meaning: there are 60 limits of accounts and QOS."""
+"""The beginning of Slurm's word -> its meaning: there are 60 limits of accounts and QOS. Words that say it themselves,
+as PartitionDown, are left out."""
 
 
 def explain_reason(reason: str) -> str:
@@ -54,6 +35,5 @@ def explain_reason(reason: str) -> str:
     if word.startswith(("QOS", "Assoc")) and "PerJob" in word:
         whose = "its QOS" if word.startswith("QOS") else "your account"
         return f"it asks for more than {whose} allows one job, and will not start so (Slurm: {reason})"
-    beginnings = (text for beginning, text in BEGINNINGS.items() if word.startswith(beginning))
-    words = REASONS.get(word.replace("_", " ")) or next(beginnings, None)
+    words = next((text for beginning, text in REASONS.items() if word.replace("_", " ").startswith(beginning)), "")
     return f"{words} (Slurm: {reason})" if words else f"{reason} (Slurm's word; `man squeue` explains it)"

@@ -37,7 +37,8 @@ def wait_for(job_id: str, state: str) -> None:
 
 def wait_for_step(job_id: str) -> None:
     wait_for(job_id, "RUNNING")
-    wait_until(lambda: jobs.steps(job_id), f"the step of job {job_id}", 60)
+    steps = ("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
+    wait_until(lambda: f"{job_id}.0" in commands.run(*steps), f"the step of job {job_id}", 60)
 
 
 def cause(job_id: str) -> str | None:
@@ -55,7 +56,7 @@ def test_a_job_goes_through_the_queue(
     assert (shown(held).state, shown(held).held, shown(held).start) == ("PENDING", True, None)
     assert [job.job_id for job in jobs.with_token(jobs.queue(), token)] == [held]
     jobs.exclude_nodes(held, "node1")
-    jobs.release(held)
+    commands.run("scontrol", "release", held)
     wait_for_step(held)
     running = shown(held)
     assert (running.excluded, running.comment) == ("node1", f"jobkit {token}")
@@ -69,8 +70,6 @@ def test_a_job_goes_through_the_queue(
         jobs.exclude_nodes(held, "node2")
     assert not commands.is_away(raised.value)
 
-    wait_until(lambda: jobs.signal_steps(held, "TERM") or (tmp_path / "term").exists(), "SIGTERM in the step", 60)
-    assert cause(held) is None
     assert jobs.requeue(held)
     assert cause(held) == "preempted"  # for a process of its first start
     assert jobs.requeue(held)  # again: it is in the queue
@@ -121,13 +120,12 @@ def test_each_waiting_task_of_an_array_is_a_job(slurm: Cluster, script: str, mon
 def test_a_controller_and_a_node_are_lost(
     make_slurm: Callable[..., Cluster], script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = "PartitionName=short Nodes=node1 MaxTime=10 MaxNodes=1 MaxMemPerNode=500 MaxCPUsPerNode=4 Hidden=YES"
+    limits = "PartitionName=short Nodes=node1 MaxTime=10 MaxNodes=1 Hidden=YES"
     cluster = make_slurm(nodes=2, message_timeout=2, slurmd_timeout=5, partitions=limits)
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     assert nodes.expand("node[1-2],node1") == ["node1", "node2"]
     (short,) = nodes.partitions("short")
-    expected = nodes.Partition("short", 1, max_nodes=1, max_seconds=600, max_cpus=4, max_megabytes=500)
-    assert short == expected
+    assert (short.total_nodes, short.max_nodes, short.max_seconds, short.preempt_mode) == (1, 1, 600, "REQUEUE")
     assert [part.name for part in nodes.partitions(None)] == ["low"]
     job = commands.submit(script, *OPTIONS, "--nodes=2", "--no-kill", "--partition=low")
     wait_for_step(job)

@@ -94,30 +94,22 @@ def test_a_missing_program_is_named() -> None:
     assert not commands.is_away(raised.value)
 
 
-ANSWERS = [
-    ("123\n", "123"),
-    ("123;cluster\n", "123"),
-    ("Welcome to the cluster\n123;cluster", "123"),
-    ("123\nYour project has 40 hours left\n", "123"),
-    ("Submitted batch job 123 on cluster gpu\n", "123"),
-    ("sbatch: Submitted batch job 123\n40\n", "123"),
-    ("=====\nbanner\n=====\nSubmitted batch job 123\nGood luck\n", "123"),
-    ("123\n123\n", "123"),
-    ("40\n123\n", None),
-    ("Submitted batch job 123\nSubmitted batch job 124\n", None),
-    ("Your project has 40 hours left\n", None),
-    ("", None),
-]
-
-
-@pytest.mark.parametrize(("answer", "job_id"), ANSWERS)
-def test_the_job_id_is_read_from_the_output_of_a_sites_sbatch(answer: str, job_id: str | None) -> None:
-    assert commands.parse_job_id(answer) == job_id
-
-
-def test_an_answer_without_an_id_leaves_open_if_the_job_is_queued(program: Program) -> None:
-    program("sbatch", "echo 'Have a nice day'")
-    with pytest.raises(SchedulerTimeout, match="Have a nice day"):
+@pytest.mark.parametrize(
+    ("answer", "job_id"),
+    [
+        ("123", "123"),
+        ("123;cluster", "123"),
+        ("Welcome to the cluster\n123;cluster\nYour project has 40 hours left", "123"),
+        ("40\n123", None),
+        ("Have a nice day", None),
+    ],
+)
+def test_without_one_id_in_the_answer_the_job_may_be_queued(program: Program, answer: str, job_id: str | None) -> None:
+    program("sbatch", f"echo '{answer}'")
+    if job_id is not None:
+        assert commands.submit("job.sh") == job_id
+        return
+    with pytest.raises(SchedulerTimeout, match=answer.split()[-1]):
         commands.submit("job.sh")
 
 

@@ -68,7 +68,6 @@ def test_a_record_is_read() -> None:
     )
     assert parse_job(PREEMPTED).preempt_time == at("06:27:02")
     assert parse_job(BACK).restarts == 1
-    assert parse_job(CRASHED).exit_code == 3
     assert not parse_job(NODE_DOWN).requeueable
     assert parse_job(RUNNING.replace("ExcNodeList=(null)", "ExcNodeList=node[2-3]")).excluded == "node[2-3]"
     held = parse_job(HELD)
