@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
+import io
 import shutil
 import sys
 import time
 from pathlib import Path
 
-from jobkit.cli import columns
-from jobkit.cli.rows import FACTS, Row, check_keys, read_rows
-from jobkit.cli.table import as_csv, as_lines
+from jobkit.cli import table
+from jobkit.cli.rows import FACTS, check_keys, read_rows
 from jobkit.cli.where import ordered, parse
-from jobkit.errors import EXIT_FINISHED, InputError
+from jobkit.errors import EXIT_FINISHED
 from jobkit.run.files import json_text
 from jobkit.run.runs import WORDS, find, runs_dir_of, runs_in
 from jobkit.usage import program, show_examples
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sort", metavar="[-]KEY", help="the smallest first; with - the largest")
     parser.add_argument(
-        "--columns", metavar="KEY,...", help="params.x, result.x, metrics, and: " + ", ".join(list(FACTS)[:-2])
+        "--columns", metavar="KEY,...", help="params.x, result.x, metrics, and: " + ", ".join(FACTS[:-2])
     )
     parser.add_argument(
         "--watch", nargs="?", type=_seconds, const=WATCH_SECONDS, metavar="SECONDS", help="show it until Ctrl-C"
@@ -82,36 +83,30 @@ def _text(arguments: argparse.Namespace) -> str:
     gc.disable()  # thousands of small dicts: each collection would look at all of them again
     runs_dir = runs_dir_of(arguments.runs_dir)
     all_rows = read_rows(find(arguments.names, runs_dir) if arguments.names else runs_in(runs_dir))
-    named = [key.strip() for key in arguments.columns.split(",") if key.strip()] if arguments.columns else None
+    named = [key.strip() for key in (arguments.columns or "").split(",") if key.strip()]
     conditions = [parse(text) for text in arguments.where]
-    by = (arguments.sort or "").removeprefix("-")
-    if arguments.sort is not None and not by:
-        raise InputError(key="--sort", found=arguments.sort, allowed="a column's name, with - for the largest first")
-    keys = [condition.key for condition in conditions]
-    for option, checked in (("--columns", named or []), ("--where", keys), ("--sort", [by] if by else [])):
+    conditional, by = [condition.key for condition in conditions], (arguments.sort or "").removeprefix("-")
+    for option, checked in (("--columns", named), ("--where", conditional), ("--sort", [by] if by else [])):
         check_keys(checked, option, all_rows)
-    shown = [row for row in all_rows if all(item.is_met_by(row.value(item.key)) for item in conditions)]
+    shown = [row for row in all_rows if all(item.is_met_by(row.values.get(item.key)) for item in conditions)]
     if by:
-        shown = ordered(shown, lambda row: row.value(by), largest_first=arguments.sort.startswith("-"))
-    if arguments.json and named is None:
+        shown = ordered(shown, lambda row: row.values.get(by), largest_first=arguments.sort.startswith("-"))
+    if arguments.json and not named:
         return json_text([row.as_json() for row in shown])
-    if not shown and not (arguments.json or arguments.csv):
-        if all_rows:
-            return f"none of {len(all_rows)} run(s) meets the conditions"
-        return f"no runs in {runs_dir}; `{program('submit')} EXP.yaml` makes one"
-    also = [*keys, by] if by else keys
-    return _table(shown, columns.choose(shown, named, also), arguments, wanted=[*(named or []), *also])
-
-
-def _table(shown: list[Row], keys: list[str], arguments: argparse.Namespace, wanted: list[str]) -> str:
-    keys = ["run", *keys]
-    cells = [[columns.cell(row, key) for key in keys] for row in shown]
+    keys = [*dict.fromkeys(["run", *(named or table.choose(shown)), *conditional, *([by] if by else [])])]
+    cells = [[row.values.get(key) for key in keys] for row in shown]
     if arguments.json:
-        return json_text([{key: cell.value for key, cell in zip(keys, row, strict=True)} for row in cells])
+        return json_text([dict(zip(keys, values, strict=True)) for values in cells])
     if arguments.csv:
-        return as_csv(keys, cells)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    text, dropped = as_lines([*map(columns.title, keys)], cells, width, {*map(columns.title, wanted)})
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([keys, *cells])
+        return text.getvalue().rstrip("\n")
+    if not all_rows:
+        return f"no runs in {runs_dir}; `{program('submit')} EXP.yaml` makes one"
+    if not shown:
+        return f"none of {len(all_rows)} run(s) meets the conditions"
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not named else None
+    lines, dropped = table.as_lines(shown, keys, width)
     if dropped:
         print(f"no room for {', '.join(dropped)}: a wider terminal, or --columns", file=sys.stderr)
-    return "\n".join(text)
+    return "\n".join(lines)

@@ -18,13 +18,8 @@ T = TypeVar("T")
 
 FORM = "KEY OP VALUE with one of = != <= >= < > ~ (a regular expression), as in 'params.lr>=0.03'"
 
-_CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(==?|!=|<=|>=|<|>|~)\s*((?![=<>]).+?)\s*", re.DOTALL)
-_ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+_CONDITION = re.compile(r"\s*([^\s=!<>~]+)\s*(=|!=|<=|>=|<|>|~)\s*((?![=<>]).+?)\s*", re.DOTALL)
+_ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 @dataclass(frozen=True)
@@ -40,13 +35,17 @@ class Condition:
         """Return whether a value meets it; None meets `=null` alone, and no text is above or below a number."""
         if self.operator == "~":
             return value is not None and re.search(self.text, str(value)) is not None
-        wanted = _typed(self.text)
-        if value is None or wanted is None:
-            return value is wanted if self.operator in ("=", "==") else self.operator == "!=" and value is not None
-        if self.operator not in _ORDERS:
-            return (value == wanted or str(value) == self.text) == (self.operator != "!=")
         try:
-            return _ORDERS[self.operator](value, wanted)
+            wanted = json.loads(self.text)
+        except ValueError:  # a text without quotes
+            wanted = self.text
+        is_equal = value == wanted or (value is not None and str(value) == self.text)
+        if self.operator == "=":
+            return is_equal
+        if self.operator == "!=":
+            return not is_equal and value is not None
+        try:
+            return bool(_ORDERS[self.operator](value, wanted))
         except TypeError:
             return False
 
@@ -63,20 +62,11 @@ def parse(text: str) -> Condition:
 
 
 def ordered(items: Iterable[T], value_of: Callable[[T], Any], *, largest_first: bool) -> list[T]:
-    """Return items by a value; those without one come last in both directions."""
-    pairs = [(value_of(item), item) for item in items]
-    ranked = [
-        ((not isinstance(value, (int, float)), value if isinstance(value, (int, float)) else str(value)), item)
-        for value, item in pairs
-        if value is not None
-    ]
-    ranked.sort(key=lambda pair: pair[0], reverse=largest_first)
-    return [item for _, item in ranked] + [item for value, item in pairs if value is None]
+    """Return items by a value, numbers before texts; those without one come last in both directions."""
 
+    def rank(item: T) -> tuple[bool, Any]:
+        value = value_of(item)
+        return (False, value) if isinstance(value, (int, float)) else (True, str(value))
 
-def _typed(text: str) -> Any:
-    """The value that a text means: a number, true, false, null, a list; any other text is itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None if text.lower() == "none" else text
+    with_value = [item for item in items if value_of(item) is not None]
+    return sorted(with_value, key=rank, reverse=largest_first) + [item for item in items if value_of(item) is None]
