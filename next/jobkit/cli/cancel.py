@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 
 from jobkit.cli.arguments import add_runs, confirmed, worst
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
-from jobkit.log import log
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled
 from jobkit.run.requests import ask
@@ -108,8 +107,5 @@ def _outcome(now: View) -> str:
 def _unanswered(run: RunDir) -> str:
     """What a person can do about a supervisor that does not answer."""
     now, lease = view(run), run.lease()
-    job = f"scancel {now.job_id}" if now.job is not None else ""
-    if not job and lease is not None:
-        job = f"kill {lease.pid} on {lease.host}"
-    log.warning("%s: its supervisor did not answer in %.0f s (%s)", run.name, PATIENCE_SECONDS, run.job_log)
-    return f"{run.name} is still {now.state}: it was asked to stop" + (f"; to end its job: {job}" if job else "")
+    job = f"scancel {now.job_id}" if now.job is not None else f"kill {lease.pid} on {lease.host}" if lease else "?"
+    return f"{run.name} is still {now.state}: it was asked to stop; to end its job: {job}; its output: {run.job_log}"

@@ -7,17 +7,17 @@ jobkit doctor --cluster h100   with the partition of that entry in the user's ow
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError, JobkitError, SchedulerError, nearest
-from jobkit.run.files import json_text
 from jobkit.run.runs import runs_dir_of
 from jobkit.usage import show_examples
 
@@ -41,10 +41,8 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--local", action="store_true", help="this machine alone")
     parser.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:` in your own config file")
     parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="default: $JOBKIT_RUNS or ./runs")
-    parser.add_argument("--json", action="store_true", help="for programs: {ok, checks}")
     show_examples(parser, {"--cluster h100": "the partition of that entry, and a held job that is removed again"})
 
 
@@ -52,19 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the checks; exit code 1 where something is a problem."""
     from jobkit.slurm import commands
 
-    parts: list[Callable[[], Iterator[Check]]] = [_python, lambda: _runs_dir(runs_dir_of(arguments.runs_dir)), _machine]
-    if not arguments.local and (arguments.cluster or commands.is_available()):
-        options = _options_of(arguments.cluster or "slurm")
-        parts.append(lambda: _slurm(options))
-    checks = []
-    for check in (check for part in parts for check in part()):
-        checks.append(check)
-        if not arguments.json:
-            print(f"{check.state:8}{check.words}{f': {check.advice}' if check.advice else ''}", flush=True)
-    is_ok = all(check.state != "problem" for check in checks)
-    if arguments.json:
-        print(json_text({"ok": is_ok, "checks": [asdict(check) for check in checks]}))
-    return EXIT_FINISHED if is_ok else EXIT_FAILED
+    parts = [_python(), _runs_dir(runs_dir_of(arguments.runs_dir)), _machine()]
+    if arguments.cluster or commands.is_available():
+        parts.append(_slurm(_options_of(arguments.cluster or "slurm")))
+    code = EXIT_FINISHED
+    for check in itertools.chain.from_iterable(parts):
+        print(f"{check.state:8}{check.words}{f': {check.advice}' if check.advice else ''}", flush=True)
+        code = EXIT_FAILED if check.state == "problem" else code
+    return code
 
 
 # This machine

@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.follow:
         return EXIT_FINISHED
     codes = []
-    for run, view, code in ended(runs, POLL_SECONDS, on_look=lambda run: printers[run.path].print_new()):
-        printers[run.path].print_new(to_the_end=True)
-        print(f"{run.name} is {view.state}; {to_type('status', run.path)}", file=sys.stderr)
-        codes.append(code)
+    for view in ended(runs, POLL_SECONDS, on_look=lambda run: printers[run.path].print_new()):
+        printers[view.run.path].print_new(to_the_end=True)
+        print(f"{view.run.name} is {view.state}; {to_type('status', view.run.path)}", file=sys.stderr)
+        codes.append(view.exit_code)
     return worst(codes)
 
 
@@ -81,10 +81,9 @@ class _Printer:
         numbers = [attempt.number for attempt in read_status(self.run).attempts]
         if self.only is not None and self.only not in numbers:
             raise InputError(key="--attempt", found=self.only, allowed=f"one of {numbers}" if numbers else "none yet")
-        ranks = {file.stem for number in numbers for file in self.run.logs(number).glob("rank_*.out")}
-        if ranks and f"rank_{self.rank}" not in ranks:
-            allowed = f"0 to {len(ranks) - 1}"
-            raise InputError(f"{self.run.name} has no such rank", key="--rank", found=self.rank, allowed=allowed)
+        ranks = {file.stem.removeprefix("rank_") for number in numbers for file in self.run.logs(number).glob("*.out")}
+        if ranks and str(self.rank) not in ranks:
+            raise InputError(key="--rank", found=self.rank, allowed=f"0 to {len(ranks) - 1}")
         if not ranks:  # its setup lines, its supervisor or srun said why
             for file in (self.run.job_log, *(self.run.srun_log(number) for number in numbers[-1:])):
                 for line in self._tail.read(file, to_the_end=True):

@@ -40,7 +40,9 @@ def _preempt(run: RunDir, *, grace: bool) -> int:
         time.sleep(LOOK_SECONDS)
     step = "" if ended.last_step is None else f" at step {ended.last_step}"
     print(f"{run.name}: attempt {attempt.number} ended{step} ({ended.cause})")
-    if ended.cause != "finished":
+    if ended.next in ("stop", "fail") and ended.cause != "finished":
+        print(f"it does not continue by itself ({ended.reason}); {to_type('resume', run.path)}")
+    elif ended.cause != "finished":
         kept = "from its start" if ended.durable_step is None else f"from step {ended.durable_step} or later"
         print(f"it continues by itself {kept}; {to_type('status', run.path)}")
     return EXIT_FINISHED

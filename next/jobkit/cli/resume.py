@@ -11,7 +11,7 @@ from jobkit import submit
 from jobkit.cli.arguments import add_runs, confirmed, each
 from jobkit.errors import InputError
 from jobkit.run.rundir import RunDir
-from jobkit.usage import show_examples, to_type
+from jobkit.usage import show_examples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     manner = submit.manner_of(arguments)
     if len(runs) > 1:
         if manner.follow:
-            raise InputError(
-                "it shows one run",
-                key="--follow",
-                found=f"{len(runs)} runs",
-                hint=f"{to_type('logs', runs[0].path, '-f')} shows the output of a run, and of several",
-            )
+            raise InputError("it shows one run", key="--follow", found=f"{len(runs)} runs", hint="see `logs -f`")
         manner = dataclasses.replace(manner, detach=True)
     folder = Path.cwd()
 

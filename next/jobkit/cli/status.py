@@ -30,15 +30,6 @@ SAMPLES_SHOWN = 8
 LINES_OF_LOG = 10
 """How much is shown of the output of a job that could not begin, as for a `setup` line that fails."""
 
-CAUSES = {
-    "timeout": "time limit",
-    "stopped": "stopped by Ctrl-C or a signal",
-    "out_of_memory": "out of memory",
-    "node_failure": "node failure",
-    "unknown": "ended, nobody said why",
-}
-"""Causes whose names do not explain themselves."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
@@ -126,7 +117,7 @@ def _steps(spent: list[Account], progress: Progress | None) -> str:
 def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> list[str]:
     began, ended = attempt.began, attempt.ended
     if ended is not None:
-        cause = CAUSES.get(ended.cause, ended.cause)
+        cause = ended.cause.replace("_", " ")
     else:
         cause = "running" if is_running else "its end is not recorded"
     steps = "" if account.first_step is None else f", steps {account.first_step} to {account.last_step}"
@@ -135,30 +126,18 @@ def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> l
     where = f" on {', '.join(began.nodes)}" if began.nodes else ""
     lines = [f"  attempt {attempt.number} ({began.how}): {cause}{steps}, {format_seconds(account.seconds)}{where}"]
     if account.repeated_steps:
-        parts.append(_repeated(account, ended))
+        parts.append(f"{account.repeated_steps} steps repeated")
     if parts:
         lines.append(f"    {', '.join(parts)}")
     if ended is not None and ended.error:
-        place = [f"rank {ended.rank}"] if ended.rank is not None else []
-        place += [f"step {ended.step}"] if ended.step is not None else []
-        lines.append(f"    {', '.join(place)}{': ' if place else ''}{ended.error.splitlines()[0]}")
+        places = {"node": ended.node, "rank": ended.rank, "step": ended.step}
+        place = ", ".join(f"{name} {value}" for name, value in places.items() if value is not None)
+        lines.append(f"    {place}{': ' if place else ''}{ended.error.splitlines()[0]}")
     return lines
 
 
-def _repeated(account: Account, ended: Ended | None) -> str:
-    """How many steps were done again, and whether bit for bit."""
-    equal = ""
-    if ended is not None and ended.differs_at is not None:
-        equal = f", other bits from step {ended.differs_at} on"
-    elif ended is not None and ended.compared:
-        equal = ", equal" if ended.compared >= account.repeated_steps else f", {ended.compared} compared and equal"
-    return f"{account.repeated_steps} steps repeated{equal}"
-
-
 def _failure_lines(ended: Ended) -> list[str]:
-    place = {"rank": ended.rank, "step": ended.step, "node": ended.node}
-    words = ", ".join(f"{name} {value}" for name, value in place.items() if value is not None)
-    lines = [f"failed at: {words}"] if words else []
+    lines = []
     if ended.samples:
         more = len(ended.samples) - SAMPLES_SHOWN
         shown = ", ".join(map(str, ended.samples[:SAMPLES_SHOWN]))

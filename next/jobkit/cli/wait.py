@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from jobkit.cli.arguments import add_runs, chosen, worst
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.run.duration import parse_seconds
-from jobkit.run.files import json_text
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import View, views
@@ -28,7 +26,6 @@ LOOK_SECONDS = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
     parser.add_argument("--timeout", type=_seconds, metavar="2h", help=f"wait no longer: exit code {EXIT_TIMED_OUT}")
-    parser.add_argument("--json", action="store_true", help="for programs: an object a line, as each run ends")
     show_examples(parser, {"'digits*' --timeout 2h": "exit code 1: one failed, 75: one can be continued, 0: finished"})
 
 
@@ -43,13 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Wait, and print a line for each run as it ends. Ctrl-C ends the waiting alone."""
     runs, codes = chosen(arguments), []
     until = math.inf if arguments.timeout is None else time.monotonic() + arguments.timeout
-    for run, view, code in ended(runs, LOOK_SECONDS, until=until):
-        codes.append(code)
-        if arguments.json:
-            values = {"run": run.name, "path": str(run.path), "state": view.state, "exit_code": code}
-            print(json_text({**values, "words": view.words, "result": view.status.result}, None), flush=True)
-        else:
-            print(f"{run.name}: {view.state}{f': {view.words}' if view.words else ''}", flush=True)
+    for view in ended(runs, LOOK_SECONDS, until=until):
+        codes.append(view.exit_code)
+        print(f"{view.run.name}: {view.state}{f': {view.words}' if view.words else ''}", flush=True)
     return worst(codes) if len(codes) == len(runs) else EXIT_TIMED_OUT
 
 
@@ -59,8 +52,8 @@ def ended(
     *,
     until: float = math.inf,
     on_look: Callable[[RunDir], None] = lambda run: None,
-) -> Iterator[tuple[RunDir, View, int]]:
-    """Yield each run, its view and its exit code as soon as nothing more happens to it by itself.
+) -> Iterator[View]:
+    """Yield the view of each run as soon as nothing more happens to it by itself.
 
     The files of the runs are read after each pause; the scheduler is asked every ASK_SECONDS, once for all runs.
     `until` is by the monotonic clock.
@@ -75,13 +68,8 @@ def ended(
         for view in views([run for run in waiting if is_due or read_status(run).is_over]):
             if view.is_over:
                 waiting.remove(view.run)
-                yield view.run, view, code_of(view)
+                yield view
         if time.monotonic() >= until:
             return
         if waiting:
             time.sleep(pause)
-
-
-def code_of(view: View) -> int:
-    """Return the exit code of a run that is over."""
-    return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}.get(view.state, EXIT_RESUMABLE)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobkit.errors import SchedulerError
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
 from jobkit.run.journal import read_status
 from jobkit.run.locks import Lock
@@ -69,6 +69,11 @@ class View:
     def is_over(self) -> bool:
         """Whether nothing more happens to the run by itself."""
         return self.state not in UNDER_WAY
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that is over."""
+        return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}.get(self.state, EXIT_RESUMABLE)
 
     @property
     def job_id(self) -> str | None:

@@ -13,7 +13,7 @@ import sys
 import time
 
 from jobkit.display import Display
-from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.journal import read_status
 from jobkit.run.requests import ask
 from jobkit.run.rundir import RunDir
@@ -32,9 +32,6 @@ ASK_SECONDS = 10.0
 AGAIN_SECONDS = 1.0
 """Between two looks at the line for devices, and between two signals to a supervisor that has no attempt: one that was
 killed meanwhile has not heard the first."""
-
-EXIT_CODES = {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}
-"""Of the states; of all others the same command continues the run."""
 
 LINES_OF_LOG = 3
 
@@ -93,7 +90,7 @@ class Follower:
         say(f"{self.run.name} is {state}{f': {now.words}' if now.words else ''}")
         if state != LOST:  # its words say so already
             say(f"the same command continues it; or {to_type('resume', self.run.path)}")
-        return EXIT_CODES.get(state, EXIT_RESUMABLE)
+        return now.exit_code
 
 
 def describe(attempt: Attempt) -> str:

@@ -56,7 +56,6 @@ Capture = pytest.CaptureFixture[str]
         (["wait", NAME, "--timeout", "soon"], "'soon'"),
         (["cancel", "tooy"], "RUN: found 'tooy'"),
         (["list", "--json", "--csv"], "--csv"),
-        (["list", "--watch", "0.1"], "0.5"),
     ],
 )
 def test_a_mistake_takes_two_lines_at_most(words: list[str], part: str, capsys: Capture) -> None:
@@ -102,7 +101,8 @@ def test_ctrl_c_shows_no_traceback(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == "hello\n"
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in error
+    # CPython ends by the signal, which is 130 for a shell, where it came within an exec, as a dataclass is made by.
+    assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in error
 
 
 # status
@@ -128,7 +128,6 @@ def test_status_shows_attempts_steps_and_what_to_type(tmp_path: Path) -> None:
             START + 99,
             samples=[*range(20)],
             traceback="Trace\n  x",
-            compared=10,
             **_steps(50, 70, 50),
         ),
     )
@@ -137,7 +136,7 @@ def test_status_shows_attempts_steps_and_what_to_type(tmp_path: Path) -> None:
         f"{NAME}: failed",
         "attempt 1 (start): killed, steps 0 to 60, 0:00:55 on node1, node2",
         "rank 3: SIGKILL",
-        "10 steps repeated, equal",
+        "10 steps repeated",
         "excluded nodes: node2",
         "0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
         "Trace\n  x",
@@ -145,24 +144,6 @@ def test_status_shows_attempts_steps_and_what_to_type(tmp_path: Path) -> None:
     ):
         assert part in text
     assert "more\n" not in text.partition("Trace")[0].replace("12 more", "")
-
-
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        ({"compared": 10}, "10 steps repeated, equal"),
-        ({"compared": 4}, "10 steps repeated, 4 compared and equal"),
-        ({"compared": 10, "differs_at": 53}, "10 steps repeated, other bits from step 53 on"),
-        ({}, "10 steps repeated"),
-    ],
-)
-def test_repeated_steps_are_said_to_be_equal_only_if_compared(
-    tmp_path: Path, fields: dict[str, Any], part: str
-) -> None:
-    first, second = ended("killed", "in_place", **_steps(0, 60, 50)), ended(attempt=2, **_steps(50, 90, 90), **fields)
-    run = make_run(tmp_path, NAME, submitted(), began(), first, began(2, how="in place"), second, finished())
-    lines = describe(view(run), None, START + 100)
-    assert any(line.endswith(part) for line in lines)
 
 
 def test_status_for_programs_is_json_without_nan(tmp_path: Path, capsys: Capture) -> None:
@@ -277,12 +258,9 @@ def test_wait_says_how_each_run_ends_as_soon_as_it_does(tmp_path: Path, capsys: 
     make_run(tmp_path, "toy-00000001", submitted(), began(), finished({"loss": 1}))
     with running.alive_lock():
         threading.Timer(0.3, Journal(running).append, [ended("crashed", "fail")]).start()
-        assert main(["wait", "toy-*", "--json"]) == 1
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(row["run"][-1], row["exit_code"], row["result"]) for row in rows] == [
-        ("1", 0, {"loss": 1}),
-        ("0", 1, None),
-    ]
+        assert main(["wait", "toy-*"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["toy-00000001:", "finished"], ["toy-00000000:", "failed"]]
 
 
 def test_wait_gives_up_in_time(tmp_path: Path) -> None:
@@ -412,12 +390,15 @@ def test_several_runs_are_cancelled_only_when_a_person_agrees(
     assert {read_status(run).state for run in made} == {"cancelled"}
 
 
-def test_preempt_waits_for_the_end_of_the_attempt(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("follows", ["in_place", "fail"])
+def test_preempt_waits_for_the_end_of_the_attempt(tmp_path: Path, capsys: Capture, follows: str) -> None:
     run = make_run(tmp_path, NAME, submitted(), began())
-    join = _supervisor(run, "preempt", ended("preempted", "in_place", last_step=60, durable_step=60))
+    join = _supervisor(run, "preempt", ended("preempted", follows, last_step=60, durable_step=60))
     assert main(["preempt", NAME]) == 0
     join()
-    assert "from step 60" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert ("from step 60" in shown) == (follows == "in_place")
+    assert ("jobkit resume" in shown) == (follows == "fail")
 
 
 @pytest.mark.parametrize("events", [[], [began()], [began(), ended("timeout", "stop")]])
