@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 
 from jobkit.cli.arguments import add_runs, confirmed, worst
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.run.files import user_name
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled
-from jobkit.run.requests import ask
 from jobkit.run.rundir import RunDir
-from jobkit.run.view import LOST, View, user_name, view, views
+from jobkit.run.view import LOST, View, view, views
 from jobkit.usage import show_examples, to_type
 
 PATIENCE_SECONDS = 180.0
@@ -58,7 +58,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
             if now.is_pending:
                 queued.append(str(now.job_id))
             elif now.state != LOST:
-                ask(now.run, now.status, "cancel", None if grace else 0.0)
+                now.run.ask("cancel", now.status, None if grace else 0.0)
     if queued:
         from jobkit.slurm import jobs
 

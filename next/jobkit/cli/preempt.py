@@ -9,7 +9,6 @@ from jobkit.cli.arguments import add_runs, confirmed, each
 from jobkit.cli.cancel import LOOK_SECONDS, PATIENCE_SECONDS
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
 from jobkit.run.journal import read_status
-from jobkit.run.requests import ask
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import LOST, view
 from jobkit.usage import show_examples, to_type
@@ -31,7 +30,7 @@ def _preempt(run: RunDir, *, grace: bool) -> int:
     attempt = now.status.open_attempt
     if attempt is None or now.state == LOST:
         raise JobkitError(f"{run.name} is {now.state}, and no attempt of it runs: there is nothing to preempt")
-    ask(run, now.status, "preempt", None if grace else 0.0)
+    run.ask("preempt", now.status, None if grace else 0.0)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (ended := read_status(run).attempts[attempt.number - 1].ended) is None:
         if time.monotonic() > deadline:

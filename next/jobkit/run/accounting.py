@@ -29,8 +29,6 @@ class Account:
     """From the start of its processes to the first step."""
     useful: float = 0.0
     """Computing new steps."""
-    repeated: float = 0.0
-    """Computing steps that an attempt before had done."""
     ending: float = 0.0
     """From its last report to its end: a hang, a dying node, the last checkpoint."""
     first_step: int | None = None
@@ -86,7 +84,6 @@ def _account(attempt: Attempt, progress: Progress | None, now: float, best: int)
         account,
         starting=loop - began,
         useful=a_step * (steps - repeated),
-        repeated=a_step * repeated,
         ending=until - seen,
         first_step=first,
         last_step=last,

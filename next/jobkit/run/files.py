@@ -17,14 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-FOR_ALL = 0o666
-"""Permissions of a file, from which the umask takes away the ones that its user does not want to give."""
-
 FOR_OWNER = 0o600
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True, mode: int = FOR_ALL) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a temporary file, which replaces `path` once the block has ended without an error.
 
     Args:
@@ -47,13 +44,13 @@ def replacing(path: Path, *, durable: bool = True, mode: int = FOR_ALL) -> Itera
         fsync_dir(path.parent)  # a rename is an entry of the directory; the fsync of the file does not reach it
 
 
-def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: int = FOR_ALL) -> None:
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace `path` with `data`, as `replacing` does."""
     with replacing(path, durable=durable, mode=mode) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = FOR_ALL) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace `path` with a value as indented JSON; NaN and infinity, which JSON does not have, become null."""
     write_atomic(path, f"{json_text(value)}\n", durable=durable, mode=mode)
 
@@ -143,9 +140,14 @@ def foreign_owner(path: Path, folder: Path | None = None) -> str | None:
     Raises OSError.
     """
     owner = path.stat().st_uid
-    if owner == os.geteuid() or (folder is not None and owner == folder.stat().st_uid):
-        return None
+    is_known = owner == os.geteuid() or (folder is not None and owner == folder.stat().st_uid)
+    return None if is_known else user_name(owner)
+
+
+def user_name(user: int | None = None) -> str:
+    """Return the name of a user, as Slurm knows it: of this process's, or of an id."""
+    user = os.getuid() if user is None else user
     try:
-        return pwd.getpwuid(owner).pw_name
-    except KeyError:
-        return f"user {owner}"
+        return pwd.getpwuid(user).pw_name
+    except KeyError:  # a user that this machine does not know
+        return str(user)

@@ -16,13 +16,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobkit.errors import InputError
 from jobkit.run import records
-from jobkit.run.files import foreign_owner, is_there, read_fresh
+from jobkit.run.files import foreign_owner, is_there, read_fresh, user_name
 from jobkit.run.locks import Lock
-from jobkit.run.records import Contact, End, Lease, Progress, Request
+from jobkit.run.records import Contact, End, Lease, Progress, Request, RequestKind
 from jobkit.run.schema import Config
+
+if TYPE_CHECKING:
+    from jobkit.run.status import Status
 
 CHECKPOINT = re.compile(r"step_(\d{8,})")
 
@@ -156,6 +160,18 @@ class RunDir:
 
     def request(self, kind: str) -> Request | None:
         return records.read(Request, self.request_file(kind))
+
+    def ask(self, kind: RequestKind, status: Status, grace: float | None = None) -> None:
+        """Leave a request for the supervisor, which looks once a second.
+
+        It is about the newest attempt: the open one, or the one after which none shall begin (0: none has begun yet). A
+        request about an earlier attempt, or another submission, is stale.
+        """
+        attempt = status.attempt.number if status.attempt is not None else 0
+        request = Request(kind=kind, token=str(status.token), attempt=attempt, grace=grace, user=user_name())
+        file = self.request_file(kind)
+        file.parent.mkdir(exist_ok=True)
+        records.write(file, request, durable=False)
 
     def durable_step(self) -> int | None:
         """Return the step of the newest complete checkpoint: its folder has its name once it is complete."""

@@ -247,11 +247,6 @@ class MirrorConfig:
     mlflow: MlflowMirror | None = None
     """MLflow: `{}`, or a mapping of `uri` and `experiment`."""
 
-    @property
-    def chosen(self) -> list[str]:
-        """The chosen services, by the names of their packages."""
-        return [name for name in ("wandb", "mlflow") if getattr(self, name) is not None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:

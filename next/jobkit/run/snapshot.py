@@ -49,11 +49,6 @@ class Snapshot:
     remarks: list[str]
     """Lines for the user about files that were left out."""
 
-    @property
-    def digest(self) -> str:
-        """The name of its folder."""
-        return self.path.name
-
 
 def take(folder: Path, runs_dir: Path) -> Snapshot:
     """A snapshot of the code below a folder, in the runs directory: a new copy, or an equal one that exists.

@@ -9,13 +9,13 @@ its comment holds the run's token: job ids repeat on other clusters, and paths c
 from __future__ import annotations
 
 import os
-import pwd
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, SchedulerError
 from jobkit.log import log
+from jobkit.run.files import user_name
 from jobkit.run.journal import read_status
 from jobkit.run.locks import Lock
 from jobkit.run.records import Submitted
@@ -165,11 +165,3 @@ def _jobs_of(submissions: Sequence[Submitted]) -> _Jobs:
             best = max(candidates, key=lambda job: (not job.ended, job.state != "PENDING"), default=None)
             answer[item.token, item.task] = best
     return answer
-
-
-def user_name() -> str:
-    """Return the name of this process's user, as Slurm knows it."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a user that this machine does not know
-        return str(os.getuid())

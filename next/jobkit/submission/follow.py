@@ -15,7 +15,6 @@ import time
 from jobkit.display import Display
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
 from jobkit.run.journal import read_status
-from jobkit.run.requests import ask
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Attempt, Status
 from jobkit.run.tail import Tail
@@ -143,7 +142,7 @@ class _Stop:
             saves = "stopping once the ranks have saved; Ctrl-C again kills" if attempt is not None else "stopping"
             self.display.say("killing the ranks" if kills else saves)
             if attempt is not None:
-                ask(self.run, status, "stop", 0.0 if kills else None)
+                self.run.ask("stop", status, 0.0 if kills else None)
         if attempt is None and time.monotonic() >= self._signal_at:
             self._signal_at = time.monotonic() + AGAIN_SECONDS
             self._signal(status, kills)

@@ -21,13 +21,13 @@ from typing import Literal
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run import snapshot, yamlfile
-from jobkit.run.files import replace_link, write_atomic
+from jobkit.run.files import replace_link, user_name, write_atomic
 from jobkit.run.journal import Journal
 from jobkit.run.locks import Lock
 from jobkit.run.records import Refused, Submitted, new_token
 from jobkit.run.rundir import RunDir
 from jobkit.run.runs import versions
-from jobkit.run.view import UNDER_WAY, View, user_name, view
+from jobkit.run.view import UNDER_WAY, View, view
 from jobkit.slurm import commands
 from jobkit.submission import checks
 from jobkit.submission.plan import LaunchPlan
@@ -151,7 +151,7 @@ def _prepare(plan: LaunchPlan, folder: Path | None, before: View) -> Journal:
             user=user_name(),
             host=socket.gethostname(),
             folder=str(Path.cwd()),
-            code=code.digest if code is not None else run.code.resolve().name,
+            code=code.path.name if code is not None else run.code.resolve().name,
             config={key: written[key] for key in ("name", "seed", "params")},
         )
     )

@@ -9,10 +9,10 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from jobkit.run.files import user_name
 from jobkit.run.journal import Journal
 from jobkit.run.records import Began, Ended, Event, Finished, Submitted
 from jobkit.run.rundir import RunDir
-from jobkit.run.view import user_name
 
 TOKEN = "jobkit:toy-11f5f19c:1:abcdef"
 START = 1_000_000_000.0

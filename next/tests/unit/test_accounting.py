@@ -38,7 +38,7 @@ def test_steps_done_before_are_repeated_and_not_useful() -> None:
     queued = Requeued(job_id="17", time=START + 70)
     status = _status(submitted(), *_ran(1, 0, 0, 40, 30), queued, *_ran(2, 100, 30, 70, 70))
     second = accounts(status)[1]
-    assert (second.queue, second.repeated_steps, second.repeated, second.useful) == (30, 10, 10, 30)
+    assert (second.queue, second.repeated_steps, second.useful) == (30, 10, 30)
     assert goodput(accounts(status)) == pytest.approx((40 + 30) / 160)
 
 
