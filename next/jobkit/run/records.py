@@ -276,12 +276,6 @@ class Ended(Event):
     loop_began: float | None = None
     last_seen: float | None = None
     """When its first step began, and when it last reported: `status` tells its start from its steps by them."""
-    repeated: int | None = None
-    """Steps of the attempt before that this one did again."""
-    compared: int | None = None
-    """How many of those were compared bit by bit."""
-    differs_at: int | None = None
-    """The first repeated step with other bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -248,10 +248,10 @@ class Agents:
                     self._drop(connection)
                     return
                 self._note(connection, message)
-        except ValueError as error:
+        except Exception as error:
             if connection.agent is not None:
                 raise  # an agent of ours, of this very version, says what no agent says
-            log.info("%s", error)
+            log.info("a stranger: %s", error)
             self._drop(connection)
 
     def _greet(self, connection: Connection, message: Message) -> bool:

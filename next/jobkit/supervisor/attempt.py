@@ -10,13 +10,14 @@ begin lock, and the journal takes events from the holder of the lease alone: a p
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import replace
-from typing import Literal
 
 from jobkit.run.journal import Journal
 from jobkit.run.records import Began, Cancelled, Requeued
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status
+from jobkit.supervisor import retry
 from jobkit.supervisor.closing import end_attempt, facts_of_lost, facts_of_rescue
 from jobkit.supervisor.diagnosis import Facts, LostNode
 from jobkit.supervisor.retry import Decision, Room
@@ -46,6 +47,7 @@ __all__ = [
     "Tenure",
     "begin",
     "close",
+    "pause",
     "request_of",
     "rescue",
     "take_over",
@@ -85,7 +87,7 @@ def take_over(run: RunDir, me: Me) -> Tenure:
         return tenure
 
 
-def begin(tenure: Tenure, nodes: list[str], ranks: int, how: Literal["start", "in place", "requeue"] = "start") -> int:
+def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
     """Journal a new attempt and return its number.
 
     Raises NotRunnable (cancelled, or submitted again meanwhile), LostLease, and OSError where the disk is full: an
@@ -98,7 +100,8 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int, how: Literal["start", "i
         journal.refresh()
         refuse(journal.status, me, None)
         assert journal.status.open_attempt is None, "the last attempt is not closed"
-        number = journal.status.attempt.number + 1 if journal.status.attempt is not None else 1
+        last = journal.status.attempt
+        number = last.number + 1 if last is not None else 1
         request = request_of(run, me.token, number)
         if request is not None and request.kind == "cancel":
             journal.append(Cancelled(user=request.user))
@@ -117,7 +120,7 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int, how: Literal["start", "i
                 token=me.token,
                 job_id=me.job_id,
                 restart=me.restart,
-                how=how,
+                how="start" if last is None else "in place" if belongs_to(last, me) else "requeue",
                 nodes=nodes,
                 ranks=ranks,
                 host=socket.gethostname(),
@@ -125,6 +128,16 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int, how: Literal["start", "i
         )
         run.failed_starts.unlink(missing_ok=True)  # last: until then the job script counts this start as failed
         return number
+
+
+def pause(tenure: Tenure) -> float:
+    """Return the seconds until the next attempt may begin: a fault that comes again and again may pass with time."""
+    status = tenure.journal.status
+    last = status.attempt
+    if last is None or last.ended is None or not belongs_to(last, tenure.me):
+        return 0.0
+    seconds = retry.pause(status.attempts_of_submission(), command=bool(tenure.config.command))
+    return min(seconds, last.ended.time + seconds - time.time())
 
 
 def close(tenure: Tenure, facts: Facts, room: Room) -> Decision:
@@ -151,15 +164,15 @@ def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Te
             return None
         status = Journal(run).status
         decision = _not_carried_out(status, me)
-        attempt = status.attempt
-        is_ours = attempt is not None and belongs_to(attempt, me) and status.token == me.token
-        if decision is None and not (is_ours and status.state == "running"):
+        try:
+            refuse(status, me, decision)
+        except NotRunnable:
             return None
         tenure = take_lease(run, me, run.config(), lease.attempt)  # its ranks may still save
         if decision is None and status.open_attempt is not None:
             decision = end_attempt(tenure, facts_of_rescue(me, dead_node), me.room())
         try:
-            decision = decision or _leave(tenure)  # the supervisor died between two attempts
+            decision = decision or _leave(tenure)  # the supervisor died between two attempts, or before the first
         except NotRunnable:
             return None
         return replace(tenure, decision=decision) if decision.action in ("requeue", "successor") else None

@@ -55,7 +55,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
     if verdict.cause == "finished":
         result = next((end.result for end in traces.ends if end.rank == 0), None)
         journal.note(Finished(result=result, step=ended.last_step))
-    elif verdict.cause == "cancelled":
+    elif verdict.cause == "cancelled" and attempt.submission == status.person_submission:
         journal.note(Cancelled(user=request.user if request is not None else ""))
     elif decision.action == "requeue":
         journal.note(Requeued(job_id=me.job_id, reason=decision.reason))
@@ -79,16 +79,13 @@ def _traces(run: RunDir, number: int, progress: Progress | None) -> Traces:
 
 def _ended(status: Status, attempt: Attempt, verdict: Verdict, progress: Progress | None) -> Ended:
     """Return the event of an attempt's end; what is next is still open."""
-    first = progress.first_step if progress is not None else None
-    before = next((a.ended.last_step for a in reversed(status.attempts) if a.ended and a.ended.last_step), None)
     return Ended(
         attempt=attempt.number,
         time=time.time(),
         next="stop",
-        first_step=first,
+        first_step=progress.first_step if progress is not None else None,
         loop_began=progress.loop_began if progress is not None else None,
         last_seen=progress.time if progress is not None else None,
-        repeated=max(0, before - first) if before is not None and first is not None else None,
         **asdict(verdict),
     )
 

@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from dataclasses import dataclass
-from typing import Literal
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
@@ -103,7 +102,7 @@ class Supervisor:
             return self._leave(self.tenure.decision)
         self._ask_slurm()
         adopted = self.tenure.adopted
-        running = self._adopt(adopted.began) if adopted is not None else self._next("start")
+        running = self._adopt(adopted.began) if adopted is not None else self._next()
         while True:
             while running.alive and (self.look.runs or self.look.cause == "cancelled"):
                 self._turn()
@@ -114,8 +113,7 @@ class Supervisor:
                     self._turn()
                 return code
             self.running, self._started_at = None, math.inf
-            self._wait(decision.pause)
-            running = self._next("in place")
+            running = self._next()
 
     def on_signal(self, number: int, frame: object) -> None:
         """Count a signal to this process."""
@@ -134,11 +132,14 @@ class Supervisor:
         log.info("attempt %d goes on: its agents are expected to call again", began.attempt)
         return self._follow(began.attempt, {place.rank: node for node, ours in places.items() for place in ours})
 
-    def _next(self, how: Literal["start", "in place"]) -> Running:
+    def _next(self) -> Running:
         """Begin an attempt and start its ranks; without ranks if they cannot be started or there is a reason to stop.
 
         Such an attempt is closed at once: that it was tried, and why it ended, belongs in the journal.
         """
+        until = time.monotonic() + attempts.pause(self.tenure)
+        while time.monotonic() < until and self._reason() is None:
+            self._turn(until)
         nodes: list[str] = []
         problem = None
         if self.starter.misses_agents:
@@ -152,8 +153,7 @@ class Supervisor:
                 self._turn()
         used = nodes or self.starter.used
         ranks = sum(map(len, self.starter.places(used).values()))
-        is_again = how == "start" and self.tenure.journal.status.attempts
-        number = self._begin([] if used == ["local"] else used, ranks, "requeue" if is_again else how)
+        number = self._begin([] if used == ["local"] else used, ranks)
         self._started_at = time.monotonic()
         ends = min(self.look.ends, self._started_at + self.allocation.attempt_seconds)
         messages = self.starter.messages(number, nodes, ends) if nodes else {}
@@ -169,13 +169,13 @@ class Supervisor:
         self._obey(running)  # without ranks no turn follows: the reason to stop is the attempt's cause
         return running
 
-    def _begin(self, nodes: list[str], ranks: int, how: Literal["start", "in place", "requeue"]) -> int:
+    def _begin(self, nodes: list[str], ranks: int) -> int:
         """Journal a new attempt and return its number. A full disk is waited for; then OSError."""
         deadline = time.monotonic() + FULL_DISK_SECONDS
         while True:
             try:
                 with self._writing:
-                    return attempts.begin(self.tenure, nodes, ranks, how)
+                    return attempts.begin(self.tenure, nodes, ranks)
             except OSError as error:
                 if not is_full(error) or time.monotonic() >= deadline:
                     raise
@@ -215,11 +215,6 @@ class Supervisor:
         if (stop := self._reason()) is not None:
             running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
 
-    def _wait(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and self._reason() is None:
-            self._turn(until)
-
     def _take(self, agent: Agent, news: News) -> None:
         if isinstance(news, Hello):
             self._pressed.pop(agent.node, None)  # it may have missed a signal
@@ -248,8 +243,8 @@ class Supervisor:
         for node in set(running.alive.values()):
             agent = self.agents.by_node.get(node)
             if level is Pressure.GIVE_UP:
-                log.warning("ranks on %s do not end: it is not used again", node)
-                self.starter.lost.add(node)
+                log.warning("ranks on %s do not end", node)
+                self.starter.give_up(node)
                 self.agents.lose(node)
             elif agent is not None and agent.connection is not None and self._pressed.get(node, 0) < level:
                 name, spares_saving = ORDERS[level]
@@ -266,8 +261,8 @@ class Supervisor:
             self._ask_slurm()
         if (request := self._request) is not None:
             grace = MARGIN_SECONDS if request.grace is None else request.grace
-            words = f"jobkit {request.kind}" + (f" of {request.user}" if request.user else "")
-            return Stop(cause=REQUESTS[request.kind], words=words, end=now + grace)
+            cause = REQUESTS[request.kind]
+            return Stop(cause=cause, words=f"{cause} by {request.user or 'a person'}", end=now + grace)
         if look.cause in ("preempted", "cancelled", "timeout"):
             # srun kills the agents KillWait after SIGTERM, however long the grace time is; not after SIGUSR2.
             signalled = self.running.signalled if self.running is not None else None

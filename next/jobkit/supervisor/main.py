@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 
 from jobkit.errors import EXIT_RESUMABLE, LostLease
 from jobkit.log import configure, log
+from jobkit.run.disk import is_full
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.allocation import Allocation
-from jobkit.supervisor.attempt import Me, NotRunnable, take_over
-from jobkit.supervisor.loop import Supervisor
+from jobkit.supervisor.attempt import Me, NotRunnable, Tenure, take_over
+from jobkit.supervisor.loop import DISK_SECONDS, FULL_DISK_SECONDS, Supervisor
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signum, lambda number, frame: early.append(number))
     try:
         me = _slurm_me(run) if scheduler == "slurm" else _local_me()
-        tenure = take_over(run, me)
+        tenure = _take_over(run, me)
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return error.exit_code
@@ -58,6 +60,19 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
     supervisor.agents.close()  # not after another exception: the next supervisor takes the agents over
     return code
+
+
+def _take_over(run: RunDir, me: Me) -> Tenure:
+    """Return the right to write. A full disk is waited for: ranks may live, and train on."""
+    deadline = time.monotonic() + FULL_DISK_SECONDS
+    while True:
+        try:
+            return take_over(run, me)
+        except OSError as error:
+            if not is_full(error) or time.monotonic() >= deadline:
+                raise
+            log.warning("%s: the supervisor waits for room on the disk: %s", run.name, error)
+        time.sleep(DISK_SECONDS)
 
 
 def _local_me() -> Me:

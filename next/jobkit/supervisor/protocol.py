@@ -182,19 +182,19 @@ def decode(line: bytes) -> Message:
     try:
         value: Mapping[str, Any] = json.loads(line)
         message: Message = records.of(KINDS[value["kind"]], value)
-    except (KeyError, TypeError, AttributeError) as error:
+        if isinstance(message, Start):
+            places = [records.of(RankPlace, place) for place in value["ranks"]]
+            message = dataclasses.replace(message, ranks=places)
+        return message
+    except Exception as error:  # anybody on the network may send anything
         raise ValueError(f"no message of jobkit's: {line[:200]!r}") from error
-    if isinstance(message, Start):
-        places = [records.of(RankPlace, place) for place in value["ranks"]]
-        return dataclasses.replace(message, ranks=places)
-    return message
 
 
 class Lines:
     """Splits the bytes of a connection into messages; a message may arrive in several pieces.
 
-        lines = Lines()
-        for message in lines.feed(connection.recv(65536)): ...
+    lines = Lines()
+    for message in lines.feed(connection.recv(65536)): ...
     """
 
     def __init__(self) -> None:

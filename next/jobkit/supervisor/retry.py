@@ -1,6 +1,6 @@
 """What follows an attempt: a pure function of the attempts so far, and of the room that the job has.
 
-    attempts + retry: + Room --decide()--> Decision(action, reason, exclude, pause)
+    attempts + retry: + Room --decide()--> Decision(action, reason, exclude)
 
 `attempt.close` calls it and journals the decision; the supervisor carries it out. It prefers, in this order: the same
 nodes, a spare, fewer nodes (`min_nodes`), the queue, a new job.
@@ -73,8 +73,6 @@ class Decision:
     reason: str
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Nodes to give up, beside those excluded before: name -> why."""
-    pause: float = 0.0
-    """Seconds to wait before a restart in place."""
 
 
 def decide(
@@ -93,7 +91,7 @@ def decide(
     if last.cause not in BUDGETS:
         return Decision(action="stop", reason=_what_happened(last))
     progress = _progress(attempts, command)
-    fruitless = len(attempts) - max((number for number, made in enumerate(progress, start=1) if made), default=0)
+    fruitless = _fruitless(progress)
     if words := _reason_to_fail(attempts, fruitless, retry, excluded):
         return Decision(action="fail", reason=words)
     bad = _bad_node(attempts, progress, room, frozenset(excluded))
@@ -107,11 +105,15 @@ def decide(
             bad, in_place = {}, goes_back
     what = "; ".join([_what_happened(last), *(f"{node} is given up: {why}" for node, why in bad.items())])
     if in_place:
-        pause = PAUSES[min(max(fruitless - 1, 0), len(PAUSES) - 1)]
-        return Decision(action="in_place", reason=what, exclude=bad, pause=pause)
+        return Decision(action="in_place", reason=what, exclude=bad)
     if room.requeue == "none":
         return Decision(action="stop", reason=what, exclude=bad)
     return Decision(action=room.requeue, reason=what, exclude=bad)
+
+
+def pause(attempts: Sequence[Attempt], *, command: bool = False) -> float:
+    """Return how many seconds after the end of the last attempt the next one begins in place."""
+    return PAUSES[min(max(_fruitless(_progress(attempts, command)) - 1, 0), len(PAUSES) - 1)]
 
 
 def _ended(attempt: Attempt) -> Ended:
@@ -149,6 +151,11 @@ def _progress(attempts: Sequence[Attempt], command: bool) -> list[bool]:
         made.append(newer)
         best, furthest, on_disk = max(best, durable), max(furthest, last), durable
     return made
+
+
+def _fruitless(progress: Sequence[bool]) -> int:
+    """Return the number of attempts since the last one that made progress."""
+    return len(progress) - max((number for number, made in enumerate(progress, start=1) if made), default=0)
 
 
 # When to fail

@@ -49,6 +49,11 @@ class Starter:
         count = partial(nodes_to_use, self.tenure.config) if self.names != ["local"] else lambda usable: usable
         return Placement(self.names, self.lost, self.tenure.journal.status.excluded_nodes, count)
 
+    def give_up(self, node: str) -> None:
+        """Use a node no more in this start of the job. This machine has no other: there only the agent is replaced."""
+        if self.names != ["local"]:
+            self.lost.add(node)
+
     @property
     def misses_agents(self) -> bool:
         return any(node not in self.agents.by_node for node in self.used)

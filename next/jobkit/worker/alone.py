@@ -95,9 +95,12 @@ class Alone:
         return True
 
     def _is_ours(self, children: Children) -> bool:
-        lease = self.run.lease()
+        try:
+            lease = self.run.lease()
+        except OSError:  # its disk is away
+            return True
         if lease is None:
-            return True  # its disk is away, or it is being made
+            return True
         if (lease.job_id, lease.restart) != (self.hello.job_id, self.hello.restart):
             return False
         return not children.ranks or lease.attempt == children.attempt

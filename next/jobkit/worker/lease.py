@@ -19,7 +19,7 @@ def check_lease(run: RunDir, attempt: int) -> None:
     """Raise LostLease if another attempt owns the run, OSError if the lease cannot be read."""
     lease = run.lease()
     if lease is None:
-        raise OSError(errno.EIO, "cannot be read", str(run.lease_file))
+        raise FileNotFoundError(errno.ENOENT, "is gone", str(run.lease_file))
     if lease.attempt != attempt:
         raise LostLease(f"attempt {lease.attempt} has taken {run.name} over; attempt {attempt} writes nothing more")
 

@@ -6,6 +6,7 @@ opened a device, ranks are started as new processes.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
@@ -21,6 +22,10 @@ from jobkit.worker import snapshot_path
 MODULES = ("submitit.core.submission", "jobkit.worker.main", "jobkit.worker.task", "jobkit.run.load")
 """What each rank imports before the user's code."""
 
+IMPORT_SECONDS = 900.0
+"""After so long an import hangs: the agent shows where, and ends. From a cold disk, which all nodes of a large job read
+at once, imports take minutes."""
+
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci")
 """What a process has open that has touched a device."""
 
@@ -30,6 +35,7 @@ def import_for_ranks(run: RunDir, config: Config) -> str:
     # numpy's OpenBLAS starts its threads when it is imported; ranks have as many cores as they were given.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(config.resources.cpus_per_task))
+    faulthandler.dump_traceback_later(IMPORT_SECONDS, exit=True)
     gc.disable()  # what an import makes stays: to look through it while it grows takes a tenth of the time
     for name in MODULES:
         importlib.import_module(name)
@@ -41,9 +47,10 @@ def import_for_ranks(run: RunDir, config: Config) -> str:
     for name in config.preload:
         try:
             importlib.import_module(name)
-        except Exception:  # each rank imports it again, and its End tells of the error
+        except (Exception, SystemExit):  # each rank imports it again, and its End tells of the error
             traceback.print_exc()
     sys.path[:] = before
+    faulthandler.cancel_dump_traceback_later()  # it has a thread
     gc.freeze()  # the ranks share this memory until somebody writes to it, as each garbage collection would
     gc.enable()
     reason = _against_forking()

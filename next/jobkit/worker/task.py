@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jobkit.errors import Stopped, UsageError, nearest
@@ -40,14 +41,22 @@ def _run_program(rank: Rank) -> Any:
         become_command(rank)
     snapshot_path.use(rank.run.code.resolve(), Path.cwd())
     for name in rank.config.preload:  # in the agent already, unless the import failed there: this is where it is told
-        importlib.import_module(name)
+        _import(name)
     return load_task(rank.config.task)(rank)
+
+
+def _import(module: str) -> ModuleType:
+    """Import a module of the user's. Raises UsageError if it calls sys.exit: a rank that exits with 0 has finished."""
+    try:
+        return importlib.import_module(module)
+    except SystemExit as error:
+        raise UsageError(f"the import of {module} ended with sys.exit({error.code})") from error
 
 
 def load_task(task: str) -> Callable[[Rank], Any]:
     """The callable that `module:callable` names. Raises UsageError if there is none."""
     module, _, name = task.partition(":")
-    imported = importlib.import_module(module)
+    imported = _import(module)
     function: Callable[[Rank], Any] | None = getattr(imported, name, None)
     if not callable(function):
         problem = f"is a {type(function).__name__}, not a function" if hasattr(imported, name) else "does not exist"

@@ -88,8 +88,9 @@ class SmallDisk:
             while True:
                 file.write(bytes(4096))
         for journal in self.folder.glob("*/events.jsonl"):
-            with journal.open("ab", buffering=0) as file:
-                file.write(b'{"event": "noise"}'.ljust(-journal.stat().st_size % 4096 - 1) + b"\n")
+            if left := -journal.stat().st_size % 4096:
+                with journal.open("ab", buffering=0) as file:
+                    file.write(b"noise".ljust(left - 1) + b"\n")
 
     def empty(self) -> None:
         (self.folder / "ballast").unlink()
@@ -111,12 +112,19 @@ def disk(project: Project) -> Iterator[SmallDisk]:
 
 
 def test_training_goes_on_while_the_disk_is_full_and_the_journal_catches_up(project: Project, disk: SmallDisk) -> None:
-    launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=400)
+    launch = project.submit("--local", "--detach", "resources.tasks_per_node=2", steps=600)
     launch.wait_for_step(20)
     rank, page = launch.rank_pid(0), launch.page(1)
     disk.fill()
     step = page.read().step
-    wait_until(lambda: page.read().step >= step + 60, "rank 1 to train on")
+    launch.kill_supervisor()
+    wait_until(lambda: page.read().step >= step + 250, "rank 1 to train on")
+    assert launch.run.alive_lock().is_held(), "the next supervisor waits"
+    before = launch.supervisor_pid
+    disk.empty()
+    wait_until(lambda: launch.supervisor_pid != before, "the next supervisor")
+    launch.wait_for_step(launch.step + 10)
+    disk.fill()
     launch.kill_rank(1)  # its end cannot be journalled, nor the next attempt begin
     wait_until(lambda: not is_alive(rank), "the other rank to be ended")
     assert launch.causes == []

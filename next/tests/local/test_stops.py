@@ -24,6 +24,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(project: Project) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait() == 75
     assert (launch.status.state, launch.causes) == ("interrupted", ["stopped"])
+    assert "jobkit stop" not in launch.status.reason, "there is no such command"
     stopped_at = launch.run.durable_step()
     assert stopped_at is not None and stopped_at >= 10
 
@@ -31,7 +32,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(project: Project) -> None:
     assert again.returncode == 0
     assert launch.causes == ["stopped", "finished"]
     assert launch.status.result == {"steps": 400, "first": stopped_at}
-    assert launch.ends[1].repeated == 0
+    assert launch.ends[1].first_step == launch.ends[0].last_step
 
     third = project.jobkit("submit", str(project.yaml), "--local", "params.steps=400")
     assert "finished" in third.stdout + third.stderr

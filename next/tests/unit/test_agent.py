@@ -175,6 +175,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         for folder in (code, run.submitit):
             folder.mkdir(parents=True)
         (code / "toy_task.py").write_text(TASK)
+        (code / "exits.py").write_text("import sys; sys.exit(0)")
         (code / "program.py").write_text(PROGRAM)
         (code / "run.sh").write_text(f"python {code}/program.py $1\ntouch $1/next_line\n")
         run.code.symlink_to(code)
@@ -317,6 +318,16 @@ def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
     wait_until(lambda: "toy_task.py" in log.read_text())
     supervisor.send(Signal(attempt=1, name="KILL", unless_saving=True))
     assert supervisor.expect(Exited).code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("config", [{"preload": ["exits"]}, {"task": "exits:train"}])
+def test_an_import_that_exits_is_the_end_of_the_rank_and_not_of_the_agent(make: Make, config: dict[str, Any]) -> None:
+    supervisor = make(**config)
+    supervisor.expect(Ready)
+    supervisor.start(1, 1)
+    assert supervisor.expect(Exited).code == 1
+    (end,) = supervisor.run.ends(1)
+    assert (end.kind, end.final) == ("failed", True) and "exits" in str(end.error)
 
 
 @pytest.mark.parametrize("how", ["stop", "shell alone"])

@@ -109,6 +109,26 @@ def test_a_stranger_is_turned_away(agents: Agents, run: RunDir, hello: dict[str,
     assert list(agents.by_node) == ["node1"]
 
 
+LINES = {
+    "another protocol": b"GET / HTTP/1.1",
+    "no secret": b'{"kind": "Hello", "secret": null, "node": "n", "job_id": "7"}',
+    "no ranks": b'{"kind": "Start", "attempt": 1, "ranks": null, "world_size": 1, "nodes": 1, "master_addr": "",'
+    b' "master_port": 1}',
+    "a nest": b"[" * 60000,
+    "no text": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_no_line_of_a_stranger_ends_the_supervisor(agents: Agents, run: RunDir, line: bytes) -> None:
+    stranger = socket.create_connection(("127.0.0.1", run.contact().port))  # type: ignore[union-attr]
+    stranger.sendall(line + b"\n")
+    stranger.settimeout(10.0)
+    call(agents, run)
+    agents.wait(0.2)
+    assert stranger.recv(1) == b""
+
+
 def test_connections_without_a_word_keep_nobody_out(agents: Agents, run: RunDir) -> None:
     port = run.contact().port  # type: ignore[union-attr]
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(module.STRANGERS + 8)]

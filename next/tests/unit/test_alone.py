@@ -122,6 +122,12 @@ def test_an_agent_ends_when_another_attempt_or_job_has_the_run(
     assert not slurm.go_on()
 
 
+def test_an_agent_stays_while_the_lease_cannot_be_read(slurm: Scene) -> None:
+    slurm.run.lease_file.unlink()
+    slurm.run.lease_file.mkdir()  # stands for a disk that is away
+    assert slurm.go_on()
+
+
 def test_an_idle_agent_waits_for_later_attempts(slurm: Scene) -> None:
     slurm.children.ranks = []
     slurm.lease(4, "12")

@@ -30,10 +30,12 @@ from jobkit.supervisor.attempt import (
     Tenure,
     begin,
     close,
+    pause,
     rescue,
     take_over,
 )
 from jobkit.supervisor.protocol import Exited
+from jobkit.supervisor.retry import PAUSES
 
 HERE = Room(in_place=lambda without: True)
 QUEUE = Room(requeue="requeue")
@@ -103,20 +105,32 @@ def test_attempts_begin_and_end_until_the_run_is_finished(run: RunDir) -> None:
     (run.checkpoints / "step_00000004").mkdir(parents=True)
     assert close(tenure, KILLED, HERE).action == "in_place"
     end = last_end(run)
-    assert (end.cause, end.first_step, end.last_step, end.durable_step, end.repeated) == ("killed", 0, 7, 4, None)
+    assert (end.cause, end.first_step, end.last_step, end.durable_step) == ("killed", 0, 7, 4)
 
-    assert begin(tenure, ["node1"], 1, "in place") == 2
+    assert begin(tenure, ["node1"], 1) == 2
     records.write(run.progress_file, Progress(attempt=2, time=6.0, step=8, first_step=4))
     records.write(run.end_file(2, 0), End(rank=0, attempt=2, kind="finished", time=7.0, step=9, result={"loss": 0.5}))
     assert close(tenure, Facts(), HERE).action == "stop"
     assert close(tenure, Facts(), HERE).action == "stop", "harmless to call twice"
     status = read_status(run)
     assert (status.state, status.result) == ("finished", {"loss": 0.5})
-    assert (last_end(run).last_step, last_end(run).repeated) == (9, 3)
+    assert (last_end(run).first_step, last_end(run).last_step) == (4, 9)
     assert kinds(run)[1:] == ["attempt began", "attempt ended"] * 2 + ["finished"]
     with pytest.raises(NotRunnable) as refusal:
         take_over(run, me(restart=1))
     assert refusal.value.exit_code == EXIT_FINISHED
+
+
+def test_a_killed_supervisor_changes_nothing_about_the_next_attempt(run: RunDir) -> None:
+    tenure = started(run)
+    close(tenure, KILLED, HERE)
+    assert pause(tenure) <= 0.0
+    begin(tenure, ["node1"], 1)
+    close(tenure, KILLED, HERE)
+    after = take_over(run, me())
+    assert 0.0 < pause(after) <= PAUSES[1]
+    begin(after, ["node1"], 1)
+    assert [attempt.began.how for attempt in read_status(run).attempts] == ["start", "in place", "in place"]
 
 
 def test_a_requeue_is_journalled_before_it_is_asked_for_and_found_by_the_next_supervisor(run: RunDir) -> None:
@@ -126,7 +140,7 @@ def test_a_requeue_is_journalled_before_it_is_asked_for_and_found_by_the_next_su
     decision = take_over(run, me(job=slurm("COMPLETING", end=None))).decision
     assert decision is not None and decision.action == "requeue", "killed before it had asked for it"
     tenure = take_over(run, me(restart=1, job=slurm(restarts=1)))
-    assert tenure.decision is None and begin(tenure, ["node1"], 1, "requeue") == 2
+    assert tenure.decision is None and begin(tenure, ["node1"], 1) == 2
 
 
 def test_a_successor_that_was_not_submitted_is_found_by_the_next_supervisor_of_the_same_job(run: RunDir) -> None:
@@ -273,7 +287,7 @@ def test_a_cancel_is_final_whenever_it_comes(run: RunDir) -> None:
     close(tenure, KILLED, HERE)
     ask_for(run, "cancel", attempt=1)  # names the attempt that has just ended
     with pytest.raises(NotRunnable):
-        begin(tenure, ["node1"], 1, "in place")
+        begin(tenure, ["node1"], 1)
     assert read_status(run).state == "cancelled"
     submit(run, 2)
     tenure = started(run, me("t2"))
@@ -281,6 +295,18 @@ def test_a_cancel_is_final_whenever_it_comes(run: RunDir) -> None:
     ask_for(run, "cancel", "t2", 2)
     assert close(tenure, KILLED, HERE).action == "stop"
     assert (read_status(run).state, last_end(run).cause) == ("cancelled", "cancelled")
+
+
+def test_a_cancel_ends_no_later_submission(run: RunDir) -> None:
+    started(run)
+    ask_for(run, "cancel")
+    submit(run, 2)  # its job died with the attempt open, and somebody has submitted the run again
+    started(run, me("t2", "8"))
+    status = read_status(run)
+    assert (status.state, [attempt.ended and attempt.ended.cause for attempt in status.attempts]) == (
+        "running",
+        ["cancelled", None],
+    )
 
 
 def test_a_run_that_finished_before_its_cancel_is_finished(run: RunDir) -> None:
@@ -333,6 +359,17 @@ def test_an_agent_rescues_a_run_between_two_attempts(run: RunDir) -> None:
     assert kinds(run).count("attempt ended") == 1
 
 
+@pytest.mark.parametrize("restart", [0, 1])
+def test_an_agent_rescues_a_run_whose_attempt_has_not_begun(run: RunDir, restart: int) -> None:
+    """The batch node dies during the imports."""
+    if restart:
+        close(started(run), Facts(word="preempted"), QUEUE)
+    tenure = take_over(run, me(restart=restart, job=slurm(restarts=restart)))
+    rescued = rescue(run, me(restart=restart, job=slurm(restarts=restart)), tenure.writer, dead_node="node1")
+    assert rescued is not None and rescued.decision is not None and rescued.decision.action == "requeue"
+    assert kinds(run)[-1] == "requeued"
+
+
 def test_the_batch_script_alone_may_have_died(run: RunDir) -> None:
     writer = started(run).writer
     assert rescue(run, me(job=slurm()), writer) is not None
@@ -363,10 +400,22 @@ def test_an_end_that_a_full_disk_refuses_waits_and_no_attempt_begins_meanwhile(
     with full_disk(0):
         assert close(tenure, Facts(lost_nodes=[LostNode(node="node1", why="gone")]), HERE).action == "in_place"
         with pytest.raises(OSError):
-            begin(tenure, ["node1"], 1, "in place")
+            begin(tenure, ["node1"], 1)
     assert run.journal_file.read_bytes() == before
-    assert begin(tenure, ["node1"], 1, "in place") == 2
+    assert begin(tenure, ["node1"], 1) == 2
     assert kinds(run)[-2:] == ["attempt ended", "attempt began"]
+
+
+def test_a_lease_that_cannot_be_read_is_not_lost(run: RunDir) -> None:
+    tenure = started(run)
+    content = run.lease_file.read_bytes()
+    run.lease_file.unlink()
+    run.lease_file.mkdir()  # stands for a disk that is away: an OSError, and not that of a missing file
+    with pytest.raises(OSError):
+        close(tenure, KILLED, HERE)
+    run.lease_file.rmdir()
+    run.lease_file.write_bytes(content)
+    assert close(tenure, KILLED, HERE).action == "in_place"
 
 
 def broken_config(run: RunDir) -> None:

@@ -102,6 +102,24 @@ def test_a_forked_process_ends_as_a_program_does(tmp_path: Path, program: str, c
     assert ("late" in program) == ("late" in run.rank_log(3, 5).read_text())
 
 
+def test_an_import_that_hangs_ends_the_agent_and_shows_where(tmp_path: Path) -> None:
+    code, source = tmp_path / "toy" / "code", tmp_path / "hangs.py"
+    code.mkdir(parents=True)
+    source.write_text("import time; time.sleep(1000)")
+    program = f"""
+import os, sys
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Config
+from jobkit.worker import preload
+preload.IMPORT_SECONDS = 0.2
+sys.path.insert(0, {str(tmp_path)!r})
+preload.import_for_ranks(RunDir({str(tmp_path / "toy")!r}), Config(name="toy", task="toy:train", preload=["hangs"]))
+"""
+    ended, run = forked(tmp_path, program)
+    assert ended == 1
+    assert "hangs.py" in run.rank_log(3, 5, "err").read_text()
+
+
 def test_files_that_nobody_closed_are_whole(tmp_path: Path) -> None:
     out, at_exit = tmp_path / "out", tmp_path / "at_exit"
     program = f"""

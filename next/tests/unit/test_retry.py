@@ -19,6 +19,7 @@ from jobkit.supervisor.retry import (
     Decision,
     Room,
     decide,
+    pause,
 )
 
 GRACEFUL = ("preempted", "timeout", "unknown", "stopped", "cancelled", "finished")
@@ -240,9 +241,9 @@ def test_on_this_machine_everything_goes_on_in_place() -> None:
 
 
 def test_restarts_without_progress_wait_longer_and_longer_and_progress_begins_anew() -> None:
-    waits = [after(*[ended("unknown", 5)] * count).pause for count in range(1, 10)]
+    waits = [pause([ended("unknown", 5)] * count) for count in range(1, 10)]
     assert waits == [*PAUSES, 60, 60, 60]
-    assert after(*[ended("killed", 5)] * 2, ended("killed", 5, 9, durable=8)).pause == 0
+    assert pause([*[ended("killed", 5)] * 2, ended("killed", 5, 9, durable=8)]) == 0
 
 
 # Nodes that are given up

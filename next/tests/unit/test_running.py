@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jobkit.run.journal import Journal
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Config, Resources
 from jobkit.supervisor.agents import Agent, Lost, News
+from jobkit.supervisor.attempt import Me, Tenure
+from jobkit.supervisor.loop import Supervisor
 from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
 from jobkit.supervisor.running import END_SECONDS, REPORT_SECONDS, STACKS_SECONDS, Pressure, Running
 
@@ -99,6 +107,21 @@ def test_losses_that_are_no_nodes_fault(why: str, asked: str | None, lost: list[
     facts = ranks.facts("preempted")
     assert (facts.asked and facts.asked[0], [item.node for item in facts.lost_nodes]) == (asked, lost)
     assert (facts.signalled, facts.word) == (True, "preempted")
+
+
+@pytest.mark.parametrize(("names", "goes_on"), [(["local"], True), (["n1", "n2"], False)])
+def test_ranks_that_do_not_end_cost_their_node(tmp_path: Path, names: list[str], goes_on: bool) -> None:
+    """This machine has no other node: there their agent is replaced."""
+    run = RunDir(tmp_path / "toy-12345678")
+    run.path.mkdir()
+    config = Config(name="toy", task="toy:train", resources=Resources(nodes=len(names)))
+    tenure = Tenure(run=run, config=config, me=Me(job_id="7", token="t"), journal=Journal(run, "w"))
+    allocation = SimpleNamespace(nodes=lambda: names, host="127.0.0.1", look=lambda: None)
+    supervisor = Supervisor(tenure, allocation)  # type: ignore[arg-type]
+    ranks = Running(3, dict(enumerate(names)), ends=frozenset)
+    ranks.ask("preempted", "", now=time.monotonic() - END_SECONDS, end=0.0)
+    supervisor._press(ranks)
+    assert supervisor.starter.placement.can_start_again() is goes_on
 
 
 def test_a_node_that_is_well_is_kept() -> None:
