@@ -38,12 +38,25 @@ jobkit_record() {
     echo "$record"
 }
 
+# A time of Slurm's record, in seconds.
+jobkit_time() {
+    local value=${2##* "$1"=}
+    date -d "${value%% *}" +%s
+}
+
 # Put the job into the queue again, by its state alone; a requeue would undo a scancel of its owner.
 jobkit_requeue() {
-    case "$(jobkit_record)" in
+    local record ended
+    record=$(jobkit_record)
+    case $record in
         # Incomplete: refused if it is cancelled at this moment
         *JobState=RUNNING* | *JobState=SIGNALING*) scontrol requeue Incomplete "$JOBKIT_JOB_ID" ;;
-        *JobState=COMPLETING*PreemptTime=2*) scontrol requeue "$JOBKIT_JOB_ID" ;;
+        *JobState=COMPLETING*PreemptTime=2*)
+            # A scancel in the grace time of a preemption ends the job later than the preemption would.
+            ended=$(jobkit_time EndTime "$record") || return 1
+            [ "$ended" -le $(($(jobkit_time PreemptTime "$record") + 1)) ] || return 1
+            scontrol requeue "$JOBKIT_JOB_ID"
+            ;;
         *) return 1 ;;
     esac
 }
