@@ -85,7 +85,7 @@ def _records(kind: str, *names: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition and its limits for a job; None is no limit."""
+    """A partition and its limits for a job; None is no limit. Cores and megabytes are of each node."""
 
     name: str
     total_nodes: int
@@ -93,6 +93,8 @@ class Partition:
     state: str = "UP"
     max_nodes: int | None = None
     max_seconds: float | None = None
+    max_cpus: int | None = None
+    max_megabytes: int | None = None
     preempt_mode: str = "OFF"
     grace_seconds: int = 0
     """The time that a preempted job gets."""
@@ -112,35 +114,50 @@ def partitions(names: str | None) -> list[Partition]:
 def parse_partition(record: dict[str, str]) -> Partition:
     """The partition of one record of `scontrol show partition`."""
     limits = {key: value for key, value in record.items() if value != "UNLIMITED"}
+    number = {key: int(value) for key, value in limits.items() if key.startswith("Max") and value.isdecimal()}
     return Partition(
         name=record["PartitionName"],
         total_nodes=int(record["TotalNodes"]),
         is_default=record["Default"] == "YES",
         state=record["State"],
-        max_nodes=int(limits["MaxNodes"]) if "MaxNodes" in limits else None,
+        max_nodes=number.get("MaxNodes"),
         max_seconds=parse_seconds(limits["MaxTime"]) if "MaxTime" in limits else None,
+        max_cpus=number.get("MaxCPUsPerNode"),
+        max_megabytes=number.get("MaxMemPerNode"),  # MaxMemPerCPU may stand in its place
         preempt_mode=record.get("PreemptMode", "OFF"),
         grace_seconds=int(record.get("GraceTime", 0)),
     )
 
 
-def limits_refuse(choice: Sequence[Partition], nodes: int, seconds: float) -> InputError | None:
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a job asks for: cores and megabytes of each node; None if it does not say."""
+
+    nodes: int
+    seconds: float
+    cpus: int | None = None
+    megabytes: float | None = None
+
+
+def limits_refuse(choice: Sequence[Partition], needs: Needs) -> InputError | None:
     """The error for a job that none of the partitions ever starts; None if one of them does.
 
     sbatch takes such a job where EnforcePartLimits is off, the default, and lets it wait for ever; `list` says why.
     Nodes that are down count: they come back. Do not call it for a job that names a QOS: its flags may lift limits.
     """
-    refusals = [_refusal(part, nodes, seconds) for part in choice]
+    refusals = [_refusal(part, needs) for part in choice]
     return None if None in refusals else next(iter(refusals), None)
 
 
-def _refusal(part: Partition, nodes: int, seconds: float) -> InputError | None:
+def _refusal(part: Partition, needs: Needs) -> InputError | None:
     for key, asked, limit, unit in (
-        ("resources.nodes", nodes, part.total_nodes, "nodes in it"),
-        ("resources.nodes", nodes, part.max_nodes, "nodes, MaxNodes"),
-        ("resources.time", seconds, part.max_seconds, "seconds, MaxTime"),
+        ("resources.nodes", needs.nodes, part.total_nodes, "nodes in it"),
+        ("resources.nodes", needs.nodes, part.max_nodes, "nodes, MaxNodes"),
+        ("resources.time", needs.seconds, part.max_seconds, "seconds, MaxTime"),
+        ("resources.cpus_per_task", needs.cpus, part.max_cpus, "cores a node, MaxCPUsPerNode"),
+        ("mem", needs.megabytes, part.max_megabytes, "MB a node, MaxMemPerNode"),
     ):
-        if limit is not None and asked > limit:
+        if asked is not None and limit is not None and asked > limit:
             where = f"partition {part.name} never starts such a job"
             return InputError(where, key=key, found=asked, allowed=f"at most {limit:g} {unit}")
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,13 +169,26 @@ def _refuse_limits(resources: Resources, options: Options, partitions: Sequence[
     """Raise InputError for a job that no partition of its list ever starts."""
     if options.of_sbatch("qos") is not None:
         return  # flags of a QOS may lift the limits of a partition
-    error = nodes.limits_refuse(partitions, resources.nodes + resources.spares, _minutes(resources) * 60)
+    needs = nodes.Needs(
+        nodes=resources.nodes + resources.spares,
+        seconds=_minutes(resources) * 60,
+        cpus=resources.ranks_per_node * resources.cpus_per_task,
+        megabytes=_megabytes(options.of_sbatch("mem")),
+    )
+    error = nodes.limits_refuse(partitions, needs)
     if error is None:
         return
     name = error.key.rpartition(".")[2]
-    if name in options.resources:
+    if name == "mem" or name in options.resources:
         error.key = f"clusters.{cluster}.{name}"
     raise error
+
+
+def _megabytes(text: Any) -> float | None:
+    """Megabytes of `4G`, `4GB`, `500M` or a bare number; None for another text, and for 0, all of a node's memory."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str(text or "").upper())
+    scale = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+    return float(match[1]) * scale[match[2]] or None if match else None
 
 
 def _minutes(resources: Resources) -> int:

@@ -137,14 +137,16 @@ def test_time_auto_is_an_hour_or_the_partitions_limit(
         ({}, {"time": "2h"}, "resources.time"),
         ({"time": "2h"}, {}, "clusters.a.time"),
         ({}, {"nodes": 3, "spares": 2}, "resources.nodes"),
-        ({"qos": "long"}, {"time": "2h"}, None),  # a QOS may lift the limits
-        ({}, {"time": "1h"}, None),
+        ({}, {"tasks_per_node": 8, "cpus_per_task": 3}, "resources.cpus_per_task"),
+        ({"mem": "64G"}, {}, "clusters.a.mem"),
+        ({"mem": "64G", "qos": "long"}, {"time": "2h"}, None),  # a QOS may lift the limits
+        ({"mem": "31GB"}, {"time": "1h"}, None),
     ],
 )
 def test_a_job_that_its_partition_never_starts_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entry: dict[str, Any], resources: dict[str, Any], key: str | None
 ) -> None:
-    partitions(monkeypatch, Partition("p", 4, max_seconds=3600))
+    partitions(monkeypatch, Partition("p", 4, max_seconds=3600, max_cpus=16, max_megabytes=32 * 1024))
     if key is None:
         assert plan(tmp_path, "a", clusters={"a": entry}, resources=resources)
         return

@@ -8,7 +8,7 @@ import pytest
 
 from jobkit.slurm import nodes
 from jobkit.slurm.commands import fields
-from jobkit.slurm.nodes import Partition, limits_refuse
+from jobkit.slurm.nodes import Needs, Partition, limits_refuse
 
 NODE = (
     "NodeName={} Arch=x86_64 CPUTot=16 Gres=gpu:2 NodeAddr={} Port={} OS=Linux 6.1 #1 SMP  State={} SlurmdStartTime={}"
@@ -73,7 +73,7 @@ OPEN = (
 def test_a_partition_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "run", lambda *_, **__: f"{SHORT}\n{OPEN}\n")
     short, default = nodes.partitions("open,short,unknown")
-    assert short == Partition("short", 4, max_nodes=2, max_seconds=87000)
+    assert short == Partition("short", 4, max_nodes=2, max_seconds=87000, max_cpus=8, max_megabytes=1000)
     assert default == Partition("open", 3, is_default=True, state="DOWN")
     for plugins, names in (("(null)", ["open"]), ("job_submit/lua", ["short", "open"])):
         monkeypatch.setattr(nodes, "config", lambda plugins=plugins: {"JobSubmitPlugins": plugins})
@@ -81,23 +81,23 @@ def test_a_partition_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "nodes_asked", "seconds", "key"),
+    ("names", "needs", "key"),
     [
-        ("short", 2, 87000, None),
-        ("short", 3, 60, "resources.nodes"),
-        ("short", 2, 87060, "resources.time"),
-        ("open", 3, 9e9, None),
-        ("open", 4, 60, "resources.nodes"),
-        ("short,open", 3, 60, None),  # one of them takes it
-        ("short,open", 5, 60, "resources.nodes"),
-        ("", 5, 60, None),  # partitions that Slurm does not know are sbatch's to refuse
+        ("short", Needs(nodes=2, seconds=87000, cpus=8, megabytes=1000), None),
+        ("short", Needs(nodes=3, seconds=60), "resources.nodes"),
+        ("short", Needs(nodes=2, seconds=87060), "resources.time"),
+        ("short", Needs(nodes=1, seconds=60, cpus=9), "resources.cpus_per_task"),
+        ("short", Needs(nodes=1, seconds=60, megabytes=1001), "mem"),
+        ("open", Needs(nodes=3, seconds=9e9, cpus=999, megabytes=9e9), None),
+        ("open", Needs(nodes=4, seconds=60), "resources.nodes"),
+        ("short,open", Needs(nodes=3, seconds=60), None),  # one of them takes it
+        ("short,open", Needs(nodes=5, seconds=60), "resources.nodes"),
+        ("", Needs(nodes=5, seconds=60), None),  # partitions that Slurm does not know are sbatch's to refuse
     ],
 )
-def test_a_job_that_no_partition_ever_starts_is_refused(
-    names: str, nodes_asked: int, seconds: float, key: str | None
-) -> None:
+def test_a_job_that_no_partition_ever_starts_is_refused(names: str, needs: Needs, key: str | None) -> None:
     by_name = {"short": nodes.parse_partition(fields(SHORT)), "open": nodes.parse_partition(fields(OPEN))}
-    error = limits_refuse([by_name[name] for name in names.split(",") if name], nodes_asked, seconds)
+    error = limits_refuse([by_name[name] for name in names.split(",") if name], needs)
     assert (error.key if error else None) == key
     if error:
-        assert error.found in (nodes_asked, seconds) and "at most" in error.allowed
+        assert error.found in vars(needs).values() and "at most" in error.allowed
