@@ -113,7 +113,7 @@ def _options_of(name: str) -> dict[str, str]:
     """sbatch's options of an entry in the user's own config file, as far as they matter here."""
     from jobkit.run.load import read_user_file
 
-    clusters = {"slurm": {}, **read_user_file().value.get("clusters", {})}
+    clusters = {"slurm": {}, **read_user_file()[0].get("clusters", {})}
     if name not in clusters:
         hint = nearest(name, clusters)
         raise InputError(key="--cluster", found=name, allowed=f"one of {', '.join(clusters)}", hint=hint)

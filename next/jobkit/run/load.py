@@ -26,7 +26,7 @@ from jobkit.run.interpolation import RUN_DIR, KeyPath, resolve
 from jobkit.run.overrides import with_value
 from jobkit.run.schema import ALL, AUTO, PARALLEL_WORDS, SECTIONS, Config
 from jobkit.run.strict import build
-from jobkit.run.yamlfile import COMMAND_LINE, Document, Places, read_yaml
+from jobkit.run.yamlfile import COMMAND_LINE, Places, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
     Raises InputError with file, line and key.
     """
-    user_file, document = read_user_file(), read_yaml(path)
-    places = Places(path, user_file.places.by_key | document.places.by_key)
-    values, notes, typed = dict(document.value), [], []
+    (users, users_places), (values, places) = read_user_file(), read_yaml(path)
+    places.by_key = users_places.by_key | places.by_key
+    notes, typed = [], []
     with places.locating():
         sweep, demo = values.pop("sweep", None), values.pop("demo", None)
         if demo is not None and (variable := _variable_without(demo)):
@@ -81,7 +81,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
             }
         entries = values.get("clusters", {})
         if isinstance(entries, dict):  # else the schema refuses it
-            values["clusters"] = {**user_file.value.get("clusters", {}), **entries}
+            values["clusters"] = {**users.get("clusters", {}), **entries}
         for text in overrides:
             values, keys = overriding.apply(text, values)
             places.by_key |= dict.fromkeys(keys, (COMMAND_LINE, None))
@@ -99,9 +99,9 @@ def read_resolved(path: Path) -> Config:
 
     Raises InputError; for a variable that is not set it names the variable.
     """
-    document = read_yaml(path)
-    with document.places.locating():
-        return _config(resolve(document.value)[0])
+    values, places = read_yaml(path)
+    with places.locating():
+        return _config(resolve(values)[0])
 
 
 def with_run_dir(value: Any, run_dir: Path) -> Any:
@@ -129,15 +129,15 @@ class _UserFile:
     clusters: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_user_file() -> Document:
+def read_user_file() -> tuple[dict[str, Any], Places]:
     """The user's own file, with `clusters` for all projects. Empty if there is none."""
     path = user_file_path()
     if not path.exists():
-        return Document({}, Places(path))
-    document = read_yaml(path)
-    with document.places.locating():
-        build(_UserFile, document.value)
-    return document
+        return {}, Places(path)
+    values, places = read_yaml(path)
+    with places.locating():
+        build(_UserFile, values)
+    return values, places
 
 
 # Steps on the way to a Config

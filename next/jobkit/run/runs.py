@@ -2,7 +2,7 @@
 
     words --find--> RunDir --views (run/view.py)--> View(run, status, job)
 
-Every command that takes RUN calls `find`. Nothing is written here, and only a job id is asked of Slurm.
+Every command that takes RUN calls `find`. Nothing is written here. Slurm is asked about a job id that no attempt had.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from jobkit.errors import InputError, NoSuchRun, SchedulerError, nearest
-from jobkit.log import log
+from jobkit.errors import InputError, NoSuchRun, nearest
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 
 WORDS = "a name, the beginning of a name, a pattern ('digits*'), a job id or a path"
-
-ANSWER_SECONDS = 10.0
 
 _PATTERN = re.compile(r"[*?\[]")
 _JOB_ID = re.compile(r"\d+(_\d+)?|local-.+")
@@ -93,28 +90,16 @@ def _beginning_with(word: str, runs_dir: Path, names: Sequence[str]) -> list[str
 
 
 def _of_job(job_id: str, runs_dir: Path) -> list[str]:
-    """The runs that had a job of this id, else the run of a job in the queue. Clusters repeat ids."""
-    statuses = {run.name: read_status(run) for run in runs_in(runs_dir)}
-    ids = {name: {attempt.began.job_id for attempt in status.attempts} for name, status in statuses.items()}
-    # The id of an array means all of its tasks.
-    had = [name for name, own in ids.items() if job_id in own or job_id in {item.partition("_")[0] for item in own}]
-    return had or _named_by_slurm(job_id, runs_dir)
+    """The runs that had a job of this id, else the runs whose job in the queue has it. Clusters repeat ids."""
+    from jobkit.run.view import UNDER_WAY, look
 
+    def is_meant(own: str | None) -> bool:
+        return own is not None and job_id in (own, own.partition("_")[0])  # the id of an array means all of its tasks
 
-def _named_by_slurm(job_id: str, runs_dir: Path) -> list[str]:
-    """The run whose token is in the comment of Slurm's job: while that waits, no attempt has its id."""
-    from jobkit.slurm import commands, jobs
-
-    if job_id.startswith("local-") or not commands.is_available():
-        return []
-    try:
-        job = jobs.show(job_id, timeout=ANSWER_SECONDS)
-    except SchedulerError as error:
-        log.warning("%s; only jobs that have begun are looked for", error)
-        return []
-    tokens = [word for word in (job.comment.split() if job is not None else ()) if word.count(":") == 3]
-    runs = {token: RunDir(runs_dir / token.split(":")[1]) for token in tokens}
-    return [run.name for token, run in runs.items() if read_status(run).token == token]
+    read = [(run, read_status(run)) for run in runs_in(runs_dir)]
+    had = [run.name for run, status in read if any(is_meant(attempt.began.job_id) for attempt in status.attempts)]
+    waiting = [(run, status) for run, status in read if status.state in UNDER_WAY]
+    return had or [now.run.name for now in look(waiting) if is_meant(now.job_id)]
 
 
 def _none(word: str, runs_dir: Path, names: Sequence[str]) -> list[RunDir]:

@@ -18,10 +18,10 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from jobkit.errors import InputError
+from jobkit.log import log
 from jobkit.run.files import foreign_owner, read_json, write_json
 from jobkit.run.locks import make_folder
 
@@ -41,16 +41,7 @@ MAX_FILES = 5000
 _SKIPPED = (".", "__pycache__", "node_modules")
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy of the user's code."""
-
-    path: Path
-    remarks: list[str]
-    """Lines for the user about files that were left out."""
-
-
-def take(folder: Path, runs_dir: Path) -> Snapshot:
+def take(folder: Path, runs_dir: Path) -> Path:
     """A snapshot of the code below a folder, in the runs directory: a new copy, or an equal one that exists.
 
     Copied are the files that git does not ignore, in submodules and nested clones too; without git, source files. A
@@ -62,11 +53,11 @@ def take(folder: Path, runs_dir: Path) -> Snapshot:
     search = _Search(folder, runs_dir.resolve())
     search.add_folder(Path())
     search.add_built_modules()
-    names, remarks = search.kept()
+    names = search.kept()
     code = runs_dir / ".code"
     path = code / _name({name: _digest(folder / name) for name in names})
     if is_intact(path):
-        return Snapshot(path, remarks)
+        return path
     make_folder(code)
     staging = code / f".{os.getpid()}.{time.time_ns()}.tmp"
     path = code / _name(_copy(folder, names, staging))  # a file may have changed since: the copies count
@@ -75,7 +66,7 @@ def take(folder: Path, runs_dir: Path) -> Snapshot:
     else:
         shutil.rmtree(path, ignore_errors=True)  # a damaged copy
         staging.rename(path)
-    return Snapshot(path, remarks)
+    return path
 
 
 def is_intact(path: Path) -> bool:
@@ -152,18 +143,19 @@ class _Search:
                 if entry.name.endswith(suffixes):
                     self._add(parent / entry.name)
 
-    def kept(self) -> tuple[list[str], list[str]]:
-        """The names of the files to copy, and lines about the others. Raises InputError if there are too many."""
+    def kept(self) -> list[str]:
+        """The names of the files to copy; the user hears of the others. Raises InputError if there are too many."""
         if len(self.sizes) > MAX_FILES:
             ((largest, count),) = Counter(name.parts[0] for name in self.sizes).most_common(1)
             raise self._too_many(f"{MAX_FILES} code files ({count} in {largest})")
         large = {name: size for name, size in self.sizes.items() if size > MAX_FILE_BYTES}
         data = {name: size for name, size in large.items() if not name.name.endswith(PROGRAMS)}
-        largest_first = sorted(data, key=lambda name: -data[name])
-        listed = ", ".join(f"{name} ({data[name] / 2**20:.1f} MiB)" for name in largest_first[:5])
-        more = f" and {len(data) - 5} more" if len(data) > 5 else ""
-        remark = f"files of more than {MAX_FILE_BYTES >> 20} MiB are not in the code snapshot: {listed}{more}"
-        return sorted(str(name) for name in self.sizes if name not in data), [remark] if data else []
+        if data:
+            largest_first = sorted(data, key=lambda name: -data[name])
+            listed = ", ".join(f"{name} ({data[name] / 2**20:.1f} MiB)" for name in largest_first[:5])
+            what = f"{len(data)} files of more than {MAX_FILE_BYTES >> 20} MiB are not in the code snapshot"
+            log.warning("%s; the largest: %s", what, listed)
+        return sorted(str(name) for name in self.sizes if name not in data)
 
     def _add(self, name: Path) -> None:
         path = self.folder / name

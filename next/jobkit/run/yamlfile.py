@@ -1,8 +1,8 @@
 """YAML without its traps, with the place of each key: the values that a person wrote are the values of the program.
 
-read_yaml(path) -> Document(value, places)     load.py, the user's own file, config.yaml of a run
-parse_value("1e-3", key) -> 0.001              key=value of a command line
-dump(values) -> text                           config.yaml
+read_yaml(path) -> (mapping, places)     load.py, the user's own file, config.yaml of a run
+parse_value("1e-3", key) -> 0.001        key=value of a command line
+dump(values) -> text                     config.yaml
 """
 
 from __future__ import annotations
@@ -43,14 +43,6 @@ class Places:
             yield
         except InputError as error:
             raise self.locate(error) from None
-
-
-@dataclass(frozen=True)
-class Document:
-    """The mapping of a YAML file."""
-
-    value: dict[str, Any]
-    places: Places
 
 
 class _Loader(yaml.SafeLoader):
@@ -121,7 +113,7 @@ def parse_value(text: str, key: str) -> Any:
     return value
 
 
-def read_yaml(path: Path) -> Document:
+def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
     """The mapping in a file, in UTF-8 whatever the locale of this node is. Raises InputError with file and line."""
     places = Places(path)
     try:
@@ -142,7 +134,7 @@ def read_yaml(path: Path) -> Document:
         raise InputError(f"not valid YAML: {str(error).splitlines()[0]}").at(path) from None
     if not isinstance(value, dict):
         raise InputError(found=value, allowed="`key: value` lines, as in name: toy").at(path)
-    return Document(value, places)
+    return value, places
 
 
 def _load(text: str, places: Places, key: str = "") -> tuple[Any, yaml.Node | None]:

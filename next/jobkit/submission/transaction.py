@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 from jobkit.errors import InputError, SchedulerError, SchedulerTimeout
-from jobkit.log import log
 from jobkit.run import snapshot, yamlfile
 from jobkit.run.files import replace_link, user_name, write_atomic
 from jobkit.run.journal import Journal
@@ -134,9 +133,7 @@ def _prepare(plan: LaunchPlan, folder: Path | None, before: View) -> Journal:
         path.mkdir(parents=True, exist_ok=True)
     run.failed_starts.unlink(missing_ok=True)  # the nodes of an earlier submission say nothing about this one
     if code is not None:
-        for remark in code.remarks:
-            log.warning("%s", remark)
-        replace_link(run.code, code.path)
+        replace_link(run.code, code)
     write_atomic(run.config_file, yamlfile.dump(plan.loaded.written))
     number = before.status.submitted.number + 1 if before.status.submitted is not None else 1
     written = plan.loaded.written
@@ -151,7 +148,7 @@ def _prepare(plan: LaunchPlan, folder: Path | None, before: View) -> Journal:
             user=user_name(),
             host=socket.gethostname(),
             folder=str(Path.cwd()),
-            code=code.path.name if code is not None else run.code.resolve().name,
+            code=code.name if code is not None else run.code.resolve().name,
             config={key: written[key] for key in ("name", "seed", "params")},
         )
     )

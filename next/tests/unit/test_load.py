@@ -82,9 +82,9 @@ def test_a_value_means_the_same_in_the_file_on_the_command_line_and_in_config_ya
 def test_the_lines_of_keys_are_known_in_lists_and_merges(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("small: &small\n  width: 8\nlarge:\n  <<: *small\n  depth:\n  - a: 1\n")
-    document = read_yaml(file)
-    assert document.value["large"] == {"width": 8, "depth": [{"a": 1}]}
-    assert [document.places.by_key[key] for key in ("small.width", "large.depth.0.a")] == [(file, 2), (file, 6)]
+    value, places = read_yaml(file)
+    assert value["large"] == {"width": 8, "depth": [{"a": 1}]}
+    assert [places.by_key[key] for key in ("small.width", "large.depth.0.a")] == [(file, 2), (file, 6)]
 
 
 # Overrides
@@ -305,7 +305,7 @@ def test_the_recipes_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file:
         monkeypatch.delenv(name, raising=False)
         if not demo or name == "COGVIDEO_WEIGHTS" or "finetune" in file.name:
             monkeypatch.setenv(name, "/data")
-    values = {key: value for key, value in read_yaml(file).value.items() if key in (*SECTIONS, "demo", "sweep")}
+    values = {key: value for key, value in read_yaml(file)[0].items() if key in (*SECTIONS, "demo", "sweep")}
     (tmp_path / file.name).write_text(dump(values))
     overrides = ["params.run=runs/x"] if "run" in values["params"] else []
     loaded = load(tmp_path / file.name, overrides)

@@ -86,10 +86,10 @@ def test_a_job_id_is_found_in_journals_and_in_the_comment(runs_dir: Path, monkey
     make_run(runs_dir, "old-dddddddd", submitted(), began(job_id="31"), ended("crashed", "fail"))
     monkeypatch.setattr(commands, "is_available", lambda: True)
     comments = {"17": TOKEN, "18": "jobkit:toy-11f5f19c:1:000000"}  # 18: of a copy of the run elsewhere
-    monkeypatch.setattr(
-        jobs, "show", lambda job_id, timeout: _job(job_id, comments[job_id]) if job_id in comments else None
-    )
-    assert [run.name for run in runs.find(["17"], runs_dir)] == ["toy-11f5f19c"]
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr(jobs, "queue", lambda users, timeout: [_job(*item) for item in comments.items()])
+    make_run(runs_dir, "new-11f5f19c", submitted("slurm", cluster="here"))
+    assert [run.name for run in runs.find(["17"], runs_dir)] == ["new-11f5f19c"]
     assert [run.name for run in runs.find(["31"], runs_dir)] == ["old-dddddddd"]
     with pytest.raises(NoSuchRun):
         runs.find(["18"], runs_dir)

@@ -42,7 +42,7 @@ def project(tmp_path: Path) -> Path:
 
 def test_git_says_what_is_code_and_built_modules_come_with_their_package(project: Path) -> None:
     built = {"lib/_version.py", "lib/ops" + snapshot.MODULES[1]}
-    assert _files(take(project, project / "runs").path) == {
+    assert _files(take(project, project / "runs")) == {
         ".gitignore", "train.py", "data.csv", "lib/__init__.py", *built
     }  # fmt: skip
 
@@ -50,20 +50,20 @@ def test_git_says_what_is_code_and_built_modules_come_with_their_package(project
 def test_without_git_source_files_are_code_and_environments_are_not(tmp_path: Path) -> None:
     folder = _write(tmp_path / "p", "train.py", "conf/a.yaml", "data.bin", ".hidden/x.py", "env/pyvenv.cfg", "env/x.py")
     _write(folder, "node_modules/x.py", "old/.locks/x", "old/toy-1/config.yaml", "old/toy-1/code/x.py")
-    assert _files(take(folder, tmp_path / "runs").path) == {"train.py", "conf/a.yaml"}
+    assert _files(take(folder, tmp_path / "runs")) == {"train.py", "conf/a.yaml"}
 
 
 def test_runs_are_no_code_wherever_they_are(project: Path) -> None:
     _write(project, "runs/toy-1/config.yaml", "runs/x.py")
     _write(project, "old/.locks/x", "old/.code/abc/x.py", "old/toy-2/config.yaml")
     (project / "link").symlink_to(project / "runs")
-    names = _files(take(project, project / "runs").path)
+    names = _files(take(project, project / "runs"))
     assert not any(name.startswith(("runs", "old", "link")) for name in names)
 
 
 def test_a_folder_below_a_runs_directory_may_have_code(tmp_path: Path) -> None:
     folder = _write(tmp_path / "runs" / "toy-1", "config.yaml", "events.jsonl", "outputs/x.py") / "outputs"
-    assert _files(take(folder, tmp_path / "runs").path) == {"x.py"}
+    assert _files(take(folder, tmp_path / "runs")) == {"x.py"}
     with pytest.raises(InputError):
         take(tmp_path / "runs", tmp_path / "runs")
 
@@ -77,7 +77,7 @@ def test_submodules_and_nested_clones_are_code_and_other_working_trees_are_not(p
     _git(project, "clone", "-q", str(other), "clone")
     _git(project, "clone", "-q", str(other), ".trees/a")
     _write(project, "clone/no.txt")
-    names = _files(take(project, project / "runs").path)
+    names = _files(take(project, project / "runs"))
     assert {"module/sub.py", "clone/sub.py"} <= names
     assert not names & {"clone/no.txt", ".trees/a/sub.py"}
 
@@ -87,17 +87,19 @@ def test_a_link_to_a_folder_stays_a_link(project: Path, tmp_path: Path) -> None:
     for name, target in (("shared", tmp_path / "shared"), ("up", tmp_path), ("no", "nil")):
         (project / name).symlink_to(target)
     taken = take(project, project / "runs")
-    assert (taken.path / "shared").resolve() == tmp_path / "shared"
-    assert not (taken.path / "no").exists() and is_intact(taken.path)
+    assert (taken / "shared").resolve() == tmp_path / "shared"
+    assert not (taken / "no").exists() and is_intact(taken)
     shutil.rmtree(project / ".git")
-    assert (take(project, project / "runs").path / "shared" / "util.py").exists()
+    assert (take(project, project / "runs") / "shared" / "util.py").exists()
 
 
 def test_big_data_is_named_and_too_many_files_are_refused(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "MAX_FILE_BYTES", 100)
     _write(project, "big.csv", "big.py", text="# " + "x" * 200)
+    warnings: list[str] = []
+    monkeypatch.setattr(snapshot.log, "warning", lambda text, *values: warnings.append(text % values))
     taken = take(project, project / "runs")
-    assert "big.csv" in taken.remarks[0] and {"big.csv", "big.py"} & _files(taken.path) == {"big.py"}
+    assert "big.csv" in warnings[0] and {"big.csv", "big.py"} & _files(taken) == {"big.py"}
     monkeypatch.setattr(snapshot, "MAX_FILES", 3)
     with pytest.raises(InputError) as refused:
         take(project, project / "runs")
@@ -118,12 +120,12 @@ def test_equal_code_is_stored_once_and_a_damaged_copy_replaced(project: Path) ->
     runs = project / "runs"
     first = take(project, runs)
     assert take(project, runs) == first
-    (first.path / "train.py").write_text("damaged")
-    assert not is_intact(first.path)
-    assert take(project, runs) == first and is_intact(first.path)
+    (first / "train.py").write_text("damaged")
+    assert not is_intact(first)
+    assert take(project, runs) == first and is_intact(first)
     (project / "data.csv").unlink()
     second = take(project, runs)
-    assert {path.name for path in (runs / ".code").iterdir()} == {first.path.name, second.path.name}
+    assert {path.name for path in (runs / ".code").iterdir()} == {first.name, second.name}
 
 
 def test_a_copy_is_as_secret_as_its_file_and_nobody_else_writes_in_it(project: Path, tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_a_copy_is_as_secret_as_its_file_and_nobody_else_writes_in_it(project: P
         taken = take(project, shared)
     finally:
         os.umask(old)
-    modes = {path.name: path.stat().st_mode & 0o7777 for path in taken.path.iterdir()}
+    modes = {path.name: path.stat().st_mode & 0o7777 for path in taken.iterdir()}
     assert (modes["train.py"], modes["data.csv"]) == (0o755, 0o600)
     assert not any(mode & 0o022 for mode in modes.values())
     assert (shared / ".code").stat().st_mode & 0o7777 == 0o2775
@@ -146,7 +148,7 @@ def test_a_copy_is_as_secret_as_its_file_and_nobody_else_writes_in_it(project: P
 @pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
 def test_users_have_a_snapshot_each(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = take(project, project / "runs")
-    os.chown(first.path, 54321, -1)
-    assert not is_intact(first.path)
+    os.chown(first, 54321, -1)
+    assert not is_intact(first)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    assert take(project, project / "runs").path != first.path
+    assert take(project, project / "runs") != first
