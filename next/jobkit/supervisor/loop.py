@@ -220,8 +220,6 @@ class Supervisor:
             self._pressed.pop(agent.node, None)  # it may have missed a signal
             if news.alive and self.tenure.adopted is not None:  # to job.sh, ranks that live are as good as a beginning
                 self.tenure.run.failed_starts.unlink(missing_ok=True)
-            for words in news.warnings:
-                log.warning("agent on %s: %s", agent.node, words)
         if isinstance(news, Signalled):
             self._signalled_at = time.monotonic()
         if isinstance(news, (Signalled, Lost)):

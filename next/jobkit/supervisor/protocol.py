@@ -3,7 +3,7 @@
     supervisor                                  agent (one a node)
                <--- Hello(secret, node, ...)    connects; again, after the supervisor was killed and started anew
       Welcome ---->
-               <--- Ready(port)                 imports are done, or all ranks of the last attempt are gone
+               <--- Ready(port)                 imports are done, or the last ranks and all they started are gone
       Start(attempt, ranks) ---->               forks the ranks
                <--- Exited(rank, code), Signalled(signal), Silent(rank)
       Ack(serial) ---->                         what is not acknowledged is said again after a new Hello
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from jobkit.run import records
 
-SignalName = Literal["STOP", "USR2", "KILL", "STACKS"]
+SignalName = Literal["STOP", "KILL", "STACKS"]
 """STOP: the stop flag, and SIGTERM to processes that handle it. STACKS: every rank writes its stacks to its log."""
 
 
@@ -58,7 +58,6 @@ class Hello:
     """The attempt whose ranks it has, if any are alive or not yet reported."""
     alive: list[int] = field(default_factory=list)
     """Ranks of that attempt that run."""
-    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +65,6 @@ class Ready:
     """The agent can start ranks. `port` is free for the rendezvous of the next attempt, if rank 0 is here."""
 
     port: int
-    after: int | None = None
-    """The attempt whose ranks, and all that they had started, are gone; None after the imports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +80,6 @@ class Exited:
     """True if the kernel killed for lack of memory on this node while the rank ended."""
     step: int = -1
     """Steps it had done, by its page; -1 if it never said."""
-    saving: bool = False
-    """True if it was writing its last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +129,6 @@ class Start:
     nodes: int
     master_addr: str
     master_port: int
-    environment: dict[str, str] = field(default_factory=dict)
-    """For all ranks, beside the agent's own environment: see worker/forked.py."""
     time_left: float | None = None
     """Seconds until the job's time limit: an agent without a supervisor stops its ranks in time by itself."""
     silence: float | None = None
@@ -150,11 +143,10 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
-    """Pass a signal on to ranks of an attempt: all of this node where `ranks` is None."""
+    """Pass a signal on to the node's ranks of an attempt."""
 
     attempt: int
     name: SignalName
-    ranks: list[int] | None = None
     unless_saving: bool = False
     """True spares ranks whose page says SAVING: half of the margin is over, and these have used it well."""
 

@@ -195,7 +195,7 @@ class Agent:
         if self._reservation is not None:
             self._reservation.close()
         self._reservation = Reservation()  # another port each time: late ranks of a lost node know the last one
-        self._ready = Ready(port=self._reservation.port, after=self.children.attempt)
+        self._ready = Ready(port=self._reservation.port)
         self.link.tell(self._ready)
 
     def _kill_left_behind(self) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,7 +124,6 @@ class Children:
     def exited(self, child: Child, serial: int) -> Exited:
         """The message that a rank ended; its page is closed."""
         beat = child.page.read()
-        is_own = beat.attempt == self.attempt
         child.page.close()
         assert self.attempt is not None and child.code is not None
         return Exited(
@@ -133,8 +132,7 @@ class Children:
             rank=child.rank,
             code=child.code,
             out_of_memory=child.code != 0 and kernel_oom_kills() > child.oom_kills,
-            step=beat.step if is_own else -1,
-            saving=is_own and beat.phase is Phase.SAVING,
+            step=beat.step if beat.attempt == self.attempt else -1,
         )
 
     def is_gone(self) -> bool:
@@ -159,24 +157,18 @@ class Children:
 
     def obey(self, message: Signal) -> None:
         """Pass a supervisor's signal on."""
-        for child in self._chosen(message):
+        for child in list(self._alive.values()) if message.attempt == self.attempt else ():
+            if message.unless_saving and child.page.read().phase is Phase.SAVING:
+                continue
             match message.name:
                 case "STOP":
                     self.stop(child)
-                case "USR2":
-                    _notify(child, signal.SIGUSR2)
                 case "STACKS":
                     _notify(child, signal.SIGUSR1)
                     send(child.pid, signal.SIGCONT)  # one that was stopped writes its stacks when it goes on
                 case "KILL":
                     self._all_finished = False
                     self.kill(child)
-
-    def _chosen(self, message: Signal) -> Iterator[Child]:
-        for child in list(self._alive.values()) if message.attempt == self.attempt else ():
-            is_spared = message.unless_saving and child.page.read().phase is Phase.SAVING
-            if (message.ranks is None or child.rank in message.ranks) and not is_spared:
-                yield child
 
     def stop_all(self, number: int = signal.SIGTERM) -> None:
         """Pass on a signal that this agent got. After SIGUSR2 only programs that handle it get it: the others may save

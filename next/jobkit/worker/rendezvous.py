@@ -55,7 +55,6 @@ def environment_of(
     return {
         **kept,
         **(_slurm(place, start, resources) if "SLURM_JOB_ID" in before else {}),
-        **start.environment,
         "RANK": str(place.rank),
         "WORLD_SIZE": str(start.world_size),
         "LOCAL_RANK": str(place.local_rank),

@@ -194,7 +194,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def test_a_rank_dies_and_lives_again(make: Make) -> None:
     supervisor = make()
     first = supervisor.expect(Ready)
-    assert first.after is None
     supervisor.start(1, 2)
     supervisor.wait_for_step(3)
     os.kill(supervisor.pid(1), signal.SIGKILL)
@@ -204,7 +203,6 @@ def test_a_rank_dies_and_lives_again(make: Make) -> None:
     supervisor.send(Signal(attempt=1, name="KILL"))
     assert supervisor.expect(Exited).rank == 0
     again = supervisor.expect(Ready)
-    assert again.after == 1
     assert again.port != first.port
     supervisor.start(2, 2)
     pids = [supervisor.pid(rank) for rank in range(2)]
@@ -251,7 +249,7 @@ def test_ranks_train_on_while_the_supervisor_is_away(make: Make) -> None:
     supervisor.go_away()
     hello = supervisor.come_back()
     assert (hello.attempt, hello.alive) == (None, [])
-    assert supervisor.expect(Ready).after == 1
+    supervisor.expect(Ready)
 
 
 def test_ranks_end_with_their_agent(make: Make) -> None:

@@ -19,20 +19,18 @@ from jobkit.worker.forked import become_rank, run_and_end
 from jobkit.worker.rendezvous import environment_of
 
 PLACE = RankPlace(rank=5, local_rank=1, local_world_size=4, node=1)
-START = Start(
-    attempt=3, ranks=[PLACE], world_size=8, nodes=2, master_addr="10.0.0.1", master_port=29999, environment={"A": "1"}
-)
+START = Start(attempt=3, ranks=[PLACE], world_size=8, nodes=2, master_addr="10.0.0.1", master_port=29999)
 
 
 def test_a_rank_finds_its_own_place_and_not_its_agents(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "toy")
     agent = {
         **{"HOME": "/home/a", "JOBKIT_JOB_ID": "12", "SLURM_JOB_ID": "12", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
-        **{"SLURM_STEP_NODELIST": "n[0-9]", "PMI_RANK": "1", "A": "0"},
+        **{"SLURM_STEP_NODELIST": "n[0-9]", "PMI_RANK": "1"},
     }
     environment = environment_of(PLACE, START, run, Resources(cpus_per_task=3), agent)
     expected = {
-        **{"HOME": "/home/a", "A": "1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+        **{"HOME": "/home/a", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
         **{"GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29999", "JOBKIT_ATTEMPT": "3"},
         **{"JOBKIT_RUN": str(run.path), "JOBKIT_JOB_ID": "12", "SLURM_JOB_ID": "12", "SLURM_PROCID": "5"},
         **{"SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_GTIDS": "4,5,6,7"},
