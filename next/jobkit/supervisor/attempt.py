@@ -1,7 +1,7 @@
 """The life of an attempt in the journal: who may begin it, why it ended, what is next.
 
-    take_over() --Tenure--> begin() --Began--> (the ranks live) --> close() --Ended, Finished ...--> Decision
-                              ^------------------ in place ------------------------------------------'
+    Me (job, token) --take_over--> Tenure --begin--> Began --> (the ranks live) --close--> Ended, ... --> Decision
+                                              ^---------------- in place -----------------------------------'
 
 The supervisor calls these; an agent whose supervisor is gone calls `rescue`, which closes too. Each holds the run's
 begin lock, and the journal takes events from the holder of the lease alone: a process that has lost it gets LostLease.
@@ -9,49 +9,114 @@ begin lock, and the journal takes events from the holder of the lease alone: a p
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, LostLease, SchedulerError
+from jobkit.run import records
 from jobkit.run.journal import Journal
-from jobkit.run.records import Began, Cancelled, Requeued
+from jobkit.run.records import Began, Cancelled, Lease, Refused, Requeued
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
+from jobkit.run.schema import Config
+from jobkit.run.status import Attempt, Status
 from jobkit.supervisor import retry
-from jobkit.supervisor.closing import end_attempt, facts_of_lost, facts_of_rescue
-from jobkit.supervisor.diagnosis import Facts, LostNode
+from jobkit.supervisor.closing import REQUESTS, end_attempt, facts_of_lost, facts_of_rescue, request_of
+from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.retry import Decision, Room
-from jobkit.supervisor.tenure import (
-    EXIT_RUN_FAILED,
-    Me,
-    NotRunnable,
-    Tenure,
-    belongs_to,
-    check_lease,
-    config_of,
-    over,
-    refuse,
-    request_of,
-    take_lease,
-    write_lease,
-)
 
-__all__ = [
-    "EXIT_RUN_FAILED",
-    "Decision",
-    "Facts",
-    "LostNode",
-    "Me",
-    "NotRunnable",
-    "Room",
-    "Tenure",
-    "begin",
-    "close",
-    "pause",
-    "request_of",
-    "rescue",
-    "take_over",
-]
+if TYPE_CHECKING:
+    from jobkit.slurm.jobs import Job, StopCause
+
+EXIT_RUN_FAILED = 3
+"""Exit code of a supervisor whose run has failed: job.sh ends with 1, and starts no other supervisor."""
+
+_EXITS = {"finished": EXIT_FINISHED, "failed": EXIT_RUN_FAILED}
+
+
+class NotRunnable(JobkitError):
+    """This job begins nothing: another one runs the run, or it is over. `exit_code` is the supervisor's."""
+
+    def __init__(self, words: str, exit_code: int = EXIT_RESUMABLE) -> None:
+        super().__init__(words)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Me:
+    """The job for which a supervisor, or an agent that rescues, acts."""
+
+    job_id: str
+    token: str
+    """From the job's comment on Slurm, from JOBKIT_TOKEN on this machine."""
+    restart: int = 0
+    """SLURM_RESTART_COUNT."""
+    node: str | None = None
+    """Slurm's name of the node with the batch script."""
+    job: Job | None = None
+    """Slurm's record of the job, as fresh as possible; None for silence, and on this machine."""
+
+    def word(self) -> StopCause | None:
+        """Return Slurm's reason to stop the job, by its record."""
+        from jobkit.slurm import jobs
+
+        return None if self.job is None else jobs.stop_cause(self.job, _controller_time(), restarts=self.restart)
+
+    def is_requeued(self) -> bool:
+        """Return whether Slurm has put the job back into the queue: this start of it has nothing more to do."""
+        return self.job is not None and self.job.is_requeued(_controller_time(), self.restart)
+
+    def room(self) -> Room:
+        """Return the room of a job that Slurm is ending."""
+        return Room(requeue="requeue" if self.job is None or self.job.requeueable else "successor")
+
+    def began(self, attempt: Attempt) -> bool:
+        """Return whether an attempt belongs to this start of this job."""
+        began = attempt.began
+        return (began.token, began.job_id, began.restart) == (self.token, self.job_id, self.restart)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenure:
+    """The right to write: this process holds the lease until another one takes the run over."""
+
+    run: RunDir
+    config: Config
+    me: Me
+    journal: Journal
+    adopted: Attempt | None = None
+    """An open attempt of this same start of the job, whose agents may live: a supervisor before this one began it."""
+    decision: Decision | None = None
+    """What a supervisor before this one decided after the last attempt (requeue, successor), and may not have carried
+    out: look, do it, and leave. Nothing is to be begun then."""
+
+    @property
+    def writer(self) -> str:
+        """The word of the lease, for Contact.writer."""
+        return str(self.journal.writer)
+
+    def write_lease(self, attempt: int) -> None:
+        """Become, or stay, the one writer; ranks of `attempt` may publish, and of no other (0: of none)."""
+        lease = Lease(
+            attempt=attempt,
+            writer=self.writer,
+            token=self.me.token,
+            job_id=self.me.job_id,
+            restart=self.me.restart,
+            node=self.me.node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        records.write(self.run.lease_file, lease)
+
+    def check_lease(self) -> None:
+        """Raise LostLease if another process has the run now."""
+        lease = self.run.lease()
+        if lease is None or lease.writer != self.writer:
+            raise LostLease(f"{self.run.name}: another process has taken the run over")
 
 
 def take_over(run: RunDir, me: Me) -> Tenure:
@@ -62,28 +127,23 @@ def take_over(run: RunDir, me: Me) -> Tenure:
     with run.begin_lock():  # a second job of the run may start in the same second
         status, before = Journal(run).status, run.lease()
         decision = _not_carried_out(status, me)
-        refuse(status, me, decision)
-        if (
-            before is not None
-            and (before.token, before.job_id) == (me.token, me.job_id)
-            and before.restart > me.restart
-        ):
+        _refuse(status, me, decision)
+        is_ours = before is not None and (before.token, before.job_id) == (me.token, me.job_id)
+        if before is not None and is_ours and before.restart > me.restart:
             raise NotRunnable(f"{run.name}: job {me.job_id} was started again, and this start of it is over")
-        config = config_of(run, me)
         attempt = status.open_attempt
-        is_ours = attempt is not None and belongs_to(attempt, me)
-        tenure = take_lease(run, me, config, attempt.number if attempt is not None and is_ours else 0)
+        is_ours = attempt is not None and me.began(attempt)
+        tenure = _take_lease(run, me, attempt.number if attempt is not None and is_ours else 0)
         if decision is not None:
             return replace(tenure, decision=decision)
         if me.job is not None and (me.job.restarts > me.restart or not me.job.runs):
             return replace(tenure, decision=_leave(tenure))
-        if attempt is None:
-            return tenure
         if is_ours:
             return replace(tenure, adopted=attempt)
-        decision = end_attempt(tenure, facts_of_lost(run, attempt, me, before), Room(requeue="requeue"))
-        if decision.action in ("stop", "fail"):
-            raise over(tenure.journal.status)
+        if attempt is not None:
+            decision = end_attempt(tenure, facts_of_lost(run, attempt, me, before), Room(requeue="requeue"))
+            if decision.action in ("stop", "fail"):
+                raise _over(tenure.journal.status)
         return tenure
 
 
@@ -95,37 +155,35 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
     """
     run, me, journal = tenure.run, tenure.me, tenure.journal
     with run.begin_lock():
-        check_lease(tenure)
+        tenure.check_lease()
         journal.flush()  # the end of the last attempt may still wait for room on the disk
         journal.refresh()
-        refuse(journal.status, me, None)
+        _refuse(journal.status, me, None)
         assert journal.status.open_attempt is None, "the last attempt is not closed"
         last = journal.status.attempt
         number = last.number + 1 if last is not None else 1
         request = request_of(run, me.token, number)
         if request is not None and request.kind == "cancel":
             journal.append(Cancelled(user=request.user))
-            raise over(journal.status)
+            raise _over(journal.status)
         run.logs(number).mkdir(parents=True, exist_ok=True)
         run.ends_folder(number).mkdir(parents=True, exist_ok=True)
-        # Before the journal: from here on ranks of an older attempt that still live publish nothing.
-        write_lease(run, me, tenure.writer, number)
-        for kind in ("cancel", "preempt", "stop"):
+        tenure.write_lease(number)  # before the journal: from here on ranks of an older attempt publish nothing
+        for kind in REQUESTS:
             stale = run.request(kind)
             if stale is not None and not (kind == "cancel" and stale.token == me.token):  # such a cancel came just now
                 run.request_file(kind).unlink(missing_ok=True)
-        journal.append(
-            Began(
-                attempt=number,
-                token=me.token,
-                job_id=me.job_id,
-                restart=me.restart,
-                how="start" if last is None else "in place" if belongs_to(last, me) else "requeue",
-                nodes=nodes,
-                ranks=ranks,
-                host=socket.gethostname(),
-            )
+        began = Began(
+            attempt=number,
+            token=me.token,
+            job_id=me.job_id,
+            restart=me.restart,
+            how="start" if last is None else "in place" if me.began(last) else "requeue",
+            nodes=nodes,
+            ranks=ranks,
+            host=socket.gethostname(),
         )
+        journal.append(began)
         run.failed_starts.unlink(missing_ok=True)  # last: until then the job script counts this start as failed
         return number
 
@@ -134,7 +192,7 @@ def pause(tenure: Tenure) -> float:
     """Return the seconds until the next attempt may begin: a fault that comes again and again may pass with time."""
     status = tenure.journal.status
     last = status.attempt
-    if last is None or last.ended is None or not belongs_to(last, tenure.me):
+    if last is None or last.ended is None or not tenure.me.began(last):
         return 0.0
     seconds = retry.pause(status.attempts_of_submission(), command=bool(tenure.config.command))
     return min(seconds, last.ended.time + seconds - time.time())
@@ -146,7 +204,7 @@ def close(tenure: Tenure, facts: Facts, room: Room) -> Decision:
     A full disk does not raise: the events wait in `tenure.journal`, whose `flush` is to be tried again.
     """
     with tenure.run.begin_lock():
-        check_lease(tenure)
+        tenure.check_lease()
         tenure.journal.refresh()
         return end_attempt(tenure, facts, room)
 
@@ -165,17 +223,51 @@ def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Te
         status = Journal(run).status
         decision = _not_carried_out(status, me)
         try:
-            refuse(status, me, decision)
-        except NotRunnable:
-            return None
-        tenure = take_lease(run, me, run.config(), lease.attempt)  # its ranks may still save
-        if decision is None and status.open_attempt is not None:
-            decision = end_attempt(tenure, facts_of_rescue(me, dead_node), me.room())
-        try:
+            _refuse(status, me, decision)
+            tenure = _take_lease(run, me, lease.attempt)  # its ranks may still save
+            if decision is None and status.open_attempt is not None:
+                decision = end_attempt(tenure, facts_of_rescue(me, dead_node), me.room())
             decision = decision or _leave(tenure)  # the supervisor died between two attempts, or before the first
         except NotRunnable:
             return None
         return replace(tenure, decision=decision) if decision.action in ("requeue", "successor") else None
+
+
+def _refuse(status: Status, me: Me, decision: Decision | None) -> None:
+    """Raise NotRunnable if this job has nothing to run: Slurm is not asked, whose silence would be no answer."""
+    if status.token != me.token and (decision is None or decision.action != "successor"):
+        raise NotRunnable(f"{status.name}: job {me.job_id} begins nothing: the run was submitted again since")
+    is_decided = status.attempt is not None and status.attempt.began.token == me.token and status.is_over
+    if status.state in ("finished", "cancelled") or is_decided:  # by an earlier supervisor of this job
+        raise _over(status)
+
+
+def _over(status: Status) -> NotRunnable:
+    words = f": {status.reason}" if status.reason else ""
+    return NotRunnable(f"{status.name} is {status.state}{words}", _EXITS.get(status.state, EXIT_RESUMABLE))
+
+
+def _take_lease(run: RunDir, me: Me, attempt: int) -> Tenure:
+    """Become the one writer. Raises NotRunnable where another user wrote the config, or the job lacks a variable."""
+    try:
+        run.refuse_foreign()
+        config = run.config()
+    except InputError as error:
+        Journal(run).append(Refused(token=me.token, error=str(error)))
+        raise NotRunnable(str(error), EXIT_RUN_FAILED) from error
+    tenure = Tenure(run=run, config=config, me=me, journal=Journal(run, secrets.token_hex(8)))
+    tenure.write_lease(attempt)
+    return tenure
+
+
+def _controller_time() -> float:
+    """Return the time by the controller's clock; by ours if Slurm does not answer."""
+    from jobkit.slurm import jobs
+
+    try:
+        return jobs.controller_time()
+    except SchedulerError:
+        return time.time()
 
 
 # A job that Slurm is ending
@@ -188,7 +280,7 @@ def _not_carried_out(status: Status, me: Me) -> Decision | None:
     has not done it.
     """
     attempt = status.attempt
-    if status.state != "queued" or attempt is None or attempt.ended is None or not belongs_to(attempt, me):
+    if status.state != "queued" or attempt is None or attempt.ended is None or not me.began(attempt):
         return None
     if attempt.ended.next not in ("requeue", "successor"):
         return None
@@ -208,7 +300,7 @@ def _leave(tenure: Tenure) -> Decision:
         decision = end_attempt(tenure, Facts(word=word), me.room())
     elif word == "cancelled":
         journal.append(Cancelled(reason=f"job {me.job_id} was cancelled"))
-        raise over(journal.status)
+        raise _over(journal.status)
     else:
         action = me.room().requeue
         assert action != "none"
@@ -216,5 +308,5 @@ def _leave(tenure: Tenure) -> Decision:
         if not me.is_requeued() and action == "requeue":
             journal.append(Requeued(job_id=me.job_id, reason=decision.reason))
     if me.is_requeued() or decision.action not in ("requeue", "successor"):
-        raise over(journal.status)
+        raise _over(journal.status)
     return decision

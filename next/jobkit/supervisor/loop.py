@@ -24,6 +24,7 @@ from jobkit.supervisor.agents import Agent, Agents, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margin_of
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED, Tenure
 from jobkit.supervisor.background import Background
+from jobkit.supervisor.closing import REQUESTS, request_of
 from jobkit.supervisor.protocol import Hello, Signal, Signalled, SignalName
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.running import Pressure, Running
@@ -51,9 +52,6 @@ ORDERS: dict[Pressure, tuple[SignalName, bool]] = {
     Pressure.KILL: ("KILL", False),
 }
 """The signal of each pressure, and whether it spares ranks that save."""
-
-REQUESTS: dict[str, Cause] = {"cancel": "cancelled", "stop": "stopped", "preempt": "preempted"}
-"""What commands ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +280,7 @@ class Supervisor:
             except OSError as error:
                 log.warning("the journal waits for the disk: %s", error)
         number = 0 if status.attempt is None else status.attempt.number
-        return attempts.request_of(run, self.tenure.me.token, number)
+        return request_of(run, self.tenure.me.token, number)
 
     # End
 

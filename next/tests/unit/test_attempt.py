@@ -22,11 +22,8 @@ from jobkit.run.rundir import RunDir
 from jobkit.slurm.jobs import Job
 from jobkit.supervisor.attempt import (
     EXIT_RUN_FAILED,
-    Facts,
-    LostNode,
     Me,
     NotRunnable,
-    Room,
     Tenure,
     begin,
     close,
@@ -34,8 +31,9 @@ from jobkit.supervisor.attempt import (
     rescue,
     take_over,
 )
+from jobkit.supervisor.diagnosis import Facts, LostNode
 from jobkit.supervisor.protocol import Exited
-from jobkit.supervisor.retry import PAUSES
+from jobkit.supervisor.retry import PAUSES, Room
 
 HERE = Room(in_place=lambda without: True)
 QUEUE = Room(requeue="requeue")
