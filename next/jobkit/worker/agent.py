@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import NoReturn
 
 from jobkit.log import configure, log
-from jobkit.run.processes import with_variables
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.run.slots import Page
@@ -44,6 +43,7 @@ from jobkit.worker.children import Children, send
 from jobkit.worker.forked import become_rank, run_rank_program, start_anew
 from jobkit.worker.link import Link
 from jobkit.worker.preload import import_for_ranks
+from jobkit.worker.processes import with_variables
 from jobkit.worker.rendezvous import Reservation, environment_of
 from jobkit.worker.stop import STOP_SIGNALS
 

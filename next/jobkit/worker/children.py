@@ -17,11 +17,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobkit.run import processes
-from jobkit.run.processes import Process
 from jobkit.run.slots import Page, Phase
 from jobkit.supervisor.protocol import Exited, Signal, Silent
 from jobkit.supervisor.watchdog import Watch
+from jobkit.worker import processes
+from jobkit.worker.processes import Process
 
 ENDED_BY_STOP = {code for number in (signal.SIGTERM, signal.SIGUSR2) for code in (-number, 128 + number)}
 """How a program without a handler ends, and a shell whose command has ended so."""

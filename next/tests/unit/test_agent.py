@@ -16,7 +16,7 @@ import yaml
 from submitit.core.utils import DelayedSubmission
 
 from jobkit import start
-from jobkit.run import processes, records
+from jobkit.run import records
 from jobkit.run.records import Contact, Lease
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.protocol import (
@@ -36,6 +36,7 @@ from jobkit.supervisor.protocol import (
     Welcome,
     encode,
 )
+from jobkit.worker import processes
 from jobkit.worker.main import Worker
 
 M = TypeVar("M")

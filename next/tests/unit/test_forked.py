@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jobkit.run import processes
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Resources
 from jobkit.run.slots import Page
 from jobkit.supervisor.protocol import RankPlace, Start
+from jobkit.worker import processes
 from jobkit.worker.cpus import share_of
 from jobkit.worker.forked import become_rank, run_and_end
 from jobkit.worker.rendezvous import environment_of
