@@ -51,13 +51,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse a command line: options may stand between the other words, and `--sort -loss` is an option's value."""
-        joined: list[str] = []
-        for word in words:
-            takes_it = joined and joined[-1] == "--sort" and "--sort" in self._option_string_actions
-            if takes_it:
-                joined[-1] += f"={word}"
-            else:
-                joined.append(word)
+        joined = list(words)
+        if "--sort" in joined[:-1]:
+            at = joined.index("--sort")
+            joined[at : at + 2] = [f"--sort={joined[at + 1]}"]
         return self.parse_intermixed_args(joined)
 
     def error(self, message: str) -> NoReturn:
