@@ -1,7 +1,6 @@
 """The one way to write a file: whole or not at all, and on the disk before anything refers to it.
 
-write_json(run.status_file, {"step": 3})          a reader sees the old file or the new one, never a part
-with replacing(path) as file: file.write(...)     the same for content that comes in parts
+write_json(run.status_file, {"step": 3})     a reader sees the old file or the new one, never a part
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ import os
 import pwd
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 FOR_OWNER = 0o600
 
 
-@contextmanager
-def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a temporary file, which replaces `path` once the block has ended without an error.
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace `path` with `data`, by a temporary file beside it.
 
     Args:
         durable: False skips the fsync: for files that are only a view of something durable, like a progress report
@@ -32,7 +29,7 @@ def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterato
     temporary.unlink(missing_ok=True)  # a killed process of the same pid may have left it, with other permissions
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            yield file
+            file.write(data.encode() if isinstance(data, str) else data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -40,14 +37,12 @@ def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterato
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if durable:
-        fsync_dir(path.parent)  # a rename is an entry of the directory; the fsync of the file does not reach it
-
-
-def write_atomic(path: Path, data: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace `path` with `data`, as `replacing` does."""
-    with replacing(path, durable=durable, mode=mode) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+    if durable:  # a rename is an entry of the directory; the fsync of the file does not reach it
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -66,15 +61,6 @@ def replace_link(path: Path, target: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, path.parent))
     temporary.replace(path)
-
-
-def fsync_dir(path: Path) -> None:
-    """Make the entries of a directory (a rename, a new file) durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _temporary(path: Path) -> Path:
