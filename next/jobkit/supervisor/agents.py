@@ -3,8 +3,8 @@
     agent --Hello, Ready, Exited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
           <--Welcome, Start, Signal, Ack, Leave------- Agents.send()
 
-supervisor.json (the Contact) says where the port is. loop.py does everything here in its main thread; other threads and
-signal handlers only call `wake`. The other end of a connection is worker/link.py.
+supervisor.json (the Contact) says where the port is. loop.py does everything here in its main thread; other threads
+only call `wake`. The other end of a connection is worker/link.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import selectors
+import signal
 import socket
 import time
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class Agent:
     alive: set[int] = field(default_factory=set)
     """Its ranks that run."""
     is_signalled: bool = False
+    pressed: int = 0
+    """What its ranks were sent last: a Pressure of running.py."""
     heard: set[int] = field(default_factory=set)
     """Serials that arrived: an agent repeats what is not acknowledged."""
     to_acknowledge: list[int] = field(default_factory=list)
@@ -121,6 +124,7 @@ class Agents:
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
             end.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         before = run.contact()  # agents that live know its port and its secret
         self._listener = _listen(host, before.port if before else 0)
         self._secret = before.secret if before else secrets.token_hex(32)
@@ -139,11 +143,11 @@ class Agents:
         records.write(run.contact_file, contact, mode=FOR_OWNER)
 
     def wake(self) -> None:
-        """Let `wait` return; any thread and any signal handler may call it."""
+        """Let `wait` return, as each signal does; any thread may call it."""
         try:
             self._waker.send(b"w")
-        except BlockingIOError:
-            return  # many calls wait already
+        except OSError:  # many calls wait already, or the supervisor ends
+            return
 
     def wait(self, seconds: float) -> list[tuple[Agent, News]]:
         """Return the news that arrive within some seconds, as soon as there are any."""
@@ -164,7 +168,7 @@ class Agents:
     def send(self, agent: Agent, message: Message) -> None:
         """Send a message; an agent without a connection gets none: its Hello says in which state it comes back."""
         if isinstance(message, Start):
-            agent.port, agent.is_signalled = None, False
+            agent.port, agent.is_signalled, agent.pressed = None, False, 0
             agent.alive = {place.rank for place in message.ranks}
         if agent.connection is not None:
             self._write(agent.connection, message)
@@ -212,6 +216,7 @@ class Agents:
             self.send(agent, Leave())
         for connection in list(self._connections):
             self._drop(connection)
+        signal.set_wakeup_fd(-1)
         self._selector.close()
         for sock in (self._listener, self._waker, self._woken):
             sock.close()
@@ -282,7 +287,7 @@ class Agents:
             return
         match message:
             case Hello():
-                agent.alive = set(message.alive)
+                agent.alive, agent.pressed = set(message.alive), 0  # it may have missed a signal
             case Ready():
                 agent.port = message.port
             case Exited() | Signalled():

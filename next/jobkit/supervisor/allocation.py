@@ -1,21 +1,33 @@
 """What the supervisor's loop needs of its job: nodes, agents on them, the scheduler's word, a way back to the queue.
 
-loop.py --> Allocation <-- SlurmAllocation (a Slurm job), LocalAllocation (this machine)
+loop.py --> Allocation (this machine: one agent, which simulates the nodes and holds the devices)
+                ^-- SlurmAllocation
 """
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from jobkit import start
+from jobkit.run.rundir import RunDir
+from jobkit.supervisor.attempt import Tenure
+from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import Job, StopCause
-    from jobkit.supervisor.attempt import Tenure
-    from jobkit.supervisor.placement import Placement
+
+LOCAL = "local"
+"""The name of this machine's only node."""
+
+MOST_TRIES = 3
+"""How often an agent is started on a node before one attempt."""
 
 MARGIN_SECONDS = 90.0
 """How long before the time limit ranks are told to stop: a fifth of the limit, but at most this."""
@@ -57,39 +69,67 @@ class LaunchFailure:
     """The nodes that are to blame; empty where all failed alike, which is no node's fault."""
 
 
-class Allocation(Protocol):
-    """The job of a supervisor. The loop calls all but `look` in its main thread."""
+class Allocation:
+    """The job of a supervisor: here a `job.sh` that a submission started on this machine.
 
-    host: str
+    The loop calls all but `look` in its main thread.
+    """
+
+    host = "127.0.0.1"
     """The address that agents are to call; empty is every interface."""
-    signals_stop: bool
+    signals_stop = True
     """True if a signal to the supervisor is a person's wish; else it is Slurm's, and Slurm is asked why."""
-    attempt_seconds: float
-    """The time limit of each attempt, where no scheduler keeps one for the job."""
+
+    def __init__(self, run: RunDir, attempt_seconds: float | None = None) -> None:
+        self.run = run
+        self.attempt_seconds = math.inf if attempt_seconds is None else attempt_seconds
+        """The time limit of each attempt, where no scheduler keeps one for the job."""
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._agents_started = 0
 
     def nodes(self) -> list[str]:
-        """Return the names of the job's nodes, in Slurm's order; `local` on this machine, whose agent has all ranks."""
+        """Return the names of the job's nodes, in Slurm's order."""
+        return [LOCAL]
 
     def start_agents(self, nodes: Sequence[str], attempt: int) -> None:
         """Start agents on those nodes for which no start is under way. srun's words are logged with the attempt."""
+        if self._agent is None and self._agents_started < MOST_TRIES:
+            self._agents_started += 1
+            self._agent = subprocess.Popen(
+                start.words("jobkit.worker.agent", str(self.run.path)),
+                stdin=subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if name != "JOBKIT_TOKEN"},
+                start_new_session=True,  # a signal to the process group of job.sh is for the supervisor alone
+            )
 
     def launch_failure(self, missing: Collection[str], look: Look) -> LaunchFailure | None:
         """Return why agents that did not say Hello yet will not come; None while they may."""
+        if self._agent is not None and self._agent.poll() is not None:
+            self._agent = None
+        if self._agent is not None or self._agents_started < MOST_TRIES:
+            return None  # it may wait for devices for days
+        self._agents_started = 0
+        return LaunchFailure(words=f"{MOST_TRIES} agents ended before they were ready; see {self.run.job_log}")
 
     def launched(self) -> None:
         """All agents that were wanted are ready: the next start of agents is the first try again."""
+        self._agents_started = 0
 
     def lost(self, node: str) -> None:
         """The agent of a node is gone."""
-
-    def dead(self) -> list[str]:
-        """Return nodes whose agent is known to be dead, before its connection says so."""
+        if self._agent is not None:
+            self._agent.kill()  # it may be stopped
+            self._agent.wait()
+            self._agent = None
 
     def look(self) -> Look:
         """Ask the scheduler; called in a thread."""
+        return Look(asked=time.monotonic())
 
     def room(self, tenure: Tenure, look: Look, placement: Placement) -> Room:
         """Return what the job can still do after an attempt."""
+        return Room(in_place=lambda without: True)
 
     def again(self, tenure: Tenure, decision: Decision, lost: Collection[str]) -> None:
         """Put the run into the queue again, as the decision says. `lost`: nodes that this start of the job has lost."""
+        raise AssertionError(f"this machine has no queue: {decision}")

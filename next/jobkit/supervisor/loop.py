@@ -68,12 +68,12 @@ class Stop:
 class Supervisor:
     """Runs the attempts of one run in one job.
 
-    supervisor = Supervisor(tenure, LocalAllocation(run, None))
-    signal.signal(signal.SIGTERM, supervisor.on_signal)
-    code = supervisor.run()
+    code = Supervisor(tenure, Allocation(run), signals).run()
+
+    Handlers append to `signals`; each signal wakes the main thread.
     """
 
-    def __init__(self, tenure: Tenure, allocation: Allocation) -> None:
+    def __init__(self, tenure: Tenure, allocation: Allocation, signals: list[int]) -> None:
         me = tenure.me
         self.tenure, self.allocation = tenure, allocation
         self.agents = Agents(tenure.run, me.job_id, writer=tenure.writer, host=allocation.host, restart=me.restart)
@@ -81,15 +81,11 @@ class Supervisor:
         self.running: Running | None = None
         self.look = Look(asked=-math.inf, answered=False)
         """Slurm's newest answer."""
-        self._signals = 0
+        self._signals = signals
         self._request: Request | None = None
-        self._answered: Request | None = None
-        """The request that the last attempt ended for: a look at the disk may be under way that finds it again."""
         self._unclear_since = self._signalled_at = -math.inf
         self._started_at = math.inf
         """When the ranks of this attempt were started; infinity between attempts."""
-        self._pressed: dict[str, Pressure] = {}
-        """What the agent of each node was told last."""
         self._writing = threading.Lock()
         self._slurm = Background(allocation.look, self.agents.wake, every=QUIET_SECONDS)
         self._disk = Background(self._look_at_disk, self.agents.wake, every=DISK_SECONDS)
@@ -112,11 +108,6 @@ class Supervisor:
                 return code
             self.running, self._started_at = None, math.inf
             running = self._next()
-
-    def on_signal(self, number: int, frame: object) -> None:
-        """Count a signal to this process."""
-        self._signals += 1
-        self.agents.wake()
 
     # Begin
 
@@ -182,7 +173,6 @@ class Supervisor:
 
     def _follow(self, number: int, alive: dict[int, str]) -> Running:
         folder = self.tenure.run.ends_folder(number)
-        self._pressed = {}
         self.running = Running(
             number, alive, lambda: frozenset(int(file.stem) for file in folder.glob("*.json") if file.stem.isdigit())
         )
@@ -197,13 +187,10 @@ class Supervisor:
         change = math.inf if running is None else running.next_change(now)
         for agent, news in self.agents.wait(min(1.0, until - now, change - now)):
             self._take(agent, news)
-        for node in self.allocation.dead():
-            self.agents.lose(node)
         for look in self._slurm.take():
             self.look = look if look.answered else self.look
         for request in self._disk.take():
-            if request is not None and request != self._answered:
-                self._request = request
+            self._request = request
         if running is not None:
             self._obey(running)
             self._press(running)
@@ -214,10 +201,8 @@ class Supervisor:
             running.ask(stop.cause, stop.words, time.monotonic(), end=stop.end, margin=stop.margin)
 
     def _take(self, agent: Agent, news: News) -> None:
-        if isinstance(news, Hello):
-            self._pressed.pop(agent.node, None)  # it may have missed a signal
-            if news.alive and self.tenure.adopted is not None:  # to job.sh, ranks that live are as good as a beginning
-                self.tenure.run.failed_starts.unlink(missing_ok=True)
+        if isinstance(news, Hello) and news.alive and self.tenure.adopted is not None:
+            self.tenure.run.failed_starts.unlink(missing_ok=True)  # to job.sh they are as good as a beginning
         if isinstance(news, Signalled):
             self._signalled_at = time.monotonic()
         if isinstance(news, (Signalled, Lost)):
@@ -242,20 +227,21 @@ class Supervisor:
                 log.warning("ranks on %s do not end", node)
                 self.starter.give_up(node)
                 self.agents.lose(node)
-            elif agent is not None and agent.connection is not None and self._pressed.get(node, 0) < level:
+            elif agent is not None and agent.connection is not None and agent.pressed < level:
                 name, spares_saving = ORDERS[level]
                 self.agents.send(agent, Signal(attempt=running.attempt, name=name, unless_saving=spares_saving))
-                self._pressed[node] = level
+                agent.pressed = level
 
     def _reason(self) -> Stop | None:
         """Return the reason to stop that there is now, if any."""
         now, look = time.monotonic(), self.look
         if self._signals and self.allocation.signals_stop:
-            return Stop(cause="stopped", end=now + MARGIN_SECONDS if self._signals == 1 else now)
+            return Stop(cause="stopped", end=now + MARGIN_SECONDS if len(self._signals) == 1 else now)
         if self._signals:  # Slurm's SIGTERM to the batch step
-            self._signals = 0
+            self._signals.clear()
             self._ask_slurm()
-        if (request := self._request) is not None:
+        request, number = self._request, self.running.attempt if self.running is not None else None
+        if request is not None and (request.kind == "cancel" or request.attempt == number):
             grace = MARGIN_SECONDS if request.grace is None else request.grace
             cause = REQUESTS[request.kind]
             return Stop(cause=cause, words=f"{cause} by {request.user or 'a person'}", end=now + grace)
@@ -300,11 +286,8 @@ class Supervisor:
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
         if decision.action != "in_place":
             self._until_written()
-        self._answered, self._request = self._request, None
         if not self.tenure.journal.waits:
             self.agents.acknowledge_exits()
-            if self._answered is not None:
-                self.tenure.run.request_file(self._answered.kind).unlink(missing_ok=True)
         return decision
 
     def _until_written(self) -> None:

@@ -25,29 +25,25 @@ def main(arguments: Sequence[str]) -> int:
     configure()
     scheduler, path, *srun_arguments = arguments
     run = RunDir(path)
-    early: list[int] = []
+    signals: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):  # job.sh has ignored SIGTERM until here
-        signal.signal(signum, lambda number, frame: early.append(number))
+        signal.signal(signum, lambda number, frame: signals.append(number))
     try:
-        me = _slurm_me(run) if scheduler == "slurm" else _local_me()
+        if scheduler == "slurm":
+            from jobkit.supervisor.slurm_allocation import SlurmAllocation, this_job
+
+            me = this_job(run)
+        else:
+            me = Me(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
         tenure = _take_over(run, me)
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return error.exit_code
-    allocation: Allocation
     if scheduler == "slurm":
-        from jobkit.supervisor.slurm_allocation import SlurmAllocation
-
-        allocation = SlurmAllocation(run, me, tenure.config.resources, srun_arguments)
+        allocation: Allocation = SlurmAllocation(run, me, tenure.config.resources, srun_arguments)
     else:
-        from jobkit.supervisor.local_allocation import LocalAllocation
-
-        allocation = LocalAllocation(run, tenure.config.resources.seconds)
-    supervisor = Supervisor(tenure, allocation)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, supervisor.on_signal)
-    for number in early:
-        supervisor.on_signal(number, None)
+        allocation = Allocation(run, tenure.config.resources.seconds)
+    supervisor = Supervisor(tenure, allocation, signals)
     try:
         code = supervisor.run()
     except NotRunnable as error:
@@ -73,13 +69,3 @@ def _take_over(run: RunDir, me: Me) -> Tenure:
                 raise
             log.warning("%s: the supervisor waits for room on the disk: %s", run.name, error)
         time.sleep(DISK_SECONDS)
-
-
-def _local_me() -> Me:
-    return Me(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
-
-
-def _slurm_me(run: RunDir) -> Me:
-    from jobkit.supervisor.slurm_allocation import this_job
-
-    return this_job(run)

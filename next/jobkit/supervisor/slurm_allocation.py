@@ -21,16 +21,13 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Resources
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import requeue
-from jobkit.supervisor.allocation import LaunchFailure, Look, margin_of
+from jobkit.supervisor.allocation import MOST_TRIES, Allocation, LaunchFailure, Look, margin_of
 from jobkit.supervisor.attempt import Me, NotRunnable, Tenure
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
 
 AGENT_SECONDS = 120.0
 """How long srun may take to start agents; with a busy controller it waits for its step."""
-
-MOST_TRIES = 3
-"""How often an agent is started on a node before one attempt: the second and third time alone."""
 
 QUICK_SECONDS = 10.0
 """How long a question may take whose answer is useful and not needed."""
@@ -63,15 +60,15 @@ class Step:
         return " / ".join(lines[-3:]) or "srun said nothing"
 
 
-class SlurmAllocation:
+class SlurmAllocation(Allocation):
     """The job of a supervisor that job.sh started on the job's first node. `srun_arguments` are the user's own."""
 
     host = ""
     signals_stop = False
-    attempt_seconds = math.inf
 
     def __init__(self, run: RunDir, me: Me, resources: Resources, srun_arguments: Sequence[str] = ()) -> None:
-        self.run, self.me, self.resources = run, me, resources
+        super().__init__(run)
+        self.me, self.resources = me, resources
         self.srun_arguments = srun_arguments
         self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
         self._steps: list[Step] = []
@@ -195,11 +192,6 @@ class SlurmAllocation:
         self._launched.discard(node)
         for step in self._steps:
             step.nodes = [name for name in step.nodes if name != node]
-
-    def dead(self) -> list[str]:
-        for step in self._steps:
-            step.srun.poll()  # it stays a zombie until somebody asks
-        return []  # a closed connection says so within milliseconds
 
     # Slurm
 

@@ -117,7 +117,7 @@ def test_ranks_that_do_not_end_cost_their_node(tmp_path: Path, names: list[str],
     config = Config(name="toy", task="toy:train", resources=Resources(nodes=len(names)))
     tenure = Tenure(run=run, config=config, me=Me(job_id="7", token="t"), journal=Journal(run, "w"))
     allocation = SimpleNamespace(nodes=lambda: names, host="127.0.0.1", look=lambda: None)
-    supervisor = Supervisor(tenure, allocation)  # type: ignore[arg-type]
+    supervisor = Supervisor(tenure, allocation, [])  # type: ignore[arg-type]
     ranks = Running(3, dict(enumerate(names)), ends=frozenset)
     ranks.ask("preempted", "", now=time.monotonic() - END_SECONDS, end=0.0)
     supervisor._press(ranks)
