@@ -37,7 +37,6 @@ from jobkit.supervisor.protocol import (
     Start,
 )
 from jobkit.supervisor.watchdog import Watch
-from jobkit.worker.agent_signals import AgentSignals
 from jobkit.worker.alone import Alone
 from jobkit.worker.children import Children, send
 from jobkit.worker.forked import become_rank, run_rank_program, start_anew
@@ -45,7 +44,7 @@ from jobkit.worker.link import Link
 from jobkit.worker.preload import import_for_ranks
 from jobkit.worker.processes import with_variables
 from jobkit.worker.rendezvous import Reservation, environment_of
-from jobkit.worker.stop import STOP_SIGNALS
+from jobkit.worker.signals import STOP_SIGNALS, AgentSignals
 
 LOCAL = "local"
 """The node of an agent on this machine."""
@@ -171,7 +170,6 @@ class Agent:
 
     def let_go(self) -> None:
         """Close what is the agent's: a supervisor must see the agent's death, and nobody else may keep its locks."""
-        signal.set_wakeup_fd(-1)
         self._signals.close()
         self.link.close()
         for page in self.children.pages:

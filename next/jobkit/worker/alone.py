@@ -19,11 +19,12 @@ from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import jobs, nodes
+from jobkit.supervisor.attempt import Me, rescue
 from jobkit.supervisor.protocol import Hello, Start
+from jobkit.supervisor.requeue import start_again
 from jobkit.worker.children import Children, send
 from jobkit.worker.forked import die_with_parent
 from jobkit.worker.link import Link
-from jobkit.worker.rescue import close_and_requeue
 
 LOCAL_SECONDS = 10.0
 """How long an agent waits where job.sh is dead too, as its lock proves: nobody starts the supervisor again."""
@@ -158,3 +159,24 @@ def _wait_for_end_of_script(job_id: str) -> None:
         except SchedulerError as error:
             log.info("%s", error)
         time.sleep(ASK_SECONDS)
+
+
+def close_and_requeue(run: RunDir, hello: Hello) -> None:
+    """Close the attempt, and put the run into the queue: the begin lock and the lease let one agent of the job act.
+
+    Raises what stands against it: then it is to be tried again.
+    """
+    lease, contact = run.lease(), run.contact()
+    if lease is None or contact is None:
+        raise OSError(f"{run.lease_file} or {run.contact_file}: cannot be read")
+    job, dead_node = None, None
+    try:
+        job = jobs.show(hello.job_id)
+        if lease.node is not None and not nodes.slurmd_answers(lease.node):
+            dead_node = lease.node
+    except SchedulerError as error:  # the requeue waits for Slurm, the decision does not
+        log.warning("%s", error)
+    me = Me(job_id=hello.job_id, token=lease.token, restart=hello.restart, node=lease.node, job=job)
+    tenure = rescue(run, me, contact.writer, dead_node)
+    if tenure is not None and tenure.decision is not None:
+        start_again(me, tenure.journal, tenure.config, tenure.decision, [] if dead_node is None else [dead_node])

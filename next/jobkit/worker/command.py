@@ -21,7 +21,7 @@ from jobkit.addresses import interface_towards
 from jobkit.errors import InputError
 from jobkit.worker import snapshot_path
 from jobkit.worker.rank import Rank
-from jobkit.worker.stop import STOP_SIGNALS
+from jobkit.worker.signals import STOP_SIGNALS
 
 _PROGRAMS = (".py", ".sh")
 

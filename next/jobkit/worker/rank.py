@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jobkit.errors import LostLease
 from jobkit.run import records
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.run.slots import Page, Phase
-from jobkit.worker.lease import check_lease
 
 
 @dataclass(eq=False)
@@ -92,5 +92,13 @@ class Rank:
                 records.write(self.run.progress_file, progress, durable=False)
 
     def check_lease(self) -> None:
-        """Raise LostLease if another attempt owns the run: before each file that others take for the truth."""
-        check_lease(self.run, self.attempt)
+        """Raise LostLease if another attempt owns the run: before each file that others take for the truth.
+
+        A node that was cut off, or a process that was stopped, may come back then. Raises OSError where the disk does
+        not say who owns it.
+        """
+        lease = self.run.lease()
+        if lease is None or lease.attempt != self.attempt:
+            raise LostLease(
+                f"another attempt has taken {self.run.name} over; attempt {self.attempt} writes nothing more"
+            )
