@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from jobkit.cli.arguments import add_runs, confirmed, worst
 from jobkit.errors import EXIT_FAILED, EXIT_FINISHED
+from jobkit.log import log
 from jobkit.run.files import user_name
 from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled
@@ -24,6 +25,9 @@ from jobkit.usage import show_examples, to_type
 
 PATIENCE_SECONDS = 180.0
 """How long a supervisor may take: its ranks get 90 s for their last checkpoint, and it may be starting."""
+
+KILLED_SECONDS = 30.0
+"""The same where the ranks are killed."""
 
 LOOK_SECONDS = 0.1
 ASK_SECONDS = 2.0
@@ -51,7 +55,7 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
     for now in views(runs):
         if now.is_over and now.state != LOST:
             yield EXIT_FINISHED, f"{now.run.name} is {now.state} already: nothing to cancel"
-        elif now.status.state == "queued" and not now.answered:
+        elif now.status.state == "queued" and not now.answered and grace:
             yield EXIT_FAILED, f"{now.run.name} was not cancelled: {now.words}"
         else:
             waiting.append(now)
@@ -63,7 +67,9 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
         from jobkit.slurm import jobs
 
         jobs.cancel(*queued)  # one command for all of them
-    deadline, ask_at = time.monotonic() + PATIENCE_SECONDS, 0.0
+    if waiting:
+        log.info("waiting until %s", "the ranks have saved and ended" if grace else "the ranks have ended")
+    deadline, ask_at = time.monotonic() + (PATIENCE_SECONDS if grace else KILLED_SECONDS), 0.0
     while waiting and time.monotonic() < deadline:
         is_due = time.monotonic() >= ask_at
         if is_due:
@@ -79,14 +85,18 @@ def cancel(runs: Sequence[RunDir], *, grace: bool = True) -> Iterator[tuple[int,
                 yield EXIT_FINISHED, _outcome(_settle(now))
         time.sleep(LOOK_SECONDS)
     for before in waiting:
-        yield EXIT_FAILED, _unanswered(before.run)
+        if grace or before.answered:
+            yield EXIT_FAILED, _unanswered(before.run)
+        else:  # its cluster may be gone for good; a job of it that lives is fenced off by the next submission
+            yield EXIT_FINISHED, _outcome(_settle(before, is_unheard=True))
 
 
-def _settle(now: View) -> View:
+def _settle(now: View, *, is_unheard: bool = False) -> View:
     """Journal the cancel of a run whose job is gone without a word, or whose attempt ended otherwise meanwhile."""
     with now.run.submit_lock():
         again = view(now.run, locked=True)
-        if again.status.token == now.status.token and again.state in (LOST, "interrupted"):
+        is_same = again.status.token == now.status.token
+        if is_same and (again.state in (LOST, "interrupted") or (is_unheard and not again.answered)):
             Journal(now.run).append(Cancelled(user=user_name(), reason=f"cancelled by {user_name()}"))
             again = view(now.run, locked=True)
         return again
@@ -107,5 +117,11 @@ def _outcome(now: View) -> str:
 def _unanswered(run: RunDir) -> str:
     """What a person can do about a supervisor that does not answer."""
     now, lease = view(run), run.lease()
-    job = f"scancel {now.job_id}" if now.job is not None else f"kill {lease.pid} on {lease.host}" if lease else "?"
+    submitted = now.status.submitted
+    if not now.answered:
+        where = submitted.cluster if submitted is not None else None
+        gone = f"if it is gone for good: {to_type('cancel', run.path, '--no-grace')}"
+        return f"{run.name} is still {now.state}: only its cluster, {where}, knows of job {now.job_id}; {gone}"
+    is_local = submitted is None or submitted.scheduler == "local"
+    job = f"kill {lease.pid} on {lease.host}" if is_local and lease is not None else f"scancel {now.job_id}"
     return f"{run.name} is still {now.state}: it was asked to stop; to end its job: {job}; its output: {run.job_log}"

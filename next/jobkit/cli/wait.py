@@ -25,13 +25,15 @@ LOOK_SECONDS = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
-    parser.add_argument("--timeout", type=_seconds, metavar="2h", help=f"wait no longer: exit code {EXIT_TIMED_OUT}")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="TIME", help=f"seconds, 10min, 2h ...; then exit code {EXIT_TIMED_OUT}"
+    )
     show_examples(parser, {"'digits*' --timeout 2h": "exit code 1: one failed, 75: one can be continued, 0: finished"})
 
 
 def _seconds(text: str) -> int:
     try:
-        return parse_seconds(text)
+        return int(text) if text.isdecimal() else parse_seconds(text)  # sbatch counts a bare number in minutes
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected {error}") from None
 

@@ -31,6 +31,7 @@ from jobkit.slurm import commands
 from jobkit.submission import checks
 from jobkit.submission.plan import LaunchPlan
 from jobkit.submission.sbatch import patiently
+from jobkit.usage import to_type
 
 Which = Literal["newest", "new", "this"]
 """Which run of a config is meant: --fresh makes a new one."""
@@ -75,7 +76,8 @@ def submit(
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         if before.state in UNDER_WAY:
             if not before.answered:
-                raise SchedulerError(f"{run.name}: {before.words}; a second job could train beside it: try again later")
+                gone = f"if that is gone for good, type first: {to_type('cancel', run.path, '--no-grace')}"
+                raise SchedulerError(f"{run.name}: {before.words}; a second job could train beside it; {gone}")
             return Outcome(run=run, before=before, started=False, job_id=before.job_id)
         checks.refuse_foreign(run)
         journal = None

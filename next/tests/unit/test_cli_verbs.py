@@ -312,13 +312,19 @@ def test_a_controller_that_is_away_keeps_a_queued_run_but_not_a_running_one(
 ) -> None:
     slurm["error"] = SchedulerTimeout("no answer")
     monkeypatch.setattr(cancel, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(cancel, "KILLED_SECONDS", 0.0)
     queued = make_run(tmp_path, NAME, submitted("slurm"))
     assert main(["cancel", NAME]) == 1
     assert read_status(queued).state == "queued" and queued.request("cancel") is None
     Journal(queued).append(began())
-    assert main(["cancel", NAME, "--no-grace"]) == 1  # its supervisor was asked, and did not answer yet
+    assert main(["cancel", NAME]) == 1  # its supervisor was asked, and did not answer yet
+    assert read_status(queued).state == "running"
+    assert (
+        main(["cancel", NAME, "--no-grace"]) == 0
+    )  # neither it nor the cluster answers: a person says that they are gone
     request = queued.request("cancel")
     assert request is not None and (request.token, request.attempt, request.grace) == (TOKEN, 1, 0.0)
+    assert read_status(queued).state == "cancelled"
 
 
 def _supervisor(run: RunDir, kind: str, *events: Event) -> Callable[[], None]:
