@@ -23,8 +23,8 @@ from typing import Any
 from jobkit.errors import InputError, nearest
 from jobkit.run import overrides as overriding
 from jobkit.run.interpolation import RUN_DIR, KeyPath, resolve
-from jobkit.run.overrides import with_value
-from jobkit.run.schema import ALL, AUTO, PARALLEL_WORDS, SECTIONS, Config
+from jobkit.run.overrides import keys_below, with_value
+from jobkit.run.schema import ALL, AUTO, DROPPED, PARALLEL_WORDS, SECTIONS, Config
 from jobkit.run.strict import build
 from jobkit.run.yamlfile import COMMAND_LINE, Places, read_yaml
 
@@ -86,6 +86,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
             values, keys = overriding.apply(text, values)
             places.by_key |= dict.fromkeys(keys, (COMMAND_LINE, None))
             typed += keys
+        for key in keys_below(values):
+            if key in DROPPED:
+                raise InputError("no longer a key", key=key, hint=DROPPED[key])
         resolved, expressions = resolve(values)
         _refuse_sections_in_params(resolved.get("params"))
         config = _config(resolved)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jobkit.errors import InputError, closest
-from jobkit.run.schema import SECTIONS
+from jobkit.run.schema import DROPPED, SECTIONS
 from jobkit.run.yamlfile import COMMAND_LINE, parse_value
 
 KEYS_SHOWN = 12
@@ -36,7 +36,7 @@ def apply(text: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         value = parse_value(written, key)
         top, *below = key.split(".")
         if top not in SECTIONS:
-            raise InputError("unknown key", key=key, hint=_key_meant(key, values), allowed=", ".join(SECTIONS))
+            raise InputError("unknown key", key=key, hint=DROPPED.get(key) or _key_meant(key, values), allowed=", ".join(SECTIONS))
         is_strict = top == "params" and not typed.startswith("+")
         present = {} if top == "params" and values.get(top) is None else values.get(top)
         tree = with_value(present, below, value, top, is_strict=is_strict)

@@ -333,3 +333,16 @@ SECTIONS: dict[str, list[str]] = {
     for section in dataclasses.fields(Config)
 }
 """The top-level keys, each with the keys below it; empty for a key with free keys or a plain value."""
+
+
+DROPPED = {
+    "check": "check inputs at the start of the training function; `inputs:` still names files that must exist",
+    "verify_every": "`jobkit verify` compares an interrupted run with an uninterrupted one",
+    "pipeline": "submit each stage as a run of its own, with `after: [RUN]`",
+    "start_from": "type --from RUN[@STEP] at the submission",
+    "checkpoint.mtbf": "`checkpoint.every: auto` measures the time between failures; or give steps or a time",
+    "retry.exclude_after": "a node is given up after two deaths without progress in between, or three within an hour",
+    "retry.in_place": "a failed attempt always starts again on the nodes of the job as long as they can be used",
+    "comm.powersgd_start": "PowerSGD begins as soon as torch allows it",
+}
+"""Keys of the second edition, and what takes their place."""

@@ -159,6 +159,14 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path: Path, text: str, key
     assert refused.value.key == key and repr(nearest) in refused.value.hint
 
 
+@pytest.mark.parametrize("key", schema.DROPPED)
+def test_a_key_of_the_second_edition_names_what_takes_its_place(tmp_path: Path, key: str) -> None:
+    top, _, below = key.partition(".")
+    with pytest.raises(InputError) as refused:
+        _config(tmp_path, f"{top}: {{{below}: 1}}" if below else f"{top}: 1")
+    assert (refused.value.key, refused.value.line, refused.value.hint) == (key, 3, schema.DROPPED[key])
+
+
 def test_every_field_has_a_sentence_for_the_manual() -> None:
     tree = ast.parse(Path(schema.__file__).read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
