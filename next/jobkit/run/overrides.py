@@ -36,7 +36,8 @@ def apply(text: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         value = parse_value(written, key)
         top, *below = key.split(".")
         if top not in SECTIONS:
-            raise InputError("unknown key", key=key, hint=DROPPED.get(key) or _key_meant(key, values), allowed=", ".join(SECTIONS))
+            hint = DROPPED.get(key) or _key_meant(key, values)
+            raise InputError("unknown key", key=key, hint=hint, allowed=", ".join(SECTIONS))
         is_strict = top == "params" and not typed.startswith("+")
         present = {} if top == "params" and values.get(top) is None else values.get(top)
         tree = with_value(present, below, value, top, is_strict=is_strict)
