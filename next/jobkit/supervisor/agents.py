@@ -45,7 +45,6 @@ CALL_AGAIN_SECONDS = 1.0
 """How long an agent whose connection closed has to call again. It is also the window in which the agents of one step
 that is killed disappear together."""
 
-GREETING_SECONDS = 10.0
 GREETING_BYTES = 65536
 STRANGERS = 64
 """Limits for connections without a Hello: anybody on the network may connect."""
@@ -53,6 +52,14 @@ STRANGERS = 64
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
 """A node without power closes nothing: the system asks after 5 s and gives the connection up 9 s later. The last value,
 in milliseconds, counts while sent data is not acknowledged: then the system does not ask."""
+
+
+def notice_death(sock: socket.socket) -> None:
+    """Let a connection close once the other end is gone, and send each line at once."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 @dataclass(frozen=True)
@@ -97,13 +104,9 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        notice_death(sock)
         self.socket = sock
         self.lines = Lines()
-        self.opened_at = time.monotonic()
         self.bytes = 0
         self.agent: Agent | None = None
 
@@ -189,7 +192,7 @@ class Agents:
         """Give an agent up at once, as one whose process is known to be dead or whose ranks do not end."""
         if (agent := self.by_node.get(node)) is not None:
             self._given_up.add((node, agent.pid))
-            agent.closed_at = min(agent.closed_at, time.monotonic()) if agent.connection is None else time.monotonic()
+            agent.closed_at = time.monotonic()
             self._lose(agent, "step" if len(self.by_node) == 1 else "gone")
 
     def address_of(self, node: str) -> str:
@@ -248,6 +251,8 @@ class Agents:
             return
         connection.bytes += len(data)
         try:
+            if connection.agent is None and connection.bytes > GREETING_BYTES:
+                raise ValueError("its greeting is too long")
             for message in connection.lines.feed(data):
                 if connection.agent is None and not self._greet(connection, message):
                     self._drop(connection)
@@ -322,10 +327,6 @@ class Agents:
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for connection in list(self._connections):
-            is_late = now - connection.opened_at > GREETING_SECONDS or connection.bytes > GREETING_BYTES
-            if connection.agent is None and is_late:
-                self._drop(connection)
         gone = [agent for agent in self.by_node.values() if agent.connection is None]
         if any(now - agent.closed_at >= CALL_AGAIN_SECONDS for agent in gone):
             all_at_once = len(gone) == len(self.by_node)
@@ -336,15 +337,12 @@ class Agents:
                     self._lose(agent, "gone")
 
     def _lose(self, agent: Agent, why: Literal["gone", "step"]) -> None:
-        self._forget(agent)
-        self._news.append((agent, Lost("signalled" if agent.is_signalled else why)))
-
-    def _forget(self, agent: Agent) -> None:
         if self.by_node.get(agent.node) is agent:
             del self.by_node[agent.node]
-        if (connection := agent.connection) is not None:
-            connection.agent = agent.connection = None
+        connection, agent.connection = agent.connection, None
+        if connection is not None:
             self._drop(connection)
+        self._news.append((agent, Lost("signalled" if agent.is_signalled else why)))
 
 
 def _listen(host: str, port: int) -> socket.socket:

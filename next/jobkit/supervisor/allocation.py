@@ -18,13 +18,11 @@ from jobkit import start
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.attempt import Tenure
 from jobkit.supervisor.placement import Placement
+from jobkit.supervisor.protocol import LOCAL
 from jobkit.supervisor.retry import Decision, Room
 
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import Job, StopCause
-
-LOCAL = "local"
-"""The name of this machine's only node."""
 
 MOST_TRIES = 3
 """How often an agent is started on a node before one attempt."""

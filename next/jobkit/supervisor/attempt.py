@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError, JobkitError, LostLease, SchedulerError
 from jobkit.run import records
@@ -45,6 +45,11 @@ class NotRunnable(JobkitError):
         self.exit_code = exit_code
 
 
+def way_back(job: Job | None) -> Literal["requeue", "successor"]:
+    """Return how the run of a job gets into the queue again."""
+    return "successor" if job is not None and not job.requeueable else "requeue"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Me:
     """The job for which a supervisor, or an agent that rescues, acts."""
@@ -68,10 +73,6 @@ class Me:
     def is_requeued(self) -> bool:
         """Return whether Slurm has put the job back into the queue: this start of it has nothing more to do."""
         return self.job is not None and self.job.is_requeued(_controller_time(), self.restart)
-
-    def room(self) -> Room:
-        """Return the room of a job that Slurm is ending."""
-        return Room(requeue="requeue" if self.job is None or self.job.requeueable else "successor")
 
     def began(self, attempt: Attempt) -> bool:
         """Return whether an attempt belongs to this start of this job."""
@@ -226,7 +227,7 @@ def rescue(run: RunDir, me: Me, writer: str, dead_node: str | None = None) -> Te
             _refuse(status, me, decision)
             tenure = _take_lease(run, me, lease.attempt)  # its ranks may still save
             if decision is None and status.open_attempt is not None:
-                decision = end_attempt(tenure, facts_of_rescue(me, dead_node), me.room())
+                decision = end_attempt(tenure, facts_of_rescue(me, dead_node), Room(requeue=way_back(me.job)))
             decision = decision or _leave(tenure)  # the supervisor died between two attempts, or before the first
         except NotRunnable:
             return None
@@ -297,15 +298,13 @@ def _leave(tenure: Tenure) -> Decision:
     me, journal = tenure.me, tenure.journal
     word = me.word()
     if journal.status.open_attempt is not None:
-        decision = end_attempt(tenure, Facts(word=word), me.room())
+        decision = end_attempt(tenure, Facts(word=word), Room(requeue=way_back(me.job)))
     elif word == "cancelled":
         journal.append(Cancelled(reason=f"job {me.job_id} was cancelled"))
         raise _over(journal.status)
     else:
-        action = me.room().requeue
-        assert action != "none"
-        decision = Decision(action=action, reason=word or "Slurm ends the job")
-        if not me.is_requeued() and action == "requeue":
+        decision = Decision(action=way_back(me.job), reason=word or "Slurm ends the job")
+        if not me.is_requeued() and decision.action == "requeue":
             journal.append(Requeued(job_id=me.job_id, reason=decision.reason))
     if me.is_requeued() or decision.action not in ("requeue", "successor"):
         raise _over(journal.status)

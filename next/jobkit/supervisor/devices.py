@@ -14,7 +14,6 @@ import os
 import pwd
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,44 +30,27 @@ LOOK_SECONDS = 0.5
 """Between two looks of a run that waits."""
 
 
-def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of this user's tickets and locks for this machine, which may share its home with others."""
-    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or Path.home(), ".local", "state")
+def folder() -> Path:
+    """Return the folder of this user's tickets and locks for this machine, which may share its home with others."""
+    state = os.environ.get("XDG_STATE_HOME") or Path(os.environ.get("HOME") or Path.home(), ".local", "state")
     return Path(state, "jobkit", "devices", socket.gethostname())
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """A run that waits for devices."""
-
-    run: str
-    """The path of its run directory."""
-    devices: str
-    """As in `2 of cuda 0, 1, 2, 3`."""
-    since: float
-    """In seconds since the epoch."""
+def turns() -> dict[str, str]:
+    """Return the turns of the runs that wait, by the paths of their directories, as in `no. 2 for 1 of cuda 0, 1`."""
+    return {
+        ticket["run"]: f"no. {place} for {ticket['count']} of {ticket['kind']} {', '.join(ticket['devices'])}"
+        for place, ticket in enumerate(_tickets(folder()), 1)
+    }
 
 
-def waiting(environ: Mapping[str, str] = os.environ) -> list[Waiting]:
-    """The runs of this user that wait for devices of this machine, the first one first."""
-    return [
-        Waiting(ticket["run"], f"{ticket['count']} of {ticket['kind']} {', '.join(ticket['devices'])}", ticket["since"])
-        for ticket in _tickets(folder(environ))
-    ]
-
-
-def turns(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The turns of the runs that wait, by the paths of their directories, as in `no. 2 for 1 of cuda 0, 1`."""
-    return {item.run: f"no. {place} for {item.devices}" for place, item in enumerate(waiting(environ), 1)}
-
-
-def of_run(run: RunDir, config: Config, environ: Mapping[str, str] = os.environ) -> Devices | None:
-    """The devices that a run on this machine needs, not taken yet; None if it needs none.
+def of_run(run: RunDir, config: Config) -> Devices | None:
+    """Return the devices that a run on this machine needs, not taken yet; None if it needs none.
 
     Raises InputError if the machine does not have as many, as after a move of the run to another one.
     """
     count = config.resources.world_size * config.resources.devices_per_rank
-    kind, names = visible_devices(config.device, environ)
+    kind, names = visible_devices(config.device, os.environ)
     if count == 0 or names is None or KINDS[kind].visible is None:
         return None
     if len(names) < count:
@@ -110,7 +92,7 @@ class Devices:
             for other in _tickets(self.folder)
             if other["file"] < ticket.name and not set(other["devices"]).isdisjoint(self.names)
         ]
-        gpus = _gpus(self.names, os.environ) if self.kind == "cuda" else {}
+        gpus = _gpus(self.names) if self.kind == "cuda" else {}
         free = [name for name in self.names if not before and not (name in gpus and gpus[name].users)]
         ids = {name: gpus[name].uuid if name in gpus else f"{self.kind}-{name}" for name in free}
         taken: dict[str, int] = {}
@@ -152,7 +134,7 @@ class Devices:
         ticket = self.folder / f"{time.time_ns():020d}-{os.getpid()}.ticket"
         text = {"run": str(self.run.path), "kind": self.kind, "devices": self.names, "count": self.count}
         temporary = ticket.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**text, "since": time.time()}), encoding="utf-8")
+        temporary.write_text(json.dumps(text), encoding="utf-8")
         self._files = [file for file in [_lock(temporary)] if file is not None]
         temporary.rename(ticket)
         return ticket
@@ -198,7 +180,7 @@ class _Gpu:
     """Processes of others that compute on it, in words."""
 
 
-def _gpus(names: list[str], environ: Mapping[str, str]) -> dict[str, _Gpu]:
+def _gpus(names: list[str]) -> dict[str, _Gpu]:
     """CUDA's devices by the names that CUDA_VISIBLE_DEVICES takes: numbers, UUIDs, beginnings of UUIDs.
 
     CUDA numbers devices by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID; the driver by the bus. With one model both agree;
@@ -214,7 +196,7 @@ def _gpus(names: list[str], environ: Mapping[str, str]) -> dict[str, _Gpu]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
         is_in_order = (
-            environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(map(pynvml.nvmlDeviceGetName, handles))) == 1
+            os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(map(pynvml.nvmlDeviceGetName, handles))) == 1
         )
         gpus = {}
         for name in names:

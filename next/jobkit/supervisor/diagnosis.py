@@ -28,7 +28,7 @@ SAID_LINES, SAID_CHARACTERS = 4, 2000
 _STOPPED = "the ranks were told to stop, and nobody knows by whom"
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-_OF_A_STOP = frozenset([*(-number for number in _STOP_SIGNALS), *(128 + number for number in _STOP_SIGNALS)])
+OF_A_STOP = frozenset([*(-number for number in _STOP_SIGNALS), *(128 + number for number in _STOP_SIGNALS)])
 """Exit codes of a program that a stop signal ended; a shell adds 128."""
 
 
@@ -160,7 +160,7 @@ def _death(
     lay_there = [failed[rank] for rank in {*reported, exited.rank} if rank in failed]
     if end := _first(lay_there, failed, facts):
         return _failed(end, failed, began, traces)
-    if facts.signalled and exited.code in _OF_A_STOP:
+    if facts.signalled and exited.code in OF_A_STOP:
         return Verdict(cause="unknown", error=_STOPPED)
     if exited.code < 0:
         return _killed(exited, node, traces)

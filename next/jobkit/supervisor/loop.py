@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from jobkit.log import log
@@ -25,7 +27,7 @@ from jobkit.supervisor.allocation import MARGIN_SECONDS, Allocation, Look, margi
 from jobkit.supervisor.attempt import EXIT_RUN_FAILED, Tenure
 from jobkit.supervisor.background import Background
 from jobkit.supervisor.closing import REQUESTS, request_of
-from jobkit.supervisor.protocol import Hello, Signal, Signalled, SignalName
+from jobkit.supervisor.protocol import LOCAL, Hello, Signal, Signalled, SignalName
 from jobkit.supervisor.retry import Decision
 from jobkit.supervisor.running import Pressure, Running
 from jobkit.supervisor.starter import CannotStart, Starter
@@ -52,6 +54,22 @@ ORDERS: dict[Pressure, tuple[SignalName, bool]] = {
     Pressure.KILL: ("KILL", False),
 }
 """The signal of each pressure, and whether it spares ranks that save."""
+
+
+T = TypeVar("T")
+
+
+def once_there_is_room(act: Callable[[], T], wait: Callable[[], object]) -> T:
+    """Return what `act` returns. A full disk is waited for, FULL_DISK_SECONDS at most; then OSError."""
+    deadline = time.monotonic() + FULL_DISK_SECONDS
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            if not is_full(error) or time.monotonic() >= deadline:
+                raise
+            log.warning("waiting for room on the disk: %s", error)
+        wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +160,7 @@ class Supervisor:
                 self._turn()
         used = nodes or self.starter.used
         ranks = sum(map(len, self.starter.places(used).values()))
-        number = self._begin([] if used == ["local"] else used, ranks)
+        number = self._begin([] if used == [LOCAL] else used, ranks)
         self._started_at = time.monotonic()
         ends = min(self.look.ends, self._started_at + self.allocation.attempt_seconds)
         messages = self.starter.messages(number, nodes, ends) if nodes else {}
@@ -160,16 +178,12 @@ class Supervisor:
 
     def _begin(self, nodes: list[str], ranks: int) -> int:
         """Journal a new attempt and return its number. A full disk is waited for; then OSError."""
-        deadline = time.monotonic() + FULL_DISK_SECONDS
-        while True:
-            try:
-                with self._writing:
-                    return attempts.begin(self.tenure, nodes, ranks)
-            except OSError as error:
-                if not is_full(error) or time.monotonic() >= deadline:
-                    raise
-                log.warning("the next attempt waits for room on the disk: %s", error)
-            self._turn(time.monotonic() + DISK_SECONDS)
+
+        def begin() -> int:
+            with self._writing:
+                return attempts.begin(self.tenure, nodes, ranks)
+
+        return once_there_is_room(begin, lambda: self._turn(time.monotonic() + DISK_SECONDS))
 
     def _follow(self, number: int, alive: dict[int, str]) -> Running:
         folder = self.tenure.run.ends_folder(number)
@@ -292,11 +306,12 @@ class Supervisor:
 
     def _until_written(self) -> None:
         """Wait until the disk has taken the end of the attempt. Raises OSError after a while."""
-        deadline = time.monotonic() + FULL_DISK_SECONDS
-        while self.tenure.journal.waits and time.monotonic() < deadline:
-            self._turn(time.monotonic() + DISK_SECONDS)
-        with self._writing:
-            self.tenure.journal.flush()
+
+        def flush() -> None:
+            with self._writing:
+                self.tenure.journal.flush()
+
+        once_there_is_room(flush, lambda: self._turn(time.monotonic() + DISK_SECONDS))
 
     def _may_be_ended(self) -> bool:
         """Return whether Slurm has signalled the agents, and srun may kill them yet: nothing may be started on them."""

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from jobkit.errors import EXIT_RESUMABLE, LostLease
 from jobkit.log import configure, log
-from jobkit.run.disk import is_full
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.allocation import Allocation
-from jobkit.supervisor.attempt import Me, NotRunnable, Tenure, take_over
-from jobkit.supervisor.loop import DISK_SECONDS, FULL_DISK_SECONDS, Supervisor
+from jobkit.supervisor.attempt import Me, NotRunnable, take_over
+from jobkit.supervisor.loop import DISK_SECONDS, Supervisor, once_there_is_room
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
             me = this_job(run)
         else:
             me = Me(job_id=os.environ["JOBKIT_JOB_ID"], token=os.environ["JOBKIT_TOKEN"])
-        tenure = _take_over(run, me)
+        # Ranks may live, and train on while there is no room for the lease.
+        tenure = once_there_is_room(lambda: take_over(run, me), lambda: time.sleep(DISK_SECONDS))
     except NotRunnable as error:
         log.warning("%s: %s", run.name, error)
         return error.exit_code
@@ -56,16 +56,3 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signum, signal.SIG_IGN)  # at its end Python gives up handlers, and a signal would kill it
     supervisor.agents.close()  # not after another exception: the next supervisor takes the agents over
     return code
-
-
-def _take_over(run: RunDir, me: Me) -> Tenure:
-    """Return the right to write. A full disk is waited for: ranks may live, and train on."""
-    deadline = time.monotonic() + FULL_DISK_SECONDS
-    while True:
-        try:
-            return take_over(run, me)
-        except OSError as error:
-            if not is_full(error) or time.monotonic() >= deadline:
-                raise
-            log.warning("%s: the supervisor waits for room on the disk: %s", run.name, error)
-        time.sleep(DISK_SECONDS)

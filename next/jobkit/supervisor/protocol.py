@@ -23,6 +23,9 @@ from typing import Any, Literal
 
 from jobkit.run import records
 
+LOCAL = "local"
+"""The node's name on this machine."""
+
 SignalName = Literal["STOP", "KILL", "STACKS"]
 """STOP: the stop flag, and SIGTERM to processes that handle it. STACKS: every rank writes its stacks to its log."""
 
@@ -47,7 +50,7 @@ class Hello:
 
     secret: str
     node: str
-    """Slurm's name of the node; `local` on this machine."""
+    """Slurm's name of the node, or LOCAL."""
     job_id: str
     restart: int = 0
     """Slurm's restart count; an agent of an earlier start of the job is turned away."""

@@ -14,7 +14,6 @@ import itertools
 import os
 import time
 from collections.abc import Collection, Sequence
-from typing import Literal
 
 from jobkit.errors import SchedulerError
 from jobkit.log import log
@@ -30,11 +29,6 @@ from jobkit.supervisor.retry import Decision
 PAUSES = (2.0, 10.0, 30.0, 60.0)
 """Seconds between two tries to reach a controller that is away, the last one again and again: a restart of it takes a
 minute, an upgrade longer, and meanwhile nobody else gets the nodes."""
-
-
-def way_back(job: Job | None) -> Literal["requeue", "successor"]:
-    """Return how the run gets into the queue again."""
-    return "successor" if job is not None and not job.requeueable else "requeue"
 
 
 def could_start_without(journal: Journal, config: Config, job: Job | None, without: Collection[str]) -> bool:

@@ -9,7 +9,6 @@ Nothing here does anything: the clock comes in as a number, the files of ends as
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.records import Cause
 from jobkit.supervisor.agents import Agent, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS
-from jobkit.supervisor.diagnosis import Facts, LostNode
+from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, LostNode
 from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ STACKS_SECONDS = 2.0
 
 END_SECONDS = 30.0
 """How long killed ranks may take to end, as those that wait for a disk. Then their node is given up."""
-
-_OF_A_STOP = (-signal.SIGTERM, -signal.SIGUSR2, -signal.SIGINT)
 
 
 class Pressure(IntEnum):
@@ -144,7 +141,7 @@ class Running:
         node = self.alive.pop(exited.rank)
         self._exits.append((exited, node, now))
         stops = self.signalled is not None or self.pressure(now) >= Pressure.STOP
-        if exited.code == 0 or (exited.code in _OF_A_STOP and stops):
+        if exited.code == 0 or (exited.code in OF_A_STOP and stops):
             return
         if self._reported is None and exited.code != EXIT_RESUMABLE:
             self._reported = self._ends()

@@ -22,7 +22,7 @@ from jobkit.run.schema import Resources
 from jobkit.slurm import commands, jobs, nodes
 from jobkit.supervisor import requeue
 from jobkit.supervisor.allocation import MOST_TRIES, Allocation, LaunchFailure, Look, margin_of
-from jobkit.supervisor.attempt import Me, NotRunnable, Tenure
+from jobkit.supervisor.attempt import Me, NotRunnable, Tenure, way_back
 from jobkit.supervisor.placement import Placement
 from jobkit.supervisor.retry import Decision, Room
 
@@ -41,7 +41,7 @@ PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 
 @dataclass(eq=False)
 class Step:
-    """An srun and the nodes on which it started, or starts, an agent."""
+    """An srun, and the nodes that have an agent of it, or will have."""
 
     srun: subprocess.Popen[bytes]
     nodes: list[str]
@@ -72,10 +72,8 @@ class SlurmAllocation(Allocation):
         self.srun_arguments = srun_arguments
         self._names = nodes.expand(os.environ["SLURM_JOB_NODELIST"])
         self._steps: list[Step] = []
-        self._launched: set[str] = set()
-        """Nodes that have an agent, or an srun that starts one."""
         self._tries: dict[str, int] = {}
-        self._is_launching = False
+        """How often agents were started on nodes that are wanted, until all of them are ready."""
         self._failed: dict[str, tuple[int, str]] = {}
         """Those on which none came: exit code and words."""
         self._suspects: set[str] = set()
@@ -87,7 +85,8 @@ class SlurmAllocation(Allocation):
     # Agents
 
     def start_agents(self, nodes: Sequence[str], attempt: int) -> None:
-        todo = [node for node in nodes if node not in self._launched and node not in self._failed]
+        launched = {node for step in self._steps for node in step.nodes}
+        todo = [node for node in nodes if node not in launched and node not in self._failed]
         for node in [node for node in todo if self._tries.get(node, 0) >= MOST_TRIES]:
             todo.remove(node)
             self._failed[node] = (
@@ -112,10 +111,8 @@ class SlurmAllocation(Allocation):
                 stderr=said,
                 start_new_session=True,  # it outlives this process: its step goes on under the next supervisor
             )
-        self._launched.update(nodes)
         self._suspects.difference_update(nodes)
         self._tries.update({node: self._tries.get(node, 0) + 1 for node in nodes})
-        self._is_launching = True
         self._steps.append(Step(srun, list(nodes), attempt, log, begin, time.monotonic(), is_single))
 
     def _command(self, nodes: Sequence[str], log: Path) -> list[str]:
@@ -165,8 +162,8 @@ class SlurmAllocation(Allocation):
             step.ended = min(step.ended, now)
             if look.asked < step.ended:
                 continue  # srun cannot start anything without a controller, which is no node's fault
+            self._forget(late)
             for node in late:
-                step.nodes.remove(node)
                 if step.is_single:
                     self._failed[node] = step.srun.returncode, step.words()
                 else:
@@ -176,22 +173,23 @@ class SlurmAllocation(Allocation):
         if not self._failed or not set(missing).issubset(self._failed):
             return None
         failed = {node: self._failed.pop(node) for node in missing}
-        has_others = bool(self._launched.difference(failed))
-        self._launched.difference_update(failed)
+        self._forget(failed)
+        has_others = any(step.nodes for step in self._steps)
         are_alike = len({code for code, _ in failed.values()}) == 1
         words = "; ".join(dict.fromkeys(f"{node}: {said}" for node, (_, said) in sorted(failed.items())))
         return LaunchFailure(words=words, nodes=frozenset() if are_alike and not has_others else frozenset(failed))
 
     def launched(self) -> None:
-        self._is_launching = False
         self._tries.clear()
         self._failed.clear()
 
     def lost(self, node: str) -> None:
         self._suspects.add(node)
-        self._launched.discard(node)
+        self._forget([node])
+
+    def _forget(self, nodes: Collection[str]) -> None:
         for step in self._steps:
-            step.nodes = [name for name in step.nodes if name != node]
+            step.nodes = [name for name in step.nodes if name not in nodes]
 
     # Slurm
 
@@ -202,7 +200,7 @@ class SlurmAllocation(Allocation):
             now, monotonic = jobs.controller_time(), time.monotonic()
             kill_wait = float(commands.config().get("KillWait", "30 sec").split()[0])
             down = {node for node in set(self._suspects) if not nodes.slurmd_answers(node)}
-            if self._is_launching and (dead := nodes.dead_node(",".join(self._names))) is not None:
+            if self._tries and (dead := nodes.dead_node(",".join(self._names))) is not None:
                 down.add(dead)
         except SchedulerError as error:
             log.warning("%s", error)
@@ -226,7 +224,7 @@ class SlurmAllocation(Allocation):
         has_time = look.ends - time.monotonic() > 1.5 * look.margin  # else it would be stopped before it has done much
         return Room(
             in_place=lambda without: look.runs and has_time and placement.can_start_again(without),
-            requeue=requeue.way_back(look.job),
+            requeue=way_back(look.job),
             spares=max(0, len(placement.usable) - self.resources.nodes),
             elsewhere=lambda without: requeue.could_start_without(tenure.journal, tenure.config, look.job, without),
         )

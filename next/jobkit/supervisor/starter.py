@@ -16,7 +16,7 @@ from jobkit.supervisor.allocation import Allocation, Look
 from jobkit.supervisor.attempt import Tenure
 from jobkit.supervisor.diagnosis import LostNode
 from jobkit.supervisor.placement import Placement, nodes_to_use
-from jobkit.supervisor.protocol import RankPlace, Start
+from jobkit.supervisor.protocol import LOCAL, RankPlace, Start
 from jobkit.supervisor.watchdog import silence_of
 
 
@@ -46,12 +46,12 @@ class Starter:
 
     @property
     def placement(self) -> Placement:
-        count = partial(nodes_to_use, self.tenure.config) if self.names != ["local"] else lambda usable: usable
+        count = partial(nodes_to_use, self.tenure.config) if self.names != [LOCAL] else lambda usable: usable
         return Placement(self.names, self.lost, self.tenure.journal.status.excluded_nodes, count)
 
     def give_up(self, node: str) -> None:
         """Use a node no more in this start of the job. This machine has no other: there only the agent is replaced."""
-        if self.names != ["local"]:
+        if self.names != [LOCAL]:
             self.lost.add(node)
 
     @property
@@ -94,12 +94,12 @@ class Starter:
     def places(self, nodes: Sequence[str]) -> dict[str, list[RankPlace]]:
         """Return the ranks of each agent; the agent of this machine has those of all simulated nodes."""
         resources = self.tenure.config.resources
-        is_local = list(nodes) == ["local"]
+        is_local = list(nodes) == [LOCAL]
         each = resources.ranks_per_node
         places: dict[str, list[RankPlace]] = {}
         for rank in range(each * (resources.nodes if is_local else len(nodes))):
             place = RankPlace(rank=rank, local_rank=rank % each, local_world_size=each, node=rank // each)
-            places.setdefault("local" if is_local else nodes[place.node], []).append(place)
+            places.setdefault(LOCAL if is_local else nodes[place.node], []).append(place)
         return places
 
     def messages(self, number: int, nodes: Sequence[str], ends: float) -> dict[str, Start]:

@@ -26,6 +26,7 @@ from jobkit.run.slots import Page
 from jobkit.slurm.jobs import restart_count
 from jobkit.supervisor import devices
 from jobkit.supervisor.protocol import (
+    LOCAL,
     Exited,
     Hello,
     Leave,
@@ -45,9 +46,6 @@ from jobkit.worker.preload import import_for_ranks
 from jobkit.worker.processes import with_variables
 from jobkit.worker.rendezvous import Reservation, environment_of
 from jobkit.worker.signals import STOP_SIGNALS, AgentSignals
-
-LOCAL = "local"
-"""The node of an agent on this machine."""
 
 LOOK_SECONDS = 1.0
 """Between two looks at the pages of the ranks, and at the line for devices."""

@@ -19,6 +19,7 @@ from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.slurm import jobs, nodes
+from jobkit.supervisor.allocation import margin_of
 from jobkit.supervisor.attempt import Me, rescue
 from jobkit.supervisor.protocol import Hello, Start
 from jobkit.supervisor.requeue import start_again
@@ -38,9 +39,6 @@ ASK_SECONDS = 2.0
 
 LOCAL_SAVE_SECONDS, SLURM_SAVE_SECONDS = 600.0, 60.0
 """What ranks get to save. On Slurm twice the KillWait that it leaves them by default."""
-
-MARGIN_SECONDS = 90.0
-"""How long before the time limit ranks are told to stop where no supervisor does it; a fifth of a shorter time."""
 
 
 class Alone:
@@ -63,7 +61,7 @@ class Alone:
     def note_start(self, start: Start) -> None:
         """Remember the time limit of the ranks that are started now."""
         seconds = start.time_left
-        self._stop_at = None if seconds is None else time.monotonic() + seconds - min(MARGIN_SECONDS, seconds / 5)
+        self._stop_at = None if seconds is None else time.monotonic() + seconds - margin_of(seconds)
 
     def end(self, children: Children) -> None:
         """A supervisor is there again."""

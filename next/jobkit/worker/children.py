@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobkit.run.slots import Page, Phase
+from jobkit.supervisor.diagnosis import OF_A_STOP
 from jobkit.supervisor.protocol import Exited, Signal, Silent
 from jobkit.supervisor.watchdog import Watch
 from jobkit.worker import processes
 from jobkit.worker.processes import Process
-
-ENDED_BY_STOP = {code for number in (signal.SIGTERM, signal.SIGUSR2) for code in (-number, 128 + number)}
-"""How a program without a handler ends, and a shell whose command has ended so."""
 
 LOOK_SECONDS = 1.0
 
@@ -115,7 +113,7 @@ class Children:
 
     def _saves_on(self, child: Child) -> bool:
         """True while a program of a rank saves whose shell the stop has ended already."""
-        if child.code not in ENDED_BY_STOP:
+        if child.code not in OF_A_STOP:
             return False
         saving = [pid for pid in processes.in_sessions({child.pid}) if processes.catches(pid, signal.SIGTERM)]
         self._terminate(child, saving)  # Slurm's signal may have reached the shell alone

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jobkit.log import log
 from jobkit.run.rundir import RunDir
-from jobkit.supervisor.agents import KEEPALIVE
+from jobkit.supervisor.agents import notice_death
 from jobkit.supervisor.protocol import Ack, Exited, Hello, Leave, Lines, Message, Signalled, Welcome, encode
 
 CONNECT_SECONDS = 2.0
@@ -71,10 +71,7 @@ class Link:
                 continue
             self._socket, self._lines = connection, Lines()
             connection.settimeout(ANSWER_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in KEEPALIVE.items():
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            notice_death(connection)
             self.tell(replace(hello, secret=contact.secret))
             answer = self._answer()
             if isinstance(answer, Welcome):

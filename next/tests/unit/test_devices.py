@@ -25,7 +25,7 @@ Make = Callable[..., Devices]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(devices, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(devices, "_gpus", lambda names, environ: {})
+    monkeypatch.setattr(devices, "_gpus", lambda names: {})
     made = []
 
     def of_run(name: str, count: int, visible: str = "4,5,6", nodes: int = 1) -> Devices:
@@ -52,13 +52,11 @@ def test_two_runs_never_have_the_same_device(make: Make) -> None:
     assert second.take()
     assert [visible(first), visible(second)] == ["4,5", "6"]
     assert not third.take()
-    assert [(waiting.run, waiting.devices) for waiting in devices.waiting()] == [
-        (str(third.run.path), "1 of cuda 4, 5, 6")
-    ]
+    assert devices.turns() == {str(third.run.path): "no. 1 for 1 of cuda 4, 5, 6"}
     first.close()
     assert third.take()
     assert visible(third) == "4"
-    assert devices.waiting() == []
+    assert devices.turns() == {}
 
 
 def test_first_come_first_served(make: Make) -> None:
@@ -81,7 +79,7 @@ from pathlib import Path
 from jobkit.run.rundir import RunDir
 from jobkit.supervisor.devices import Devices
 holder = Devices(RunDir({str(tmp_path / "dead")!r}), "npu", ["4", "5"], 1, each=1)
-waiter = Devices(RunDir({str(tmp_path / "dead")!r}), "npu", ["4", "5"], 2, each=1)
+waiter = Devices(RunDir({str(tmp_path / "dead too")!r}), "npu", ["4", "5"], 2, each=1)
 print(holder.take(), waiter.take(), flush=True)
 sys.stdin.read()
 """
@@ -90,7 +88,7 @@ sys.stdin.read()
         assert process.stdout.readline() == "True False\n"
         late = Devices(RunDir(tmp_path / "late"), "npu", ["4", "5"], 2, each=1)
         assert not late.take()
-        assert len(devices.waiting()) == 2
+        assert len(devices.turns()) == 2
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert late.take()
@@ -106,12 +104,12 @@ def test_simulated_nodes_divide_the_devices(make: Make) -> None:
 
 def test_a_device_on_which_another_user_computes_is_not_free(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = {"4": devices._Gpu("GPU-a", ["process 1 of eve"]), "5": devices._Gpu("GPU-b", [])}
-    monkeypatch.setattr(devices, "_gpus", lambda names, environ: gpus)
+    monkeypatch.setattr(devices, "_gpus", lambda names: gpus)
     held = make("a", 1)
     assert held.take()
     assert visible(held) == "5"
     other = make("b", 1, "GPU-b")
-    monkeypatch.setattr(devices, "_gpus", lambda names, environ: {"GPU-b": gpus["5"]})
+    monkeypatch.setattr(devices, "_gpus", lambda names: {"GPU-b": gpus["5"]})
     assert not other.take(), "a number and a UUID are one device"
 
 
