@@ -85,14 +85,11 @@ class Agent:
     """When its connection closed, by the monotonic clock."""
     port: int | None = None
     """For a rendezvous; None while it cannot start ranks."""
-    alive: set[int] = field(default_factory=set)
-    """Its ranks that run."""
     is_signalled: bool = False
     pressed: int = 0
     """What its ranks were sent last: a Pressure of running.py."""
-    heard: set[int] = field(default_factory=set)
-    """Serials that arrived: an agent repeats what is not acknowledged."""
-    to_acknowledge: list[int] = field(default_factory=list)
+    to_acknowledge: set[int] = field(default_factory=set)
+    """Serials of its Exited: it says them again after a Hello until they are acknowledged."""
 
     @property
     def is_ready(self) -> bool:
@@ -172,14 +169,13 @@ class Agents:
         """Send a message; an agent without a connection gets none: its Hello says in which state it comes back."""
         if isinstance(message, Start):
             agent.port, agent.is_signalled, agent.pressed = None, False, 0
-            agent.alive = {place.rank for place in message.ranks}
         if agent.connection is not None:
             self._write(agent.connection, message)
 
     def acknowledge_exits(self) -> None:
         """Tell all agents that what they said of their ranks' ends is in the journal by now."""
         for agent in self.by_node.values():
-            serials, agent.to_acknowledge = agent.to_acknowledge, []
+            serials, agent.to_acknowledge = agent.to_acknowledge, set()
             for serial in serials:
                 self.send(agent, Ack(serial=serial))
 
@@ -292,19 +288,14 @@ class Agents:
             return
         match message:
             case Hello():
-                agent.alive, agent.pressed = set(message.alive), 0  # it may have missed a signal
+                agent.pressed = 0  # it may have missed a signal
             case Ready():
                 agent.port = message.port
-            case Exited() | Signalled():
-                if message.serial in agent.heard:
-                    return
-                agent.heard.add(message.serial)
-                if isinstance(message, Signalled):
-                    agent.is_signalled = True
-                    self.send(agent, Ack(serial=message.serial))
-                else:
-                    agent.to_acknowledge.append(message.serial)
-                    agent.alive.discard(message.rank)
+            case Exited():
+                agent.to_acknowledge.add(message.serial)
+            case Signalled():
+                agent.is_signalled = True
+                self.send(agent, Ack(serial=message.serial))
         self._news.append((agent, message))
 
     def _write(self, connection: Connection, message: Message) -> None:

@@ -42,7 +42,6 @@ class Look:
 
     asked: float
     """When it was asked, by the monotonic clock: a later event may not be in it."""
-    answered: bool = True
     job: Job | None = None
     cause: StopCause | None = None
     """Why Slurm stops the job."""
@@ -120,8 +119,8 @@ class Allocation:
             self._agent.wait()
             self._agent = None
 
-    def look(self) -> Look:
-        """Ask the scheduler; called in a thread."""
+    def look(self) -> Look | None:
+        """Ask the scheduler, in a thread; None if it does not answer."""
         return Look(asked=time.monotonic())
 
     def room(self, tenure: Tenure, look: Look, placement: Placement) -> Room:

@@ -97,7 +97,7 @@ class Supervisor:
         self.agents = Agents(tenure.run, me.job_id, writer=tenure.writer, host=allocation.host, restart=me.restart)
         self.starter = Starter(tenure, allocation, self.agents)
         self.running: Running | None = None
-        self.look = Look(asked=-math.inf, answered=False)
+        self.look = Look(asked=-math.inf)
         """Slurm's newest answer."""
         self._signals = signals
         self._request: Request | None = None
@@ -202,7 +202,7 @@ class Supervisor:
         for agent, news in self.agents.wait(min(1.0, until - now, change - now)):
             self._take(agent, news)
         for look in self._slurm.take():
-            self.look = look if look.answered else self.look
+            self.look = look or self.look
         for request in self._disk.take():
             self._request = request
         if running is not None:

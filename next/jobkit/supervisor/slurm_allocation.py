@@ -193,7 +193,7 @@ class SlurmAllocation(Allocation):
 
     # Slurm
 
-    def look(self) -> Look:
+    def look(self) -> Look | None:
         asked = time.monotonic()
         try:
             job = jobs.show(self.me.job_id, QUICK_SECONDS)
@@ -204,7 +204,7 @@ class SlurmAllocation(Allocation):
                 down.add(dead)
         except SchedulerError as error:
             log.warning("%s", error)
-            return Look(asked=asked, answered=False)
+            return None
         if job is None:
             return Look(asked=asked, kill_wait=kill_wait, down=frozenset(down))
         seconds = jobs.time_left(job, now) if job.runs else None  # its end is past, and processes have KillWait

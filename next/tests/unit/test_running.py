@@ -58,6 +58,13 @@ def test_what_kills_the_other_ranks(node: str, news: News, kills_after: float | 
     assert ranks.pressure(100.0 + kills_after + END_SECONDS) is Pressure.GIVE_UP
 
 
+def test_an_exit_that_an_agent_says_again_counts_once() -> None:
+    ranks = running()
+    for now in (100.0, 101.0):  # as after a Hello
+        ranks.note(NODES["n1"], exited(0, 0), now)
+    assert len(ranks.facts(None).exits) == 1
+
+
 def test_a_stop_leaves_time_to_save_and_time_to_decide() -> None:
     ranks = running()
     ranks.ask("timeout", "", now=100.0, end=180.0, margin=80.0)
