@@ -58,6 +58,7 @@ class Parser(argparse.ArgumentParser):
         return self.parse_intermixed_args(joined)
 
     def error(self, message: str) -> NoReturn:
+        message = message.removesuffix(", key=value")  # argparse counts words among the required that may be none
         unknown = re.match(r"unrecognized arguments: .*?(--?[\w-]+)", message)
         hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
         said = f"{message}; {hint}" if hint else message

@@ -99,7 +99,7 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
     if state in ("interrupted", "failed", "cancelled", LOST):
-        lines.append(f"to continue it: {to_type('resume', run.path)}")
+        lines.append(f"to continue it, with the code as it was submitted: {to_type('resume', run.path)}")
     elif not view.is_over:
         lines.append(f"its output: {to_type('logs', run.path, '-f')}")
     return lines
@@ -132,8 +132,8 @@ def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> l
     if parts:
         lines.append(f"    {', '.join(parts)}")
     if ended is not None and ended.error:
-        places = {"node": ended.node, "rank": ended.rank, "step": ended.step}
-        place = ", ".join(f"{name} {value}" for name, value in places.items() if value is not None)
+        places = {"node": ended.node, "step": ended.step}  # the error names the rank
+        place = ", ".join(f"{name} {value}" for name, value in places.items() if value not in (None, "local"))
         lines.append(f"    {place}{': ' if place else ''}{ended.error.splitlines()[0]}")
     return lines
 

@@ -86,9 +86,9 @@ class Follower:
         elif status.attempt is None or status.attempt.submission != status.person_submission:
             for line in self._tail.read(self.run.job_log, to_the_end=True)[-LINES_OF_LOG:]:
                 say(line)
-        say(f"{self.run.name} is {state}{f': {now.words}' if now.words else ''}")
+        say(f"{self.run.name}: {state}{f', {now.words}' if now.words else ''}")
         if state != LOST:  # its words say so already
-            say(f"the same command continues it; or {to_type('resume', self.run.path)}")
+            say(f"to continue it: the same command; with the code as it was: {to_type('resume', self.run.path)}")
         return now.exit_code
 
 
@@ -172,7 +172,7 @@ def follow(run: RunDir) -> int:
                 now = view(run)
                 if now.is_over:
                     return follower.end(now)
-                if (line := f"{run.name} is {now.state}: {now.words}") != shown:
+                if (line := f"{run.name}: {now.state}, {now.words}") != shown:
                     shown = line
                     follower.display.say(line)
             follower.refresh(status)

@@ -22,7 +22,7 @@ from jobkit.supervisor.protocol import Exited, Silent
 if TYPE_CHECKING:
     from jobkit.slurm.jobs import StopCause
 
-SAID_LINES, SAID_CHARACTERS = 4, 2000
+SAID_CHARACTERS = 2000
 """How much of the end of a rank's stderr stands in the journal, at most."""
 
 _STOPPED = "the ranks were told to stop, and nobody knows by whom"
@@ -223,11 +223,11 @@ def _gib(size: int | None) -> str:
 
 
 def last_words(log: Path) -> str:
-    """Return the last lines of a rank's stderr, in one line; empty where there are none."""
+    """Return the last line of a rank's stderr, which of a traceback names the error; empty where there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * SAID_CHARACTERS))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:  # a rank that died before its log was made
         return ""
-    return " / ".join([line.strip() for line in lines if line.strip()][-SAID_LINES:])[-SAID_CHARACTERS:]
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[-SAID_CHARACTERS:]

@@ -135,7 +135,7 @@ def test_status_shows_attempts_steps_and_what_to_type(tmp_path: Path) -> None:
     for part in (
         f"{NAME}: failed",
         "attempt 1 (start): killed, steps 0 to 60, 0:00:55 on node1, node2",
-        "rank 3: SIGKILL",
+        "node node2: SIGKILL",
         "10 steps repeated",
         "excluded nodes: node2",
         "0, 1, 2, 3, 4, 5, 6, 7 and 12 more",

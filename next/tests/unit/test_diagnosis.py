@@ -226,6 +226,6 @@ def test_the_last_words_are_few(tmp_path: Path) -> None:
     log = tmp_path / "rank_0.err"
     assert last_words(log) == ""
     log.write_text("warning\n" * 5000 + "Traceback\n\n  of\xff\nthe\n end \n")
-    assert last_words(log).endswith("the / end") and len(last_words(log)) < 100
+    assert last_words(log) == "end"
     log.write_text("x" * 100_000)
     assert len(last_words(log)) <= 2000, "it stands in the journal"
