@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,16 +43,16 @@ class LostNode:
     exits that follow, which are its consequences."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Facts:
-    """What the supervisor saw of the end of an attempt."""
+    """What the supervisor saw of the end of an attempt; running.py fills it in while the ranks live."""
 
-    exits: Sequence[tuple[Exited, str]] = ()
+    exits: list[tuple[Exited, str]] = field(default_factory=list)
     """Ranks that ended, in order of arrival, each with the name of its node."""
     reported: frozenset[int] | None = None
     """Ranks whose End lay there when the first exit with a failure arrived: an End that came later is a consequence.
     None if nobody looked: then all Ends count, unless a signal killed that rank."""
-    lost_nodes: Sequence[LostNode] = ()
+    lost_nodes: list[LostNode] = field(default_factory=list)
     """In order of arrival. After a signal of Slurm's a lost agent is no lost node."""
     launch_error: str | None = None
     """Srun's words where it could start nothing and named no node; a node that it named is a LostNode."""

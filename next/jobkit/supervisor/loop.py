@@ -286,17 +286,19 @@ class Supervisor:
 
     def _close(self, running: Running) -> Decision:
         """Journal the end of an attempt, once Slurm has explained what needs its word."""
+        facts = running.facts
         if running.signalled is not None:
             while self._may_be_ended():
                 self._turn()
-        elif running.lost or (running.asked is not None and running.asked[0] == "killed"):
+        elif facts.lost_nodes or (facts.asked is not None and facts.asked[0] == "killed"):
             self._wait_for_word(self._unclear_since, ANSWER_SECONDS)
             if self.look.asked >= self._unclear_since:  # else silence, which is no answer
-                running.keep_nodes({lost.node for lost in running.lost} - self.look.down - self.starter.lost)
-        self.starter.lost |= {lost.node for lost in running.lost}
+                running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.look.down - self.starter.lost)
+        self.starter.lost |= {lost.node for lost in facts.lost_nodes}
+        facts.word = self.look.cause
         with self._writing:
             room = self.allocation.room(self.tenure, self.look, self.starter.placement)
-            decision = attempts.close(self.tenure, running.facts(self.look.cause), room)
+            decision = attempts.close(self.tenure, facts, room)
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
         if decision.action != "in_place":
             self._until_written()

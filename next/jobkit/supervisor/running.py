@@ -1,7 +1,7 @@
 """The ranks of one attempt: which live, what arrived of the others, and how hard they have to be pressed to end.
 
     news of agents --note--> Running --pressure(now)--> loop.py sends STOP or KILL
-    stop reasons   --ask-->          --facts()-------> attempt.close
+    stop reasons   --ask-->          --facts---------> attempt.close
 
 Nothing here does anything: the clock comes in as a number, the files of ends as a function.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_RESUMABLE
 from jobkit.run.records import Cause
@@ -19,9 +18,6 @@ from jobkit.supervisor.agents import Agent, Lost, News
 from jobkit.supervisor.allocation import MARGIN_SECONDS
 from jobkit.supervisor.diagnosis import OF_A_STOP, Facts, LostNode
 from jobkit.supervisor.protocol import Exited, Hello, NotStarted, Signalled, Silent
-
-if TYPE_CHECKING:
-    from jobkit.slurm.jobs import StopCause
 
 REPORT_SECONDS = 3.0
 """How long the other ranks live on after one that exited without a word: an End of theirs may be the first."""
@@ -57,17 +53,13 @@ class Running:
         self.attempt = attempt
         self.alive = dict(ranks)
         """Rank -> name of its node."""
+        self.facts = Facts()
         self.signalled: Signalled | None = None
         self.signalled_at = -math.inf
-        self.asked: tuple[Cause, str] | None = None
-        self.silent: tuple[Silent, str] | None = None
-        """The rank that hangs, and its node."""
-        self.lost: list[LostNode] = []
         self._ends = ends
         """Returns the ranks whose End lies on the disk."""
-        self._exits: list[tuple[Exited, str, float]] = []
-        self._reported: frozenset[int] | None = None
-        self._launch_error: str | None = None
+        self._arrived: list[float] = []
+        """When each of `facts.exits` arrived."""
         self._from: dict[Pressure, float] = {}
         """When each pressure begins."""
 
@@ -83,7 +75,7 @@ class Running:
 
         The decision and the requeue need an eighth of the margin. Ranks that do not save by half of it never will.
         """
-        self.asked = self.asked or (cause, words)
+        self.facts.asked = self.facts.asked or (cause, words)
         self._begin(Pressure.STOP, now)
         if margin:
             self._begin(Pressure.KILL_IDLE, max(now, end - margin / 2))
@@ -95,10 +87,13 @@ class Running:
             case Exited() if news.attempt == self.attempt and news.rank in self.alive:
                 self._exited(agent, news, now)
             case Signalled() if self.signalled is None:
-                self.signalled, self.signalled_at = news, now
+                self.signalled, self.signalled_at, self.facts.signalled = news, now, True
             case Silent() if news.attempt == self.attempt and self.pressure(now) is Pressure.NONE:
-                self.asked = ("hang", f"rank {news.rank}: no sign of life for {news.seconds:.0f} s in step {news.step}")
-                self.silent = (news, self.alive.get(news.rank, agent.node))
+                self.facts.asked = (
+                    "hang",
+                    f"rank {news.rank}: no sign of life for {news.seconds:.0f} s in step {news.step}",
+                )
+                self.facts.silent = (news, self.alive.get(news.rank, agent.node))
                 self._begin(Pressure.STACKS, now)
                 self._kill(now + STACKS_SECONDS)
             case NotStarted() if news.attempt == self.attempt:
@@ -114,38 +109,27 @@ class Running:
     def cannot_start(self, problem: str | LostNode) -> None:
         """Note what kept the ranks from being started at all."""
         if isinstance(problem, LostNode):
-            self.lost.append(problem)
+            self.facts.lost_nodes.append(problem)
         else:
-            self._launch_error = problem
+            self.facts.launch_error = problem
 
     def keep_nodes(self, alive: set[str]) -> None:
         """Count nodes that Slurm knows to be well as kept: their agents alone were killed."""
-        kept = [lost.node for lost in self.lost if lost.node in alive]
-        self.lost = [lost for lost in self.lost if lost.node not in alive]
-        if kept and not self.lost:
-            self.asked = self.asked or ("killed", f"the agent on {', '.join(kept)} was killed")
-
-    def facts(self, word: StopCause | None) -> Facts:
-        return Facts(
-            exits=[(exited, node) for exited, node, _ in self._exits],
-            reported=self._reported,
-            lost_nodes=self.lost,
-            launch_error=self._launch_error,
-            asked=self.asked,
-            silent=self.silent,
-            signalled=self.signalled is not None,
-            word=word,
-        )
+        kept = [lost.node for lost in self.facts.lost_nodes if lost.node in alive]
+        self.facts.lost_nodes = [lost for lost in self.facts.lost_nodes if lost.node not in alive]
+        if kept and not self.facts.lost_nodes:
+            self.facts.asked = self.facts.asked or ("killed", f"the agent on {', '.join(kept)} was killed")
 
     def _exited(self, agent: Agent, exited: Exited, now: float) -> None:
         node = self.alive.pop(exited.rank)
-        self._exits.append((exited, node, now))
+        self.facts.exits.append((exited, node))
+        self._arrived.append(now)
         stops = self.signalled is not None or self.pressure(now) >= Pressure.STOP
         if exited.code == 0 or (exited.code in OF_A_STOP and stops):
             return
-        if self._reported is None and exited.code != EXIT_RESUMABLE:
-            self._reported = self._ends()
-        is_silent = exited.code > 0 and exited.rank not in (self._reported or ())
+        if self.facts.reported is None and exited.code != EXIT_RESUMABLE:
+            self.facts.reported = self._ends()
+        is_silent = exited.code > 0 and exited.rank not in (self.facts.reported or ())
         if exited.code == EXIT_RESUMABLE or (stops and is_silent):
             # All stop together, a program under `command:` with any exit code. None waits for the others for ever.
             self._begin(Pressure.STOP, now)
@@ -158,13 +142,13 @@ class Running:
     def _lost(self, agent: Agent, lost: Lost) -> None:
         self._drop(agent.node)
         if lost.why == "step":
-            self.asked = self.asked or ("killed", "the agents of all nodes were killed at once")
+            self.facts.asked = self.facts.asked or ("killed", "the agents of all nodes were killed at once")
         elif lost.why == "gone":
-            at = sum(arrived <= agent.closed_at for _, _, arrived in self._exits)
-            self.lost.append(LostNode(node=agent.node, why="the connection to its agent is lost", at=at))
+            at = sum(arrived <= agent.closed_at for arrived in self._arrived)
+            self.facts.lost_nodes.append(LostNode(node=agent.node, why="the connection to its agent is lost", at=at))
 
     def _cannot_start(self, agent: Agent, error: str, now: float) -> None:
-        self._launch_error = self._launch_error or f"{agent.node}: {error}"
+        self.facts.launch_error = self.facts.launch_error or f"{agent.node}: {error}"
         self._drop(agent.node)
         self._kill(now)
 

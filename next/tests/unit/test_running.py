@@ -62,7 +62,7 @@ def test_an_exit_that_an_agent_says_again_counts_once() -> None:
     ranks = running()
     for now in (100.0, 101.0):  # as after a Hello
         ranks.note(NODES["n1"], exited(0, 0), now)
-    assert len(ranks.facts(None).exits) == 1
+    assert len(ranks.facts.exits) == 1
 
 
 def test_a_stop_leaves_time_to_save_and_time_to_decide() -> None:
@@ -73,7 +73,7 @@ def test_a_stop_leaves_time_to_save_and_time_to_decide() -> None:
     names = ["STOP", "STOP", "KILL_IDLE", "KILL_IDLE", "KILL", "GIVE_UP"]
     assert [ranks.pressure(moment).name for moment in moments] == names
     assert ranks.next_change(101.0) == 140.0
-    assert ranks.facts(None).asked == ("timeout", "")  # the first one counts
+    assert ranks.facts.asked == ("timeout", "")  # the first one counts
 
 
 @pytest.mark.parametrize("code", [-15, 143])
@@ -98,7 +98,7 @@ def test_a_node_that_goes_before_its_consequences_arrive_comes_first() -> None:
     agent = Agent("n2", pid=1, closed_at=100.0)
     ranks.note(NODES["n1"], exited(0, 1), now=100.5)
     ranks.note(agent, Lost("gone"), now=101.0)
-    ((lost,), (first, *_)) = ranks.facts(None).lost_nodes, ranks.facts(None).exits
+    ((lost,), (first, *_)) = ranks.facts.lost_nodes, ranks.facts.exits
     assert (lost.node, lost.at, first[1]) == ("n2", 0, "n1")
     assert ranks.alive == {1: "n1"}
 
@@ -111,9 +111,9 @@ def test_losses_that_are_no_nodes_fault(why: str, asked: str | None, lost: list[
     ranks = running()
     ranks.note(NODES["n1"], Signalled(serial=1, attempt=3, signal="TERM"), now=99.0)
     ranks.note(NODES["n2"], Lost(why), now=100.0)  # type: ignore[arg-type]
-    facts = ranks.facts("preempted")
+    facts = ranks.facts
     assert (facts.asked and facts.asked[0], [item.node for item in facts.lost_nodes]) == (asked, lost)
-    assert (facts.signalled, facts.word) == (True, "preempted")
+    assert facts.signalled
 
 
 @pytest.mark.parametrize(("names", "goes_on"), [(["local"], True), (["n1", "n2"], False)])
@@ -135,5 +135,5 @@ def test_a_node_that_is_well_is_kept() -> None:
     ranks = running()
     ranks.note(NODES["n2"], Lost("gone"), now=100.0)
     ranks.keep_nodes({"n2"})
-    facts = ranks.facts(None)
+    facts = ranks.facts
     assert (facts.asked and facts.asked[0], list(facts.lost_nodes)) == ("killed", [])
