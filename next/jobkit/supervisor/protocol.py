@@ -134,9 +134,6 @@ class Start:
     master_port: int
     time_left: float | None = None
     """Seconds until the job's time limit: an agent without a supervisor stops its ranks in time by itself."""
-    silence: float | None = None
-    """`watchdog` in seconds; None for `auto`; 0 for off."""
-    watches: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from jobkit.supervisor.attempt import Tenure
 from jobkit.supervisor.diagnosis import LostNode
 from jobkit.supervisor.placement import Placement, nodes_to_use
 from jobkit.supervisor.protocol import LOCAL, RankPlace, Start
-from jobkit.supervisor.watchdog import silence_of
 
 
 class CannotStart(Exception):
@@ -104,7 +103,7 @@ class Starter:
 
     def messages(self, number: int, nodes: Sequence[str], ends: float) -> dict[str, Start]:
         """Return what the agent of each node is told to start as attempt `number`, whose time is over at `ends`."""
-        config, places = self.tenure.config, self.places(nodes)
+        places = self.places(nodes)
         first = self.agents.by_node.get(nodes[0])
         count = len({place.node for ours in places.values() for place in ours})
         return {
@@ -116,8 +115,6 @@ class Starter:
                 master_addr="127.0.0.1" if len(nodes) == 1 else self.agents.address_of(nodes[0]),
                 master_port=(first.port if first is not None else None) or 0,
                 time_left=ends - time.monotonic() if ends < math.inf else None,
-                silence=silence_of(config.watchdog),
-                watches=not config.command,
             )
             for node, ours in places.items()
         }

@@ -27,7 +27,7 @@ get the whole time again."""
 
 
 def silence_of(setting: str | int | bool) -> float | None:
-    """Return the YAML's `watchdog` as Start.silence: seconds, None for `auto`, 0 for off.
+    """Return the YAML's `watchdog` in seconds, None for `auto`, 0 for off.
 
     YAML reads a bare `off` as false.
     """
@@ -47,10 +47,10 @@ def limit(silence: float | None, beat: Beat) -> float:
 
 
 class Watch:
-    """Watches one rank. `watches` is Start.watches: False for a rank that may never beat, as a program under
+    """Watches one rank. `watches` is False for a rank that may never beat, as a program under
     `command:`; once it beats it is watched.
 
-        watch = Watch(start.silence, start.watches, time.monotonic())
+        watch = Watch(silence_of(config.watchdog), not config.command, time.monotonic())
         if (seconds := watch.look(page.read(), time.monotonic())) is not None: ...    # Silent(seconds=seconds)
     """
 

@@ -37,7 +37,7 @@ from jobkit.supervisor.protocol import (
     Signalled,
     Start,
 )
-from jobkit.supervisor.watchdog import Watch
+from jobkit.supervisor.watchdog import Watch, silence_of
 from jobkit.worker.alone import Alone
 from jobkit.worker.children import Children, send
 from jobkit.worker.forked import become_rank, run_rank_program, start_anew
@@ -131,7 +131,7 @@ class Agent:
         self.children.begin(start.attempt)
         self.alone.note_start(start)
         self._ready = None
-        agent = os.getpid()
+        agent, silence = os.getpid(), silence_of(self.config.watchdog)
         for place in start.ranks:
             page = Page.create()
             if self.link.keeps(Signalled):  # Start was sent before the supervisor heard of the signal
@@ -149,14 +149,13 @@ class Agent:
             if pid == agent:
                 page.close()
                 break
-            self.children.add(place.rank, pid, page, Watch(start.silence, start.watches, time.monotonic()))
+            self.children.add(place.rank, pid, page, Watch(silence, not self.config.command, time.monotonic()))
         self._signals.pages = self.children.pages
         return None
 
     def _become(self, place: RankPlace, start: Start, page: Page) -> Callable[[], NoReturn]:
         """In a forked process: let go of all that is the agent's, and become a rank."""
-        before = {**os.environ, "JOBKIT_JOB_ID": self.hello.job_id}
-        environment = environment_of(place, start, self.run, self.config.resources, before)
+        environment = environment_of(place, start, self.run, self.config.resources, os.environ)
         if self.devices is not None:
             environment.update(self.devices.visible_on(place))
         self.let_go()

@@ -266,7 +266,7 @@ def test_a_program_that_outlived_its_agent_is_ended_by_the_next(make: Make) -> N
     """The kernel kills the shell with the agent, and nobody the program that the shell has started."""
     supervisor = make(command=["bash", "run.sh", "${run_dir}/outputs"])
     supervisor.expect(Ready)
-    supervisor.start(1, 1, watches=False)
+    supervisor.start(1, 1)
     program = processes.identify(number_in(supervisor.run.outputs / "pid_0"))
     supervisor.agent.kill()
     supervisor.agent.wait()
@@ -306,12 +306,12 @@ def test_nothing_of_a_failed_attempt_is_left_when_the_next_may_begin(make: Make)
 
 
 def test_a_rank_that_hangs_is_silent_and_shows_its_stacks(make: Make) -> None:
-    supervisor = make(params={"steps": 100, "hangs": True})
+    supervisor = make(params={"steps": 100, "hangs": True}, watchdog="1s")
     supervisor.expect(Ready)
-    supervisor.start(1, 1, silence=0.2)
+    supervisor.start(1, 1)
     silent = supervisor.expect(Silent)
     assert (silent.rank, silent.step) == (0, 3)
-    assert silent.seconds > 0.2
+    assert silent.seconds > 1.0
     supervisor.send(Signal(attempt=1, name="STACKS"))
     log = supervisor.run.rank_log(1, 0, "err")
     wait_until(lambda: "toy_task.py" in log.read_text())
@@ -334,7 +334,7 @@ def test_the_program_of_a_shell_saves_and_the_shell_does_not_go_on(make: Make, h
     supervisor = make(command=["bash", "run.sh", "${run_dir}/outputs"])
     outputs = supervisor.run.outputs
     supervisor.expect(Ready)
-    supervisor.start(1, 1, watches=False)
+    supervisor.start(1, 1)
     number_in(outputs / "pid_0")
     if how == "stop":
         supervisor.send(Signal(attempt=1, name="STOP"))
