@@ -18,9 +18,10 @@ def _status(project: Project, name: str) -> dict[str, Any]:
 
 
 def test_a_run_waits_is_cancelled_resumed_preempted_and_cancelled(
-    slurm: Cluster, on_slurm: Callable[..., Project]
+    make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
 ) -> None:
     """One run through every verb. The hold keeps its first job in the queue."""
+    slurm = make_slurm(nodes=2, cred_expire=5)  # a requeued job waits seconds, not two minutes
     project = on_slurm(slurm)
     launch = project.submit("--cluster", "slurm", "clusters.slurm.hold=true", steps=100_000)
     name = launch.run.name
@@ -42,8 +43,6 @@ def test_a_run_waits_is_cancelled_resumed_preempted_and_cancelled(
     assert [row["state"] for row in json.loads(project.jobkit("list", job, "--json").stdout)] == ["running"]
 
     project.jobkit("preempt", name)
-    wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", "the requeue")
-    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
     launch.wait_for_attempt(2)
     assert launch.causes == ["preempted"]
     follower = project.start("logs", "-f", name)
