@@ -10,7 +10,6 @@ journal has the decision already: a requeue ends the process that asks for it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -26,9 +25,9 @@ from jobkit.supervisor.attempt import Me
 from jobkit.supervisor.placement import nodes_to_use
 from jobkit.supervisor.retry import Decision
 
-PAUSES = (2.0, 10.0, 30.0, 60.0)
-"""Seconds between two tries to reach a controller that is away, the last one again and again: a restart of it takes a
-minute, an upgrade longer, and meanwhile nobody else gets the nodes."""
+PAUSE_SECONDS = 5.0
+"""Between two tries to reach a controller that is away. A controller that is back ends a job whose script has died: a
+helper of an agent has KillWait, 30 s by default, and a question takes 9 s."""
 
 
 def could_start_without(journal: Journal, config: Config, job: Job | None, without: Collection[str]) -> bool:
@@ -46,7 +45,7 @@ def could_start_without(journal: Journal, config: Config, job: Job | None, witho
 def start_again(me: Me, journal: Journal, config: Config, decision: Decision, lost: Collection[str] = ()) -> None:
     """Carry a decision out, however long the controller is away. `lost`: nodes that Slurm may still call well."""
     is_refused = decision.action == "successor"
-    for pause in itertools.chain(PAUSES, itertools.repeat(PAUSES[-1])):
+    while True:
         try:
             job, now = jobs.show(me.job_id), jobs.controller_time()
             is_queued = job is not None and job.is_requeued(now, me.restart)  # by Slurm itself, or by an earlier try
@@ -69,7 +68,7 @@ def start_again(me: Me, journal: Journal, config: Config, decision: Decision, lo
                     return
                 is_refused = True  # JobRequeue=0, --no-requeue
                 continue
-        time.sleep(pause)
+        time.sleep(PAUSE_SECONDS)
 
 
 def _exclude(journal: Journal, me: Me, job: Job | None) -> None:

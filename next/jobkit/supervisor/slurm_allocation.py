@@ -129,7 +129,7 @@ class SlurmAllocation(Allocation):
             # An agent, or a node, that is gone leaves the others as they are. The step needs --no-kill as the job does:
             # else Slurm ends healthy agents at SlurmdTimeout.
             *("--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
-            *(["--overlap"] if self._steps else []),  # beside a step that has agents on other nodes
+            "--overlap",  # beside a step that has agents on other nodes, also of a supervisor before this one
             "--export=ALL",  # whatever `export` said to sbatch
             *self.srun_arguments,
             f"--output={log}",  # written on each node: an agent's words outlive srun and the batch node

@@ -72,7 +72,8 @@ class Starter:
             # Spares get their agents at the beginning: to start one later takes seconds of the replacement.
             spares = [] if self._has_spares else [node for node in placement.usable if node not in self.used]
             self._has_spares = True
-            self.allocation.start_agents([*missing, *spares], self._next_number)
+            new = [node for node in spares if node not in by_node]  # others have one of a supervisor before this one
+            self.allocation.start_agents([*missing, *new], self._next_number)
             if (failure := self.allocation.launch_failure(missing, look)) is not None:
                 log.warning("%s", failure.words)
                 if not failure.nodes:

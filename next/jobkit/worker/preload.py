@@ -50,10 +50,10 @@ def import_for_ranks(run: RunDir, config: Config) -> str:
         except (Exception, SystemExit):  # each rank imports it again, and its End tells of the error
             traceback.print_exc()
     sys.path[:] = before
-    faulthandler.cancel_dump_traceback_later()  # it has a thread
+    reason = _against_forking()
+    faulthandler.cancel_dump_traceback_later()
     gc.freeze()  # the ranks share this memory until somebody writes to it, as each garbage collection would
     gc.enable()
-    reason = _against_forking()
     if reason:
         log.warning("ranks start as new processes, which takes longer: an import has %s", reason)
     return reason
@@ -61,7 +61,9 @@ def import_for_ranks(run: RunDir, config: Config) -> str:
 
 def _against_forking() -> str:
     """What a fork of this process would break: other threads, which it does not have, or the state of a device."""
-    if len(list(Path("/proc/self/task").iterdir())) > 1:
+    if (
+        len(list(Path("/proc/self/task").iterdir())) > 2
+    ):  # ours, and faulthandler's, which goes some time after its cancel
         return "started a thread"
     opened = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
     return next((f"opened {name}" for name in opened if name.startswith(DEVICE_FILES)), "")

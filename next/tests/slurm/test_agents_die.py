@@ -30,10 +30,12 @@ def test_agents_die_and_no_node_is_to_blame(
         launch.kill_supervisor()
         wait_until(lambda before=before: launch.supervisor_pid != before, "the next supervisor")
         launch.wait_for_step(launch.step + 20)
+    launch.kill_agent(2)  # the srun of the next one is beside a step of another supervisor
+    launch.wait_for_attempt(5).wait_for_step(launch.step + 20)
 
     launch.project.jobkit("cancel", "-y", launch.run.name)
     launch.wait_until_over()
-    assert launch.causes == ["unknown", "killed", "killed", "cancelled"]
+    assert launch.causes == ["unknown", "killed", "killed", "killed", "cancelled"]
     assert {ended.next for ended in launch.ends[:-1]} == {"in_place"}
     assert {tuple(attempt.nodes) for attempt in launch.status.attempts} == {("node1", "node2")}
     assert {attempt.began.restart for attempt in launch.status.attempts} == {0}
