@@ -104,9 +104,9 @@ def _fewer_nodes(journal: Journal, config: Config, job: Job, lost: Collection[st
     asked = len(nodes.expand(job.nodes))
     if not lost or not asked:
         return None
-    left = len(nodes.usable_nodes(job.partition) - set(_excluded(journal, job, lost)))
-    fewer = nodes_to_use(config, left)
-    return fewer if left < asked and 0 < fewer < asked else None
+    usable = len(nodes.usable_nodes(job.partition) - set(_excluded(journal, job, lost)))
+    fewer = nodes_to_use(config, usable)
+    return fewer if usable < asked and 0 < fewer < asked else None
 
 
 def _submit_successor(me: Me, journal: Journal, job: Job | None, count: int | None) -> None:

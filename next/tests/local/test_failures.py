@@ -88,9 +88,9 @@ class SmallDisk:
             while True:
                 file.write(bytes(4096))
         for journal in self.folder.glob("*/events.jsonl"):
-            if left := -journal.stat().st_size % 4096:
+            if room := -journal.stat().st_size % 4096:
                 with journal.open("ab", buffering=0) as file:
-                    file.write(b"noise".ljust(left - 1) + b"\n")
+                    file.write(b"noise".ljust(room - 1) + b"\n")
 
     def empty(self) -> None:
         (self.folder / "ballast").unlink()

@@ -31,7 +31,7 @@ def test_a_run_of_another_cluster_is_left_alone(
 ) -> None:
     """Two clusters share the disk, and give the same job ids: only a run's own cluster can say how its job is."""
     other = make_slurm(name="other", nodes=1)
-    here, there = (Project(tmp_path / "project", cluster.env) for cluster in (slurm, other))
+    here, elsewhere = (Project(tmp_path / "project", cluster.env) for cluster in (slurm, other))
     launch = here.submit(*ON_SLURM, steps=100_000)
     queued = here.submit(*HELD, steps=7)
     launch.wait_for_step(10)
@@ -40,18 +40,18 @@ def test_a_run_of_another_cluster_is_left_alone(
         pass  # until the other cluster has a job of that id
 
     for run, state in ((launch, "running"), (queued, "queued")):
-        assert json.loads(there.jobkit("status", run.run.name, "--json").stdout)["state"] == state
-        assert "slurmbox" in there.jobkit("status", run.run.name).stdout
+        assert json.loads(elsewhere.jobkit("status", run.run.name, "--json").stdout)["state"] == state
+        assert "slurmbox" in elsewhere.jobkit("status", run.run.name).stdout
     jobs = other.command("squeue", "-h")
-    again = there.jobkit("submit", str(there.yaml), *ON_SLURM, "params.steps=100000", check=False)
+    again = elsewhere.jobkit("submit", str(elsewhere.yaml), *ON_SLURM, "params.steps=100000", check=False)
     assert again.returncode == EXIT_BAD_INPUT
     assert other.command("squeue", "-h") == jobs
 
-    refused = there.jobkit("cancel", "-y", queued.run.name, check=False)
+    refused = elsewhere.jobkit("cancel", "-y", queued.run.name, check=False)
     assert refused.returncode != 0
     assert "slurmbox" in refused.stdout + refused.stderr
     assert queued.status.state == "queued"
-    there.jobkit("cancel", "-y", launch.run.name)  # its supervisor reads the request from the disk
+    elsewhere.jobkit("cancel", "-y", launch.run.name)  # its supervisor reads the request from the disk
     launch.wait_until_over()
     assert launch.causes == ["cancelled"]
     here.jobkit("cancel", "-y", queued.run.name)

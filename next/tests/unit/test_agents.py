@@ -140,9 +140,9 @@ def test_connections_without_a_word_keep_nobody_out(agents: Agents, run: RunDir)
 def test_exits_are_acknowledged_once_they_are_in_the_journal(agents: Agents, run: RunDir) -> None:
     caller = call(agents, run, attempt=3, alive=[0, 1])
     died = Exited(serial=1, attempt=3, rank=1, code=-9)
-    told = Signalled(serial=2, attempt=3, signal="TERM")
-    caller.say(died, told)
-    assert news_of(agents, 2) == [("node1", died), ("node1", told)]
+    signalled = Signalled(serial=2, attempt=3, signal="TERM")
+    caller.say(died, signalled)
+    assert news_of(agents, 2) == [("node1", died), ("node1", signalled)]
     assert caller.hears() == Ack(serial=2)
 
     caller.socket.close()

@@ -36,7 +36,7 @@ class Slurm:
         self.queue: list[Job] = []
         monkeypatch.setattr(requeue.jobs, "show", lambda job_id: self.answer("show", self.job))
         monkeypatch.setattr(requeue.jobs, "controller_time", lambda: NOW)
-        monkeypatch.setattr(requeue.jobs, "requeue", lambda *a: self.answer("requeue", True, told=True))
+        monkeypatch.setattr(requeue.jobs, "requeue", lambda *a: self.answer("requeue", True, journals=True))
         monkeypatch.setattr(requeue.jobs, "exclude_nodes", lambda job_id, names: self.said.append(f"exclude {names}"))
         monkeypatch.setattr(requeue.jobs, "queue", lambda: self.queue)
         monkeypatch.setattr(requeue.nodes, "usable_nodes", lambda partition: self.usable)
@@ -45,10 +45,10 @@ class Slurm:
         monkeypatch.setattr(requeue.commands, "submit", self._submit)
         monkeypatch.setattr(requeue.time, "sleep", lambda seconds: None)
 
-    def answer(self, name: str, value: Any, told: bool = False) -> Any:
+    def answer(self, name: str, value: Any, journals: bool = False) -> Any:
         if self.errors.get(name):
             raise self.errors[name].pop(0)
-        if told:
+        if journals:
             self.said.append(name)
         return value
 
