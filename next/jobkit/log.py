@@ -1,4 +1,4 @@
-"""What jobkit itself says: one logger, `jobkit: ` in front of each line, set up by each program's entry point."""
+"""The words of jobkit itself: one logger, `jobkit: ` in front of each line, set up by each program's entry point."""
 
 from __future__ import annotations
 

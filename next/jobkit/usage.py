@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def show_examples(parser: argparse.ArgumentParser, examples: dict[str, str]) -> None:
-    """End `--help` with examples: the words behind the verb, and for each what it does."""
+    """End `--help` with examples: the words behind the verb, each with its effect."""
     lines = [f"  {parser.prog} {words}\n      {does}" for words, does in examples.items()]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["examples:", *lines])

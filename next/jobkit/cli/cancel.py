@@ -115,7 +115,7 @@ def _outcome(now: View) -> str:
 
 
 def _unanswered(run: RunDir) -> str:
-    """What a person can do about a supervisor that does not answer."""
+    """The next command of a person for a supervisor that does not answer."""
     now, lease = view(run), run.lease()
     submitted = now.status.submitted
     if not now.answered:

@@ -38,7 +38,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said of itself."""
+    """The last words of a rank about itself."""
 
     attempt: int
     phase: Phase

@@ -131,7 +131,7 @@ def parse_partition(record: dict[str, str]) -> Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a job asks for: cores and megabytes of each node; None if it does not say."""
+    """The needs of a job: cores and megabytes of each node; None if it does not say."""
 
     nodes: int
     seconds: float

@@ -1,4 +1,4 @@
-"""The supervisor's agents: one TCP port, one connection a node, and what is known of each agent.
+"""The supervisor's agents: one TCP port, one connection a node, and the state of each agent.
 
     agent --Hello, Ready, Exited, Signalled, Silent--> Agents.wait() --> [(agent, message)] --> loop.py
           <--Welcome, Start, Signal, Ack, Leave------- Agents.send()
@@ -76,7 +76,7 @@ News = Message | Lost
 
 @dataclass(eq=False)
 class Agent:
-    """One agent, and what it last said."""
+    """One agent, and its last words."""
 
     node: str
     pid: int
@@ -87,7 +87,7 @@ class Agent:
     """For a rendezvous; None while it cannot start ranks."""
     is_signalled: bool = False
     pressed: int = 0
-    """What its ranks were sent last: a Pressure of running.py."""
+    """The last order to its ranks: a Pressure of running.py."""
     to_acknowledge: set[int] = field(default_factory=set)
     """Serials of its Exited: it says them again after a Hello until they are acknowledged."""
 

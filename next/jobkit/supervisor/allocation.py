@@ -1,4 +1,4 @@
-"""What the supervisor's loop needs of its job: nodes, agents on them, the scheduler's word, a way back to the queue.
+"""The needs of the supervisor's loop: nodes, agents on them, the scheduler's word, a way back to the queue.
 
 loop.py --> Allocation (this machine: one agent, which simulates the nodes and holds the devices)
                 ^-- SlurmAllocation

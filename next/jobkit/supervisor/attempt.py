@@ -1,4 +1,4 @@
-"""The life of an attempt in the journal: who may begin it, why it ended, what is next.
+"""The life of an attempt in the journal: the right to begin it, the reason of its end, the next step.
 
     Me (job, token) --take_over--> Tenure --begin--> Began --> (the ranks live) --close--> Ended, ... --> Decision
                                               ^---------------- in place -----------------------------------'
@@ -91,8 +91,8 @@ class Tenure:
     adopted: Attempt | None = None
     """An open attempt of this same start of the job, whose agents may live: a supervisor before this one began it."""
     decision: Decision | None = None
-    """What a supervisor before this one decided after the last attempt (requeue, successor), and may not have carried
-    out: look, do it, and leave. Nothing is to be begun then."""
+    """The decision of a supervisor before this one after the last attempt (requeue, successor), which it may not have
+    carried out: look, do it, and leave. Nothing is to be begun then."""
 
     @property
     def writer(self) -> str:
@@ -200,7 +200,7 @@ def pause(tenure: Tenure) -> float:
 
 
 def close(tenure: Tenure, facts: Facts, room: Room) -> Decision:
-    """Journal why the open attempt ended, and return what is next. Harmless to call twice. Raises LostLease.
+    """Journal the end of the open attempt, and return the next step. Harmless to call twice. Raises LostLease.
 
     A full disk does not raise: the events wait in `tenure.journal`, whose `flush` is to be tried again.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jobkit.supervisor.attempt import Me, Tenure
 
 REQUESTS: dict[str, Cause] = {"cancel": "cancelled", "stop": "stopped", "preempt": "preempted"}
-"""What commands ask for; rather a cancel than a stop or a preemption."""
+"""The wishes of commands; rather a cancel than a stop or a preemption."""
 
 
 def request_of(run: RunDir, token: str, attempt: int) -> Request | None:
@@ -41,7 +41,7 @@ def request_of(run: RunDir, token: str, attempt: int) -> Request | None:
 
 
 def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
-    """Journal the end of the open attempt and return what is next; without one, what was decided after the last."""
+    """Journal the end of the open attempt and return the next step; without one, the decision after the last."""
     run, journal, status = tenure.run, tenure.journal, tenure.journal.status
     attempt, is_command = status.open_attempt, bool(tenure.config.command)
     if attempt is None:

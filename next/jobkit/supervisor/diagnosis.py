@@ -45,7 +45,7 @@ class LostNode:
 
 @dataclass(kw_only=True)
 class Facts:
-    """What the supervisor saw of the end of an attempt; running.py fills it in while the ranks live."""
+    """The facts that the supervisor saw of the end of an attempt; running.py fills it in while the ranks live."""
 
     exits: list[tuple[Exited, str]] = field(default_factory=list)
     """Ranks that ended, in order of arrival, each with the name of its node."""
@@ -57,8 +57,8 @@ class Facts:
     launch_error: str | None = None
     """Srun's words where it could start nothing and named no node; a node that it named is a LostNode."""
     asked: tuple[Cause, str] | None = None
-    """What the supervisor itself ended the ranks for (timeout, hang, cancelled, preempted, stopped), and words for
-    `error`. The first one counts."""
+    """The reason for which the supervisor itself ended the ranks (timeout, hang, cancelled, preempted, stopped), and
+    words for `error`. The first one counts."""
     silent: tuple[Silent, str] | None = None
     """The first rank that gave no sign of life, and its node: a hang may be the node's."""
     signalled: bool = False
@@ -69,7 +69,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Traces:
-    """What the ranks of an attempt left on the disk."""
+    """The files that the ranks of an attempt left on the disk."""
 
     ends: Sequence[End] = ()
     peak_bytes: int | None = None
@@ -82,7 +82,7 @@ class Traces:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The cause of an attempt's end, and what is known of it: fields of `Ended`."""
+    """The cause of an attempt's end, and its details: fields of `Ended`."""
 
     cause: Cause
     error: str | None = None

@@ -37,9 +37,9 @@ class Placement:
     names: Sequence[str]
     """All nodes of the job, in Slurm's order."""
     lost: Collection[str]
-    """Those that are not used again in this job."""
+    """Nodes that are not used again in this job."""
     excluded: Collection[str]
-    """Those that the run does not use as long as enough others are left."""
+    """Nodes that the run does not use as long as enough others are left."""
     count: Callable[[int], int]
     """On how many of so many nodes the ranks can be started; 0 where they are too few."""
 

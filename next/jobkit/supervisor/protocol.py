@@ -1,4 +1,4 @@
-"""What a supervisor and its agents say to each other: JSON lines over TCP, one secret compared once.
+"""The messages between a supervisor and its agents: JSON lines over TCP, one secret compared once.
 
     supervisor                                  agent (one a node)
                <--- Hello(secret, node, ...)    connects; again, after the supervisor was killed and started anew
@@ -6,7 +6,7 @@
                <--- Ready(port)                 imports are done, or the last ranks and all they started are gone
       Start(attempt, ranks) ---->               forks the ranks
                <--- Exited(rank, code), Signalled(signal), Silent(rank)
-      Ack(serial) ---->                         what is not acknowledged is said again after a new Hello
+      Ack(serial) ---->                         a message without Ack is said again after a new Hello
       Signal(name, ranks) ---->
       Leave ---->                               ends the agent
 
@@ -127,7 +127,7 @@ class Start:
 
     attempt: int
     ranks: list[RankPlace]
-    """Those of this node; all of them on this machine."""
+    """The ranks of this node; on this machine all ranks."""
     world_size: int
     nodes: int
     master_addr: str

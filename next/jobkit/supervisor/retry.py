@@ -1,4 +1,4 @@
-"""What follows an attempt: a pure function of the attempts so far, and of the room that the job has.
+"""The step after an attempt: a pure function of the attempts so far, and of the room that the job has.
 
     attempts + retry: + Room --decide()--> Decision(action, reason, exclude)
 
@@ -52,7 +52,7 @@ _ADVICE: Mapping[Cause, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What the job can still do after an attempt; the allocation knows it."""
+    """The possibilities of the job after an attempt; the allocation knows it."""
 
     in_place: Callable[[frozenset[str]], bool] = lambda without: False
     """Whether the job runs on, has time left, and has enough nodes without these (`min_nodes` at least)."""
@@ -67,7 +67,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What follows an attempt, and why: a line for the journal and the user."""
+    """The step after an attempt, and its reason: a line for the journal and the user."""
 
     action: Next
     reason: str

@@ -30,7 +30,7 @@ END_SECONDS = 30.0
 
 
 class Pressure(IntEnum):
-    """What the ranks are sent; a rank that ignores it meets the next."""
+    """The order to the ranks; a rank that ignores it meets the next."""
 
     NONE = 0
     STOP = 1

@@ -75,7 +75,7 @@ class SlurmAllocation(Allocation):
         self._tries: dict[str, int] = {}
         """How often agents were started on nodes that are wanted, until all of them are ready."""
         self._failed: dict[str, tuple[int, str]] = {}
-        """Those on which none came: exit code and words."""
+        """Nodes on which no agent came: exit code and words."""
         self._suspects: set[str] = set()
         """Nodes whose agent is gone."""
 

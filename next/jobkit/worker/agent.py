@@ -69,7 +69,7 @@ class Agent:
     def __init__(self, run: RunDir, hello: Hello) -> None:
         self.run = run
         self.hello = hello
-        """What this agent says of itself, without the state of its ranks."""
+        """The Hello of this agent, without the state of its ranks."""
         self.config: Config = run.config()
         self.link = Link(run)
         self.children = Children()
@@ -78,7 +78,7 @@ class Agent:
         self.cannot_fork = ""
         """Why ranks have to be new processes; empty if a fork is good."""
         self._ready: Ready | None = None
-        """What the supervisor has to know before it can start ranks; None while it cannot."""
+        """The facts that the supervisor needs before it can start ranks; None while it cannot."""
         self._signals = AgentSignals()
         self._reservation: Reservation | None = None
 

@@ -38,11 +38,11 @@ ASK_SECONDS = 2.0
 """How often Slurm is asked: slurmctld serves all jobs of a cluster."""
 
 LOCAL_SAVE_SECONDS, SLURM_SAVE_SECONDS = 600.0, 60.0
-"""What ranks get to save. On Slurm twice the KillWait that it leaves them by default."""
+"""The time that ranks get to save. On Slurm twice the KillWait that it leaves them by default."""
 
 
 class Alone:
-    """What an agent knows, and does, while it has no supervisor."""
+    """The knowledge and the acts of an agent while it has no supervisor."""
 
     def __init__(self, run: RunDir, hello: Hello) -> None:
         self.run, self.hello = run, hello

@@ -33,7 +33,7 @@ DIES_FIRST = 300
 
 
 def become_rank(run: RunDir, place: RankPlace, attempt: Start, page: Page, environment: Mapping[str, str]) -> None:
-    """Make a forked process what it would be if a launcher had started it as a program: session, logs, CPUs, variables.
+    """Make a forked process like a program that a launcher starts: session, logs, CPUs, variables.
 
     Its stop signals are blocked until the end: before that a handler of the agent would get them.
     """

@@ -20,7 +20,7 @@ CONNECT_SECONDS = 2.0
 """Not longer: a firewall that drops packets never answers, and the next address may."""
 
 ANSWER_SECONDS = 10.0
-"""What a supervisor gets to say Welcome, or to read what it is told: longer, and the connection is given up."""
+"""The time that a supervisor gets to say Welcome, or to read a message; then the connection is given up."""
 
 
 class Link:

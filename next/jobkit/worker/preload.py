@@ -20,14 +20,14 @@ from jobkit.run.schema import Config
 from jobkit.worker import snapshot_path
 
 MODULES = ("submitit.core.submission", "jobkit.worker.main", "jobkit.worker.task", "jobkit.run.load")
-"""What each rank imports before the user's code."""
+"""The modules that each rank imports before the user's code."""
 
 IMPORT_SECONDS = 900.0
 """After so long an import hangs: the agent shows where, and ends. From a cold disk, which all nodes of a large job read
 at once, imports take minutes."""
 
 DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci")
-"""What a process has open that has touched a device."""
+"""Files that a process opens when it touches a device."""
 
 
 def import_for_ranks(run: RunDir, config: Config) -> str:
@@ -60,7 +60,7 @@ def import_for_ranks(run: RunDir, config: Config) -> str:
 
 
 def _against_forking() -> str:
-    """What a fork of this process would break: other threads, which it does not have, or the state of a device."""
+    """The reason against a fork of this process: other threads, which it does not have, or the state of a device."""
     if (
         len(list(Path("/proc/self/task").iterdir())) > 2
     ):  # ours, and faulthandler's, which goes some time after its cancel

@@ -75,7 +75,7 @@ def environment_of(
 
 
 def _slurm(place: RankPlace, start: Start, resources: Resources) -> dict[str, str]:
-    """What srun would have told a task for each rank. Libraries read these variables too, as mpi4py and Lightning."""
+    """The variables that srun would give a task for each rank. Libraries read them too, as mpi4py and Lightning."""
     world, each = str(start.world_size), str(place.local_world_size)
     per_node = f"{each}(x{start.nodes})" if start.nodes > 1 else each
     first = place.node * place.local_world_size

@@ -41,7 +41,7 @@ class AgentSignals:
 
     def __init__(self) -> None:
         self.pages: list[Page] = []
-        """Those of the ranks that run."""
+        """The pages of the ranks that run."""
         self._received: list[int] = []
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
