@@ -1,4 +1,4 @@
-"""Imports run downwards only, and nothing of the launch half imports torch."""
+"""Imports run downwards only, and what runs outside of ranks imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ LEVELS = {
     "cli": 6,
     "submit": 6,
     "submission": 5,
+    "verify": 5,
     "worker": 4,
+    "train": 3,
     "supervisor": 3,
+    "checkpoint": 2,
     "usage": 2,
     "display": 2,
     "run": 1,
@@ -45,5 +48,31 @@ def test_imports_run_downwards_only() -> None:
     assert upwards == set()
 
 
-def test_nothing_imports_torch() -> None:
-    assert {file for file, _, module in imports() if module.split(".")[0] == "torch"} == set()
+LAUNCH_HALF = {
+    "cli",
+    "submit",
+    "submission",
+    "supervisor",
+    "run",
+    "slurm",
+    "usage",
+    "display",
+    "start",
+    "errors",
+    "log",
+}
+
+
+def test_the_launch_half_imports_no_torch() -> None:
+    assert {
+        file for file, part, module in imports() if part in LAUNCH_HALF and module.split(".")[0] == "torch"
+    } == set()
+
+
+def test_the_launch_half_imports_nothing_that_imports_torch() -> None:
+    of_ranks = {"checkpoint", "train", "group"}
+    assert {
+        file
+        for file, part, module in imports()
+        if part in LAUNCH_HALF and module.startswith("jobkit.") and module.split(".")[1] in of_ranks
+    } == set()

@@ -1,0 +1,1 @@
+"""State on the disk and in memory: trees of tensors, shards, snapshots, restore."""

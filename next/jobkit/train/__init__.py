@@ -1,0 +1,1 @@
+"""The parts of a training step: models over ranks, data, gradients, optimizers, evaluation."""
