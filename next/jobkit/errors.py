@@ -85,6 +85,10 @@ class UsageError(JobkitError):
     """
 
 
+class CheckpointError(JobkitError):
+    """A checkpoint cannot be written, or does not fit what the training function tracks."""
+
+
 class DistributedError(JobkitError):
     """The tasks of an attempt do not form the process group that they were started for."""
 

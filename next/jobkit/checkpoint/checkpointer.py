@@ -1,0 +1,416 @@
+"""Saves and restores a run's state: the one object of checkpoint/ that the training loop talks to.
+
+    loop: stage() -> slab --write()--> thread: write_shard -> gather on rank 0 -> lease? -> manifest -> rename -> trim
+    loop: snapshot() -> slot in memory --------> thread: neighbour's copy -> record
+    start: newest of disk and memory -> restore(entries) -> Damaged? set aside, the one before is read over it
+
+All methods except `is_writing` are called by all ranks together. The thread has a group of its own, so that its
+collectives never meet the training's. An error of the thread that is no disk's ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jobkit.checkpoint import framework_files, sources
+from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.memory import Snapshots
+from jobkit.checkpoint.reading import Damaged
+from jobkit.checkpoint.shard import ShardInfo, write_shard
+from jobkit.checkpoint.sources import Source
+from jobkit.checkpoint.staging import Place, Staged, Stager
+from jobkit.checkpoint.store import Manifest, Store
+from jobkit.errors import CheckpointError
+from jobkit.group import RankError, RankGroup
+from jobkit.log import log
+from jobkit.run.disk import is_full
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """The checkpoint that an attempt begins with."""
+
+    step: int
+    where: Literal["disk", "memory"]
+    extra: dict[str, Any]
+    world_size: int
+    path: Path | None
+    """Its folder; None for one in memory."""
+    durable_step: int | None
+    """The newest checkpoint on the disk."""
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A copy of the state that can be written."""
+
+    step: int
+    staged: Staged
+    extra: dict[str, Any]
+    entries: list[str]
+    seconds: float
+    """How long the loop waited for the copy."""
+    write_files: Callable[[Path], object] | None = None
+    """Writes a framework's own files, on all ranks, before the loop goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a save, the same on all ranks."""
+
+    step: int
+    seconds: float
+    nbytes: int
+    """Of all ranks."""
+    error: str | None = None
+    is_full: bool = False
+    """True if the disk was full."""
+    gave_way: int | None = None
+    """The step of an older checkpoint that was deleted for it."""
+
+
+@dataclass(kw_only=True)
+class _Write:
+    pending: Pending
+    best: float | None
+    future: Future[Outcome] = field(default_factory=Future)
+
+
+class Checkpointer:
+    """The checkpoints of one attempt.
+
+    checkpointer = Checkpointer(run.checkpoints, RankGroup.of_world(), Place(...), attempt=3, keep=3)
+    checkpointer.restore([Entry(name="model", live=model)])
+    pending = checkpointer.stage(500, entries, {"boundary": {"step": 500}})
+    checkpointer.write(pending, wait=True)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: RankGroup,
+        place: Place,
+        *,
+        attempt: int,
+        keep: int,
+        check_lease: Callable[[], None] = lambda: None,
+        slots: tuple[int, int] | None = None,
+        best_mode: Literal["min", "max"] = "min",
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ranks, self.place = ranks, place
+        self.store = Store(folder, str(attempt))
+        self.stager = Stager(place, ranks)
+        self._keep, self._check_lease, self._best_mode, self._beat = keep, check_lease, best_mode, beat
+        self._disk_ranks = ranks if not place.disks else RankGroup.of_parts(place.disks)
+        self._thread_ranks = RankGroup.of_world() if ranks.world_size > 1 else ranks
+        self._writers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jobkit-checkpoint")
+        self._write: _Write | None = None
+        self._outcomes: list[Outcome] = []
+        self.snapshots = Snapshots(slots, self.stager, place, self._thread_ranks)
+        self.set_aside: list[tuple[int, str]] = []
+        """Damaged checkpoints that were found, and why."""
+        self.durable_step: int | None = None
+        self._entries: list[Entry] = []
+        """What was restored so far."""
+        self._sources: list[Source] = []
+        if self._disk_ranks.is_main:
+            self.store.clean()
+        self._protected: set[int] = set()
+        self._best = ranks.broadcast(self.store.best() if ranks.is_main else None)
+        if self._best is not None:
+            self._protected = {self._best[0]}
+        self._source = self._newest()
+
+    # Restoring
+
+    @property
+    def restored(self) -> Restored | None:
+        """The checkpoint that this attempt begins with; None at the run's beginning."""
+        if self._source is None:
+            return None
+        manifest = self._source.manifest
+        return Restored(
+            step=manifest.step,
+            where=self._source.where,
+            extra=manifest.extra,
+            world_size=manifest.world_size,
+            path=self._source.path,
+            durable_step=self.durable_step,
+        )
+
+    def _newest(self) -> Source | None:
+        """Return the newest checkpoint whose headers verify. Damaged ones are set aside."""
+        while True:
+            steps = self.ranks.broadcast(self.store.steps() if self.ranks.is_main else None)
+            self.durable_step = steps[0] if steps else None
+            in_memory = self.snapshots.newest(after=self.durable_step)
+            if in_memory is not None:
+                return in_memory
+            if not steps:
+                if self.set_aside:
+                    names = ", ".join(f"step {step} ({reason})" for step, reason in self.set_aside)
+                    raise CheckpointError(
+                        f"no checkpoint verifies: {names}; they are kept in {self.store.folder} as damaged_step_*; "
+                        "--fresh starts a new run at step 0"
+                    )
+                return None
+            try:
+                source = sources.of_disk(self.store.path(steps[0]), self._disk_ranks)
+                self._agree_on(None)
+                framework_files.check(source, self._disk_ranks)
+                return source
+            except Damaged as error:
+                self._reject(steps[0], str(error))
+
+    def _agree_on(self, problem: str | None) -> None:
+        """Raise Damaged on all ranks where it is on any: nodes with disks of their own have copies of their own."""
+        if self.place.disks:
+            problems = [other for other in self.ranks.gather(problem) if other is not None]
+            if problems:
+                raise Damaged(problems[0])
+
+    def _reject(self, step: int, reason: str) -> None:
+        self.set_aside.append((step, reason))
+        if self._disk_ranks.is_main and self.store.path(step).exists():
+            self.store.set_aside(step)
+        self.ranks.barrier()
+
+    def restore(self, entries: Sequence[Entry]) -> None:
+        """Read entries from the checkpoint. If it is damaged, the one before it is read over it, into all entries so
+        far. Raises CheckpointError where entries do not fit, or where no checkpoint verifies."""
+        self._entries += entries
+        wanted: Sequence[Entry] = entries
+        while self._source is not None:
+            try:
+                self._read(wanted)
+                return
+            except Damaged as error:
+                log.warning("%s", error)
+                if self._source.where == "memory":
+                    self.snapshots.refuse(self._source.step)
+                else:
+                    self._reject(self._source.step, str(error))
+                self._source = self._newest()
+                wanted = self._entries
+
+    def restore_again(self) -> None:
+        """Read all entries once more: lines that ran since may have changed them."""
+        if self._source is not None:
+            self._read(self._entries)
+
+    def _read(self, entries: Sequence[Entry]) -> None:
+        source = self._source
+        assert source is not None
+        present = [entry for entry in entries if entry.name in source.manifest.entries]
+        if missing := [entry.name for entry in entries if entry not in present and not entry.optional]:
+            raise CheckpointError(
+                f"the checkpoint of step {source.step} has no {', '.join(missing)}, which the code tracks now; it has "
+                f"{', '.join(source.manifest.entries)}: --fresh starts a new run, or leave that untracked"
+            )
+        ranks = self.ranks if source.where == "memory" else self._disk_ranks
+        source.read(present, self.stager, ranks)
+
+    def end_restore(self) -> list[str]:
+        """Return the names in the checkpoint that nobody asked for, and let go of what reading needed."""
+        source, self._source = self._source, None
+        self.snapshots.end_restore()
+        if source is None:
+            return []
+        asked = {entry.name for entry in self._entries}
+        return [name for name in source.manifest.entries if name not in asked]
+
+    # Saving
+
+    def stage(
+        self,
+        step: int,
+        entries: Sequence[Entry],
+        extra: dict[str, Any],
+        write_files: Callable[[Path], object] | None = None,
+    ) -> Pending:
+        """Copy the state into the slab. It waits for a write that still reads the slab."""
+        self.wait_for_write()
+        began = time.monotonic()
+        staged = self.stager.stage(entries)
+        if staged.pickled and self.ranks.is_main:
+            log.info("pickled in checkpoints: %s", ", ".join(staged.pickled))
+        return Pending(
+            step=step,
+            staged=staged,
+            extra=extra,
+            entries=[entry.name for entry in entries],
+            seconds=time.monotonic() - began,
+            write_files=write_files,
+        )
+
+    def write(self, pending: Pending, *, wait: bool = False, best: float | None = None) -> None:
+        """Write a copy in the background. With `wait`, return when it is durable; raises CheckpointError."""
+        self.wait_for_write()
+        self._write = _Write(pending=pending, best=best)
+        folder = self._begin(pending.step)
+        if pending.write_files is not None and folder is not None:
+            framework_files.write(folder, pending.write_files, self._disk_ranks)
+        if folder is None:
+            self._outcomes.append(self._failed(pending, time.monotonic(), "the disk is full", True))
+            self._write = None
+        else:
+            self._write.future = self._writers.submit(self._written, self._write, folder, time.monotonic())
+        if wait:
+            self.wait()
+
+    def _begin(self, step: int) -> Path | None:
+        """Make the folder, on each disk; None where the disk has no room even for that."""
+        problem: OSError | None = None
+        if self._disk_ranks.is_main:
+            try:
+                self.store.begin(step)
+            except OSError as error:
+                problem = error
+        if self.ranks.anywhere(problem is not None):
+            if problem is not None and not is_full(problem):
+                raise problem
+            return None
+        return self.store.unfinished(step)
+
+    def _written(self, write: _Write, folder: Path, began: float) -> Outcome:
+        """In the thread: write, gather, publish. An error that is no disk's is a bug: it ends the process."""
+        try:
+            outcome, gave_way = self._try_to_write(write, folder, began), None
+            while outcome.is_full and (gave_way := self._make_room()) is not None:
+                outcome = self._try_to_write(write, folder, began)
+            return outcome if gave_way is None else _with(outcome, gave_way)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # LostLease: the loop raises it
+                raise
+            log.exception("the writer of checkpoints failed")
+            os._exit(1)
+
+    def _try_to_write(self, write: _Write, folder: Path, began: float) -> Outcome:
+        pending, ranks = write.pending, self._thread_ranks
+        name = f"rank_{self.place.rank}.safetensors"
+        info: ShardInfo | None = None
+        problem: OSError | None = None
+        try:
+            (folder / name).unlink(missing_ok=True)
+            info = write_shard(folder / name, pending.staged, self._beat)
+        except OSError as error:
+            problem = error
+        told = None if problem is None else (f"rank {self.place.rank}: {problem}", is_full(problem))
+        answers = ranks.gather((name, info, told, pending.staged.nbytes, pending.staged.pickled))
+        failed = next((answer[2] for answer in answers if answer[2] is not None), None)
+        if failed is not None:
+            return self._failed(pending, began, *failed)
+        shards = {answer[0]: answer[1] for answer in answers}
+        pickled = sorted({path for answer in answers for path in answer[4]})
+        try:
+            ranks.all_or_none(lambda: self._publish(write, folder, shards, pickled))
+        except (OSError, RankError) as error:
+            if isinstance(error, RankError) and not error.disk:
+                raise
+            return self._failed(pending, began, str(error), is_full(error) or getattr(error, "disk", False))
+        self.durable_step = pending.step
+        nbytes = sum(answer[3] for answer in answers)
+        return Outcome(step=pending.step, seconds=time.monotonic() - began, nbytes=nbytes)
+
+    def _publish(self, write: _Write, folder: Path, shards: dict[str, ShardInfo], pickled: list[str]) -> None:
+        """On the first rank of each disk: give the checkpoint its name, if this attempt still owns the run."""
+        is_best = write.best is not None and self._is_better(write.best)
+        if is_best:
+            assert write.best is not None
+            self._best = write.pending.step, write.best
+            self._protected = {write.pending.step}
+        if not self._is_first_of_disk:
+            return
+        pending = write.pending
+        if self.place.disks:  # each disk has the shards of its own ranks
+            shards = {f"rank_{rank}.safetensors": shards[f"rank_{rank}.safetensors"] for rank in self.place.peers}
+        self._check_lease()
+        manifest = Manifest(
+            step=pending.step,
+            world_size=self.place.world_size,
+            shards=shards,
+            entries=pending.entries,
+            extra=pending.extra,
+            pickled=pickled,
+            files=framework_files.sums(folder),
+            best=write.best,
+        )
+        self.store.publish(folder, manifest)
+        if is_best:
+            self.store.mark_best(pending.step)
+        self.store.trim(self._keep, self._protected)
+
+    @property
+    def _is_first_of_disk(self) -> bool:
+        return self.place.peers[0] == self.place.rank
+
+    def _is_better(self, value: float) -> bool:
+        if self._best is None:
+            return True
+        return value < self._best[1] if self._best_mode == "min" else value > self._best[1]
+
+    def _make_room(self) -> int | None:
+        """Delete the oldest checkpoint of each disk; returns its step, on all ranks."""
+        step = self.store.make_room(self._protected) if self._is_first_of_disk else None
+        return next((other for other in self._thread_ranks.gather(step) if other is not None), None)
+
+    def _failed(self, pending: Pending, began: float, error: str, full: bool) -> Outcome:
+        safe = (
+            f"the checkpoint of step {self.durable_step} is safe" if self.durable_step is not None else "none is saved"
+        )
+        return Outcome(
+            step=pending.step,
+            seconds=time.monotonic() - began,
+            nbytes=pending.staged.nbytes,
+            error=f"the checkpoint of step {pending.step} was not written ({error}); {safe}",
+            is_full=full,
+        )
+
+    # The thread's work, as the loop sees it
+
+    @property
+    def is_writing(self) -> bool:
+        """True while the thread of this rank is busy with a checkpoint."""
+        return self._write is not None and not self._write.future.done()
+
+    def wait_for_write(self) -> None:
+        """Return when no checkpoint is being written. Raises LostLease, or what the thread died of."""
+        if self._write is not None:
+            write, self._write = self._write, None
+            self._outcomes.append(write.future.result())
+
+    def collect(self) -> list[Outcome]:
+        """Return what became of saves since the last call, without waiting. The ranks may see it at different times."""
+        if self._write is not None and self._write.future.done():
+            self.wait_for_write()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def wait(self) -> None:
+        """Return when everything is durable. Raises CheckpointError for a checkpoint that could not be written."""
+        self.wait_for_write()
+        if self._outcomes and self._outcomes[-1].error is not None:
+            raise CheckpointError(self._outcomes[-1].error)
+
+    def snapshot(self, step: int, entries: Sequence[Entry], extra: dict[str, Any], least_complete: int) -> float | None:
+        """Copy the state into a slot in memory; returns the seconds that the loop waited. None: skipped."""
+        return self.snapshots.take(step, entries, extra, least_complete, self._writers)
+
+    def close(self) -> None:
+        """Wait for the thread, and end it."""
+        self.wait_for_write()
+        self._writers.shutdown(wait=True)
+
+
+def _with(outcome: Outcome, gave_way: int) -> Outcome:
+    return Outcome(**{**vars(outcome), "gave_way": gave_way})
+
+
+__all__ = ["Checkpointer", "Outcome", "Pending", "Restored"]

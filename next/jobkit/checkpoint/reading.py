@@ -1,0 +1,253 @@
+"""Reads a checkpoint into the live tensors of this rank, and checks while it reads.
+
+    headers: rank 0 --broadcast--> all        pieces: one reader a file --blocks, checked--> live tensors
+                                                                        --broadcast--> the other ranks' tensors
+
+Two threads share the work: while one reads block n + 1, the other checks block n. A shard of this rank alone is read by
+this rank alone. On another world size, or with another layout of DTensors, each rank reads the parts that it needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from jobkit.checkpoint.shard import BLOCK, ShardInfo, Stored, parse_header, view_of
+from jobkit.checkpoint.staging import Piece
+from jobkit.errors import CheckpointError
+
+IOV_MAX = 1000
+"""Buffers of one preadv; Linux allows 1024."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint does not verify."""
+
+
+class ShardFile(Protocol):
+    """A shard that can be read: a file, or a slot in memory."""
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers from a byte of the shard on; returns the bytes read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DiskShard:
+    """A shard file on the disk."""
+
+    def __init__(self, file: Path) -> None:
+        self._descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        total = 0
+        for begin in range(0, len(buffers), IOV_MAX):
+            part = list(buffers[begin : begin + IOV_MAX])
+            wanted = sum(map(len, part))
+            while part:
+                count = os.preadv(self._descriptor, part, offset + total)
+                if count == 0:
+                    return total
+                total += count
+                wanted -= count
+                part = _after(part, count) if wanted else []
+        return total
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return what is not yet filled of some buffers after so many bytes."""
+    rest = []
+    for buffer in buffers:
+        if count >= len(buffer):
+            count -= len(buffer)
+            continue
+        rest.append(buffer[count:])
+        count = 0
+    return rest
+
+
+@dataclass(frozen=True)
+class Target:
+    """Bytes of a shard's data, and the memory of a live tensor that they belong to."""
+
+    begin: int
+    memory: memoryview
+
+
+def check_header(name: str, info: ShardInfo, header: bytes) -> list[Stored]:
+    """Return the pieces of a shard. Raises Damaged."""
+    if len(header) != info.header or xxhash.xxh3_64_hexdigest(header) != info.header_sum:
+        raise Damaged(f"{name}: its header is not the one that was written")
+    return parse_header(header)[0]
+
+
+def read_targets(
+    shard: ShardFile, name: str, info: ShardInfo, targets: Sequence[Target], pool: ThreadPoolExecutor
+) -> None:
+    """Read parts of a shard into memory, and check every block that they touch. Raises Damaged.
+
+    `targets` are in the order of the file and do not overlap. Bytes of a block that nobody wants are read as well: its
+    checksum covers them.
+    """
+    size = info.size - info.header
+    checks = []
+    for number, buffers in _blocks(targets, size):
+        begin = number * BLOCK
+        length = min(BLOCK, size - begin)
+        if shard.read_into(buffers, info.header + begin) != length:
+            raise Damaged(f"{name}: it is shorter than when it was written")
+        checks.append((number, pool.submit(_sum, buffers)))
+    for number, check in checks:
+        if check.result() != info.blocks[number]:
+            raise Damaged(f"{name}: block {number} of 4 MiB is not the one that was written")
+
+
+def _sum(buffers: Sequence[memoryview]) -> str:
+    if len(buffers) == 1:
+        return xxhash.xxh3_64_hexdigest(buffers[0])
+    state = xxhash.xxh3_64()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.hexdigest()
+
+
+def _blocks(targets: Sequence[Target], size: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """Yield the blocks that targets touch, with the memory for each of its bytes in order."""
+    current, filled = -1, 0
+    buffers: list[memoryview] = []
+    for target in targets:
+        position, memory = target.begin, target.memory
+        while memory:
+            number = position // BLOCK
+            if number != current:
+                if current >= 0:
+                    yield current, _filled(buffers, filled, current, size)
+                current, filled, buffers = number, number * BLOCK, []
+            if position > filled:
+                buffers.append(memoryview(bytearray(position - filled)))
+            part = memory[: (number + 1) * BLOCK - position]
+            buffers.append(part)
+            position += len(part)
+            filled, memory = position, memory[len(part) :]
+    if current >= 0:
+        yield current, _filled(buffers, filled, current, size)
+
+
+def _filled(buffers: list[memoryview], filled: int, number: int, size: int) -> list[memoryview]:
+    rest = min((number + 1) * BLOCK, size) - filled
+    return [*buffers, memoryview(bytearray(rest))] if rest else buffers
+
+
+# From pieces to live tensors
+
+
+class Sink:
+    """A live leaf that is being read: CPU memory of its bytes, or a buffer that is copied over at the end."""
+
+    def __init__(self, name: str, leaf: torch.Tensor) -> None:
+        self.name, self.leaf = name, leaf
+        self.local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        direct = self.local.device.type == "cpu" and self.local.is_contiguous()
+        self._buffer = self.local.detach() if direct else torch.empty(self.local.shape, dtype=self.local.dtype)
+        self._is_direct = direct
+        self.offset: tuple[int, ...] | None = None
+        if isinstance(leaf, DTensor):
+            _, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
+            self.offset = tuple(offset)
+
+    def check(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Raise CheckpointError where the checkpoint's leaf has another shape or dtype."""
+        if tuple(self.leaf.shape) != tuple(shape) or self.leaf.dtype != dtype:
+            raise CheckpointError(
+                f"{self.name}: the checkpoint has {_form(dtype, shape)}, "
+                f"the code {_form(self.leaf.dtype, self.leaf.shape)}"
+            )
+
+    def part(self, piece: Piece) -> torch.Tensor:
+        """Return the memory of a range of a whole leaf, flat."""
+        flat = self._buffer.view(-1)
+        return flat if piece.whole is None else flat[piece.begin : piece.begin + piece.shape[0]]
+
+    def target(self, stored: Stored) -> list[Target]:
+        """Return the parts of a piece that belong here, and their memory."""
+        piece, size = stored.piece, stored.piece.dtype.itemsize
+        if not self._buffer.numel():
+            return []
+        if self.offset is None and piece.offset is None:
+            memory = view_of(self._buffer)
+            begin = piece.begin * size
+            return [Target(stored.begin, memory[begin : begin + piece.nbytes])]
+        return list(self._box_targets(stored))
+
+    def _box_targets(self, stored: Stored) -> Iterator[Target]:
+        """Yield the rows that a piece and this rank's part have in common, each of contiguous bytes in both."""
+        piece = stored.piece
+        if piece.offset is None and piece.whole is not None:
+            raise CheckpointError(f"{self.name}: it was saved in ranges, and is now a part of a sharded tensor")
+        shape = self.leaf.shape
+        here, there = self.offset or (0,) * len(shape), piece.offset or (0,) * len(shape)
+        low = [max(a, b) for a, b in zip(here, there, strict=True)]
+        ends = zip(here, self._buffer.shape, there, piece.shape, strict=True)
+        high = [min(a + n, b + m) for a, n, b, m in ends]
+        if any(begin >= end for begin, end in zip(low, high, strict=True)):
+            return
+        memory, size = view_of(self._buffer), piece.dtype.itemsize
+        if not shape:
+            yield Target(stored.begin, memory)
+            return
+        length = high[-1] - low[-1]
+        for index in _indices(low[:-1], high[:-1]):
+            position = [*index, low[-1]]
+            source = _flat([p - o for p, o in zip(position, there, strict=True)], piece.shape) * size
+            begin = _flat([p - o for p, o in zip(position, here, strict=True)], self._buffer.shape) * size
+            yield Target(stored.begin + source, memory[begin : begin + length * size])
+
+    def finish(self) -> None:
+        """Copy a buffer to the device."""
+        if not self._is_direct:
+            with torch.no_grad():
+                self.local.copy_(self._buffer)
+
+
+def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _indices(low: Sequence[int], high: Sequence[int]) -> Iterator[list[int]]:
+    if not low:
+        yield []
+        return
+    for first in range(low[0], high[0]):
+        for rest in _indices(low[1:], high[1:]):
+            yield [first, *rest]
+
+
+def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
+    position = 0
+    for number, length in zip(index, shape, strict=True):
+        position = position * length + number
+    return position
+
+
+def targets_of(pieces: Sequence[Stored], sinks: Mapping[str, Sink]) -> list[Target]:
+    """Return the memory for the wanted pieces of a shard, in the order of the file."""
+    targets: list[Target] = []
+    for stored in pieces:
+        sink = sinks.get(stored.piece.name)
+        if sink is not None:
+            targets += sink.target(stored)
+    return sorted((target for target in targets if target.memory), key=lambda target: target.begin)

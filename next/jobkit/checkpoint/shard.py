@@ -1,0 +1,136 @@
+"""rank_<n>.safetensors: one rank's part of a checkpoint, and its checksums.
+
+    Staged --write_shard--> file: header (whole pages) | tensors | skeletons          ShardInfo --> manifest
+
+Any program that reads safetensors can open it. The header's checksum and one for each 4 MiB of data are in the
+manifest, so that a reader of some bytes checks these bytes alone. The writer's thread calls this.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from jobkit.checkpoint.staging import DTYPES, PAGE, SKELETONS, Piece, Staged
+
+BLOCK = 4 << 20
+"""Bytes of data that a checksum covers."""
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """The facts of a shard that the manifest keeps."""
+
+    size: int
+    """Bytes of the file."""
+    header: int
+    """Bytes before the data."""
+    header_sum: str
+    blocks: tuple[str, ...]
+    """Checksums of the data, block by block: xxh3_64 in hex."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"size": self.size, "header": self.header, "header_sum": self.header_sum, "blocks": "".join(self.blocks)}
+
+    @classmethod
+    def of_json(cls, value: dict[str, Any]) -> ShardInfo:
+        text = value["blocks"]
+        blocks = tuple(text[begin : begin + 16] for begin in range(0, len(text), 16))
+        return cls(value["size"], value["header"], value["header_sum"], blocks)
+
+
+def write_shard(file: Path, staged: Staged, beat: Callable[[], None] = lambda: None) -> ShardInfo:
+    """Write a shard, and return when the disk has it. Raises OSError.
+
+    `beat` is called after each block: a slow disk is no hang.
+    """
+    if staged.ready is not None:
+        staged.ready.synchronize()
+    info = sums_of(staged)
+    data = staged.data.numpy().data
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o666)
+    except OSError:  # tmpfs before Linux 6.6 and some network file systems have no O_DIRECT
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with mmap.mmap(-1, len(staged.header)) as header:  # page-aligned, as O_DIRECT asks for
+            header[:] = staged.header
+            _write_all(descriptor, memoryview(header)[:])
+        whole = len(data) // PAGE * PAGE
+        for begin in range(0, whole, BLOCK):
+            _write_all(descriptor, data[begin : min(begin + BLOCK, whole)])
+            beat()
+    finally:
+        os.close(descriptor)
+    with file.open("ab") as rest:
+        rest.write(data[whole:])
+        rest.flush()
+        os.fsync(rest.fileno())
+    return info
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def sums_of(staged: Staged) -> ShardInfo:
+    """Return the facts of a shard that is in memory."""
+    data = staged.data.numpy().data
+    blocks = tuple(xxhash.xxh3_64_hexdigest(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
+    size = len(staged.header) + len(data)
+    return ShardInfo(size, len(staged.header), xxhash.xxh3_64_hexdigest(staged.header), blocks)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A piece in a shard, and where it lies."""
+
+    piece: Piece
+    begin: int
+    """First byte, from the beginning of the data."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.piece.nbytes
+
+
+def parse_header(header: bytes) -> tuple[list[Stored], tuple[int, int]]:
+    """Return the pieces of a shard in the order of the file, and the range of its skeletons."""
+    values = json.loads(header[8:])
+    parts = json.loads(values.pop("__metadata__")["parts"])
+    skeletons = values.pop(SKELETONS)["data_offsets"]
+    pieces = []
+    for key, value in values.items():
+        name, begin, whole, offset = parts.get(key, (key, 0, None, None))
+        shape = tuple(value["shape"])
+        piece = Piece(
+            name,
+            _TORCH[value["dtype"]],
+            shape,
+            begin,
+            None if whole is None else tuple(whole),
+            None if offset is None else tuple(offset),
+        )
+        pieces.append(Stored(piece, value["data_offsets"][0]))
+    return pieces, (skeletons[0], skeletons[1])
+
+
+def view_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, to be read into."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def names(files: Sequence[str]) -> list[str]:
+    """Return shard files in the order of their ranks."""
+    return sorted(files, key=lambda file: int(file.removeprefix("rank_").removesuffix(".safetensors")))

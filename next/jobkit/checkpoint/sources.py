@@ -1,0 +1,262 @@
+"""A checkpoint that a run can begin with: on the disk, or in the ranks' memory. Reading it is one thing for both.
+
+    Source(manifest, headers, open) --read(entries)--> live tensors, checked; load_state_dict() of the rest
+
+All ranks call `read` together: it succeeds on all of them, or raises the same kind of error on all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from jobkit.checkpoint import shard
+from jobkit.checkpoint.live import Entry, Walker
+from jobkit.checkpoint.reading import (
+    Damaged,
+    DiskShard,
+    ShardFile,
+    Sink,
+    Target,
+    check_header,
+    read_targets,
+    targets_of,
+)
+from jobkit.checkpoint.shard import ShardInfo, Stored, parse_header
+from jobkit.checkpoint.staging import Place, Stager, leaf_name
+from jobkit.checkpoint.store import Manifest
+from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup
+from jobkit.run.files import foreign_owner
+
+BUCKET = 32 << 20
+"""Bytes of tensors that one broadcast takes along."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, as all ranks know it."""
+
+    manifest: Manifest
+    headers: Mapping[str, bytes]
+    """Of each shard."""
+    open: Callable[[str], ShardFile]
+    """Opens a shard by its name."""
+    where: Literal["disk", "memory"]
+    path: Path | None = None
+    may_unpickle: bool = True
+    local: frozenset[str] | None = None
+    """In memory: the shards that this rank alone can open; on a disk, None, all ranks can open all."""
+    pieces: dict[str, list[Stored]] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def read(self, entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -> None:
+        """Read entries into their live objects. Raises Damaged, or CheckpointError where they do not fit; on all ranks.
+
+        `ranks` share the disk, or the memory, that is read from.
+        """
+        problem: tuple[str, str] | None = None
+        try:
+            reading = _Reading(self, entries, stager, ranks)
+            reading.read_checked()
+        except Damaged as error:
+            problem = "damaged", str(error)
+        except (CheckpointError, OSError) as error:
+            problem = "damaged" if isinstance(error, OSError) else "unfit", str(error)
+        problems = [other for other in ranks.gather(problem) if other is not None]
+        for kind, error_type in (("damaged", Damaged), ("unfit", CheckpointError)):
+            for other_kind, text in problems:
+                if kind == other_kind:
+                    raise error_type(text)
+        reading.share()
+        problem = None
+        try:
+            reading.finish()
+        except Exception as error:  # of a load_state_dict of the user's
+            problem = (
+                "unfit",
+                f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error),
+            )
+        for other in ranks.gather(problem):
+            if other is not None:
+                raise CheckpointError(other[1])
+
+
+def of_disk(folder: Path, ranks: RankGroup) -> Source:
+    """Return the checkpoint in a folder, its headers checked. All ranks of the disk call it. Raises Damaged."""
+
+    def look() -> tuple[Manifest, dict[str, bytes]]:
+        manifest = Manifest.read(folder)
+        if manifest is None:
+            raise Damaged(f"{folder.name} has no manifest that can be read")
+        headers = {}
+        for name, info in manifest.shards.items():
+            try:
+                size = (folder / name).stat().st_size
+                with (folder / name).open("rb") as file:
+                    headers[name] = file.read(info.header)
+            except OSError as error:
+                raise Damaged(f"{folder.name}/{name}: {error.strerror}") from error
+            if size != info.size:
+                raise Damaged(f"{folder.name}/{name} has {size} bytes, and had {info.size} when it was written")
+            check_header(f"{folder.name}/{name}", info, headers[name])
+        return manifest, headers
+
+    answer: tuple[Any, str | None] = (None, None)
+    if ranks.is_main:
+        try:
+            answer = look(), None
+        except Damaged as error:
+            answer = None, str(error)
+    content, problem = ranks.broadcast(answer)
+    if problem is not None:
+        raise Damaged(problem)
+    manifest, headers = content
+    first = folder / next(iter(manifest.shards))
+    may_unpickle = not manifest.pickled or foreign_owner(first) is None
+    return Source(manifest, headers, lambda name: DiskShard(folder / name), "disk", folder, may_unpickle)
+
+
+class _Reading:
+    """One reading of some entries from a source, on this rank."""
+
+    def __init__(self, source: Source, entries: Sequence[Entry], stager: Stager, ranks: RankGroup) -> None:
+        self.source, self.entries, self.ranks = source, entries, ranks
+        self.place = stager.place
+        self.walkers = stager.walkers(entries)
+        self.files = shard.names(list(source.manifest.shards))
+        self.pieces = {name: source.pieces.get(name) or parse_header(source.headers[name])[0] for name in self.files}
+        source.pieces.update(self.pieces)
+        self.counterpart = self.place.rank if self.place.world_size == source.manifest.world_size else 0
+        """The rank of the checkpoint whose own state this rank takes: on another world size rank 0's."""
+        self.sinks: dict[str, Sink] = {}
+        self.leaves: dict[str, dict[str, torch.Tensor]] = {}
+        self._shapes = self._all_shapes()
+        for entry, walker in self.walkers:
+            self._adopt(entry, walker)
+        self.skeletons: dict[str, Any] = {}
+
+    def _all_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        shapes = {}
+        for pieces in self.pieces.values():
+            for stored in pieces:
+                piece = stored.piece
+                shapes[piece.name] = piece.dtype, piece.whole if piece.whole is not None else piece.shape
+        return shapes
+
+    def _adopt(self, entry: Entry, walker: Walker) -> None:
+        """Find the live tensors of an entry, and refuse a checkpoint that has others."""
+        saved: dict[str, str] = {}
+        for is_own in (False, True):
+            prefix = leaf_name(entry.name, "", self.counterpart if is_own else None)
+            saved |= {name[len(prefix) :]: name for name in self._shapes if name.startswith(prefix)}
+        live = walker.adopt(None, {path: self._shapes[name] for path, name in saved.items()})
+        if missing := [path for path in live.leaves if path not in saved]:
+            raise CheckpointError(f"{entry.name}: the checkpoint of step {self.source.step} has no {_some(missing)}")
+        if extra := [path for path in saved if path not in live.leaves and not entry.leaves_out(path)]:
+            raise CheckpointError(
+                f"{entry.name}: the checkpoint of step {self.source.step} has {_some(extra)}, and the code does not"
+            )
+        self.leaves[entry.name] = live.leaves
+        for path, leaf in live.leaves.items():
+            sink = Sink(saved[path], leaf)
+            dtype, shape = self._shapes[saved[path]]
+            sink.check(dtype, shape)
+            self.sinks[saved[path]] = sink
+
+    def read_checked(self) -> None:
+        """Read this rank's part of the files. Raises Damaged."""
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            for number, name in enumerate(self.files):
+                wanted = {
+                    piece: sink
+                    for piece, sink in self.sinks.items()
+                    if not self._is_shared(piece) or self._reader(number) == self.ranks.rank
+                }
+                targets = targets_of(self.pieces[name], wanted)
+                text = bytearray()
+                if name == f"rank_{self.counterpart}.safetensors":
+                    begin, end = parse_header(self.source.headers[name])[1]
+                    text = bytearray(end - begin)
+                    targets = sorted([*targets, Target(begin, memoryview(text))], key=lambda target: target.begin)
+                if not targets:
+                    continue
+                if self.source.local is not None and name not in self.source.local:
+                    raise CheckpointError(f"a snapshot in memory keeps {name} on another rank")
+                info: ShardInfo = self.source.manifest.shards[name]
+                file = self.source.open(name)
+                try:
+                    read_targets(file, f"step_{self.source.step:08d}/{name}", info, targets, pool)
+                finally:
+                    file.close()
+                if text:
+                    self.skeletons = json.loads(text)
+
+    def _is_shared(self, name: str) -> bool:
+        """True for a leaf that every rank has whole: one rank reads it, and gives it to the others."""
+        is_own = name.partition("/")[0].count(":") > 0
+        return self.ranks.world_size > 1 and not is_own and self.sinks[name].offset is None
+
+    def _reader(self, number: int) -> int:
+        return number % self.ranks.world_size
+
+    def share(self) -> None:
+        """Give the shared leaves that this rank has read to the others, and take theirs."""
+        for number, name in enumerate(self.files):
+            parts = [
+                self.sinks[stored.piece.name].part(stored.piece)
+                for stored in self.pieces[name]
+                if stored.piece.name in self.sinks and self._is_shared(stored.piece.name)
+            ]
+            for bucket in _buckets(parts):
+                self._broadcast(bucket, self._reader(number))
+
+    def _broadcast(self, parts: list[torch.Tensor], source: int) -> None:
+        if len(parts) == 1:
+            dist.broadcast(parts[0], group=self.ranks.group, group_src=source)
+            return
+        flat = torch.cat([part.view(torch.uint8) for part in parts])
+        dist.broadcast(flat, group=self.ranks.group, group_src=source)
+        if self.ranks.rank != source:
+            begin = 0
+            for part in parts:
+                end = begin + part.numel() * part.itemsize
+                part.view(torch.uint8).copy_(flat[begin:end])
+                begin = end
+
+    def finish(self) -> None:
+        """Copy to devices, and give objects their plain values."""
+        for sink in self.sinks.values():
+            sink.finish()
+        for entry, walker in self.walkers:
+            skeleton = self.skeletons.get(f"{self.counterpart}:{entry.name}")
+            walker.finish(skeleton, self.leaves[entry.name], may_unpickle=self.source.may_unpickle)
+
+
+def _buckets(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    buckets: list[list[torch.Tensor]] = []
+    size = BUCKET
+    for part in parts:
+        if size >= BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(part)
+        size += part.numel() * part.itemsize
+    return buckets
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+__all__ = ["Place", "Source", "of_disk"]

@@ -1,0 +1,369 @@
+"""The copy that the training loop waits for: this rank's part of a checkpoint, in host memory that is kept.
+
+    entries --walkers--> leaves --divide--> pieces --one _foreach_copy_--> slab (or a slot in memory)
+                                                                           |
+    loop goes on                                                     Staged, for write_shard
+
+Tensors that all ranks have alike are divided over the ranks by bytes, by a pure function. The layout is worked out
+again only when names, shapes or dtypes change. checkpointer.py calls this; nothing here touches a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from jobkit.checkpoint.live import Entry, Live, Walker, names_of, plain_module, walker_of
+from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup
+
+PAGE = 4096
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes of safetensors, by torch's."""
+
+SKELETONS = "__skeletons__"
+"""The last tensor of a shard: the plain values of its entries, as JSON."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is among the others, for the division of a checkpoint."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    disks: tuple[tuple[int, ...], ...] = ()
+    """The ranks by disk, where nodes have disks of their own; empty where all share a disk."""
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that write to this rank's disk."""
+        return next((disk for disk in self.disks if self.rank in disk), tuple(range(self.world_size)))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a leaf that this rank writes: elements `begin` to `end` of a flat tensor, or a box of a DTensor."""
+
+    name: str
+    """`<entry>/<path>`; of an entry of this rank alone `<rank>:<entry>/<path>`."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the piece."""
+    begin: int = 0
+    """First element, where the leaf is divided."""
+    whole: tuple[int, ...] | None = None
+    """Shape of the leaf, where the piece is a part of it."""
+    offset: tuple[int, ...] | None = None
+    """Where a box begins in the leaf, in each dimension; None for a range of elements."""
+
+    @property
+    def key(self) -> str:
+        """The name of the piece in the file."""
+        if self.offset is not None:
+            return f"{self.name}@{','.join(map(str, self.offset))}"
+        return self.name if self.whole is None else f"{self.name}#{self.begin}"
+
+    @property
+    def nbytes(self) -> int:
+        return _numel(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Staged:
+    """This rank's part of one save: a header and the data after it, as the shard will have them."""
+
+    header: bytes
+    """A multiple of a page long."""
+    data: torch.Tensor
+    """uint8 [nbytes], page-aligned; valid until the next copy into the same memory."""
+    ready: torch.cuda.Event | None = None
+    """On a GPU: when the copies have arrived."""
+    pickled: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    kept: int = 0
+    """The first bytes of the data, which another rank has too; the rest is this rank's alone."""
+
+
+def divide(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
+    """Return for each part the (item, begin, end) that it gets, balanced to one element.
+
+    divide([3, 5], 2)      # [[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)]]
+    """
+    total = sum(sizes)
+    result: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    before = 0
+    for item, size in enumerate(sizes):
+        for part in range(parts):
+            low, high = total * part // parts, total * (part + 1) // parts
+            begin, end = max(low, before), min(high, before + size)
+            if begin < end:
+                result[part].append((item, begin - before, end - before))
+        before += size
+    return result
+
+
+class Stager:
+    """Copies a run's state, from save to save into the same memory.
+
+    staged = Stager(Place(), RankGroup.alone()).stage([Entry(name="model", live=model)])
+    """
+
+    def __init__(self, place: Place, ranks: RankGroup) -> None:
+        self.place, self.ranks = place, ranks
+        self._walkers: dict[str, tuple[Entry, Walker]] = {}
+        self._signature: bytes | None = None
+        self._pieces: list[Piece] = []
+        self._sources: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._slab: torch.Tensor | None = None
+        self._target: torch.Tensor | None = None
+        """The memory that the targets are views of."""
+        self._prefix = ""
+        self._tensor_bytes = 0
+        self._kept = 0
+
+    def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, Walker]]:
+        """Return the walker of each entry; it is kept as long as the entry has the same object."""
+        modules = [(entry.name, entry.live) for entry in entries if isinstance(entry.live, torch.nn.Module)]
+        names: dict[int, str] | None = None
+        for entry in entries:
+            present = self._walkers.get(entry.name)
+            if present is None or present[0].live is not entry.live:
+                names = names_of(modules) if names is None else names
+                self._walkers[entry.name] = (entry, walker_of(entry, names))
+        return [self._walkers[entry.name] for entry in entries]
+
+    def size(self, entries: Sequence[Entry]) -> int:
+        """Return how many bytes of tensors this rank would write. All ranks call it."""
+        self._look(entries)
+        return self._tensor_bytes
+
+    def stage(self, entries: Sequence[Entry], into: torch.Tensor | None = None) -> Staged:
+        """Return this rank's copy of the state. All ranks call it.
+
+        `into` is page-aligned memory, uint8, with room for the data; without it the kept slab is used.
+        """
+        skeletons, pickled = self._look(entries)
+        text = json.dumps(skeletons, separators=(",", ":")).encode()
+        size = self._tensor_bytes + len(text)
+        if into is None:
+            if self._slab is None or self._slab.numel() < size:
+                self._slab = _memory(size + size // 8 + PAGE, any(source.is_cuda for source in self._sources))
+            into = self._slab
+        if into.numel() < size:
+            raise CheckpointError(f"a snapshot has {into.numel()} bytes of memory, and its state {size}")
+        ready = self._copy(into)
+        into[self._tensor_bytes : size] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return Staged(_header(self._prefix, self._tensor_bytes, size), into[:size], ready, pickled, size, self._kept)
+
+    def _copy(self, into: torch.Tensor) -> torch.cuda.Event | None:
+        if self._target is None or self._target.data_ptr() != into.data_ptr():
+            self._targets, begin = [], 0
+            with torch.inference_mode(False):  # views made in it could not be copied to once it is left
+                for piece in self._pieces:
+                    end = begin + piece.nbytes
+                    self._targets.append(into[begin:end].view(piece.dtype).view(piece.shape))
+                    begin = end
+            self._target = into
+        if not self._sources:
+            return None
+        with torch.no_grad():
+            torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+        if not any(source.is_cuda for source in self._sources):
+            return None
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return ready
+
+    # The layout
+
+    def _look(self, entries: Sequence[Entry]) -> tuple[dict[str, Any], list[str]]:
+        """Find the leaves; work out the layout again if they changed. Returns the skeletons and what was pickled."""
+        skeletons, pickled, lives, is_changed = {}, [], [], self._signature is None
+        for entry, walker in self.walkers(entries):
+            live = walker.look()
+            is_changed |= walker.is_changed
+            lives.append((entry, live))
+            skeletons[_prefix(entry, self.place.rank)] = live.skeleton
+            pickled += [f"{entry.name}/{path}" for path in live.pickled]
+        if is_changed if self.ranks.world_size == 1 else self.ranks.anywhere(is_changed):
+            self._lay_out(lives)
+        return skeletons, pickled
+
+    def _lay_out(self, lives: Sequence[tuple[Entry, Live]]) -> None:
+        leaves = list(_named_leaves(lives, self.place.rank))
+        signature = xxhash.xxh3_128_digest(repr([_form(name, leaf) for name, leaf, _ in leaves]).encode())
+        is_same = signature == self._signature
+        if self.ranks.world_size > 1:
+            is_same = not self.ranks.anywhere(not is_same)
+        if not is_same:
+            self._divide(leaves)
+            self._signature = signature
+        by_name = {name: _local(leaf) for name, leaf, _ in leaves}
+        self._sources = [_source(by_name[piece.name], piece) for piece in self._pieces]
+
+    def _divide(self, leaves: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
+        """Choose the pieces that this rank writes."""
+        shared = [(name, leaf) for name, leaf, is_own in leaves if not is_own and not isinstance(leaf, DTensor)]
+        everywhere, holders = self._holders([name for name, _ in shared])
+        divided = [(name, leaf) for name, leaf in shared if name in everywhere]
+        peers = self.place.peers
+        pieces = []
+        own_part = divide([leaf.numel() for _, leaf in divided], len(peers))[peers.index(self.place.rank)]
+        for item, begin, end in own_part:
+            name, leaf = divided[item]
+            if not leaf.is_contiguous() and leaf.numel():
+                continue
+            pieces.append(_range(name, leaf, begin, end))
+        for number, (name, leaf) in enumerate(divided):  # nobody divides what is empty or not contiguous
+            if (leaf.numel() == 0 or not leaf.is_contiguous()) and peers[number % len(peers)] == self.place.rank:
+                pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
+        several = sum(piece.nbytes for piece in pieces) if len(peers) > 1 else 0
+        for name, leaf in shared:
+            if name not in everywhere and min(set(holders[name]) & set(peers)) == self.place.rank:
+                pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
+        pieces += [piece for name, leaf, _ in leaves if isinstance(leaf, DTensor) for piece in _box(name, leaf)]
+        pieces += [
+            Piece(name, leaf.dtype, tuple(leaf.shape))
+            for name, leaf, is_own in leaves
+            if is_own and not isinstance(leaf, DTensor)
+        ]
+        for piece in pieces:
+            if piece.dtype not in DTYPES:
+                raise CheckpointError(f"{piece.name}: a tensor of {piece.dtype} cannot be saved")
+        # By size of their elements: so each is aligned, and there are no holes, which safetensors refuses.
+        self._pieces = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
+        self._kept, self._target = several, None
+        self._prefix, self._tensor_bytes = _described(self._pieces)
+
+    def _holders(self, names: list[str]) -> tuple[set[str], dict[str, list[int]]]:
+        """Return the names that all ranks have, and for the others the ranks that have them."""
+        if self.ranks.world_size == 1 or not self.ranks.anywhere(
+            len(set(self.ranks.gather(xxhash.xxh3_128_digest(repr(names).encode())))) > 1
+        ):
+            return set(names), {}
+        holders: dict[str, list[int]] = {}
+        for rank, present in enumerate(self.ranks.gather(names)):
+            for name in present:
+                holders.setdefault(name, []).append(rank)
+        return {name for name, ranks in holders.items() if len(ranks) == self.ranks.world_size}, holders
+
+
+def _named_leaves(lives: Sequence[tuple[Entry, Live]], rank: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield (name in the file, leaf, whether it is this rank's own)."""
+    for entry, live in lives:
+        for path, leaf in live.leaves.items():
+            is_own = entry.scope == "rank" or entry.rank_keys(path)
+            yield leaf_name(entry.name, path, rank if is_own else None), leaf, is_own
+
+
+def leaf_name(entry: str, path: str, rank: int | None) -> str:
+    """Return the name of a leaf in a checkpoint; `rank` is given for a rank's own."""
+    return f"{entry}/{path}" if rank is None else f"{rank}:{entry}/{path}"
+
+
+def _prefix(entry: Entry, rank: int) -> str:
+    return f"{rank}:{entry.name}"
+
+
+def _form(name: str, leaf: torch.Tensor) -> tuple[Any, ...]:
+    placements = str(leaf.placements) if isinstance(leaf, DTensor) else leaf.is_contiguous()
+    return name, str(leaf.dtype), tuple(leaf.shape), str(leaf.device), placements
+
+
+def _local(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.to_local().detach() if isinstance(leaf, DTensor) else leaf.detach()
+
+
+def _source(leaf: torch.Tensor, piece: Piece) -> torch.Tensor:
+    if piece.whole is not None and piece.offset is None:
+        return leaf.view(-1)[piece.begin : piece.begin + piece.shape[0]]
+    return leaf
+
+
+def _range(name: str, leaf: torch.Tensor, begin: int, end: int) -> Piece:
+    if (begin, end) == (0, leaf.numel()):
+        return Piece(name, leaf.dtype, tuple(leaf.shape))
+    return Piece(name, leaf.dtype, (end - begin,), begin, tuple(leaf.shape))
+
+
+def _box(name: str, leaf: DTensor) -> Iterator[Piece]:
+    """Yield this rank's part of a DTensor; nothing where another rank of its mesh writes the same part."""
+    coordinate = leaf.device_mesh.get_coordinate()
+    if coordinate is None or any(
+        position and isinstance(placement, Replicate)
+        for position, placement in zip(coordinate, leaf.placements, strict=True)
+    ):
+        return
+    shape, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
+    if _numel(shape):
+        yield Piece(name, leaf.dtype, tuple(shape), whole=tuple(leaf.shape), offset=tuple(offset))
+
+
+def _numel(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+# The header of a shard
+
+
+def _described(pieces: Sequence[Piece]) -> tuple[str, int]:
+    """Return the part of the header that does not change from save to save, and the bytes of the pieces."""
+    header: dict[str, Any] = {}
+    wholes, begin = {}, 0
+    for piece in pieces:
+        end = begin + piece.nbytes
+        header[piece.key] = {"dtype": DTYPES[piece.dtype], "shape": list(piece.shape), "data_offsets": [begin, end]}
+        if piece.whole is not None:
+            wholes[piece.key] = [piece.name, piece.begin, list(piece.whole), piece.offset and list(piece.offset)]
+        begin = end
+    metadata = {"format": "pt", "parts": json.dumps(wholes, separators=(",", ":"))}
+    return json.dumps({"__metadata__": metadata, **header}, separators=(",", ":"))[:-1], begin
+
+
+def _header(prefix: str, begin: int, end: int) -> bytes:
+    last = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+    text = f'{prefix},"{SKELETONS}":{json.dumps(last, separators=(",", ":"))}}}'.encode()
+    text += b" " * (-(len(text) + 8) % PAGE)  # the data begin at a page: O_DIRECT asks for that
+    return len(text).to_bytes(8, "little") + text
+
+
+def _memory(size: int, pin: bool) -> torch.Tensor:
+    """Return page-aligned host memory whose pages exist: the first copy into new memory takes four times as long."""
+    if pin:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    block = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+    return torch.frombuffer(block, dtype=torch.uint8)
+
+
+__all__ = ["DTYPES", "PAGE", "SKELETONS", "Piece", "Place", "Staged", "Stager", "divide", "leaf_name", "plain_module"]

@@ -1,0 +1,65 @@
+"""The interruptions of a verification: a pure function of the places that the straight run came by.
+
+    straight run's trace -> Course -> interruptions() -> drill.json of the interrupted run
+
+cli/verify.py calls it. Each attempt of the interrupted run has one interruption, in the order of the boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jobkit.run.records import Interruption
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The boundaries that the straight run came by; all are numbers of steps done.
+
+    Course(first=0, last=20, evaluations=(0, 6, 12, 18), epoch_ends=(6, 12, 18))
+    """
+
+    first: int
+    last: int
+    evaluations: tuple[int, ...] = ()
+    """Boundaries at which an `every=` function or an evaluation ran."""
+    epoch_ends: tuple[int, ...] = ()
+
+
+KINDS = ("stop", "memory", "disk", "evaluation", "epoch end")
+"""A stop between two steps; a kill after a snapshot in memory, and after a checkpoint; stops at particular places."""
+
+
+def interruptions(course: Course, kinds: Iterable[str] = KINDS) -> tuple[Interruption, ...]:
+    """Return the interruptions of one run, each of another attempt. A kind for which there is no place is left out.
+
+    A kill comes one step after the save that the next attempt starts from, so that a step is repeated.
+    """
+    chosen = list(kinds)
+    taken: dict[int, str] = {}
+    for kind, places in (("evaluation", course.evaluations), ("epoch end", course.epoch_ends)):
+        if kind in chosen and (place := _free(course, places, taken)) is not None:
+            taken[place] = kind
+    wanted = [kind for kind in chosen if kind in ("stop", "memory", "disk")]
+    for number, kind in enumerate(wanted, start=1):
+        near = course.first + (course.last - course.first) * number // (len(wanted) + 1)
+        inner = sorted(range(course.first + 1, course.last), key=lambda step: abs(step - near))
+        if (place := _free(course, inner, taken)) is not None:
+            taken[place] = kind
+    return tuple(
+        _interruption(attempt, place, kind) for attempt, (place, kind) in enumerate(sorted(taken.items()), start=1)
+    )
+
+
+def _interruption(attempt: int, place: int, kind: str) -> Interruption:
+    if kind in ("memory", "disk"):
+        return Interruption(attempt=attempt, at=place, how="kill", save="memory" if kind == "memory" else "disk")
+    within = {"evaluation": "evaluation", "epoch end": "epoch_end"}.get(kind)
+    return Interruption(attempt=attempt, at=place, how="stop", within=within)  # type: ignore[arg-type]
+
+
+def _free(course: Course, places: Iterable[int], taken: dict[int, str]) -> int | None:
+    """Return the first place within the run that is two steps away from every other interruption."""
+    inner = (place for place in places if course.first + 1 < place < course.last)
+    return next((place for place in inner if all(abs(place - other) > 1 for other in taken)), None)
