@@ -354,7 +354,8 @@ class Checkpointer:
     def _is_better(self, value: float) -> bool:
         if self._best is None:
             return True
-        return value < self._best[1] if self._best_mode == "min" else value > self._best[1]
+        best = self._best[1]
+        return bool(value < best if self._best_mode == "min" else value > best)
 
     def _make_room(self) -> int | None:
         """Delete the oldest checkpoint of each disk; returns its step, on all ranks."""

@@ -284,7 +284,7 @@ class _OptimizerWalker(Walker):
         groups = self.optimizer.param_groups
         if len(values["groups"]) != len(groups):
             raise CheckpointError(
-                f"the checkpoint's optimizer has {len(values['groups'])} groups of parameters, and this one {len(groups)}"
+                f"the checkpoint's optimizer has {len(values['groups'])} groups of parameters, this one {len(groups)}"
             )
         for group, saved in zip(groups, values["groups"], strict=True):
             group.update(saved)

@@ -138,8 +138,11 @@ class Stager:
     def __init__(self, place: Place, ranks: RankGroup) -> None:
         self.place, self.ranks = place, ranks
         self._walkers: dict[str, tuple[Entry, Walker]] = {}
-        self._signature: bytes | None = None
+        self._forms: dict[str, list[tuple[Any, ...]]] = {}
+        """Name, dtype, shape and placement of each leaf, by entry."""
         self._pieces: list[Piece] = []
+        self._numbers: dict[str, list[int]] = {}
+        """The pieces of each leaf."""
         self._sources: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._slab: torch.Tensor | None = None
@@ -206,28 +209,29 @@ class Stager:
 
     def _look(self, entries: Sequence[Entry]) -> tuple[dict[str, Any], list[str]]:
         """Find the leaves; work out the layout again if they changed. Returns the skeletons and what was pickled."""
-        skeletons, pickled, lives, is_changed = {}, [], [], self._signature is None
+        skeletons, pickled, lives, changed = {}, [], [], []
         for entry, walker in self.walkers(entries):
             live = walker.look()
-            is_changed |= walker.is_changed
             lives.append((entry, live))
+            if walker.is_changed or entry.name not in self._forms:
+                changed.append((entry, live))
             skeletons[_prefix(entry, self.place.rank)] = live.skeleton
             pickled += [f"{entry.name}/{path}" for path in live.pickled]
-        if is_changed if self.ranks.world_size == 1 else self.ranks.anywhere(is_changed):
-            self._lay_out(lives)
+        self._lay_out(lives, changed)
         return skeletons, pickled
 
-    def _lay_out(self, lives: Sequence[tuple[Entry, Live]]) -> None:
-        leaves = list(_named_leaves(lives, self.place.rank))
-        signature = xxhash.xxh3_128_digest(repr([_form(name, leaf) for name, leaf, _ in leaves]).encode())
-        is_same = signature == self._signature
-        if self.ranks.world_size > 1:
-            is_same = not self.ranks.anywhere(not is_same)
-        if not is_same:
-            self._divide(leaves)
-            self._signature = signature
-        by_name = {name: _local(leaf) for name, leaf, _ in leaves}
-        self._sources = [_source(by_name[piece.name], piece) for piece in self._pieces]
+    def _lay_out(self, lives: Sequence[tuple[Entry, Live]], changed: Sequence[tuple[Entry, Live]]) -> None:
+        """Take new tensors in the place of old ones; where their form is another one, divide all of them again."""
+        forms = {entry.name: [_form(path, leaf) for path, leaf in live.leaves.items()] for entry, live in changed}
+        is_new = len(lives) != len(self._forms) or any(form != self._forms.get(name) for name, form in forms.items())
+        if self.ranks.anywhere(is_new):
+            self._divide(list(_named_leaves(lives, self.place.rank)))
+            self._forms = {entry.name: [_form(*leaf) for leaf in live.leaves.items()] for entry, live in lives}
+            self._sources = [torch.empty(0)] * len(self._pieces)
+            changed = lives
+        for name, leaf, _ in _named_leaves(changed, self.place.rank):
+            for number in self._numbers.get(name, ()):
+                self._sources[number] = _source(_local(leaf), self._pieces[number])
 
     def _divide(self, leaves: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
         """Choose the pieces that this rank writes."""
@@ -260,6 +264,9 @@ class Stager:
                 raise CheckpointError(f"{piece.name}: a tensor of {piece.dtype} cannot be saved")
         # By size of their elements: so each is aligned, and there are no holes, which safetensors refuses.
         self._pieces = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
+        self._numbers = {}
+        for number, piece in enumerate(self._pieces):
+            self._numbers.setdefault(piece.name, []).append(number)
         self._kept, self._target = several, None
         self._prefix, self._tensor_bytes = _described(self._pieces)
 

@@ -96,6 +96,10 @@ class Progress:
     """{done, total} in samples, during an evaluation."""
     peak_bytes: int | None = None
     """The most host memory that any rank has had resident."""
+    snapshot_step: int | None = None
+    """The newest snapshot in memory that all ranks have."""
+    repeats: dict[str, Any] | None = None
+    """{repeated, compared, differs_at}: the steps that the attempt before had done already."""
     warnings: list[str] = field(default_factory=list)
     """What the ranks warn of, each once: the foreground command and `status` show it."""
 
@@ -127,6 +131,39 @@ class End:
     """Ranks whose End lay there before this one was written: this error may only be their consequence."""
     result: dict[str, Any] | None = None
     """What the training function returned; rank 0's alone."""
+
+
+# What `jobkit verify` leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """An interruption of a verification's run."""
+
+    attempt: int
+    at: int
+    """The boundary, in steps done."""
+    how: Literal["stop", "kill"]
+    save: Literal["disk", "memory"] | None = None
+    """For a kill: how the state is saved at the boundary before."""
+    within: Literal["evaluation", "epoch_end"] | None = None
+    """For a stop: where it comes, beyond the boundary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """The orders for a run that `jobkit verify` starts: drill.json in the run directory."""
+
+    steps: int
+    """The loop ends after so many steps, as if that were its total."""
+    shorten: int | None = None
+    """Intervals of `every=` and passes over data are cut to so many steps."""
+    interruptions: list[Interruption] = field(default_factory=list)
+    locals: bool = False
+    """True if the trace has the training function's plain local values, as a hint."""
+
+    def interruption(self, attempt: int) -> Interruption | None:
+        return next((item for item in self.interruptions if item.attempt == attempt), None)
 
 
 # What commands leave
@@ -273,6 +310,11 @@ class Ended(Event):
     """Steps done when it ended."""
     durable_step: int | None = None
     """The newest checkpoint on the disk when it ended."""
+    repeated: int | None = None
+    compared: int | None = None
+    """Steps that the attempt before had done, and how many of them logged values that could be compared."""
+    differs_at: int | None = None
+    """The first of them that logged other values."""
     loop_began: float | None = None
     last_seen: float | None = None
     """When its first step began, and when it last reported: `status` tells its start from its steps by them."""

@@ -13,6 +13,7 @@ runs/.code/<digest>/                         code snapshots, shared by runs
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ from jobkit.errors import InputError
 from jobkit.run import records
 from jobkit.run.files import foreign_owner, is_there, read_fresh, user_name
 from jobkit.run.locks import Lock
-from jobkit.run.records import Contact, End, Lease, Progress, Request, RequestKind
+from jobkit.run.records import Contact, Drill, End, Interruption, Lease, Progress, Request, RequestKind
 from jobkit.run.schema import Config
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class RunDir:
     """A link to the code snapshot of the newest submission."""
     checkpoints = _Path("checkpoints")
     tensorboard = _Path("tensorboard")
+    final = _Path("final")
+    """The whole weights, the config and the result of a run that has finished."""
+    drill_file = _Path("drill.json")
+    trace_folder = _Path("trace")
+    """Of a run of `jobkit verify`: its orders, and the values that its ranks came by."""
     outputs = _Path("outputs")
     """The user's own: jobkit makes the folder where `${run_dir}` is used, and leaves alone what is in it."""
     submitit = _Path("submitit")
@@ -157,6 +163,14 @@ class RunDir:
         files = folder.glob("*.json") if is_there(folder) else ()
         ends = [records.read(End, file) for file in files]
         return sorted((end for end in ends if end is not None), key=lambda end: end.rank)
+
+    def drill(self) -> Drill | None:
+        """Return the orders of `jobkit verify`; None for a run of a user's."""
+        drill = records.read(Drill, self.drill_file)
+        if drill is None:
+            return None
+        items = [records.of(Interruption, item) for item in drill.interruptions]  # type: ignore[arg-type]
+        return dataclasses.replace(drill, interruptions=items)
 
     def request(self, kind: str) -> Request | None:
         return records.read(Request, self.request_file(kind))

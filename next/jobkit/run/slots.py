@@ -1,9 +1,10 @@
-"""The page of memory that a rank shares with the agent that forked it.
+"""The memory that an agent keeps for each of its ranks: a page, the page of the attempt before, two slots.
 
-    agent --stop--> page <--phase, step, beat-- rank
+    agent --stop--> page <--phase, step, beat; hashes of logged values-- rank
+    rank  --snapshots of its state--> slots --> the rank of the next attempt
 
-A page is a memfd, so that a program that replaces the rank (`command:`) finds it under JOBKIT_PAGE. It needs no disk
-and outlives the rank: the agent reads the last step of a rank that was killed, and sees a rank that hangs.
+All are memfds, so that a program that replaces the rank (`command:`) has them too. They need no disk and outlive the
+rank: the agent reads the last step of a rank that was killed, and the next attempt begins with its snapshot.
 """
 
 from __future__ import annotations
@@ -19,10 +20,20 @@ from enum import IntEnum
 VARIABLE = "JOBKIT_PAGE"
 """Environment variable of a rank: the number of the open file with its page."""
 
-BYTES = 4096
+BEFORE_VARIABLE = "JOBKIT_PAGE_BEFORE"
+"""The same for the page of the last attempt that came to its loop."""
+
+SLOTS_VARIABLE = "JOBKIT_SLOTS"
+"""The same for the two slots of snapshots: `7,8`."""
+
+BYTES = 65536
 _STOP = struct.Struct("<I")
 _BEAT = struct.Struct("<IIqddQ")  # attempt, phase, step, time, slowest, beats
 _STOP_AT, _BEAT_AT = 0, 64  # a cache line each: the agent writes the first, the rank the second
+_NOTE = struct.Struct("<qQ")  # step + 1, hash: a page of zeros has no notes
+_NOTES_AT = 4096
+NOTES = (BYTES - _NOTES_AT) // _NOTE.size
+"""Of so many of the last steps a page has notes."""
 
 
 class Phase(IntEnum):
@@ -77,6 +88,15 @@ class Page:
         """Return the page of this rank; None in a process that no agent has started."""
         return cls(int(environ[VARIABLE])) if VARIABLE in environ else None
 
+    def notes(self) -> dict[int, int]:
+        """Return the hash of each noted step."""
+        notes = _NOTE.iter_unpack(self._memory[_NOTES_AT : _NOTES_AT + NOTES * _NOTE.size])
+        return {step - 1: value for step, value in notes if step}
+
+    def note(self, step: int, value: int) -> None:
+        """Note a hash of the values that a step logged: the next attempt compares it if it repeats the step."""
+        _NOTE.pack_into(self._memory, _NOTES_AT + step % NOTES * _NOTE.size, step + 1, value)
+
     def close(self) -> None:
         self._memory.close()
         os.close(self.descriptor)
@@ -105,3 +125,46 @@ class Page:
         if phase == before == Phase.STEPPING:
             slowest = max(slowest, now - last)
         _BEAT.pack_into(self._memory, _BEAT_AT, attempt, phase, step, now, slowest, beats + 1)
+
+
+class Kept:
+    """The memory that an agent keeps for its ranks from attempt to attempt, by local rank."""
+
+    def __init__(self, *, with_slots: bool) -> None:
+        self._with_slots = with_slots
+        self._slots: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, Page] = {}
+        self._before: dict[int, Page] = {}
+
+    def environment(self, local_rank: int, page: Page) -> dict[str, str]:
+        """Return the variables of a rank that is about to be forked, whose page this is."""
+        last = self._last.pop(local_rank, None)
+        if last is not None and last.read().step >= 0:  # an attempt that came to no step has nothing to compare with
+            self._before[local_rank] = last
+        self._last[local_rank] = Page(os.dup(page.descriptor))
+        variables = {}
+        if local_rank in self._before:
+            variables[BEFORE_VARIABLE] = str(_inheritable(self._before[local_rank].descriptor))
+        if self._with_slots:
+            if local_rank not in self._slots:
+                self._slots[local_rank] = os.memfd_create("jobkit-slot"), os.memfd_create("jobkit-slot")
+            variables[SLOTS_VARIABLE] = ",".join(str(_inheritable(slot)) for slot in self._slots[local_rank])
+        return variables
+
+
+def _inheritable(descriptor: int) -> int:
+    os.set_inheritable(descriptor, True)  # for the program of a `command:`
+    return descriptor
+
+
+def page_before(environ: Mapping[str, str]) -> Page | None:
+    """Return the page of the attempt before; None where there was none on this node."""
+    return Page(int(environ[BEFORE_VARIABLE])) if BEFORE_VARIABLE in environ else None
+
+
+def slots_of(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the descriptors of this rank's two slots; None where no agent made any."""
+    if SLOTS_VARIABLE not in environ:
+        return None
+    first, second = map(int, environ[SLOTS_VARIABLE].split(","))
+    return first, second

@@ -15,14 +15,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
 from jobkit.log import configure, log
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
-from jobkit.run.slots import Page
+from jobkit.run.slots import Kept, Page
 from jobkit.slurm.jobs import restart_count
 from jobkit.supervisor import devices
 from jobkit.supervisor.protocol import (
@@ -81,6 +81,7 @@ class Agent:
         """The facts that the supervisor needs before it can start ranks; None while it cannot."""
         self._signals = AgentSignals()
         self._reservation: Reservation | None = None
+        self._kept = Kept(with_slots=bool(self.config.task) and self.config.checkpoint.memory not in (False, "off"))
 
     def serve(self) -> Callable[[], NoReturn] | None:
         """Do what supervisors ask for; return None at the end. In each forked process, return its program.
@@ -134,6 +135,7 @@ class Agent:
         agent, silence = os.getpid(), silence_of(self.config.watchdog)
         for place in start.ranks:
             page = Page.create()
+            memory = self._kept.environment(place.local_rank, page)
             if self.link.keeps(Signalled):  # Start was sent before the supervisor heard of the signal
                 page.ask_to_stop()
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child's belong to its own handlers
@@ -144,7 +146,7 @@ class Agent:
                 self.children.kill_all()
                 pid = agent
             if pid == 0:
-                return self._become(place, start, page)
+                return self._become(place, start, page, memory)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             if pid == agent:
                 page.close()
@@ -153,11 +155,12 @@ class Agent:
         self._signals.pages = self.children.pages
         return None
 
-    def _become(self, place: RankPlace, start: Start, page: Page) -> Callable[[], NoReturn]:
+    def _become(self, place: RankPlace, start: Start, page: Page, memory: Mapping[str, str]) -> Callable[[], NoReturn]:
         """In a forked process: let go of all that is the agent's, and become a rank."""
         environment = environment_of(place, start, self.run, self.config.resources, os.environ)
         if self.devices is not None:
             environment.update(self.devices.visible_on(place))
+        environment.update(memory)
         self.let_go()
         become_rank(self.run, place, start, page, environment)
         run = self.run

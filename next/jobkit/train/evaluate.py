@@ -1,0 +1,129 @@
+"""A function of every sample of a dataset, over all ranks: each sample once, the same bits on any number of ranks.
+
+    rank 0's store: a counter --next batch number--> the rank that is free --function(batch, ids)--> values [n]
+    all ranks' values --gather--> in the order of the samples --> mean, exactly rounded
+
+A slow rank computes fewer batches, and holds the others up by one batch at most. worker/evaluation.py calls this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from jobkit.train.batch import to_device
+from jobkit.train.seeds import derive_seed, preserved_generators, seed_cpu_generators, seed_generators
+
+PerSample = Callable[[Any, Tensor], Any]
+"""`function(batch, ids)` returns a value for each sample of a batch, [n], or a dict of such; `ids` are int64 [n]."""
+
+
+class Batches(Dataset[Any]):
+    """Batch number `i` of a dataset, collated: the same on every process that loads it.
+
+    Random numbers that the dataset draws for a sample come from (seed, sample), `collate_fn`'s from (seed, batch).
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, seed: int, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.collate_fn = collate_fn or default_collate
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)
+
+    def ids(self, number: int) -> range:
+        """Return the samples of a batch."""
+        return range(number * self.batch_size, min(len(self.dataset), (number + 1) * self.batch_size))
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        samples = []
+        for sample in self.ids(number):
+            seed_cpu_generators(derive_seed(self.seed, "sample", sample))
+            samples.append(self.dataset[sample])
+        seed_cpu_generators(derive_seed(self.seed, "collate", number))
+        return number, self.collate_fn(samples)
+
+
+class HandOut(Sampler[int]):
+    """The numbers of the batches for this rank: the rank that asks next gets the next.
+
+    `store` is shared by all ranks, and `key` names this evaluation's counter in it; without a store every batch is this
+    rank's. Workers ask ahead: each holds a batch or two.
+    """
+
+    def __init__(self, count: int, store: Store | None, key: str) -> None:
+        self.count, self._store, self._key = count, store, key
+        self.taken = 0
+        """Handed out over all ranks, when this rank last asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            turn = self.taken if self._store is None else self._store.add(self._key, 1) - 1
+            self.taken = min(turn + 1, self.count)
+            if turn >= self.count:
+                return
+            yield turn
+
+    def stop(self) -> None:
+        """Hand out no more, on any rank."""
+        if self._store is not None:
+            self._store.add(self._key, self.count)
+
+
+def computed(
+    function: PerSample, batches: Batches, hand_out: HandOut, device: torch.device, **options: Any
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number, `function(batch, ids)`) of this rank's batches, without gradients.
+
+    The random numbers that `function` draws come from (seed, batch). Options are DataLoader's for its workers.
+    """
+    loader = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=hand_out,
+        collate_fn=_as_it_is,
+        generator=torch.Generator().manual_seed(0),  # DataLoader would draw its base seed from the training's
+        **{**options, "prefetch_factor": 1 if options.get("num_workers") else None},
+    )
+    with preserved_generators(device), torch.no_grad():
+        for number, batch in loader:
+            ids = torch.tensor(batches.ids(number), device=device)
+            seed_generators(derive_seed(batches.seed, "evaluate", number), device)
+            yield number, function(to_device(batch, device), ids)
+
+
+def as_values(result: Any, count: int) -> dict[str, Tensor]:
+    """Return per-sample values as float64 on the CPU, by name; the name of a single metric is empty.
+
+    Raises ValueError for a result that is not one value a sample.
+    """
+    named = dict(result) if isinstance(result, Mapping) else {"": result}
+    for name, values in named.items():
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        if shape != (count,):
+            where = f" as {name!r}" if name else ""
+            raise ValueError(f"function returned {shape}{where}, expected one value for each of {count} samples")
+    return {name: values.detach().cpu().to(torch.float64) for name, values in named.items()}
+
+
+def in_order(parts: Sequence[Mapping[int, Any]], count: int) -> list[Any]:
+    """Return the results of all batches, from the ranks' {number: result}, in the order of their numbers."""
+    results = {number: result for part in parts for number, result in part.items()}
+    return [results[number] for number in range(count)]
+
+
+def mean(values: Tensor) -> float:
+    """Return the mean of values [n], exactly rounded, so that it depends on no order."""
+    if not values.isfinite().all():
+        return float(values.mean())  # inf or nan, whatever the order; fsum refuses inf - inf
+    return math.fsum(values.tolist()) / len(values)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,122 @@
+"""The parts of a training step: autocast, gradients of a global batch, an update, averaged weights.
+
+    batch --backward()--> gradients, mean loss --update()--> unscale, clip, optimizer.step(), gradients to None
+
+context.py calls this. A training function may do all of it by hand instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from jobkit.errors import UsageError
+from jobkit.run.schema import Config
+from jobkit.train.accumulation import Loss, backward
+from jobkit.train.batch import batch_size
+from jobkit.train.devices import AUTOCAST
+from jobkit.train.gradients import LossScaler, clip_gradients, gradient_norm, scale_gradients
+from jobkit.train.loader import Loader
+from jobkit.train.order import share_of
+from jobkit.train.spread import Spread
+
+
+class Step:
+    """Computes steps in the YAML's `precision`."""
+
+    def __init__(self, config: Config, spread: Spread) -> None:
+        self.spread = spread
+        self.loaders: list[Loader] = []
+        """The loaders of ctx.loader: the only one tells the size of the global batch."""
+        self.scaler = LossScaler() if config.precision == "fp16" else None
+        """A part of the state of the run, with fp16."""
+        self._precision = config.precision
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return torch.autocast for the YAML's `precision`; a context of no effect for fp32."""
+        if self._precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.spread.device.type, dtype=AUTOCAST[self._precision])
+
+    def backward(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        *,
+        micro_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+    ) -> Tensor:
+        """Add the gradients over the global batch; returns its mean loss, the same on all ranks."""
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise UsageError(
+                f"ctx.backward takes a batch of (inputs, target), and was given a {type(batch).__name__}: for other "
+                "batches give ((inputs, ...), target)"
+            )
+        inputs, target = batch
+        if global_batch_size is None:
+            global_batch_size = self._loaders_batch_size(batch_size(inputs))
+        several = self.spread.data_size > 1
+        return backward(
+            model,
+            inputs,
+            loss,
+            target,
+            global_batch_size=global_batch_size,
+            data_ranks=self.spread.data_size,
+            micro_batch_size=micro_batch_size,
+            autocast=self.autocast,
+            unsynchronised=lambda: self.spread.unsynchronised(model),
+            scale=self.scaler.begin(lambda: _has_gradients(model)) if self.scaler is not None else 1.0,
+            add_up=(lambda tensor: dist.all_reduce(tensor, async_op=True)) if several else None,
+        )
+
+    def _loaders_batch_size(self, given: int) -> int:
+        """Return the loader's global batch size, of which `given` samples must be this rank's share."""
+        if len(self.loaders) != 1:
+            raise UsageError(
+                f"ctx.backward takes the size of the global batch from the loader, and there are {len(self.loaders)}: "
+                "pass global_batch_size, the samples on all ranks together"
+            )
+        size = self.loaders[0].global_batch_size
+        part = share_of(size, self.spread.data_rank, self.spread.data_size)
+        if given != part.stop - part.start:
+            raise UsageError(
+                f"ctx.backward was given {given} sample(s), and this rank's share of the loader's {size} is "
+                f"{part.stop - part.start}: pass global_batch_size, the samples on all ranks together"
+            )
+        return size
+
+    def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> Tensor | None:
+        """Use the gradients, and set them to None; returns their norm before clipping, None where nobody needs it."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm: Tensor | None = None
+        accepted = True
+        if self.scaler is not None:
+            norm = gradient_norm(parameters) / self.scaler.used
+            accepted = self.scaler.accepts(norm)
+            scale_gradients(parameters, 1 / self.scaler.used)
+        elif max_norm is not None:
+            norm = gradient_norm(parameters)
+        if accepted:
+            if norm is not None and max_norm is not None:
+                clip_gradients(parameters, max_norm, norm)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @contextmanager
+    def averaged(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within it, the parameters are their moving averages, where the optimizer keeps any."""
+        swap: Callable[[], AbstractContextManager[None]] | None = getattr(optimizer, "averaged", None)
+        with swap() if swap is not None else nullcontext():
+            yield
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())
