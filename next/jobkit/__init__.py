@@ -1,11 +1,45 @@
-"""jobkit: submit PyTorch training to a workstation or a Slurm cluster; whatever interrupts it, it continues."""
+"""jobkit: submit PyTorch training to a workstation or a Slurm cluster; whatever interrupts it, it continues.
+
+A training function uses `jobkit.Context`; these names are imported on first use, since a submission needs no torch.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jobkit.checkpoint.export import OpenedRun as OpenedRun
+    from jobkit.checkpoint.export import open_run as open_run
+    from jobkit.errors import UsageError as UsageError
+    from jobkit.train import optim as optim
+    from jobkit.train import schedule as schedule
+    from jobkit.train.seeds import derive_seed as derive_seed
+    from jobkit.worker.context import Context as Context
 
 __version__ = "0.2.0"
 
-import sys
+_LAZY = {
+    "Context": "jobkit.worker.context",
+    "OpenedRun": "jobkit.checkpoint.export",
+    "UsageError": "jobkit.errors",
+    "derive_seed": "jobkit.train.seeds",
+    "open_run": "jobkit.checkpoint.export",
+}
+"""Public names, and the modules that define them."""
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] == "jobkit":
     # `python -m jobkit`, typed in a folder whose secrets.py or queue.py is not the standard library's.
     from jobkit.start import leave_current_folder
 
     leave_current_folder()
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "current":
+        return import_module("jobkit.worker.context").Context.current
+    if name in ("optim", "schedule"):
+        return import_module(f"jobkit.train.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'jobkit' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -10,6 +10,7 @@ collectives never meet the training's. An error of the thread that is no disk's 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 from jobkit.checkpoint import framework_files, sources
 from jobkit.checkpoint.live import Entry
-from jobkit.checkpoint.memory import Snapshots
+from jobkit.checkpoint.memory import Snapshots, settled
 from jobkit.checkpoint.reading import Damaged
 from jobkit.checkpoint.shard import ShardInfo, write_shard
 from jobkit.checkpoint.sources import Source
@@ -58,6 +59,8 @@ class Pending:
     """How long the loop waited for the copy."""
     write_files: Callable[[Path], object] | None = None
     """Writes a framework's own files, on all ranks, before the loop goes on."""
+    is_written: bool = False
+    """True once it was handed to the thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,6 @@ class Outcome:
 @dataclass(kw_only=True)
 class _Write:
     pending: Pending
-    best: float | None
     future: Future[Outcome] = field(default_factory=Future)
 
 
@@ -250,10 +252,11 @@ class Checkpointer:
             write_files=write_files,
         )
 
-    def write(self, pending: Pending, *, wait: bool = False, best: float | None = None) -> None:
+    def write(self, pending: Pending, *, wait: bool = False) -> None:
         """Write a copy in the background. With `wait`, return when it is durable; raises CheckpointError."""
         self.wait_for_write()
-        self._write = _Write(pending=pending, best=best)
+        self._write = _Write(pending=pending)
+        pending.is_written = True
         folder = self._begin(pending.step)
         if pending.write_files is not None and folder is not None:
             framework_files.write(folder, pending.write_files, self._disk_ranks)
@@ -321,11 +324,6 @@ class Checkpointer:
 
     def _publish(self, write: _Write, folder: Path, shards: dict[str, ShardInfo], pickled: list[str]) -> None:
         """On the first rank of each disk: give the checkpoint its name, if this attempt still owns the run."""
-        is_best = write.best is not None and self._is_better(write.best)
-        if is_best:
-            assert write.best is not None
-            self._best = write.pending.step, write.best
-            self._protected = {write.pending.step}
         if not self._is_first_of_disk:
             return
         pending = write.pending
@@ -337,25 +335,34 @@ class Checkpointer:
             world_size=self.place.world_size,
             shards=shards,
             entries=pending.entries,
-            extra=pending.extra,
+            extra=settled(pending.extra),
             pickled=pickled,
             files=framework_files.sums(folder),
-            best=write.best,
         )
         self.store.publish(folder, manifest)
-        if is_best:
-            self.store.mark_best(pending.step)
         self.store.trim(self._keep, self._protected)
 
     @property
     def _is_first_of_disk(self) -> bool:
         return self.place.peers[0] == self.place.rank
 
-    def _is_better(self, value: float) -> bool:
+    def is_better(self, value: float) -> bool:
+        """Return whether a value of the metric is better than the best checkpoint's."""
         if self._best is None:
-            return True
+            return math.isfinite(value)
         best = self._best[1]
         return bool(value < best if self._best_mode == "min" else value > best)
+
+    def mark_best(self, pending: Pending, value: float) -> None:
+        """Keep a checkpoint as the best; it is written if it was not. All ranks call it with the same value."""
+        if not pending.is_written:
+            self.write(pending)
+        self._best = pending.step, value
+        self._protected = {pending.step}
+        self.wait_for_write()
+        if self._is_first_of_disk and self.store.path(pending.step).exists():
+            self._check_lease()
+            self.store.mark_best(pending.step, value)
 
     def _make_room(self) -> int | None:
         """Delete the oldest checkpoint of each disk; returns its step, on all ranks."""

@@ -60,6 +60,11 @@ class Record:
     pickled: list[str]
 
 
+def settled(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a save, with the results of futures among them."""
+    return {name: value.result() if isinstance(value, Future) else value for name, value in extra.items()}
+
+
 class Slot:
     """One memfd: a record page, and room that grows with the state."""
 
@@ -218,7 +223,7 @@ class Snapshots:
             info=info.as_json(),
             begin=RECORD,
             entries=entries,
-            extra=extra,
+            extra=settled(extra),
             pickled=staged.pickled,
         )
         records = [mine]
@@ -331,6 +336,11 @@ class Snapshots:
             "memory",
             local=frozenset([name(here)]),
         )
+
+    def wait(self) -> None:
+        """Return when the snapshot that was taken last is complete on this rank."""
+        if self._future is not None:
+            self._future.result()
 
     def refuse(self, step: int) -> None:
         """Take a snapshot for no good from now on: it did not verify."""

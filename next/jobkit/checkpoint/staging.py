@@ -205,6 +205,18 @@ class Stager:
         ready.record()
         return ready
 
+    def digests(self, entries: Sequence[Entry]) -> dict[str, str]:
+        """Return a digest of each entry's state on this rank, for comparisons of runs."""
+        digests = {}
+        for entry, walker in self.walkers(entries):
+            live, state = walker.look(), xxhash.xxh3_64()
+            state.update(json.dumps(live.skeleton).encode())
+            for path, leaf in live.leaves.items():
+                state.update(path.encode())
+                state.update(_local(leaf).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            digests[entry.name] = state.hexdigest()
+        return digests
+
     # The layout
 
     def _look(self, entries: Sequence[Entry]) -> tuple[dict[str, Any], list[str]]:

@@ -141,8 +141,12 @@ class Store:
         self.path(step).rename(target)
         return target
 
-    def mark_best(self, step: int) -> None:
-        replace_link(self.folder / BEST, self.path(step))
+    def mark_best(self, step: int, value: float) -> None:
+        """Let `best` point to a checkpoint, and write the metric into its manifest."""
+        manifest = Manifest.read(self.path(step))
+        if manifest is not None:
+            write_json(self.path(step) / MANIFEST, {**manifest.as_json(), "best": value})
+            replace_link(self.folder / BEST, self.path(step))
 
     def best(self) -> tuple[int, float] | None:
         """Return the step and the metric of the best checkpoint; None where there is none."""

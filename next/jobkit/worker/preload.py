@@ -18,9 +18,13 @@ from jobkit.log import log
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.worker import snapshot_path
+from jobkit.worker.task import PLAIN_RANKS
 
 MODULES = ("submitit.core.submission", "jobkit.worker.main", "jobkit.worker.task", "jobkit.run.load")
 """The modules that each rank imports before the user's code."""
+
+MODULES_OF_TASKS = ("jobkit.worker.context", "jobkit.worker.join")
+"""The same for a rank of a `task:`: torch is among them."""
 
 IMPORT_SECONDS = 900.0
 """After so long an import hangs: the agent shows where, and ends. From a cold disk, which all nodes of a large job read
@@ -37,7 +41,8 @@ def import_for_ranks(run: RunDir, config: Config) -> str:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.resources.cpus_per_task))
     faulthandler.dump_traceback_later(IMPORT_SECONDS, exit=True)
     gc.disable()  # what an import makes stays: to look through it while it grows takes a tenth of the time
-    for name in MODULES:
+    has_torch = bool(config.task) and not os.environ.get(PLAIN_RANKS)
+    for name in (*MODULES, *(MODULES_OF_TASKS if has_torch else ())):
         importlib.import_module(name)
     from submitit.core.plugins import get_job_environments
 

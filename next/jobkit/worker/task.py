@@ -1,6 +1,6 @@
 """The program of one rank: the function of the YAML's `task:`, or the program of its `command:`.
 
-Worker() -> run_rank(run) -> load_task("mytask:train")(rank) -> End (worker/ending.py) -> exit code
+Worker() -> run_rank(run) -> join -> Context -> load_task("mytask:train")(ctx) -> finish -> End (ending.py) -> exit code
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from jobkit.worker.rank import Rank
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of all its threads to its error log: the agent sends it before it kills a hung rank."""
 
+PLAIN_RANKS = "JOBKIT_PLAIN_RANKS"
+"""A variable with which a task gets the bare Rank, without torch: for tests about scheduling."""
+
 
 def run_rank(run: RunDir) -> int:
     """Run the program of the rank that this process is, record how it ended, and return its exit code."""
@@ -42,7 +45,17 @@ def _run_program(rank: Rank) -> Any:
     snapshot_path.use(rank.run.code.resolve(), Path.cwd())
     for name in rank.config.preload:  # in the agent already, unless the import failed there: this is where it is told
         _import(name)
-    return load_task(rank.config.task)(rank)
+    function = load_task(rank.config.task)
+    if os.environ.get(PLAIN_RANKS):
+        return function(rank)
+    # Here: a `command:` needs no torch, and the agent has imported it for the ranks of a task.
+    from jobkit.worker.context import Context
+    from jobkit.worker.join import join, leave
+
+    context = Context(rank, join(rank), os.environ)
+    result = context.finish(function(context))
+    leave()
+    return result
 
 
 def _import(module: str) -> ModuleType:
@@ -53,11 +66,11 @@ def _import(module: str) -> ModuleType:
         raise UsageError(f"the import of {module} ended with sys.exit({error.code})") from error
 
 
-def load_task(task: str) -> Callable[[Rank], Any]:
+def load_task(task: str) -> Callable[[Any], Any]:
     """The callable that `module:callable` names. Raises UsageError if there is none."""
     module, _, name = task.partition(":")
     imported = _import(module)
-    function: Callable[[Rank], Any] | None = getattr(imported, name, None)
+    function: Callable[[Any], Any] | None = getattr(imported, name, None)
     if not callable(function):
         problem = f"is a {type(function).__name__}, not a function" if hasattr(imported, name) else "does not exist"
         hint = nearest(name, (key for key, value in vars(imported).items() if callable(value)))

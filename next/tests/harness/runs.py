@@ -55,13 +55,17 @@ def with_params(params: Mapping[str, Any]) -> list[str]:
 class Project:
     """A user's folder with the scripted rank and an experiment in it."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None, yaml: str = YAML) -> None:
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str] | None = None, yaml: str = YAML, *, plain: bool = True
+    ) -> None:
         self.folder = folder
         self.python = sys.executable
         self.account: dict[str, Any] = {}
         """Arguments of subprocess.run that make its commands another user's."""
         self.environment = dict(os.environ if environment is None else environment)
         self.environment.pop("JOBKIT_RUNS", None)
+        if plain:
+            self.environment["JOBKIT_PLAIN_RANKS"] = "1"
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(__file__).with_name("scripted_rank.py"), folder)
         self.yaml = folder / "exp.yaml"

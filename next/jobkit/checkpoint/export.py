@@ -1,0 +1,122 @@
+"""final/: the whole weights, the config and the result of a finished run; and jobkit.open_run, which reads them.
+
+final/model.safetensors   one file a tracked module, its names those of the module's state_dict
+final/result.json  final/config.yaml
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from jobkit.checkpoint.live import plain_module
+from jobkit.checkpoint.store import sync_folder
+from jobkit.errors import InputError
+from jobkit.group import RankGroup
+from jobkit.run.files import json_text, write_atomic
+from jobkit.run.rundir import RunDir
+
+
+def write_final(
+    run: RunDir, modules: Mapping[str, nn.Module], result: Any, ranks: RankGroup, check_lease: Callable[[], None]
+) -> None:
+    """Write final/, whole or not at all. All ranks call it; rank 0 writes."""
+    weights = {name: whole_weights(module) for name, module in modules.items()}
+
+    def write() -> None:
+        check_lease()
+        folder = run.final.with_name(f".{run.final.name}.tmp")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name, tensors in weights.items():
+            save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
+        write_atomic(folder / "result.json", json_text(_plain(result)))
+        if run.config_file.exists():
+            shutil.copyfile(run.config_file, folder / run.config_file.name)
+        sync_folder(folder)
+        shutil.rmtree(run.final, ignore_errors=True)
+        folder.rename(run.final)
+        sync_folder(run.path)
+
+    ranks.on_main(write)
+
+
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers, unsharded, on the CPU. Tied weights have their first name."""
+    inner, tensors, seen = plain_module(module), {}, set()
+    for name, value in inner.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        tensor = value.detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensors[name] = whole.cpu().contiguous().clone()
+    return tensors
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run that is read from outside, as for sampling.
+
+    run = jobkit.open_run("runs/toy-11f5f19c")
+    model.load_state_dict(run.weights())
+    run.params["lr"], run.result
+    """
+
+    run: RunDir
+
+    @property
+    def config(self) -> Any:
+        """The run's config."""
+        return self.run.config()
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The YAML's `params` of the run."""
+        params: dict[str, Any] = self.run.config().params
+        return params
+
+    @property
+    def result(self) -> Any:
+        """What the training function returned; None for a run that has not finished."""
+        file = self.run.final / "result.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+    def weights(self, name: str = "model") -> dict[str, Tensor]:
+        """Return the final weights of the module that was tracked by this name. Raises InputError if there are none."""
+        file = self.run.final / f"{name}.safetensors"
+        if not file.exists():
+            names = ", ".join(sorted(other.stem for other in self.run.final.glob("*.safetensors")))
+            raise InputError(
+                f"{self.run.name} has no final weights of {name!r}", allowed=names or "none: the run has not finished"
+            )
+        return load_file(file)
+
+
+def open_run(path: str | Path) -> OpenedRun:
+    """Return a run by its directory. Raises InputError if there is none."""
+    run = RunDir(path)
+    if not run.exists():
+        raise InputError("no such run", found=str(path))
+    return OpenedRun(run)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+__all__ = ["OpenedRun", "open_run", "whole_weights", "write_final"]

@@ -1,0 +1,157 @@
+"""When and how the loop saves: schedules, the best metric, and what a save's outcome means for the run.
+
+loop --due?--> Checkpoints --stage, write, snapshot--> Checkpointer (checkpoint/)
+                           <--outcomes-- costs, warnings
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jobkit.checkpoint.checkpointer import Checkpointer, Pending
+from jobkit.errors import CheckpointError
+from jobkit.log import log
+from jobkit.run.journal import read_status
+from jobkit.run.schema import AUTO
+from jobkit.run.slots import Phase
+from jobkit.worker.rank import Rank
+from jobkit.worker.reporter import Reporter
+from jobkit.worker.schedule import MAX_OVERHEAD, MAX_SECONDS, MIN_MEMORY_SECONDS, AutoInterval, Clock, History, young
+from jobkit.worker.tracked import Tracked
+
+WriteFiles = Callable[[Path], object]
+
+
+@dataclass(frozen=True, order=True)
+class Boundary:
+    """A place between two steps: tracked state is complete, and nothing of the next step has run."""
+
+    step: int = 0
+    """Steps done."""
+    epoch: int = 0
+    batch: int = 0
+    """Batches done of the epoch."""
+
+    @classmethod
+    def of(cls, extra: dict[str, Any]) -> Boundary:
+        """Return the boundary of a checkpoint."""
+        return cls(**extra["boundary"])
+
+
+class Checkpoints:
+    """The saves of one attempt."""
+
+    def __init__(self, rank: Rank, checkpointer: Checkpointer, tracked: Tracked, reporter: Reporter) -> None:
+        config = rank.config.checkpoint
+        self.rank, self.checkpointer, self.tracked, self.reporter = rank, checkpointer, tracked, reporter
+        self.best = config.best
+        self._history = checkpointer.ranks.broadcast(_history(rank) if rank.rank == 0 else None)
+        self._auto = AutoInterval(self._history.seconds_between_deaths) if config.every == AUTO else None
+        self._disk = Clock.of(config.every, AutoInterval(self._history.seconds_between_deaths).seconds)
+        self._memory = Clock.of(config.memory, 0.0) if checkpointer.snapshots.is_on else Clock()
+        self._memory_is_auto = config.memory == AUTO
+        self._began = time.monotonic()
+        self._stall = 0.0
+        self.write_files: WriteFiles | None = None
+        """Writes a framework's own files into each checkpoint: `save` of ctx.boundary."""
+        for step, reason in checkpointer.set_aside:
+            reporter.warn(f"the checkpoint of step {step} is damaged and was set aside: {reason}")
+
+    def restart(self) -> None:
+        """The loop begins: time counts from here."""
+        self._began = time.monotonic()
+        self._disk.restart()
+        self._memory.restart()
+
+    def is_due_after(self, step: int) -> tuple[bool, bool]:
+        """Return whether the number of steps calls for a checkpoint, and for a snapshot: the same on every rank."""
+        return self._disk.is_due_after(step), self._memory.is_due_after(step) and self.write_files is None
+
+    def is_due_now(self) -> tuple[bool, bool]:
+        """Return whether the clock does, on rank 0; while a checkpoint is being written, none is due."""
+        if self.rank.rank != 0:
+            return False, False
+        disk = self._disk.is_due_now() and not self.checkpointer.is_writing
+        return disk, self._memory.is_due_now() and self.write_files is None
+
+    def stage(self, boundary: Boundary) -> Pending:
+        """Copy the state: the loop waits for this alone."""
+        self.tracked.check_state()
+        extra = {"boundary": asdict(boundary), "tensorboard": self.reporter.position()}
+        return self.checkpointer.stage(boundary.step, self.tracked.entries, extra, self.write_files)
+
+    def write(self, pending: Pending, *, wait: bool = False) -> None:
+        """Write a copy in the background; with `wait` return when it is durable. Raises CheckpointError then."""
+        self._stall = pending.seconds
+        self._disk.restart()
+        self._memory.restart()
+        self.checkpointer.write(pending)
+        if wait:
+            self.wait(pending.step)
+
+    def wait(self, step: int) -> None:
+        """Return when the checkpoint of a step is durable. Raises CheckpointError if it was not written."""
+        self.checkpointer.wait_for_write()
+        self.look()
+        if self.checkpointer.durable_step != step:
+            raise CheckpointError(self._error or f"the checkpoint of step {step} was not written")
+
+    def snapshot(self, boundary: Boundary, least_complete: int) -> None:
+        """Copy the state into memory that outlives this rank."""
+        self.tracked.check_state()
+        extra = {"boundary": asdict(boundary), "tensorboard": self.reporter.position()}
+        stall = self.checkpointer.snapshot(boundary.step, self.tracked.entries, extra, least_complete)
+        if not self.checkpointer.snapshots.is_on:
+            self._memory = Clock()
+        if stall is None:
+            return
+        self._memory.restart()
+        if self._memory_is_auto and self.rank.rank == 0:
+            lived = (self._history.lived + time.monotonic() - self._began) / (1 + self._history.deaths)
+            interval = min(young(stall, lived), MAX_SECONDS)
+            self._memory.seconds = max(interval, stall / MAX_OVERHEAD, MIN_MEMORY_SECONDS)
+
+    _error: str | None = None
+
+    def look(self) -> None:
+        """Take in what became of saves."""
+        for outcome in self.checkpointer.collect():
+            self._error = outcome.error
+            if outcome.error is not None:
+                self.reporter.warn(outcome.error)
+                continue
+            if outcome.gave_way is not None:
+                self.reporter.warn(
+                    f"the disk is full: the checkpoint of step {outcome.gave_way} gave way to step {outcome.step}"
+                )
+            if self._auto is not None:
+                self._auto.observe(self._stall, outcome.seconds)
+                self._disk.seconds = self._auto.seconds
+            log.info("checkpoint of step %d: %.2f GB in %.2g s", outcome.step, outcome.nbytes / 1e9, outcome.seconds)
+        self.reporter.update(snapshot_step=self.checkpointer.snapshots.step)
+
+    def offer_best(self, pending: Pending, values: dict[str, float]) -> None:
+        """Keep a checkpoint as the best if its metric is better than all before. All ranks call it."""
+        if self.best is None or self.best.metric not in values:
+            return
+        value = float(self.checkpointer.ranks.broadcast(values[self.best.metric]))
+        if self.checkpointer.is_better(value):
+            self.checkpointer.mark_best(pending, value)
+            self.look()
+
+    def saving(self) -> None:
+        """Say that the last checkpoint is being written: nothing else counts from here on."""
+        self.rank.beat(self.rank.page.read().step, Phase.SAVING)
+
+
+def _history(rank: Rank) -> History:
+    attempts = read_status(rank.run).attempts
+    ended = [(attempt.began.time, attempt.ended) for attempt in attempts if attempt.ended is not None]
+    return History.of([(began, end) for began, end in ended if end is not None])
+
+
+__all__ = ["Boundary", "Checkpoints"]

@@ -1,0 +1,439 @@
+"""jobkit.Context: what a training function is given.
+
+    Rank, Joined --> Context --> Spread, Step (train/) | Tracked, Checkpoints, Loop, Epochs, Evaluator, Reporter (here)
+
+Each method passes its call on to one of these parts. All ranks make a Context together, and call its methods together
+unless a docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from jobkit.checkpoint import framework_files
+from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.disks import disks_of
+from jobkit.checkpoint.export import write_final
+from jobkit.checkpoint.staging import Place
+from jobkit.errors import UsageError
+from jobkit.run.slots import page_before, slots_of
+from jobkit.train.loader import Loader
+from jobkit.train.modes import evaluating
+from jobkit.train.seeds import derive_seed, seed_generators
+from jobkit.train.spread import Spread
+from jobkit.train.step import Step
+from jobkit.worker.checkpoints import Boundary, Checkpoints
+from jobkit.worker.epochs import Batches, Epochs
+from jobkit.worker.evaluation import Evaluator
+from jobkit.worker.health import Health
+from jobkit.worker.join import Joined
+from jobkit.worker.loop import Every, Loop
+from jobkit.worker.rank import Rank
+from jobkit.worker.repeats import Repeats
+from jobkit.worker.reporter import Reporter
+from jobkit.worker.timing import Timing
+from jobkit.worker.tracked import Generators, PendingGradients, Tracked
+from jobkit.worker.values import Values
+
+
+class Context:
+    """One rank's view of a run.
+
+    def train(ctx: jobkit.Context):
+        model = ctx.parallelize(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=ctx.params.lr)
+        loader = ctx.loader(dataset, global_batch_size=256)
+        ctx.track(model=model, optimizer=optimizer, loader=loader)
+        for step in ctx.steps(1000):
+            loss = ctx.backward(model, next(loader), nn.functional.cross_entropy)
+            ctx.update(optimizer)
+            ctx.log({"train/loss": loss})
+        return {"loss": loss.item()}
+    """
+
+    _current: Context | None = None
+
+    def __init__(self, rank: Rank, joined: Joined, environ: Mapping[str, str]) -> None:
+        config = rank.config
+        self.params: DictConfig = OmegaConf.create(rank.params)
+        """The YAML's `params`, read-only."""
+        OmegaConf.set_readonly(self.params, True)
+        self.seed: int = config.seed or 0
+        self.rank, self.local_rank, self.world_size = rank.rank, rank.local_rank, rank.world_size
+        self.is_main: bool = rank.rank == 0
+        """True on rank 0, the rank that writes files."""
+        self.device: torch.device = joined.device
+        self.attempt: int = rank.attempt
+        """How many times the run has been started, this one included."""
+        self.run_dir: Path = rank.run.path
+        self._rank, self._ranks = rank, joined.ranks
+        self._devices = (joined.device,)
+        place = Place(rank.rank, rank.world_size, rank.local_world_size, disks_of(rank.run.path, rank, joined.ranks))
+        self._checkpointer = Checkpointer(
+            rank.run.checkpoints,
+            joined.ranks,
+            place,
+            attempt=rank.attempt,
+            keep=config.checkpoint.keep,
+            check_lease=rank.check_lease,
+            slots=slots_of(environ),
+            best_mode=config.checkpoint.best.mode if config.checkpoint.best is not None else "min",
+        )
+        restored = self._checkpointer.restored
+        self._reporter = Reporter(rank)
+        self._health = Health(ignores=config.on_nan == "ignore")
+        self._spread = Spread(config, joined.device, joined.ranks)
+        self._step = Step(config, self._spread)
+        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights)
+        self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, self._reporter)
+        timing = Timing(self._reporter, joined.device, self._step.loaders, self._spread.optimizers)
+        self._loop = Loop(
+            rank,
+            joined.ranks,
+            self._tracked,
+            self._checkpoints,
+            self._reporter,
+            self._health,
+            timing,
+            on_begin=self._begin_loop,
+        )
+        self._before = page_before(environ)
+        self._generators = Generators(config.seed, rank.rank, rank.world_size, self._devices)
+        self._epochs = Epochs(self._loop, self._restore_again, self._devices)
+        self._evaluator = Evaluator(rank, self._spread, self._reporter, self._loop)
+        self._values: Values | None = None
+        self.checkpoint: Path | None = None
+        """The folder with the files that `save` of ctx.boundary wrote, of the checkpoint that this attempt begins
+        with."""
+        if restored is not None:
+            self.checkpoint = framework_files.folder_of(restored.path)
+        if self._loop.trace is not None:
+            self._loop.trace.samples = self._sample_ids
+        if config.seed is not None:  # equal on all ranks, for equal initial weights
+            seed_generators(derive_seed(config.seed, "init"), *self._devices)
+        Context._current = self
+
+    @classmethod
+    def current(cls) -> Context | None:
+        """Return the context of this process; None where there is none yet."""
+        return cls._current
+
+    @property
+    def step(self) -> int:
+        """The step that the loop is in, from 0; after the loop, the number of steps done."""
+        return self._loop.boundary.step
+
+    @property
+    def batch(self) -> int:
+        """The number of the batch in its epoch, from 0; before its loop, the number of the first batch to come."""
+        return self._epochs.batch
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._ranks.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Within it, rank 0 runs first and the others after it: to download or prepare data once.
+
+        with ctx.main_first():
+            prepare(folder)      # finds it prepared on all ranks but the first
+        """
+        if not self.is_main:
+            self.barrier()
+        yield
+        if self.is_main:
+            self.barrier()
+
+    # The parts of a step
+
+    def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
+        """Return the module on this rank's device, spread over the ranks as the YAML's `parallel:` says.
+
+        All ranks begin with rank 0's weights. Parameters on the meta device are drawn from the seed, by
+        `init_weights()` or `reset_parameters()`. Options are DDP's: find_unused_parameters, static_graph,
+        broadcast_buffers, gradient_as_bucket_view. Raises UsageError for a module that cannot be spread.
+        """
+        return self._spread.parallelize(module, **options)
+
+    def optimizer(
+        self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        """Return `make(parameters, **options)` for the model's trainable parameters.
+
+        optimizer = ctx.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        """
+        return self._spread.optimizer(model, make, **options)
+
+    def loader(self, dataset: Any, *, global_batch_size: int, **options: Any) -> Loader:
+        """Return an endless iterator over this rank's parts of global batches of a dataset.
+
+        Options: shuffle, weights, name, and DataLoader's num_workers, collate_fn, prefetch_factor ... The order is the
+        same on any number of ranks. Raises UsageError for options that do not fit.
+        """
+        if self._loop.call:
+            raise UsageError("ctx.loader comes before the loop: no attempt would restore one that is made later")
+        name = str(options.pop("name", len(self._step.loaders)))
+        if any(loader.name == name for loader in self._step.loaders):
+            raise UsageError(f"ctx.loader: there is a loader with the name {name!r} already")
+        loader = Loader(
+            dataset,
+            global_batch_size=global_batch_size,
+            name=name,
+            rank=self._spread.data_rank,
+            world_size=self._spread.data_size,
+            seed=self.seed,
+            device=self.device,
+            **options,
+        )
+        self._step.loaders.append(loader)
+        return loader
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the YAML's `precision` as a context: torch.autocast, or nothing for fp32. Any rank may call it."""
+        return self._step.autocast()
+
+    def backward(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Callable[..., Tensor],
+        *,
+        micro_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+    ) -> Tensor:
+        """Add the gradients of `loss(model(inputs), target)` over the global batch; returns its mean loss.
+
+        `batch` is this rank's share, (inputs, target): tensors [n, ...]; inputs may be a tuple (positional arguments)
+        or a dict (by name). `loss` returns the mean over its samples. The share goes through in micro-batches of at
+        most `micro_batch_size` samples, under `precision`'s autocast. The size of the global batch is the loader's,
+        unless `global_batch_size` gives the samples on all ranks together. Raises UsageError where sizes do not fit.
+        """
+        sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
+        mean = self._step.backward(model, batch, loss, **sizes)
+        self._health.see(self.step, mean, self._sample_ids)
+        return mean
+
+    def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> Tensor | None:
+        """Use the gradients: unscale, clip to a global norm of `max_norm`, step, set them to None.
+
+        Returns the norm before clipping; None without `max_norm`, unless fp16 needs it.
+        """
+        return self._step.update(optimizer, max_norm=max_norm)
+
+    def averaged(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Within it, the parameters are their moving averages, where the optimizer keeps any."""
+        return self._step.averaged(optimizer)
+
+    def evaluating(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Within it, the model is in evaluation mode, with averaged weights where the optimizer keeps any.
+
+        At the end each submodule's mode, the weights and the random generators are as before.
+        """
+
+        def averaged() -> AbstractContextManager[None]:
+            return self._step.averaged(optimizer) if optimizer is not None else self._step.averaged(_NO_OPTIMIZER)
+
+        return evaluating(model, averaged, self._devices)
+
+    # State and loop
+
+    def track(self, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> None:
+        """Make objects part of the checkpoint, by name; where the run continues they are restored before this returns.
+
+        Objects have state_dict and load_state_dict, or are torch.Generators. The state of `objects` is equal on all
+        ranks; that of `per_rank` is another on each rank. Raises UsageError, and CheckpointError for a state that does
+        not fit.
+        """
+        if self._loop.call:
+            raise UsageError("ctx.track comes before the loop: no attempt would restore what is tracked later")
+        if per_rank is not None and not isinstance(per_rank, Mapping):
+            raise UsageError(f"ctx.track(per_rank=...): expected {{name: object}}, found {type(per_rank).__name__}")
+        self._tracked.add(objects, per_rank or {})
+
+    def values(self, **values: Any) -> Any:
+        """Return plain values and tensors that are part of the checkpoint, as attributes. Before the loop, once.
+
+        state = ctx.values(best=0.0)
+        state.best = 1.0
+        """
+        if self._loop.call or self._values is not None:
+            raise UsageError("ctx.values comes before the loop, and once: give all values in one call")
+        self._values = Values(values)
+        self._tracked.add({}, {"values": self._values})
+        return self._values
+
+    def steps(self, total: int, every: Every | None = None) -> Iterator[int]:
+        """Yield step numbers from where the run stands up to `total`; save and stop in between as needed.
+
+        `every={validate: 500}` calls functions, in order, at steps 0, 500 ... and once after the last. A dict that a
+        function returns is logged; the last one joins the result. Raises Stopped, on every rank, after a signal to
+        stop.
+        """
+        return self._loop.steps(total, every or {})
+
+    def epochs(self, total: int, **objects: Any) -> Iterator[int]:
+        """Yield epochs from where the run stands up to `total`; `objects` are for ctx.track.
+
+        In the body, `for batch in ctx.batches(loader)` makes each batch a step. The lines before that loop run again
+        when an attempt continues within an epoch; what they change is undone. Raises Stopped as ctx.steps does.
+        """
+        self.track(**objects)
+        return self._epochs.epochs(total)
+
+    def batches(self, *loaders: Any) -> Batches:
+        """Return the batches of a DataLoader of the script's own, in an epoch of ctx.epochs; of several, tuples.
+
+        They come as the loader makes them, where it puts them. Its order and random numbers continue exactly in another
+        attempt on as many ranks.
+        """
+        return self._epochs.batches(loaders)
+
+    def boundary(self, step: int, save: Callable[[Path], object] | None = None, *, total: int | None = None) -> None:
+        """Between two steps of a loop that is not jobkit's: `step` of them are done.
+
+        The first call is at the step where the run stands, ctx.step, before the next one. Each later call saves and
+        stops as ctx.steps does. `save(folder)` is called on all ranks where a checkpoint is written; another attempt
+        finds its files in ctx.checkpoint. Raises Stopped, and UsageError where steps go down.
+        """
+        step = int(step)
+        self._checkpoints.write_files = save
+        if not self._loop.call:
+            if step != self.step:
+                raise UsageError(
+                    f"ctx.boundary({step}): the run stands at step {self.step}: load what ctx.checkpoint holds first, "
+                    f"and call ctx.boundary({self.step}) before the next step"
+                )
+            self._loop.begin("ctx.boundary", total)
+        elif step < self.step:
+            raise UsageError(f"ctx.boundary({step}): {self.step} steps are done; steps only go up")
+        elif step > self.step:
+            self._loop.end_step(Boundary(step), is_last=total is not None and step >= total)
+        else:
+            self._loop.look()
+        self._loop.begin_step()
+
+    def _begin_loop(self) -> None:
+        """Before the first step: check that everything is tracked, and restore jobkit's own state last."""
+        made: list[tuple[str, Any]] = [
+            ("the model of ctx.parallelize", module)
+            for module in self._spread.modules
+            if any(parameter.requires_grad for parameter in module.parameters())
+        ]
+        made += [("the optimizer of ctx.optimizer", optimizer) for optimizer in self._spread.optimizers]
+        made += [("the loader of ctx.loader", loader) for loader in self._step.loaders]
+        self._tracked.check_made(made)
+        restored = self._checkpointer.restored
+        if self._step.scaler is not None:
+            self._tracked.add_own("scaler", self._step.scaler)
+        if self.world_size > 1:
+            self._tracked.add_own("gradient_order", self._spread.orders)
+        self._tracked.add_own("gradients", PendingGradients(self._tracked))
+        if restored is None:
+            self._generators.begin()
+        self._tracked.add_own("epochs", self._epochs)
+        self._tracked.add_own("generators", self._generators)
+        self._loop.boundary = Boundary() if restored is None else Boundary.of(restored.extra)
+        restored = self._checkpointer.restored
+        if not self._epochs.restores_again:
+            self._tracked.check_names()
+        same = restored is None or restored.world_size == self.world_size
+        repeats = Repeats(self._rank.page, self._before if same else None, self.step)
+        self._reporter.begin(self.step, restored.extra.get("tensorboard") if restored else None, repeats)
+
+    def _restore_again(self) -> None:
+        """At the first batch within an epoch: undo what the lines before it changed."""
+        self._checkpointer.restore_again()
+        self._tracked.check_names()
+
+    # Logging
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log numbers, or tensors of one element, to TensorBoard at the current step. Any rank may call it; rank 0's
+        are written.
+
+        ctx.log({"train/loss": loss})
+        """
+        self._reporter.log(self.step, values)
+        for name, value in values.items():
+            if "loss" in name.rpartition("/")[2]:
+                self._health.see(self.step, value, self._sample_ids)
+
+    def log_image(self, tag: str, image: Tensor) -> None:
+        """Log an image [C, H, W] or [H, W], uint8 or float in [0, 1]."""
+        self._reporter.image(self.step, tag, image)
+
+    def log_video(self, tag: str, video: Tensor) -> None:
+        """Log a short video [T, C, H, W], uint8 or float in [0, 1]."""
+        self._reporter.video(self.step, tag, video)
+
+    def log_text(self, tag: str, text: str) -> None:
+        """Log a text, which TensorBoard shows as Markdown."""
+        self._reporter.text(self.step, tag, text)
+
+    # Evaluation
+
+    def evaluate(self, function: Callable[[Any, Tensor], Any], dataset: Any, **options: Any) -> Any:
+        """Return the mean of `function(batch, ids)` over a dataset, each sample once, on every rank.
+
+        `function` returns one value a sample, [n], or a dict of such. Which rank computes which batch is decided on the
+        way, and the result has the same bits on any number of ranks. Options: batch_size, collate_fn, num_workers.
+        """
+        return self._evaluator.evaluate(function, dataset, **options)
+
+    def evaluate_samples(self, function: Callable[[Any, Tensor], Any], dataset: Any, **options: Any) -> Any:
+        """Return the values of ctx.evaluate sample by sample, float64 [n], on every rank."""
+        return self._evaluator.evaluate_samples(function, dataset, **options)
+
+    def map(
+        self, function: Callable[[Any, Tensor], Any], inputs: Any, *, to: str | Path = "main", **options: Any
+    ) -> Any:
+        """Return `function(batch, ids)` of all inputs, in their order; on rank 0, on `all` ranks, or in a folder."""
+        return self._evaluator.map(function, inputs, to=to, **options)
+
+    # The end
+
+    def finish(self, result: Any = None) -> Any:
+        """The training function has returned: write the last checkpoint and `final/`; returns the whole result.
+
+        Raises Stopped where a stop was swallowed, and CheckpointError where the last checkpoint cannot be written.
+        """
+        if self._loop.stopped is not None:
+            raise self._loop.stopped
+        if isinstance(result, Mapping) or (result is None and self._loop.results):
+            result = {**self._loop.results, **(result or {})}
+        if self._loop.call and self._tracked.entries:
+            self._loop.check_health()
+            if not self._loop.is_over:
+                self._loop.end()
+            pending = self._checkpoints.stage(self._loop.boundary)
+            self._checkpoints.write(pending, wait=True)
+            modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
+            write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease)
+        if self._loop.trace is not None:
+            self._loop.trace.write(self._loop.boundary, "end", {}, result=result)
+        self._reporter.end_step(max(0, self.step - 1))
+        self._reporter.close()
+        self._checkpointer.close()
+        self._tracked.close()
+        return result
+
+    def _sample_ids(self) -> list[int]:
+        """Return the ids of this rank's samples in the step under way."""
+        return [sample for loader in self._step.loaders for sample in loader.sample_ids] or self._epochs.sample_ids
+
+
+class _NoOptimizer:
+    """Stands for an optimizer without averages."""
+
+
+_NO_OPTIMIZER: Any = _NoOptimizer()

@@ -1,0 +1,137 @@
+"""ctx.evaluate, ctx.evaluate_samples and ctx.map: a function of every sample, over all ranks.
+
+    dataset --HandOut over all ranks--> function(batch, ids) --gather--> values in the order of the samples
+
+An evaluation that is interrupted is done again as a whole by the next attempt. train/evaluate.py has the pure parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from jobkit.errors import UsageError
+from jobkit.train.evaluate import Batches, HandOut, PerSample, as_values, computed, in_order, mean
+from jobkit.train.spread import Spread, independent_forwards
+from jobkit.worker.loop import Loop
+from jobkit.worker.rank import Rank
+from jobkit.worker.reporter import Reporter
+
+
+class Evaluator:
+    """The evaluations of one rank."""
+
+    def __init__(self, rank: Rank, spread: Spread, reporter: Reporter, loop: Loop) -> None:
+        self._rank, self._spread, self._reporter, self._loop = rank, spread, reporter, loop
+        self._count = 0
+
+    def evaluate(self, function: PerSample, dataset: Any, **options: Any) -> float | dict[str, float]:
+        """Return the mean over all samples, on every rank; a dict of means where `function` returns a dict."""
+        values = self.evaluate_samples(function, dataset, **options)
+        if isinstance(values, dict):
+            return {name: mean(part) for name, part in values.items()}
+        return mean(values)
+
+    def evaluate_samples(self, function: PerSample, dataset: Any, **options: Any) -> Tensor | dict[str, Tensor]:
+        """Return the value of each sample, float64 [n], on every rank; a dict of such where `function` returns one."""
+
+        def values(batch: Any, ids: Tensor) -> dict[str, Tensor]:
+            return as_values(function(batch, ids), len(ids))
+
+        parts = self._run(values, dataset, to_all=True, **options)
+        names = parts[0].keys()
+        joined = {name: torch.cat([part[name] for part in parts]) for name in names}
+        return joined[""] if list(names) == [""] else joined
+
+    def map(self, function: PerSample, dataset: Any, *, to: str | Path = "main", **options: Any) -> Any:
+        """Return `function`'s outputs of all samples, joined along the first dimension.
+
+        `to` is `main` (None on other ranks), `all`, or a folder: each rank writes its batches there, as
+        `batch_<number>.pt`.
+        """
+        if to not in ("main", "all"):
+            return self._to_folder(function, dataset, Path(to), options)
+        parts = self._run(lambda batch, ids: tree_map(_on_cpu, function(batch, ids)), dataset, to == "all", **options)
+        return _joined(parts) if parts else None
+
+    def _to_folder(self, function: PerSample, dataset: Any, folder: Path, options: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        size = options.get("batch_size", 1)
+
+        def write(batch: Any, ids: Tensor) -> int:
+            number = int(ids[0]) // size
+            whole, part = folder / f"batch_{number:08d}.pt", folder / f".batch_{number:08d}.pt.{self._rank.rank}"
+            torch.save(tree_map(_on_cpu, function(batch, ids)), part)
+            part.replace(whole)
+            return int(number)
+
+        self._run(write, dataset, to_all=False, **options)
+
+    def _run(
+        self,
+        function: Callable[[Any, Tensor], Any],
+        dataset: Any,
+        to_all: bool,
+        *,
+        batch_size: int = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """Return the results of all batches, in order; on other ranks than 0 only where they are `to_all`."""
+        if not hasattr(dataset, "__len__") or len(dataset) == 0:
+            raise UsageError(f"ctx.evaluate: a {type(dataset).__name__} without samples, expected a dataset with some")
+        batches = Batches(dataset, batch_size, self._rank.config.seed or 0, collate_fn)
+        ranks, total = self._spread.ranks, len(dataset)
+        self._count += 1
+        store = dist.distributed_c10d._get_default_store() if ranks.world_size > 1 else None
+        hand_out = HandOut(len(batches), store, f"jobkit/evaluation/{self._count}")
+        results: dict[int, Any] = {}
+
+        def compute() -> bool:
+            for number, result in computed(function, batches, hand_out, self._spread.device, **options):
+                results[number] = result
+                self._rank.beat(self._loop.boundary.step, self._rank.page.read().phase)
+                self._reporter.update(evaluation={"done": min(total, hand_out.taken * batch_size), "total": total})
+                if self._loop.may_be_interrupted and self._loop.wants_stop():
+                    hand_out.stop()
+                    return False
+            return True
+
+        def or_stop() -> bool:
+            try:
+                return compute()
+            except BaseException:
+                hand_out.stop()
+                raise
+
+        models: list[nn.Module] = self._spread.modules
+        with independent_forwards(models):
+            ranks.all_or_none(or_stop)
+        self._reporter.update(evaluation=None)
+        if self._loop.may_be_interrupted:
+            self._loop.look()
+        parts: Sequence[dict[int, Any]] = ranks.gather(results) if to_all else ranks.gather_on_main(results)
+        return in_order(parts, len(batches)) if parts else []
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Join outputs of batches along their first dimension, in dicts and tuples too; other outputs are a list."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        columns = [_joined(list(column)) for column in zip(*parts, strict=True)]
+        return type(first)(columns) if type(first) in (list, tuple) else columns
+    return parts

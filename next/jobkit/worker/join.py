@@ -1,0 +1,70 @@
+"""A rank joins the others: its device, torch's process group, and a group of its own for agreements.
+
+    Rank (environment) --join()--> Joined(device, ranks)
+
+worker/task.py and script.py call this before they make a Context. It is the first code of a rank that needs torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from jobkit.addresses import interface_towards
+from jobkit.errors import DistributedError
+from jobkit.group import RankGroup
+from jobkit.train.devices import check_precision, choose_device, group_backend, set_determinism
+from jobkit.worker.rank import Rank
+
+JOIN_SECONDS = 600.0
+"""How long ranks wait for each other at the beginning: imports from a cold shared disk take minutes."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The place of a rank in torch's world."""
+
+    device: torch.device
+    ranks: RankGroup
+    """All ranks, in a gloo group that the loop alone uses."""
+
+
+def join(rank: Rank, environ: Mapping[str, str] = os.environ) -> Joined:
+    """Form the process group of all ranks, where there are several. Raises DistributedError."""
+    config = rank.config
+    set_determinism(config.deterministic)
+    device = choose_device(config.device, config.resources.devices_per_rank, rank.local_rank)
+    check_precision(device, config.precision)
+    threads = environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(threads) if threads.isdigit() else config.resources.cpus_per_task)
+    if rank.world_size == 1 and not dist.is_initialized():
+        return Joined(device, RankGroup.alone())
+    if not dist.is_initialized():
+        # Gloo would resolve the name of the host to find its interface; on many clusters names do not resolve.
+        if interface := interface_towards(environ["MASTER_ADDR"]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        try:
+            dist.init_process_group(
+                group_backend(device, config.backend),
+                rank=rank.rank,
+                world_size=rank.world_size,
+                timeout=timedelta(seconds=JOIN_SECONDS),
+                device_id=device if device.index is not None else None,
+            )
+        except (RuntimeError, ValueError) as error:  # torch's, of a rank that never came
+            address = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+            raise DistributedError(
+                f"rank {rank.rank} of {rank.world_size} cannot join at {address}: {error}"
+            ) from error
+    return Joined(device, RankGroup.of_world())
+
+
+def leave() -> None:
+    """Take the process group apart, after everything is done."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

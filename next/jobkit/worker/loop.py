@@ -1,0 +1,361 @@
+"""The training loop of one rank: what happens between two steps, and nothing else.
+
+    ctx.steps, ctx.batches, ctx.boundary --end_step(boundary)--> beat, curves
+        --now and then--> agreement of all ranks (decide.py) --> save, snapshot, stop, or the error of a bad loss
+        --every=--> the functions that are due at this boundary
+
+A boundary without an agreement costs a few microseconds. `Stopped` is raised on all ranks together, once the last
+checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from jobkit.checkpoint.checkpointer import Pending
+from jobkit.errors import Stopped, UsageError
+from jobkit.group import RankGroup
+from jobkit.log import log
+from jobkit.run.slots import Phase
+from jobkit.worker.checkpoints import Boundary, Checkpoints
+from jobkit.worker.decide import Decision, Wish, decide
+from jobkit.worker.health import Health, NotFinite
+from jobkit.worker.rank import Rank
+from jobkit.worker.reporter import Reporter
+from jobkit.worker.timing import Timing
+from jobkit.worker.trace import Trace
+from jobkit.worker.tracked import Tracked
+
+Call = Callable[[], Any]
+Every = Mapping[Call, int]
+"""Functions and their intervals in steps: `ctx.steps(total, every={validate: 500})`."""
+
+
+class Loop:
+    """The loop of one rank."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        ranks: RankGroup,
+        tracked: Tracked,
+        checkpoints: Checkpoints,
+        reporter: Reporter,
+        health: Health,
+        timing: Timing,
+        *,
+        on_begin: Callable[[], None],
+    ) -> None:
+        restored = checkpoints.checkpointer.restored
+        self.boundary = Boundary() if restored is None else Boundary.of(restored.extra)
+        """Where the run stands."""
+        self.call = ""
+        """The call that drives the loop, as `ctx.steps`; empty before it begins."""
+        self.total: int | None = None
+        self.is_in_step = False
+        self.is_over = False
+        self.stopped: Stopped | None = None
+        self.results: dict[str, Any] = {}
+        """The last results of `every=` functions."""
+        self.drill = rank.run.drill()
+        self.trace = Trace(rank, self.drill) if self.drill is not None else None
+        self._rank, self._ranks, self._tracked = rank, ranks, tracked
+        self._checkpoints, self._reporter, self._health, self._timing = checkpoints, reporter, health, timing
+        self._on_begin = on_begin
+        self._ordinal = 0
+        self._agree_at = 0
+        self._pending: Pending | None = None
+        """The copy of the state at this boundary, while functions run that a stop may interrupt."""
+        self._is_alone = ranks.world_size == 1
+
+    # The beginning and the end
+
+    def begin(self, call: str, total: int | None) -> None:
+        """Begin the loop. Raises UsageError if there was one before."""
+        if self.call:
+            raise UsageError(f"{call}: a run has one loop, and {self.call} has begun it already")
+        self._check_stopped()
+        self.call = call
+        if self.drill is not None and total is not None:
+            total = min(total, self.drill.steps)
+        self.total = total
+        self._on_begin()
+        self._reporter.update(step=self.boundary.step, total_steps=total)
+        self._checkpoints.restart()
+        self._timing.begin(self.boundary.step)
+        self._agree_at = self._ordinal + 1
+        self._rank.beat(self.boundary.step)
+        if self.trace is not None:
+            self.trace.write(self.boundary, "restored", self._state())
+
+    def steps(self, total: int, every: Every) -> Iterator[int]:
+        """Yield step numbers from where the run stands up to `total`."""
+        self.begin("ctx.steps", total)
+        assert self.total is not None
+        calls = self._calls(every)
+        if self.boundary.step < self.total:
+            self._run_due(calls)
+        while self.boundary.step < self.total:
+            self.begin_step()
+            step = self.boundary.step
+            try:
+                yield step
+            except GeneratorExit:  # a break: the step that was left is done
+                self._leave(Boundary(step + 1))
+                raise
+            is_last = step + 1 == self.total
+            self.end_step(Boundary(step + 1), is_last=is_last, due=self._due(calls, step + 1))
+            if not is_last:
+                self._run_due(calls)
+        self.end()
+        self._run(list(calls), is_last=True)
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self.is_in_step = True
+        self._tracked.begin_step()
+
+    def end_step(self, boundary: Boundary, *, is_last: bool = False, due: bool = False) -> None:
+        """The step is done: agree where it is time, save, stop.
+
+        Args:
+            is_last: no step follows. Nothing is saved: the last step is taken again, so that the lines after the loop
+                see its values
+            due: functions follow at this boundary
+        """
+        step = boundary.step
+        self.boundary, self.is_in_step = boundary, False
+        self._ordinal += 1
+        self._rank.page.beat(self._rank.attempt, Phase.STEPPING, step)
+        if self.trace is not None:
+            self.trace.take(self._reporter)
+        self._reporter.end_step(step - 1)
+        if self._ordinal < self._agree_at and not due and not (self._is_alone and self._rank.stop_asked):
+            disk, memory = self._checkpoints.is_due_after(step)
+            if not (disk or memory or is_last or self.trace is not None or step + 1 == self.total):
+                return
+        self._settle(is_last=is_last, due=due)
+
+    def _settle(self, *, is_last: bool, due: bool) -> None:
+        """Agree, and do what was decided."""
+        if self.trace is not None:
+            self.trace.write(self.boundary, "boundary", self._state())
+        decision = self._agree(is_last=is_last)
+        self._pending = None
+        if is_last:
+            return
+        if decision.stop:
+            self._stop(None)
+        if decision.disk or due:
+            pending = self._checkpoints.stage(self.boundary)
+            if decision.disk:
+                self._checkpoints.write(pending)
+            self._pending = pending if due else None
+        elif decision.memory:
+            self._checkpoints.snapshot(self.boundary, decision.least_complete)
+        self._follow_drill(decision)
+
+    def end(self) -> None:
+        """No step is left: the lines after the loop follow."""
+        self.is_over, self.is_in_step = True, False
+        self._rank.beat(self.boundary.step, Phase.ENDING)
+
+    def _leave(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+        self._reporter.end_step(boundary.step - 1)
+        self.end()
+
+    # Agreement
+
+    def _agree(self, *, is_last: bool = False) -> Decision:
+        """Exchange wishes; raise the error of a loss that was no number, or of ranks that are apart."""
+        step = self.boundary.step
+        disk, memory = self._checkpoints.is_due_after(step)
+        disk_now, memory_now = self._checkpoints.is_due_now()
+        before_last = self.total is not None and step + 1 == self.total
+        wish = Wish(
+            ordinal=self._ordinal,
+            stop=self._rank.stop_asked or self._drill_stops("epoch_end", None),
+            disk=disk or disk_now or (before_last and self.drill is None),
+            memory=memory or memory_now,
+            bad=self._health.is_bad(),
+            step_seconds=self._timing.measure(step),
+            complete=self._checkpoints.checkpointer.snapshots.complete,
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+        decision = decide(self._ranks.maximum(*wish.vector()))
+        self._agree_at = self._ordinal + decision.steps_to_next
+        if decision.apart is not None:
+            least, greatest = decision.apart
+            raise UsageError(
+                f"a rank is at boundary {least} of the loop where another is at {greatest}: all ranks take as many "
+                "batches in an epoch; DistributedSampler, or drop_last=True, makes loaders as long"
+            )
+        if decision.bad:
+            self._fail()
+        self._checkpoints.look()
+        self._timing.report(step)
+        self._reporter.update(step=step, steps_per_second=self._timing.steps_per_second, peak_bytes=decision.peak_bytes)
+        return decision
+
+    def _fail(self) -> None:
+        """Raise NotFinite on all ranks: the rank that saw the loss knows its samples."""
+        mine = self._health.error()
+        errors = self._ranks.gather(None if mine is None else (mine.step, str(mine)))
+        if mine is not None:
+            raise mine
+        rank, (step, text) = next((rank, error) for rank, error in enumerate(errors) if error is not None)
+        error = NotFinite(step, float("nan"), [])
+        error.args = (f"rank {rank}: {text}",)
+        raise error
+
+    def check_health(self) -> None:
+        """Raise NotFinite, on all ranks, for a loss since the last agreement. Before the final checkpoint."""
+        if self._ranks.anywhere(self._health.is_bad()):
+            self._fail()
+
+    # Stops
+
+    def _check_stopped(self) -> None:
+        """A signal before the loop: nothing is lost, the process ends."""
+        if self.stopped is not None:
+            raise self.stopped
+
+    def _stop(self, pending: Pending | None) -> None:
+        """Save, and raise Stopped. All ranks come here together."""
+        self._checkpoints.saving()
+        if pending is None:
+            pending = self._checkpoints.stage(self.boundary)
+        if not pending.is_written:
+            self._checkpoints.write(pending)
+        self._checkpoints.wait(pending.step)
+        self._raise_stopped(pending.step)
+
+    def _raise_stopped(self, step: int | None) -> None:
+        self._reporter.flush()
+        safe = f"the checkpoint of step {step} is safe" if step is not None else "no checkpoint was needed"
+        if self._rank.rank == 0:
+            log.info("stopped at step %d, %s; the same command continues the run", self.boundary.step, safe)
+        self.stopped = Stopped(f"stopped at step {self.boundary.step}; {safe}")
+        raise self.stopped
+
+    @property
+    def may_be_interrupted(self) -> bool:
+        """True if a stop within an evaluation has a state to go back to: the same on all ranks."""
+        return self._pending is not None or not self.call or self.is_over
+
+    def wants_stop(self) -> bool:
+        """Return whether this rank was told to stop, for functions that take long."""
+        return self._rank.stop_asked or self._drill_stops("evaluation", "evaluation")
+
+    def look(self) -> None:
+        """Within functions, on all ranks together: stop if any rank was told to."""
+        if not self._ranks.anywhere(self.wants_stop()):
+            return
+        if self._pending is not None:
+            self._stop(self._pending)
+        if self.is_over or not self.call:
+            # The last step is taken again, or the loop has not begun: the newest checkpoint holds the state.
+            self._checkpoints.saving()
+            self._checkpoints.checkpointer.wait_for_write()
+            self._raise_stopped(self._checkpoints.checkpointer.durable_step)
+
+    # Functions between steps
+
+    def _calls(self, every: Every) -> dict[Call, int]:
+        for function, interval in every.items():
+            if not callable(function) or not isinstance(interval, int) or interval < 1:
+                raise UsageError(
+                    f"ctx.steps: every={{{getattr(function, '__name__', function)}: {interval!r}}}: "
+                    "expected a function and a number of steps, 1 or more"
+                )
+        shorten = self.drill.shorten if self.drill is not None else None
+        return {function: min(interval, shorten or interval) for function, interval in every.items()}
+
+    def _due(self, calls: Mapping[Call, int], step: int) -> bool:
+        return any(step % interval == 0 for interval in calls.values())
+
+    def _run_due(self, calls: Mapping[Call, int]) -> None:
+        """Call the functions that are due at this boundary, in order."""
+        due = [function for function, interval in calls.items() if self.boundary.step % interval == 0]
+        if due and self._pending is None:  # the first boundary of an attempt
+            self._pending = self._checkpoints.stage(self.boundary)
+            restored = self._checkpoints.checkpointer.durable_step
+            self._pending.is_written = restored == self.boundary.step
+        self._run(due, is_last=False)
+
+    def _run(self, due: Sequence[Call], *, is_last: bool) -> None:
+        if not due:
+            return
+        step = self.boundary.step
+        values: dict[str, float] = {}
+        for function in due:
+            self._rank.beat(step, Phase.ENDING)  # a function takes as long as it takes: it is no step that hangs
+            result = function()
+            if isinstance(result, dict):
+                numbers = {str(name): _number(value) for name, value in result.items()}
+                self._reporter.log_now(step, numbers)
+                self.results |= numbers
+                values |= numbers
+            elif result is not None:
+                raise UsageError(
+                    f"{getattr(function, '__name__', 'a function')} of every= returned a {type(result).__name__}: "
+                    "expected a dict of numbers, or None"
+                )
+            self.look()
+        if self.trace is not None:
+            self.trace.take_values(values)
+            self.trace.write(self.boundary, "evaluated", self._state())
+        if self._pending is not None:
+            self._checkpoints.offer_best(self._pending, values)
+        self._pending = None
+        if not is_last:
+            self._rank.beat(step)
+        self._timing.begin(step)
+
+    # Drills of `jobkit verify`
+
+    def _state(self) -> dict[str, str]:
+        return self._checkpoints.checkpointer.stager.digests(self._tracked.entries)
+
+    def _drill_stops(self, place: str, within: str | None) -> bool:
+        """Return whether the drill stops this attempt here."""
+        item = self.drill.interruption(self._rank.attempt) if self.drill is not None else None
+        if item is None or item.how != "stop" or item.at != self.boundary.step:
+            return False
+        return item.within == within or (within is None and item.within == place)
+
+    def _follow_drill(self, decision: Decision) -> None:
+        """Save for a kill at the next boundary; or be killed."""
+        item = self.drill.interruption(self._rank.attempt) if self.drill is not None else None
+        if item is None or item.how != "kill":
+            return
+        if item.at - 1 == self.boundary.step:
+            if item.save == "disk":
+                self._checkpoints.write(self._checkpoints.stage(self.boundary), wait=True)
+            else:
+                self._checkpoints.snapshot(self.boundary, decision.least_complete)
+                self._checkpoints.checkpointer.snapshots.wait()
+            self._ranks.barrier()
+        elif item.at == self.boundary.step:
+            self._reporter.flush()
+            self._ranks.barrier()
+            if self._rank.rank == self._rank.world_size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)  # the agent ends the others, as after any death
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise UsageError(f"a function of every= returned a tensor of {list(value.shape)}, expected numbers")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a function of every= returned a value that is no number: {value!r}") from error

@@ -1,0 +1,207 @@
+"""All that a rank shows of its training: curves, progress, warnings.
+
+    ctx.log --> Reporter --one append a step--> thread --> TensorBoard (metrics.py)
+                        --hash--> page (repeats.py)         progress.json, each half second
+
+Only rank 0 writes files. Nothing here is the truth: a full disk delays a curve, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from jobkit.errors import UsageError
+from jobkit.log import log
+from jobkit.worker import metrics
+from jobkit.worker.metrics import EventFile, Position
+from jobkit.worker.rank import Rank
+from jobkit.worker.repeats import Repeats
+
+TICK_SECONDS = 0.5
+"""How often points and the progress report are written: a follower sees a run move, a file server hardly notices."""
+
+VALUES_SHOWN = 8
+"""The newest values that the progress report holds."""
+
+
+class Reporter:
+    """One rank's reports.
+
+    reporter = Reporter(rank)
+    reporter.begin(first_step=40, position=extra.get("tensorboard"), repeats=repeats)
+    reporter.log(40, {"train/loss": loss})
+    reporter.end_step(40)
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.logged: dict[str, float] = {}
+        """The values of the step under way that are numbers already."""
+        self._on_device: dict[str, torch.Tensor] = {}
+        self._fields: dict[str, Any] = {}
+        self._latest: dict[str, float] = {}
+        self._warnings: list[str] = []
+        self._repeats: Repeats | None = None
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._file: EventFile | None = None
+        self._wake, self._closing = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self._disk_said = False
+
+    def begin(self, first_step: int, position: Position | None, repeats: Repeats | None) -> None:
+        """Cut the curves back to where the training goes on, and begin to write."""
+        self._repeats = repeats
+        self._fields["first_step"] = first_step
+        if self.rank.rank == 0:
+            folder = self.rank.run.tensorboard
+            folder.mkdir(exist_ok=True)
+            metrics.rewind(folder, position or {})
+            self._file = EventFile(folder, first_step)
+            self._thread = threading.Thread(target=self._work, name="jobkit-reporter", daemon=True)
+            self._thread.start()
+
+    # Curves
+
+    def log(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Log numbers, or tensors of one element. Raises UsageError for any other value. Returns the values."""
+        for tag, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.detach()
+                if value.device.type != "cpu":
+                    self._on_device[tag] = value  # read by the thread: the loop does not wait for the device
+                    continue
+            try:
+                self.logged[tag] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UsageError(f"ctx.log: {tag} at step {step} is not one number: {error}") from None
+        return dict(values)
+
+    def log_now(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log numbers of another step than the one under way, or of jobkit itself."""
+        numbers = {tag: float(value) for tag, value in values.items()}
+        if self._file is not None:
+            self._jobs.append(lambda: self._write_scalars(step, numbers))
+
+    def end_step(self, step: int) -> None:
+        """The step is done: hand its values over."""
+        if not self.logged and not self._on_device:
+            return
+        logged, on_device = self.logged, self._on_device
+        self.logged, self._on_device = {}, {}
+        if on_device:
+            self._jobs.append(lambda: self._take(step, logged | {tag: float(v) for tag, v in on_device.items()}))
+        else:
+            if self._repeats is not None:
+                self._repeats.note(step, logged)
+            if self._file is not None:
+                self._jobs.append(lambda: self._write_scalars(step, logged))
+
+    def _take(self, step: int, values: dict[str, float]) -> None:
+        if self._repeats is not None:
+            self._repeats.note(step, values)
+        if self._file is not None:
+            self._write_scalars(step, values)
+
+    def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._file is not None
+        self._latest.update(values)
+        for tag, value in values.items():
+            self._file.add(step, metrics.scalar(tag, value))
+
+    def image(self, step: int, tag: str, pixels: torch.Tensor) -> None:
+        self._add(step, lambda: metrics.image(tag, pixels))
+
+    def video(self, step: int, tag: str, frames: torch.Tensor) -> None:
+        self._add(step, lambda: metrics.video(tag, frames))
+
+    def text(self, step: int, tag: str, content: str) -> None:
+        self._add(step, lambda: metrics.text(tag, content))
+
+    def _add(self, step: int, make: Callable[[], Any]) -> None:
+        if self._file is not None:
+            value = make()  # here: a mistake of the user's is an error of the user's line
+            self._jobs.append(lambda: self._file.add(step, value) if self._file is not None else None)
+
+    def position(self) -> Future[Position]:
+        """Return a future of the position of the curves after everything logged so far, for a checkpoint."""
+        future: Future[Position] = Future()
+        if self._file is None:
+            future.set_result({})
+            return future
+        file = self._file
+
+        def resolve() -> None:
+            self._write()
+            sizes = {other.name: other.stat().st_size for other in file.path.parent.glob(metrics.PATTERN)}
+            future.set_result({**sizes, file.path.name: file.size})
+
+        self._jobs.append(resolve)
+        self._wake.set()
+        return future
+
+    # Progress
+
+    def update(self, **fields: Any) -> None:
+        """Change fields of the progress report (records.Progress); it is written each half second."""
+        self._fields.update(fields)
+
+    def warn(self, text: str) -> None:
+        """Warn the user once: in the log, and where the run is followed."""
+        if text not in self._warnings:
+            self._warnings.append(text)
+            if self.rank.rank == 0:
+                log.warning("%s", text)
+
+    def flush(self) -> None:
+        """Write everything now, on rank 0."""
+        if self._thread is not None:
+            self.position().result()
+            self._report()
+
+    def close(self) -> None:
+        """Write everything, and end the thread."""
+        if self._thread is not None:
+            self._closing = True
+            self._wake.set()
+            self._thread.join()
+            self._thread = None
+
+    def _report(self) -> None:
+        values = dict(list(self._latest.items())[-VALUES_SHOWN:])
+        repeats = self._repeats.as_dict() if self._repeats is not None else None
+        self.rank.report(values=values, repeats=repeats, warnings=list(self._warnings), **self._fields)
+
+    def _work(self) -> None:
+        try:
+            # Woken by the clock, not by each value: a training step must not pay for a switch of threads.
+            while not self._closing:
+                self._wake.wait(TICK_SECONDS)
+                self._wake.clear()
+                self._drain()
+            self._drain()
+        except BaseException:  # a bug: a save would wait for ever for the position of the curves
+            log.exception("the thread of the reports failed")
+            os._exit(1)
+
+    def _drain(self) -> None:
+        while self._jobs:
+            self._jobs.popleft()()
+        self._write()
+        self._report()
+
+    def _write(self) -> None:
+        assert self._file is not None
+        try:
+            self._file.write()
+            self._disk_said = False
+        except OSError as error:
+            if not self._disk_said:
+                self._disk_said = True
+                log.warning("TensorBoard's file cannot be written (%s): its points wait in memory", error)

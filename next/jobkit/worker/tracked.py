@@ -1,0 +1,229 @@
+"""The state of a run: what the training function tracks, and what jobkit adds of its own.
+
+    ctx.track(model=..., optimizer=...) --> Entry each --> Checkpointer.restore, at once
+    loop's begin --> jobkit.generators, jobkit.gradients, jobkit.scaler ... --> restored last
+
+State is what is declared. Three exact guards stay: what ctx made must be tracked, an optimizer that stepped tracked
+parameters must be tracked, and what is called replicated is equal on all ranks at the first save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.live import Entry, plain_module
+from jobkit.checkpoint.replicas import check_replicas
+from jobkit.errors import CheckpointError, UsageError
+from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators
+
+OWN = "jobkit."
+"""The names of jobkit's own entries begin with this."""
+
+
+class Tracked:
+    """The entries of one rank.
+
+    tracked = Tracked(checkpointer, world_size=4, weights="all")
+    tracked.add({"model": model, "optimizer": optimizer}, {})
+    tracked.entries
+    """
+
+    def __init__(self, checkpointer: Checkpointer, weights: str = "all") -> None:
+        self.entries: list[Entry] = []
+        self.objects: dict[str, Any] = {}
+        """The user's objects by name, in the order of tracking."""
+        self.checkpointer = checkpointer
+        self._weights = weights
+        self.stepped: dict[int, torch.optim.Optimizer] = {}
+        """Optimizers that stepped in the step under way."""
+        self._ever_stepped: dict[int, torch.optim.Optimizer] = {}
+        self._is_checked = False
+        self._hook = register_optimizer_step_post_hook(self._note_step)
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.stepped[id(optimizer)] = optimizer
+
+    def add(self, shared: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
+        """Track objects, and restore them. Raises UsageError for objects that cannot be tracked."""
+        entries = []
+        for name, value in [*shared.items(), *per_rank.items()]:
+            self._check(name, value)
+            self.objects[name] = value
+            entries.append(self._entry(name, value, per_rank=name in per_rank))
+        self._restore(entries)
+
+    def add_own(self, name: str, live: Any, *, shared: bool = False) -> None:
+        """Track an object of jobkit's own. A checkpoint of a run that had none may lack it."""
+        entry = Entry(name=OWN + name, live=live, scope="shared" if shared else "rank", optional=True)
+        self._restore([entry])
+
+    def _restore(self, entries: list[Entry]) -> None:
+        self.entries += entries
+        self.checkpointer.restore(entries)
+
+    def _entry(self, name: str, value: Any, *, per_rank: bool) -> Entry:
+        module = plain_module(value)
+        if isinstance(value, torch.Generator):
+            return Entry(name=name, live=_TorchGenerator(value), scope="rank")
+        if not isinstance(module, nn.Module):
+            return Entry(name=name, live=value, scope="rank" if per_rank else "shared")
+        # Each rank's buffers are its own: BatchNorm's averages differ between ranks at a boundary, also under DDP,
+        # which broadcasts rank 0's before the next forward.
+        buffers = {key for key, _ in module.named_buffers()}
+        several = self.checkpointer.place.world_size > 1
+        frozen: set[str] = set()
+        if self._weights == "trainable":
+            frozen = {key for key, parameter in module.named_parameters() if not parameter.requires_grad}
+        return Entry(
+            name=name,
+            live=value,
+            scope="rank" if per_rank else "shared",
+            rank_keys=buffers.__contains__ if several else lambda key: False,
+            leaves_out=frozen.__contains__,
+        )
+
+    def _check(self, name: str, value: Any) -> None:
+        if name.startswith(OWN) or "/" in name or ":" in name:
+            raise UsageError(
+                f"ctx.track: the name {name!r} cannot be used: no '/', ':' and no {OWN!r} at its beginning"
+            )
+        if name in self.objects and self.objects[name] is not value:
+            raise UsageError(f"ctx.track: there is another object with the name {name!r} already")
+        if isinstance(value, torch.Generator):
+            return
+        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            plain = isinstance(value, (int, float, str, bool, list, dict, torch.Tensor))
+            hint = f"ctx.values({name}=...) keeps plain values and tensors" if plain else "give it both methods"
+            raise UsageError(
+                f"ctx.track: {name} is a {type(value).__name__}, which has no state_dict and load_state_dict; {hint}"
+            )
+
+    # The guards
+
+    def check_made(self, made: list[tuple[str, Any]]) -> None:
+        """Raise UsageError for an object of ctx's making that is not tracked. `made` are pairs of (words, object)."""
+        tracked = {id(plain_module(value)) for value in self.objects.values()}
+        for words, value in made:
+            if id(plain_module(value)) not in tracked:
+                raise UsageError(
+                    f"{words} is not tracked, so a run that is interrupted would lose it: call ctx.track(model=..., "
+                    "optimizer=..., loader=...) before the loop"
+                )
+
+    def check_names(self) -> None:
+        """Raise CheckpointError where the checkpoint has an object that the code does not track any more."""
+        restored = self.checkpointer.restored
+        names = [name for name in self.checkpointer.end_restore() if not name.startswith(OWN)]
+        if names and restored is not None:
+            raise CheckpointError(
+                f"the checkpoint of step {restored.step} has {', '.join(names)}, which the code no longer tracks: "
+                "call ctx.track with it before the loop, or start a new run with --fresh"
+            )
+
+    def check_state(self) -> None:
+        """At the first save: all replicas are equal, and each optimizer that stepped is tracked. Raises UsageError."""
+        self._ever_stepped |= self.stepped
+        tracked = {id(value) for value in self.objects.values()}
+        parameters = {
+            id(parameter)
+            for value in self.objects.values()
+            if isinstance(value, nn.Module)
+            for parameter in value.parameters()
+        }
+        for optimizer in self._ever_stepped.values():
+            steps_ours = any(id(item) in parameters for group in optimizer.param_groups for item in group["params"])
+            if id(optimizer) not in tracked and steps_ours:
+                raise UsageError(
+                    f"an optimizer ({type(optimizer).__name__}) changes a tracked model and is not tracked: its state "
+                    "would be lost; call ctx.track(optimizer=...) before the loop"
+                )
+        if not self._is_checked:
+            self._is_checked = True
+            check_replicas(self.entries, self.checkpointer.stager, self.checkpointer.ranks)
+
+    # Boundaries
+
+    def begin_step(self) -> None:
+        """A step begins: note which optimizers step in it."""
+        if self.stepped:
+            self._ever_stepped |= self.stepped
+            self.stepped.clear()
+
+    def close(self) -> None:
+        """Let other runs of this process alone."""
+        self._hook.remove()
+
+
+class PendingGradients:
+    """Gradients that were added up and not used yet: state, where accumulation goes over several steps.
+
+    Gradients that lie there since an optimizer's step are no state: the next step deletes them.
+    """
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+
+    def _parameters(self) -> list[tuple[str, int, torch.Tensor]]:
+        optimizers = [value for value in self._tracked.objects.values() if isinstance(value, torch.optim.Optimizer)]
+        return [
+            (f"{number} {index}", id(optimizer), parameter)
+            for number, optimizer in enumerate(optimizers)
+            for index, parameter in enumerate(item for group in optimizer.param_groups for item in group["params"])
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        stepped = self._tracked.stepped
+        return {
+            name: parameter.grad
+            for name, optimizer, parameter in self._parameters()
+            if parameter.grad is not None and optimizer not in stepped
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, _, parameter in self._parameters():
+            gradient = state.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+
+
+class Generators:
+    """The states of Python's, NumPy's and torch's generators on this rank.
+
+    On another number of ranks they are seeded anew, by the seed, the step and the rank.
+    """
+
+    def __init__(self, seed: int | None, rank: int, world_size: int, devices: tuple[torch.device, ...]) -> None:
+        self._seed, self._rank, self._world_size, self._devices = seed, rank, world_size, devices
+
+    def begin(self) -> None:
+        """Seed the generators for the loop of a new run: from here on the ranks draw different numbers."""
+        if self._seed is not None:
+            seed_generators(derive_seed(self._seed, "rank", self._rank), *self._devices)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"world_size": self._world_size, "states": generator_state(*self._devices)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["world_size"] == self._world_size:
+            load_generator_state(state["states"], *self._devices)
+        else:
+            seed = derive_seed(self._seed, "continued", state["states"]["torch"], self._rank)
+            seed_generators(seed, *self._devices)
+
+
+class _TorchGenerator:
+    """A torch.Generator of the user's, as an object with a state_dict."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._generator.get_state().numpy().tobytes()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(torch.frombuffer(bytearray(state["state"]), dtype=torch.uint8))
