@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,16 +123,26 @@ class GradientOrders:
 
 @contextmanager
 def independent_forwards(modules: list[nn.Module]) -> Iterator[None]:
-    """Within it, a forward of DDP modules is no collective: the ranks may make different numbers of them."""
+    """Within it, a forward of DDP modules is no collective, and all ranks have rank 0's buffers.
+
+    So the ranks may make different numbers of forwards, and a batch has the same result on each of them.
+    """
     ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
     before = [module.broadcast_buffers for module in ddp]
+    buffers = [buffer.detach() for module in ddp for buffer in module.buffers()]
+    kept = [buffer.clone() for buffer in buffers]
+    if buffers:
+        dist._broadcast_coalesced(ddp[0].process_group, buffers, 250 << 20, 0)  # type: ignore[attr-defined]
     try:
         for module in ddp:
             module.broadcast_buffers = False
         yield
     finally:
-        for module, value in zip(ddp, before, strict=True):
-            module.broadcast_buffers = value
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+        for module, is_on in zip(ddp, before, strict=True):
+            module.broadcast_buffers = is_on
 
 
 __all__ = ["GradientOrders", "Spread", "independent_forwards", "plain_module"]
