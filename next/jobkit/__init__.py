@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jobkit.train import schedule as schedule
     from jobkit.train.seeds import derive_seed as derive_seed
     from jobkit.worker.context import Context as Context
+    from jobkit.worker.script import init as init
 
 __version__ = "0.2.0"
 
@@ -22,6 +23,7 @@ _LAZY = {
     "OpenedRun": "jobkit.checkpoint.export",
     "UsageError": "jobkit.errors",
     "derive_seed": "jobkit.train.seeds",
+    "init": "jobkit.worker.script",
     "open_run": "jobkit.checkpoint.export",
 }
 """Public names, and the modules that define them."""

@@ -93,8 +93,18 @@ class DistributedError(JobkitError):
     """The tasks of an attempt do not form the process group that they were started for."""
 
 
-class Stopped(BaseException):
-    """The rank was asked to stop and has saved. It passes through `except Exception` of the training function."""
+class Stopped(SystemExit):
+    """The rank was asked to stop and has saved. It passes through `except Exception` of the training function.
+
+    A script that lets it pass ends with exit code 75, without a traceback.
+    """
+
+    def __init__(self, words: str = "") -> None:
+        super().__init__(EXIT_RESUMABLE)
+        self.words = words
+
+    def __str__(self) -> str:
+        return self.words
 
 
 class LostLease(BaseException):

@@ -81,7 +81,7 @@ class Agent:
         """The facts that the supervisor needs before it can start ranks; None while it cannot."""
         self._signals = AgentSignals()
         self._reservation: Reservation | None = None
-        self._kept = Kept(with_slots=bool(self.config.task) and self.config.checkpoint.memory not in (False, "off"))
+        self._kept = Kept(with_slots=self.config.checkpoint.memory not in (False, "off"))
 
     def serve(self) -> Callable[[], NoReturn] | None:
         """Do what supervisors ask for; return None at the end. In each forked process, return its program.

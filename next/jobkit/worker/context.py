@@ -22,7 +22,7 @@ from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.disks import disks_of
 from jobkit.checkpoint.export import write_final
 from jobkit.checkpoint.staging import Place
-from jobkit.errors import UsageError
+from jobkit.errors import Stopped, UsageError
 from jobkit.run.slots import page_before, slots_of
 from jobkit.train.loader import Loader
 from jobkit.train.modes import evaluating
@@ -109,6 +109,8 @@ class Context:
         self._epochs = Epochs(self._loop, self._restore_again, self._devices)
         self._evaluator = Evaluator(rank, self._spread, self._reporter, self._loop)
         self._values: Values | None = None
+        self.result: Any = None
+        """The result of the run, once it has finished."""
         self.checkpoint: Path | None = None
         """The folder with the files that `save` of ctx.boundary wrote, of the checkpoint that this attempt begins
         with."""
@@ -421,11 +423,21 @@ class Context:
             write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease)
         if self._loop.trace is not None:
             self._loop.trace.write(self._loop.boundary, "end", {}, result=result)
+        self.result = result
+        self.close()
+        return result
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """The stop of this attempt; None while there was none."""
+        return self._loop.stopped
+
+    def close(self) -> None:
+        """Write the last reports and wait for the last save; `finish` calls it."""
         self._reporter.end_step(max(0, self.step - 1))
         self._reporter.close()
         self._checkpointer.close()
         self._tracked.close()
-        return result
 
     def _sample_ids(self) -> list[int]:
         """Return the ids of this rank's samples in the step under way."""

@@ -21,6 +21,7 @@ from jobkit.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_RESUMABLE,
+    CheckpointError,
     InputError,
     JobkitError,
     LostLease,
@@ -51,18 +52,22 @@ def run_recorded(rank: Rank, program: Callable[[], Any]) -> int:
     except BaseException as raised:
         error = raised
     end = end_of(rank, error, result)
-    try:
-        folder = rank.run.ends_folder(rank.attempt)
-        folder.mkdir(parents=True, exist_ok=True)
-        records.write(rank.run.end_file(rank.attempt, rank.rank), end)
-    except OSError as problem:
-        log.warning("the end of this rank could not be written down: %s", problem)
+    record(rank, end)
     if end.kind == "failed" and error is not None:
         _print(error)
     if end.kind == "stopped" or end.disk:  # the End may not have fit on the disk: the exit code says it too
         return EXIT_RESUMABLE
     code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
     return EXIT_FINISHED if end.kind == "finished" else code if isinstance(code, int) else EXIT_FAILED
+
+
+def record(rank: Rank, end: End) -> None:
+    """Write a rank's End; a full disk is no reason to end in another way."""
+    try:
+        rank.run.ends_folder(rank.attempt).mkdir(parents=True, exist_ok=True)
+        records.write(rank.run.end_file(rank.attempt, rank.rank), end)
+    except OSError as problem:
+        log.warning("the end of this rank could not be written down: %s", problem)
 
 
 def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
@@ -88,8 +93,9 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
         kind="failed",
         error=f"{type(error).__name__}: {error}".rstrip(": "),
         traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
-        final=isinstance(error, (UsageError, InputError)),
+        final=isinstance(error, (UsageError, InputError, CheckpointError)),
         out_of_memory=out_of_memory(error),
+        samples=getattr(error, "samples", None),
         disk=is_full(error),
         **facts,
     )

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,11 @@ class Joined:
     """All ranks, in a gloo group that the loop alone uses."""
 
 
-def join(rank: Rank, environ: Mapping[str, str] = os.environ) -> Joined:
-    """Form the process group of all ranks, where there are several. Raises DistributedError."""
+def join(rank: Rank, environ: Mapping[str, str] = os.environ, file: Path | None = None) -> Joined:
+    """Form the process group of all ranks, where there are several and it does not stand yet. Raises DistributedError.
+
+    They meet at MASTER_ADDR, or through `file`, a path that all of them see.
+    """
     config = rank.config
     set_determinism(config.deterministic)
     device = choose_device(config.device, config.resources.devices_per_rank, rank.local_rank)
@@ -46,18 +50,19 @@ def join(rank: Rank, environ: Mapping[str, str] = os.environ) -> Joined:
         return Joined(device, RankGroup.alone())
     if not dist.is_initialized():
         # Gloo would resolve the name of the host to find its interface; on many clusters names do not resolve.
-        if interface := interface_towards(environ["MASTER_ADDR"]):
+        if file is None and (interface := interface_towards(environ["MASTER_ADDR"])):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         try:
             dist.init_process_group(
                 group_backend(device, config.backend),
+                init_method=None if file is None else f"file://{file}",
                 rank=rank.rank,
                 world_size=rank.world_size,
                 timeout=timedelta(seconds=JOIN_SECONDS),
                 device_id=device if device.index is not None else None,
             )
         except (RuntimeError, ValueError) as error:  # torch's, of a rank that never came
-            address = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+            address = str(file) if file else f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
             raise DistributedError(
                 f"rank {rank.rank} of {rank.world_size} cannot join at {address}: {error}"
             ) from error

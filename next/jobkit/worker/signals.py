@@ -18,21 +18,24 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """Slurm sends SIGTERM for a preemption and a scancel; SIGUSR2 where a cluster has preempt_send_user_signal."""
 
 
-def take_stop_signals() -> None:
+def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None:
     """Let the stop signals set the flag of this rank's page, from here on; for the main thread.
 
-    Before its loop a rank has nothing to save: then they end the process at once.
+    Before its loop a rank has nothing to save: then they end the process at once. With `ctrl_c` the first Ctrl-C does
+    the same, for a script that a person started; the second one is Python's.
     """
-    page = Page.of_environment(os.environ)
+    page = page or Page.of_environment(os.environ)
     if page is None:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         page.ask_to_stop()
         if page.read().phase is Phase.STARTING:
             os._exit(EXIT_RESUMABLE)
 
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, *([signal.SIGINT] if ctrl_c else [])):
         signal.signal(number, stop)
 
 

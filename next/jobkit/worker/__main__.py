@@ -1,0 +1,68 @@
+"""python -m jobkit.worker EXP.yaml [key=value ...]: a rank of any YAML under torchrun, mpirun, srun or plain python.
+
+The launcher decides how many ranks there are. The same command continues the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
+from jobkit.log import configure
+from jobkit.run.identity import run_name
+from jobkit.run.load import load
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import runs_dir_of
+from jobkit.usage import Parser, exit_code
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run this rank from the beginning of the attempt to its end; returns the exit code."""
+    loaded = load(arguments.experiment, arguments.overrides)
+    if loaded.config.command:
+        raise InputError("a `command:` is started by the launcher itself", key="command", hint="torchrun train.py")
+    from jobkit.worker import launched
+    from jobkit.worker.context import Context
+    from jobkit.worker.ending import end_of, run_recorded
+    from jobkit.worker.launcher import find_launch
+    from jobkit.worker.task import load_task
+
+    run_dir = RunDir(runs_dir_of(arguments.runs_dir) / run_name(loaded.config))
+    begun = launched.begin(loaded, run_dir, find_launch(os.environ))
+    if begun is None:
+        return EXIT_FINISHED
+    sys.path.insert(0, str(Path.cwd()))
+    results = []
+
+    def program() -> object:
+        context = Context(begun.rank, begun.joined, os.environ)
+        results.append(context.finish(load_task(loaded.config.task)(context)))
+        return results[0]
+
+    code = run_recorded(begun.rank, program)
+    begun.close(end_of(begun.rank, None, None), code)
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run it."""
+
+    def command() -> int:
+        parser = Parser(prog="python -m jobkit.worker", description=__doc__)
+        parser.add_argument("experiment", type=Path, metavar="EXP.yaml")
+        parser.add_argument("overrides", nargs="*", metavar="key=value")
+        parser.add_argument("--runs-dir", type=Path, metavar="DIR")
+        parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # torch's old launcher
+        arguments = parser.parse(sys.argv[1:] if argv is None else argv)
+        configure("stdout")
+        return run(arguments)
+
+    return exit_code(command, interrupted=EXIT_RESUMABLE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

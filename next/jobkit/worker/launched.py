@@ -1,0 +1,176 @@
+"""An attempt under a launcher that is not jobkit's: torchrun, mpirun, srun, or plain python.
+
+    rank 0: run directory, journal, lease --number--> all ranks --> ... --> rank 0: the attempt's end
+
+No supervisor is there, so that rank 0 writes the journal, and a thread of it reads the requests of commands. Where rank
+0 is killed, the next attempt closes this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from jobkit.errors import InputError
+from jobkit.run import yamlfile
+from jobkit.run.files import user_name, write_atomic
+from jobkit.run.journal import Journal
+from jobkit.run.load import Loaded
+from jobkit.run.locks import Lock
+from jobkit.run.records import End, Submitted, new_token
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Config, Resources
+from jobkit.run.slots import VARIABLE, Page
+from jobkit.run.view import UNDER_WAY, view
+from jobkit.supervisor import attempt
+from jobkit.supervisor.attempt import Me, Tenure
+from jobkit.supervisor.closing import REQUESTS, request_of
+from jobkit.supervisor.diagnosis import Facts
+from jobkit.supervisor.protocol import Exited
+from jobkit.supervisor.retry import Room
+from jobkit.usage import to_type
+from jobkit.worker.join import Joined, join
+from jobkit.worker.launcher import Launch
+from jobkit.worker.rank import Rank
+from jobkit.worker.signals import take_stop_signals
+
+REQUEST_SECONDS = 1.0
+"""Between two looks for requests."""
+
+
+@dataclass
+class Launched:
+    """A rank of such an attempt."""
+
+    rank: Rank
+    joined: Joined
+    tenure: Tenure | None
+    """Rank 0's right to write the journal."""
+    alive: Lock | None
+    """Rank 0 holds it until it ends: it proves to others that the attempt lives."""
+
+    def close(self, end: End, code: int) -> None:
+        """Journal the end of the attempt, on rank 0."""
+        if self.tenure is None:
+            return
+        host, step = socket.gethostname(), -1 if end.step is None else end.step
+        # The last save was made by all ranks together: they end alike.
+        ranks = range(self.rank.world_size) if end.kind == "finished" else [0]
+        exits = [Exited(serial=1, attempt=self.rank.attempt, rank=rank, code=code, step=step) for rank in ranks]
+        facts = Facts(exits=[(exited, host) for exited in exits])
+        if end.kind == "stopped":
+            request = request_of(self.rank.run, self.tenure.me.token, self.rank.attempt)
+            facts.asked = ("stopped" if request is None else REQUESTS[request.kind]), ""
+        attempt.close(self.tenure, facts, Room())
+
+
+def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
+    """Join the other ranks and begin an attempt; None where the run has finished already. All ranks call it.
+
+    Raises DistributedError, and InputError where another process runs it.
+    """
+    topology = launch.topology
+    config = with_topology(loaded.config, launch)
+    page = Page.create()
+    os.environ[VARIABLE] = str(page.descriptor)
+    rank = Rank(
+        run=run,
+        attempt=0,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        local_rank=topology.local_rank,
+        local_world_size=topology.local_world_size,
+        node=topology.node,
+        page=page,
+    )
+    rank.config = config
+    file = None
+    if launch.rendezvous == "file":
+        file = run.path.parent / ".locks" / f"launch-{launch.key}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+    joined = join(rank, file=file)
+    begun: list[_Begun] = []
+
+    def start() -> int | None:
+        begun.extend(_begin(dataclasses.replace(loaded, config=config), run, launch))
+        return begun[0].number if begun else None
+
+    number = joined.ranks.on_main(start)
+    if number is None:
+        return None
+    rank.attempt = number
+    os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))
+    take_stop_signals(page, ctrl_c=True)
+    if not begun:
+        return Launched(rank, joined, None, None)
+    threading.Thread(target=_watch_requests, args=(rank, begun[0].tenure.me.token), daemon=True).start()
+    return Launched(rank, joined, begun[0].tenure, begun[0].alive)
+
+
+class _Begun(NamedTuple):
+    """An attempt that rank 0 has begun."""
+
+    tenure: Tenure
+    alive: Lock
+    number: int
+
+
+def _begin(loaded: Loaded, run: RunDir, launch: Launch) -> list[_Begun]:
+    """On rank 0: write what a submission writes, and begin the attempt; returns nothing for a finished run."""
+    with run.submit_lock():
+        before = view(run, locked=True)
+        if before.state == "finished":
+            print(f"already finished: {run.path}\nfor a new run: another name, or other params", flush=True)
+            return []
+        if before.state in UNDER_WAY:
+            raise InputError(f"{run.name} is {before.state} already: {before.words}; {to_type('status', run.path)}")
+        for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
+            path.mkdir(parents=True, exist_ok=True)
+        run.refuse_foreign()
+        alive = run.alive_lock().__enter__()
+        write_atomic(run.config_file, yamlfile.dump(loaded.written))
+        journal = Journal(run)
+        last = journal.status.submitted
+        number = last.number + 1 if last is not None else 1
+        token = new_token(run.name, number)
+        journal.append(
+            Submitted(
+                token=token,
+                number=number,
+                scheduler="local",
+                entry=launch.launcher,
+                user=user_name(),
+                host=socket.gethostname(),
+                folder=str(Path.cwd()),
+                config={key: loaded.written[key] for key in ("name", "seed", "params")},
+            )
+        )
+    tenure = attempt.take_over(run, Me(job_id=f"local-{os.getpid()}", token=token))
+    return [_Begun(tenure, alive, attempt.begin(tenure, [], launch.topology.world_size))]
+
+
+def with_topology(config: Config, launch: Launch) -> Config:
+    """Return the config with the launcher's number of ranks: it decides, not the YAML."""
+    topology = launch.topology
+    gpus = config.resources.gpus_per_task
+    if not isinstance(gpus, int):
+        import torch
+
+        gpus = int(torch.accelerator.is_available())
+    resources: Resources = dataclasses.replace(
+        config.resources, nodes=topology.nodes, tasks_per_node=topology.local_world_size, gpus_per_task=gpus
+    )
+    return dataclasses.replace(config, resources=resources)
+
+
+def _watch_requests(rank: Rank, token: str) -> None:
+    """In a thread of rank 0: a request of a command stops the run."""
+    while request_of(rank.run, token, rank.attempt) is None:
+        time.sleep(REQUEST_SECONDS)
+    rank.page.ask_to_stop()

@@ -1,0 +1,130 @@
+"""Scripts with jobkit.init: under plain python, torchrun and a YAML's `command:`; and a YAML under torchrun."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.runs import PATIENCE, Launch, Project, wait_until
+
+SCRIPT = """\
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+import jobkit
+from training_task import Points, digest, mark, network
+
+ctx = jobkit.init(name="script", params={"epochs": 4})
+mark(ctx)
+model = network()
+if ctx.world_size > 1:
+    model = ctx.parallelize(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = DataLoader(Points(), batch_size=8, shuffle=True)
+pause = float(sys.argv[1]) if len(sys.argv) > 1 else 0.0
+for epoch in ctx.epochs(ctx.params.epochs, model=model, optimizer=optimizer):
+    for x, y in ctx.batches(loader):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ctx.log({"train/loss": loss})
+        time.sleep(pause)
+ctx.finish({"digest": digest(model.state_dict(), optimizer.state_dict()["state"])})
+"""
+
+LAUNCHERS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+}
+
+
+def project(folder: Path) -> Project:
+    made = Project(folder, plain=False)
+    shutil.copy(Path(__file__).parents[1] / "harness" / "training_task.py", folder)
+    made.write("script.py", SCRIPT)
+    return made
+
+
+def start(made: Project, launcher: str, *arguments: str) -> subprocess.Popen[str]:
+    words = [*LAUNCHERS[launcher], *(arguments or ["script.py"])]
+    return subprocess.Popen(
+        words, cwd=made.folder, env=made.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def only_run(made: Project) -> Launch:
+    return made.launch(wait_until(lambda: next(iter((made.folder / "runs").glob("*-*")), None), "a run directory"))
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_script_is_stopped_and_killed_and_goes_on_exactly(tmp_path: Path, launcher: str) -> None:
+    straight = project(tmp_path / "straight")
+    finish(start(straight, launcher))
+    expected = only_run(straight).status.result
+    made = project(tmp_path / "interrupted")
+    process = start(made, launcher, "script.py", "0.1")
+    launch = only_run(made).wait_for_step(8)
+    launch.project.jobkit("preempt", str(launch.run.path), "-y")
+    process.communicate(timeout=PATIENCE)
+    assert launch.causes == ["preempted"]
+    second = start(made, launcher, "script.py", "0.1")
+    launch.wait_for_attempt(2).wait_for_step(launch.ends[0].last_step + 5)  # type: ignore[operator]
+    launch.kill_rank(0)
+    second.communicate(timeout=PATIENCE)
+    finish(start(made, launcher))
+    assert launch.status.result == expected
+    assert launch.status.state == "finished"
+    assert "already finished" in finish(start(made, launcher))
+
+
+def test_ctrl_c_saves_a_script_and_ends_it_with_75(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    process = start(made, "python", "script.py", "0.1")
+    launch = only_run(made).wait_for_step(5)
+    process.send_signal(signal.SIGINT)
+    output = finish(process, 75)
+    assert "Traceback" not in output
+    assert launch.status.state == "interrupted"
+    assert launch.ends[0].durable_step == launch.ends[0].last_step
+
+
+def test_a_script_that_raises_has_its_error_in_the_journal(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.write("script.py", SCRIPT.replace("time.sleep(pause)", "assert ctx.step < 6, 'a fault of the script'"))
+    output = finish(start(made, "python"), 1)
+    assert output.count("Traceback") == 1
+    ended = only_run(made).ends[0]
+    assert (ended.cause, ended.step) == ("crashed", 6)
+    assert "a fault of the script" in str(ended.error)
+
+
+def test_the_command_of_a_yaml_is_restarted_in_place(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.yaml.write_text(
+        f"name: command\ncommand: [{sys.executable}, script.py, '0.1']\nresources: {{tasks_per_node: 2}}\n"
+    )
+    made.write("script.py", SCRIPT.replace('name="script", params={"epochs": 4}', "").replace("ctx.params.epochs", "4"))
+    launch = made.submit("--local", "--detach")
+    launch.wait_for_step(8).kill_rank(1)
+    launch.wait_until_over()
+    assert launch.causes == ["killed", "finished"], launch.describe()
+    assert launch.ends[1].first_step is not None
+
+
+def test_a_yaml_runs_under_torchrun(tmp_path: Path) -> None:
+    made = project(tmp_path)
+    made.yaml.write_text("name: training\ntask: training_task:train\nparams: {steps: 20}\n")
+    output = finish(start(made, "torchrun", "-m", "jobkit.worker", "exp.yaml"))
+    assert only_run(made).status.state == "finished", output
