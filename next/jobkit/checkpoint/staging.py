@@ -211,7 +211,7 @@ class Stager:
         for entry, walker in self.walkers(entries):
             live, state = walker.look(), xxhash.xxh3_64()
             state.update(json.dumps(live.skeleton).encode())
-            for path, leaf in live.leaves.items():
+            for path, leaf in sorted(live.leaves.items()):  # a restored state may have another order
                 state.update(path.encode())
                 state.update(_local(leaf).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
             digests[entry.name] = state.hexdigest()

@@ -58,6 +58,7 @@ def submit(
     *,
     which: Which = "newest",
     job_exists: Callable[[], None] = lambda: None,
+    prepare: Callable[[RunDir], None] = lambda run: None,
 ) -> Outcome:
     """Start the run of a plan, or continue it, unless it is finished or under way.
 
@@ -68,6 +69,7 @@ def submit(
         folder: the code that goes into the snapshot; None keeps the run's code
         which: the newest run of the config, a new one with the next number, or exactly `plan.run`
         job_exists: called just before there is a job on this machine
+        prepare: called with the run directory once it exists, before there is a job
     """
     with _chosen(plan.run, which) as (run, lock):
         is_new = not run.path.exists()
@@ -82,7 +84,7 @@ def submit(
         checks.refuse_foreign(run)
         journal = None
         try:
-            journal = _prepare(plan.at(run), folder, before)
+            journal = _prepare(plan.at(run), folder, before, prepare)
             token = str(journal.status.token)
             if plan.target.scheduler == "local":
                 from jobkit.submission import local
@@ -126,7 +128,7 @@ def _next(existing: list[RunDir], base: RunDir) -> RunDir:
     return RunDir(base.path.with_name(f"{base.name}-{number + 1}"))
 
 
-def _prepare(plan: LaunchPlan, folder: Path | None, before: View) -> Journal:
+def _prepare(plan: LaunchPlan, folder: Path | None, before: View, prepare: Callable[[RunDir], None]) -> Journal:
     """Write everything that the job needs, and last that there will be one."""
     run = plan.run
     cluster = patiently(commands.cluster_name) if plan.target.scheduler == "slurm" else None
@@ -137,6 +139,7 @@ def _prepare(plan: LaunchPlan, folder: Path | None, before: View) -> Journal:
     if code is not None:
         replace_link(run.code, code)
     write_atomic(run.config_file, yamlfile.dump(plan.loaded.written))
+    prepare(run)
     number = before.status.submitted.number + 1 if before.status.submitted is not None else 1
     written = plan.loaded.written
     journal = Journal(run)

@@ -1,14 +1,15 @@
-"""The first difference between the traces of two runs, and what lies behind a run's trace.
+"""The first difference between the traces of two runs.
 
     trace/<attempt>/<rank>.jsonl of A and B --read_trace--> Trace --first_difference--> Difference | None
 
-cli/verify.py calls it, and explain.py makes lines of the result. Nothing here starts or stops a process.
+runs.py calls it, and explain.py makes lines of the result. Nothing here starts or stops a process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -18,8 +19,9 @@ from jobkit.verify.plan import Course
 
 Kind = Literal["restored state", "samples", "values", "generators", "state", "result"]
 
-IGNORED = ("perf/",)
-"""Beginnings of the names of values that measure time."""
+GENERATORS = "jobkit.generators"
+TIMES = "perf/"
+"""The names of values that measure time begin with this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +33,18 @@ class Place:
     step: int
     event: Literal["restored", "boundary", "evaluated", "end"]
     epoch: int = 0
-    generators: str = ""
-    samples: tuple[int, ...] = ()
+    samples: list[int] = field(default_factory=list)
     """Ids of the samples of the step that ended here."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """Values logged since the boundary before: name -> raw bits in hex."""
+    """Values logged since the line before: name -> raw bits in hex."""
     state: Mapping[str, str] = field(default_factory=dict)
-    """Digest of each tracked entry."""
-    result: Mapping[str, Any] | None = None
+    """Digest of each entry."""
+    result: Any = None
+    locals: Mapping[str, str] = field(default_factory=dict)
+
+
+Trace = Mapping[int, Sequence[Place]]
+"""The places of each rank, in the order of their writing, attempt by attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +52,14 @@ class Difference:
     """The first place where two runs differ."""
 
     kind: Kind
-    step: int
-    rank: int
-    attempt: int
-    """Of the second run."""
-    name: str = ""
+    name: str
     """The value or the entry that differs."""
-    first: Any = None
-    second: Any = None
-
-
-Trace = Mapping[int, Sequence[Place]]
-"""The places of each rank, in the order of their writing, attempt by attempt."""
+    first: Any
+    second: Any
+    place: Place
+    """Of the second run."""
+    reference: Place
+    """Of the first run."""
 
 
 def read_trace(run: RunDir) -> Trace:
@@ -65,8 +67,9 @@ def read_trace(run: RunDir) -> Trace:
     trace: dict[int, list[Place]] = {}
     for folder in sorted(run.trace_folder.iterdir(), key=lambda folder: int(folder.name)):
         for file in folder.glob("*.jsonl"):
-            places = trace.setdefault(int(file.stem), [])
-            places += (_place(int(file.stem), int(folder.name), line) for line in _whole_lines(file.read_text("utf-8")))
+            rank = int(file.stem)
+            places = trace.setdefault(rank, [])
+            places += (_place(line, rank, int(folder.name)) for line in _whole_lines(file.read_text("utf-8")))
     return trace
 
 
@@ -76,79 +79,77 @@ def _whole_lines(text: str) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _place(rank: int, attempt: int, line: dict[str, Any]) -> Place:
-    values = {name: bits for name, bits in line.get("values", {}).items() if not name.startswith(IGNORED)}
-    fields = {name: line[name] for name in ("step", "event", "epoch", "generators", "state", "result") if name in line}
-    return Place(rank=rank, attempt=attempt, samples=tuple(line.get("samples", ())), values=values, **fields)
+def _place(line: dict[str, Any], rank: int, attempt: int) -> Place:
+    names = ("step", "event", "epoch", "samples", "state", "result", "locals")
+    values = {name: bits for name, bits in line["values"].items() if not name.startswith(TIMES)}
+    return Place(rank=rank, attempt=attempt, values=values, **{name: line[name] for name in names if name in line})
 
 
 def course_of(trace: Trace) -> Course:
     """Return the boundaries of a straight run."""
     places = [place for place in trace[0] if place.event != "end"]
-    epochs = [(before, after) for before, after in pairwise(places) if before.epoch != after.epoch]
     return Course(
         first=places[0].step,
         last=places[-1].step,
         evaluations=tuple(place.step for place in places if place.event == "evaluated"),
-        epoch_ends=tuple(after.step for _, after in epochs),
+        epoch_ends=tuple(after.step for before, after in pairwise(places) if before.epoch != after.epoch),
     )
 
 
-def first_difference(first: Trace, second: Trace, *, ignored: frozenset[str] = frozenset()) -> Difference | None:
-    """Return the earliest difference of two runs; None where they are equal.
+def first_difference(first: Trace, second: Trace, ignored: Collection[str] = ()) -> Difference | None:
+    """Return the earliest difference of two runs of the same ranks; None where they are equal.
 
-    At one boundary the order is: restored state, samples, values, generators, state. `ignored` are names of values that
-    also differ between two straight runs.
+    At each boundary the order is: restored state, samples, values, generators, state. `ignored` are names of values
+    that also differ between two straight runs.
     """
-    differences = [
-        difference
-        for rank in sorted(second)
-        if (difference := _of_rank(first.get(rank, ()), second[rank], ignored)) is not None
-    ]
-    return min(differences, key=lambda difference: (difference.attempt, difference.step), default=None)
+    differences = [difference for rank in second for difference in _of_rank(first.get(rank, ()), second[rank], ignored)]
+    order = {"restored": 0, "boundary": 1, "evaluated": 2, "end": 3}
+    return min(
+        differences,
+        key=lambda item: (item.place.attempt, item.place.step, order[item.place.event], item.place.rank),
+        default=None,
+    )
 
 
-def _of_rank(first: Sequence[Place], second: Sequence[Place], ignored: frozenset[str]) -> Difference | None:
+def _of_rank(first: Sequence[Place], second: Sequence[Place], ignored: Collection[str]) -> Iterator[Difference]:
     expected = {(place.step, place.event): place for place in first}
     for place in second:
-        # A restored state is the state of that boundary in the straight run, before its evaluations.
-        event = "boundary" if place.event == "restored" else place.event
-        reference = expected.get((place.step, event))
+        reference = expected.get((place.step, place.event))
+        if place.event == "restored" and reference is None:  # the state of that boundary, before its evaluations
+            reference = expected.get((place.step, "boundary"))
         if reference is None:
-            if place.event == "restored" and place.step == first[0].step:
-                reference = first[0]
-            else:
-                continue
-        kind, name, values = _compare(reference, place, ignored)
-        if kind is not None:
-            return Difference(
-                kind=kind, step=place.step, rank=place.rank, attempt=place.attempt, name=name,
-                first=values[0], second=values[1],
+            continue
+        for kind, name, values in _compare(reference, place, ignored):
+            yield Difference(
+                kind=kind, name=name, first=values[0], second=values[1], place=place, reference=reference
             )  # fmt: skip
-    return None
+            return
 
 
-def _compare(first: Place, second: Place, ignored: frozenset[str]) -> tuple[Kind | None, str, tuple[Any, Any]]:
+def _compare(first: Place, second: Place, ignored: Collection[str]) -> Iterator[tuple[Kind, str, tuple[Any, Any]]]:
     if second.event != "restored":
         if first.samples != second.samples:
-            return "samples", "", (first.samples, second.samples)
+            yield "samples", "", (first.samples, second.samples)
         for name in sorted(set(first.values) | set(second.values)):
-            if name not in ignored and first.values.get(name) != second.values.get(name):
-                return "values", name, (first.values.get(name), second.values.get(name))
-    if first.generators != second.generators:
-        return "generators", "", (first.generators, second.generators)
-    for name in sorted(set(first.state) | set(second.state)):
-        if first.state.get(name) != second.state.get(name):
-            kind: Kind = "restored state" if second.event == "restored" else "state"
-            return kind, name, (first.state.get(name), second.state.get(name))
+            pair = first.values.get(name), second.values.get(name)
+            if name not in ignored and pair[0] != pair[1]:
+                yield "values", name, (_number(pair[0]), _number(pair[1]))
+    for name in sorted(set(first.state) | set(second.state), key=lambda name: (name != GENERATORS, name)):
+        pair = first.state.get(name), second.state.get(name)
+        if pair[0] != pair[1]:
+            kind: Kind = "generators" if name == GENERATORS else "state"
+            yield "restored state" if second.event == "restored" else kind, name, pair
     if first.result != second.result:
-        return "result", "", (first.result, second.result)
-    return None, "", (None, None)
+        yield "result", "", (first.result, second.result)
+
+
+def _number(bits: str | None) -> float | None:
+    return None if bits is None else struct.unpack("<d", bytes.fromhex(bits))[0]
 
 
 def differing_values(first: Trace, second: Trace) -> frozenset[str]:
-    """Return the names of values that differ between two straight runs: times, or the program's nondeterminism."""
-    names = set()
+    """Return the names of values that differ between two straight runs."""
+    names: set[str] = set()
     for rank, places in first.items():
         others = {(place.step, place.event): place for place in second.get(rank, ())}
         for place in places:
@@ -156,3 +157,9 @@ def differing_values(first: Trace, second: Trace) -> frozenset[str]:
             if other is not None:
                 names |= {name for name, bits in place.values.items() if other.values.get(name) != bits}
     return frozenset(names)
+
+
+def repeated_steps(trace: Trace) -> int:
+    """Return how many steps a run took more than once."""
+    steps = [place.step for place in trace[0] if place.event == "boundary"]
+    return len(steps) - len(set(steps))

@@ -427,6 +427,11 @@ class Context:
         self.close()
         return result
 
+    def trace_locals_of(self, function: Callable[..., Any]) -> None:
+        """For `jobkit verify`: the function whose plain local values a trace may show."""
+        if self._loop.trace is not None:
+            self._loop.trace.function = getattr(function, "__code__", None)
+
     @property
     def stopped(self) -> Stopped | None:
         """The stop of this attempt; None while there was none."""

@@ -53,6 +53,8 @@ class Epochs:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._taken, self._top = state["taken"], state["top"]
+        self._bases, self._sampler_states = state["bases"], state["sampler_states"]
         self._resumed = state if state["bases"] else None
 
     @property

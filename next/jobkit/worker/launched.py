@@ -35,7 +35,7 @@ from jobkit.supervisor.diagnosis import Facts
 from jobkit.supervisor.protocol import Exited
 from jobkit.supervisor.retry import Room
 from jobkit.usage import to_type
-from jobkit.worker.join import Joined, join
+from jobkit.worker.join import Joined, join, leave
 from jobkit.worker.launcher import Launch
 from jobkit.worker.rank import Rank
 from jobkit.worker.signals import take_stop_signals
@@ -103,6 +103,7 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
 
     number = joined.ranks.on_main(start)
     if number is None:
+        leave()
         return None
     rank.attempt = number
     os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))

@@ -53,6 +53,7 @@ def _run_program(rank: Rank) -> Any:
     from jobkit.worker.join import join, leave
 
     context = Context(rank, join(rank), os.environ)
+    context.trace_locals_of(function)
     result = context.finish(function(context))
     leave()
     return result

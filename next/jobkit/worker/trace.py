@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from jobkit.run.records import Drill
@@ -29,7 +31,9 @@ class Trace:
         self._values: dict[str, str] = {}
         self.samples: Callable[[], list[int]] = list
         """Gives the ids of the samples of the step that ends."""
-        self.locals: Callable[[], Mapping[str, Any]] = dict
+        self.function: CodeType | None = None
+        """The training function's code; None in a script."""
+        self._with_locals = drill.locals
 
     def take(self, reporter: Reporter) -> None:
         """Note the values that the step under way logged."""
@@ -49,6 +53,16 @@ class Trace:
             "state": dict(state),
             **more,
         }
+        if self._with_locals and event == "boundary":
+            line["locals"] = self._locals()
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._values = {}
+
+    def _locals(self) -> dict[str, str]:
+        """Return the plain local values of the training function: a hint for a person, after a difference was found."""
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not self.function:
+            frame = frame.f_back  # type: ignore[assignment]
+        values = frame.f_locals if frame is not None else {}
+        return {name: repr(value) for name, value in values.items() if isinstance(value, (bool, int, float, str))}

@@ -1,0 +1,125 @@
+"""jobkit verify EXP.yaml | RUN[@STEP]: prove that interruptions change no bit of a training, or name what they change.
+
+straight run, interrupted run --traces--> equal (0) | the first difference, by step and kind (1)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, InputError
+from jobkit.run.journal import read_status
+from jobkit.run.load import Loaded, load
+from jobkit.run.rundir import RunDir
+from jobkit.run.runs import find, runs_dir_of
+from jobkit.submission import checks
+from jobkit.submission.plan import make_plan, target
+from jobkit.usage import show_examples
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", metavar="EXP.yaml|RUN[@STEP]", help="an experiment, or a run from one of its checkpoints"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, as for submit")
+    parser.add_argument("--steps", type=int, default=20, metavar="K", help="steps of each run (default: 20)")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--local", action="store_true", help="on this machine (default where there is no sbatch)")
+    place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:`")
+    parser.add_argument(
+        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: {equal, lines, difference, ...}")
+    show_examples(
+        parser,
+        {
+            "toy.yaml --local": "20 steps, straight and interrupted",
+            "toy@400": "from the checkpoint of step 400 on, with the run's own code",
+        },
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify, and print the report."""
+    from jobkit.verify import runs
+
+    if arguments.steps < 6:
+        raise InputError(key="--steps", found=arguments.steps, allowed="6 or more")
+    runs_dir = runs_dir_of(arguments.runs_dir)
+    is_experiment = arguments.what.endswith((".yaml", ".yml"))
+    source, step = (None, 0) if is_experiment else _run_and_step(arguments.what, runs_dir)
+    if source is not None:
+        checks.refuse_foreign(source)
+    loaded = _with_params(load(Path(arguments.what) if source is None else source.config_file, arguments.overrides))
+    if loaded.config.command:
+        raise InputError("it verifies a `task:`", key="command", hint="its script may become a function of ctx")
+    place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
+    plan = make_plan(loaded, runs_dir, place)
+    for line in [] if arguments.json else checks.check(plan, Path.cwd() if source is None else source.code):
+        print(line, file=sys.stderr)
+    folder = Path.cwd() if source is None else source.code.resolve()
+    if source is not None and (submitted := read_status(source).submitted) is not None and submitted.folder:
+        os.chdir(submitted.folder)  # relative paths of the config mean files there
+    verification = runs.Verification(
+        loaded=loaded,
+        folder=folder,
+        runs_dir=runs_dir / ".verify" / (plan.run.name if source is None else source.name),
+        target=place,
+        steps=arguments.steps,
+        say=lambda line: None if arguments.json else print(line, flush=True),
+        prepare=lambda run: _copy_checkpoint(source, step, run) if source is not None else None,
+        first=step,
+    )
+    report = verification.run()
+    codes = list((verification.runs_dir / ".code").glob("[0-9a-f]*"))
+    if len(codes) == 1:
+        runs.note(runs_dir, codes[0].name, report)
+    if arguments.json:
+        difference = report.difference
+        words = None if difference is None else {"kind": difference.kind, "name": difference.name}
+        print(json.dumps({**_plain(report), "difference": words}))
+    else:
+        for line in report.lines:
+            print(line)
+        if report.missing:
+            print(f"not exercised within {arguments.steps} steps: {', '.join(report.missing)}")
+    return EXIT_FINISHED if report.equal else EXIT_FAILED
+
+
+def _plain(report: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(report).items() if key != "difference"}
+
+
+def _with_params(loaded: Loaded) -> Loaded:
+    """Merge `verify.params` over `params`."""
+    config = loaded.config
+    params = {**config.params, **config.verify.params}
+    return dataclasses.replace(loaded, config=dataclasses.replace(config, params=params))
+
+
+def _run_and_step(word: str, runs_dir: Path) -> tuple[RunDir, int]:
+    """Return the run, and the step of the checkpoint, that RUN[@STEP] means: the newest checkpoint without @STEP."""
+    name, _, step = word.partition("@")
+    (run, *_) = find([name], runs_dir)
+    if not step:
+        newest = run.durable_step()
+        return run, newest or 0
+    if not step.isdigit() or not (run.checkpoints / f"step_{int(step):08d}").exists():
+        present = sorted(path.name.removeprefix("step_").lstrip("0") for path in run.checkpoints.glob("step_*"))
+        raise InputError(
+            key="RUN@STEP", found=word, allowed=f"a checkpoint of {run.name}: {', '.join(present) or 'none'}"
+        )
+    return run, int(step)
+
+
+def _copy_checkpoint(source: RunDir, step: int, run: RunDir) -> None:
+    if step:
+        name = f"step_{step:08d}"
+        shutil.copytree(source.checkpoints / name, run.checkpoints / name)

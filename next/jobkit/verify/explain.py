@@ -1,0 +1,82 @@
+"""The words of a verification: what was done, what differs first, and where to look."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from jobkit.run.records import Interruption
+from jobkit.verify.compare import Difference, Trace
+
+PLACES = {"evaluation": "within the evaluation after", "epoch_end": "at the epoch's end after", None: "after"}
+
+
+def interruption_words(item: Interruption) -> str:
+    """Return an interruption in words: `SIGKILL after 11, one step after a snapshot in memory`."""
+    if item.how == "kill":
+        save = "a snapshot in memory" if item.save == "memory" else "a checkpoint on the disk"
+        return f"SIGKILL after {item.at}, one step after {save}"
+    return f"stop {PLACES[item.within]} {item.at}"
+
+
+def difference_lines(difference: Difference, items: Collection[Interruption]) -> list[str]:
+    """Return what differs first, and the conclusion."""
+    place = difference.place
+    before = [item for item in items if item.attempt == place.attempt - 1]
+    after = f", after the {interruption_words(before[0])}" if before else ""
+    lines = [f"the first difference: step {place.step}, rank {place.rank}, attempt {place.attempt}{after}"]
+    values = f"{_short(difference.first)} | {_short(difference.second)}"
+    step = place.step - 1
+    if difference.kind == "restored state":
+        lines += [
+            f"restored {difference.name} is not the state that was saved: {values}",
+            f"=> {difference.name}: its load_state_dict does not give back what its state_dict holds",
+        ]
+    elif difference.kind == "samples":
+        lines += [
+            f"the samples of step {step} differ: {values}",
+            "=> the data's order is not restored: a loader that nothing tracks, or an order that is made anew",
+        ]
+    elif difference.kind == "values":
+        lines += [
+            f"step {step}: samples equal; {difference.name} {values}",
+            f"=> step {step} reads something that no checkpoint holds",
+        ]
+    elif difference.kind == "generators":
+        lines += [
+            f"step {step}: samples and values equal; the random generators differ",
+            f"=> step {step} draws another number of random values, or draws them from another seed",
+        ]
+    elif difference.kind == "result":
+        lines += [
+            f"all steps are equal; the result differs: {values}",
+            "=> the lines after the loop read something that no checkpoint holds, as a best value so far",
+        ]
+    else:
+        lines += [
+            f"step {step}: samples and values equal; the state of {difference.name} differs",
+            f"=> step {step} changes {difference.name} by something that no checkpoint holds",
+        ]
+    return lines
+
+
+def locals_line(first: Trace, second: Trace, difference: Difference) -> str:
+    """Return the training function's plain values that differ just before the first difference; empty without any."""
+    place = difference.place
+    for step in (place.step, place.step - 1):
+        values = [_locals_at(trace, place.rank, step) for trace in (first, second)]
+        names = [name for name in values[0] if name in values[1] and values[0][name] != values[1][name]]
+        if names:
+            pairs = ", ".join(f"{name} {values[0][name]} | {values[1][name]}" for name in names)
+            return f"locals of the training function that differ (a hint): {pairs}"
+    return ""
+
+
+def _locals_at(trace: Trace, rank: int, step: int) -> dict[str, str]:
+    places = [place for place in trace.get(rank, ()) if place.event == "boundary" and place.step == step]
+    return dict(places[-1].locals) if places else {}
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.9g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,197 @@
+"""Carries a verification out: a straight run, an interrupted run, and where they differ single interruptions.
+
+    plan + Drill --submission--> run (the production path) --trace--> compare --> Report
+
+Each run has another PYTHONHASHSEED, so that an order of sets shows as a difference. cli/verify.py calls `verify`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobkit.errors import JobkitError
+from jobkit.run import records
+from jobkit.run.files import write_json
+from jobkit.run.load import Loaded
+from jobkit.run.records import Drill, Interruption
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import MirrorConfig
+from jobkit.run.view import view
+from jobkit.submission import transaction
+from jobkit.submission.plan import Target, make_plan
+from jobkit.verify import compare
+from jobkit.verify.compare import Difference, Trace
+from jobkit.verify.explain import difference_lines, interruption_words, locals_line
+from jobkit.verify.plan import KINDS, interruptions
+
+NEVER = 1_000_000_000
+"""An interval of saves, in steps, that no verification reaches: its drill says when to save."""
+
+POLL_SECONDS = 0.1
+
+
+class RunFailed(JobkitError):
+    """A run of the verification did not finish."""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """The result of a verification."""
+
+    equal: bool
+    lines: list[str] = field(default_factory=list)
+    difference: Difference | None = None
+    is_nondeterministic: bool = False
+    """True if two straight runs differ: then nothing is lost, the program's own values change."""
+    missing: list[str] = field(default_factory=list)
+    """Kinds of interruptions for which the steps had no place."""
+
+
+@dataclass(kw_only=True)
+class Verification:
+    """The program to verify, and where.
+
+    Verification(loaded=loaded, folder=Path.cwd(), runs_dir=runs / ".verify", target=target, steps=20).run()
+    """
+
+    loaded: Loaded
+    folder: Path | None
+    """The code; None for the code of `checkpoint`'s run."""
+    runs_dir: Path
+    """For the runs of the verification: it is deleted before."""
+    target: Target
+    steps: int
+    say: Callable[[str], None] = print
+    prepare: Callable[[RunDir], None] = lambda run: None
+    """Called with each run directory: it may put a checkpoint there."""
+    first: int = 0
+    """The step at which the runs begin."""
+    _number: int = 0
+
+    def run(self) -> Report:
+        """Run everything that is needed. Raises RunFailed, and what a submission raises."""
+        shutil.rmtree(self.runs_dir, ignore_errors=True)
+        began = time.monotonic()
+        straight = self._trace("straight", [])
+        course = compare.course_of(straight)
+        items = interruptions(course)
+        exercised = {
+            ("evaluation" if item.within == "evaluation" else item.within or item.save or "stop") for item in items
+        }
+        missing = [kind for kind in KINDS if kind.replace(" ", "_") not in exercised]
+        self.say(f"straight: {course.last - course.first} steps, {len(straight)} rank(s)")
+        interrupted = self._trace("interrupted", items)
+        self.say(f"interrupted: {'; '.join(map(interruption_words, items))}")
+        difference = compare.first_difference(straight, interrupted)
+        if difference is None:
+            repeated = compare.repeated_steps(interrupted)
+            line = (
+                f"=> equal: {len(items)} interruptions, {repeated} steps repeated; samples, logged values, generators, "
+                f"weights and result have the same bits ({time.monotonic() - began:.0f} s)"
+            )
+            return Report(equal=True, lines=[line], missing=missing)
+        again = self._trace("straight-again", [])
+        ignored = compare.differing_values(straight, again)
+        own = compare.first_difference(straight, again, ignored)
+        if own is not None:
+            return self._nondeterministic(own, missing)
+        difference = compare.first_difference(straight, interrupted, ignored)
+        if difference is None:
+            line = (
+                f"=> equal, apart from values that differ between two straight runs too: {', '.join(sorted(ignored))}"
+            )
+            return Report(equal=True, lines=[line], missing=missing)
+        return self._blamed(straight, difference, items, ignored, missing)
+
+    def _nondeterministic(self, own: Difference, missing: list[str]) -> Report:
+        what = own.name or own.kind
+        lines = [
+            f"two straight runs differ: {what} at step {own.place.step}, {own.first} | {own.second}",
+            "=> no state is lost: the program itself, or kernels that depend on the process's history, are not "
+            "deterministic (deterministic: true in the YAML may help); an exact restart cannot be shown",
+        ]
+        return Report(equal=False, lines=lines, difference=own, is_nondeterministic=True, missing=missing)
+
+    def _blamed(
+        self,
+        straight: Trace,
+        difference: Difference,
+        items: Sequence[Interruption],
+        ignored: frozenset[str],
+        missing: list[str],
+    ) -> Report:
+        """Find the first single interruption that makes the difference, and the locals that differ."""
+        lines = difference_lines(difference, items)
+        course = compare.course_of(straight)
+        for kind in KINDS:
+            single = interruptions(course, [kind])
+            if not single:
+                continue
+            trace = self._trace(kind.replace(" ", "-"), single, with_locals=True)
+            alone = compare.first_difference(straight, trace, ignored)
+            if alone is not None:
+                lines = [f"a single {interruption_words(single[0])} shows it", *difference_lines(alone, single)]
+                reference = self._trace("straight-locals", [], with_locals=True)
+                if hint := locals_line(reference, trace, alone):
+                    lines.append(hint)
+                return Report(equal=False, lines=lines, difference=alone, missing=missing)
+        return Report(equal=False, lines=lines, difference=difference, missing=missing)
+
+    def _trace(self, name: str, items: Sequence[Interruption], *, with_locals: bool = False) -> Trace:
+        """Run once, and return the trace."""
+        config = self.loaded.config
+        checkpoint = dataclasses.replace(config.checkpoint, every=NEVER, memory=NEVER, best=None)
+        config = dataclasses.replace(config, name=name, mirror=MirrorConfig(), checkpoint=checkpoint)
+        plan = make_plan(dataclasses.replace(self.loaded, config=config), self.runs_dir, self.target)
+        drill = Drill(
+            steps=self.first + self.steps,
+            shorten=max(1, self.steps // 3),
+            interruptions=list(items),
+            locals=with_locals,
+        )
+
+        def prepare(run: RunDir) -> None:
+            records.write(run.drill_file, drill)
+            self.prepare(run)
+
+        self._number += 1
+        with _variable("PYTHONHASHSEED", str(self._number)):
+            outcome = transaction.submit(plan, self.folder, prepare=prepare)
+        run = outcome.run
+        while not (now := view(run)).is_over:
+            time.sleep(POLL_SECONDS if outcome.process is not None else 10 * POLL_SECONDS)
+        if outcome.process is not None:
+            outcome.process.wait()
+        if now.state != "finished":
+            ended = now.status.attempt.ended if now.status.attempt is not None else None
+            traceback = f"\n{ended.traceback.rstrip()}" if ended is not None and ended.traceback else ""
+            raise RunFailed(f"the run {run.name} of the verification: {now.state}, {now.words}{traceback}")
+        return compare.read_trace(run)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for the processes that are started within."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def note(runs_dir: Path, code: str, report: Report) -> None:
+    """Remember for `status` and `list` when code was verified."""
+    folder = runs_dir / ".verified"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{code}.json", {"time": time.time(), "equal": report.equal}, durable=False)
