@@ -66,8 +66,8 @@ class Walker:
     walker.look().leaves["0.weight"] is model[0].weight      # True
     """
 
-    is_changed = True
-    """True if the last look had other leaves than the one before."""
+    version = 0
+    """Counts the looks that had other leaves than the look before."""
 
     def look(self) -> Live:
         """Return the leaves as they are now."""
@@ -144,15 +144,15 @@ class _ModuleWalker(Walker):
         self._extra: dict[str, nn.Module] = {}
 
     def look(self) -> Live:
-        self.is_changed = self._slots is None or not self._slots.are_same()
-        if self.is_changed:
+        if self._slots is None or not self._slots.are_same():
             self._walk()
+            self.version += 1
         skeleton, leaves, pickled = None, self._live.leaves, []
         if self._extra:
             tree = flatten({name: module.get_extra_state() for name, module in self._extra.items()})
             skeleton, pickled = tree.skeleton, tree.pickled
             leaves = {**leaves, **{f"extra/{path}": leaf for path, leaf in tree.leaves.items()}}
-            self.is_changed |= bool(tree.leaves)
+            self.version += bool(tree.leaves)
         return Live(leaves, skeleton, pickled)
 
     def _walk(self) -> None:
@@ -210,9 +210,9 @@ class _OptimizerWalker(Walker):
         return [(self._names.get(id(item), f"parameter {number}"), item) for number, item in enumerate(parameters)]
 
     def look(self) -> Live:
-        self.is_changed = self._slots is None or not self._slots.are_same()
-        if self.is_changed:
+        if self._slots is None or not self._slots.are_same():
             self._walk()
+            self.version += 1
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
@@ -222,7 +222,7 @@ class _OptimizerWalker(Walker):
                 "state": {path: holder[key] for path, holder, key in self._plain},
             }
         )
-        self.is_changed |= bool(tree.leaves)
+        self.version += bool(tree.leaves)
         leaves = {**self._leaves, **{f"options/{path}": leaf for path, leaf in tree.leaves.items()}}
         return Live(leaves if tree.leaves else self._leaves, tree.skeleton, tree.pickled)
 
@@ -300,7 +300,7 @@ class _StateWalker(Walker):
     def look(self) -> Live:
         tree = self._tree()
         paths = [f"{path} {leaf.dtype} {tuple(leaf.shape)} {leaf.device}" for path, leaf in tree.leaves.items()]
-        self.is_changed = paths != self._paths or bool(paths)
+        self.version += paths != self._paths or bool(paths)
         self._paths = paths
         return Live(tree.leaves, tree.skeleton, tree.pickled)
 

@@ -140,6 +140,8 @@ class Stager:
         self._walkers: dict[str, tuple[Entry, Walker]] = {}
         self._forms: dict[str, list[tuple[Any, ...]]] = {}
         """Name, dtype, shape and placement of each leaf, by entry."""
+        self._versions: dict[str, tuple[int, int]] = {}
+        """The walker of each entry, and its version, at the last copy."""
         self._pieces: list[Piece] = []
         self._numbers: dict[str, list[int]] = {}
         """The pieces of each leaf."""
@@ -225,7 +227,8 @@ class Stager:
         for entry, walker in self.walkers(entries):
             live = walker.look()
             lives.append((entry, live))
-            if walker.is_changed or entry.name not in self._forms:
+            if self._versions.get(entry.name) != (id(walker), walker.version):
+                self._versions[entry.name] = id(walker), walker.version
                 changed.append((entry, live))
             skeletons[_prefix(entry, self.place.rank)] = live.skeleton
             pickled += [f"{entry.name}/{path}" for path in live.pickled]

@@ -25,17 +25,13 @@ from jobkit.usage import show_examples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what", metavar="EXP.yaml|RUN[@STEP]", help="an experiment, or a run from one of its checkpoints"
-    )
+    parser.add_argument("what", metavar="EXP.yaml|RUN[@STEP]", help="an experiment, or a run from a checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to set, as for submit")
     parser.add_argument("--steps", type=int, default=20, metavar="K", help="steps of each run (default: 20)")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine (default where there is no sbatch)")
     place.add_argument("--cluster", metavar="NAME", help="slurm, or a name under `clusters:`")
-    parser.add_argument(
-        "--runs-dir", type=Path, metavar="DIR", help="where runs live (default: $JOBKIT_RUNS or ./runs)"
-    )
+    parser.add_argument("--runs-dir", type=Path, metavar="DIR", help="where runs live ($JOBKIT_RUNS or ./runs)")
     parser.add_argument("--json", action="store_true", help="for programs: {equal, lines, difference, ...}")
     show_examples(
         parser,

@@ -104,9 +104,7 @@ class Verification:
             return self._nondeterministic(own, missing)
         difference = compare.first_difference(straight, interrupted, ignored)
         if difference is None:
-            line = (
-                f"=> equal, apart from values that differ between two straight runs too: {', '.join(sorted(ignored))}"
-            )
+            line = f"=> equal, apart from values that two straight runs log differently: {', '.join(sorted(ignored))}"
             return Report(equal=True, lines=[line], missing=missing)
         return self._blamed(straight, difference, items, ignored, missing)
 

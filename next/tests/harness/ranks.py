@@ -1,0 +1,101 @@
+"""Several real ranks in a test: processes that are forked, joined by gloo on this machine.
+
+def add(ranks: RankGroup) -> int:
+    return int(ranks.sum(torch.tensor([ranks.rank + 1])))
+
+assert run_ranks(add, 3) == [6, 6, 6]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jobkit.group import RankGroup
+from jobkit.run.rundir import RunDir
+from jobkit.run.schema import Config
+from jobkit.run.slots import Page
+from jobkit.worker.rank import Rank
+
+PATIENCE = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """Return `function(ranks, *arguments)` of each rank, in their order; fail with the first error of a rank."""
+    context = multiprocessing.get_context("fork")
+    port, pipes, processes = free_port(), [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(sender, function, rank, world_size, port, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    answers: list[tuple[Any, str | None]] = []
+    for rank, receiver in enumerate(pipes):
+        try:
+            answers.append(receiver.recv() if receiver.poll(PATIENCE) else (None, f"rank {rank} hangs"))
+        except EOFError:
+            answers.append((None, f"rank {rank} died"))
+    for process in processes:
+        process.join(5)
+        process.kill()
+    errors = [error for _, error in answers if error is not None]
+    assert not errors, "\n".join(errors)
+    return [value for value, _ in answers]
+
+
+def _run(
+    sender: Any, function: Callable[..., Any], rank: int, world_size: int, port: int, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    try:
+        if world_size > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+            )
+        value = function(RankGroup.of_world(), *arguments)
+        pickle.dumps(value)
+        sender.send((value, None))
+        if world_size > 1:
+            dist.barrier()
+    except BaseException:
+        sender.send((None, f"rank {rank}: {traceback.format_exc()}"))
+    os._exit(0)
+
+
+def make_rank(folder: Path, config: Config | None = None, rank: int = 0, world_size: int = 1) -> Rank:
+    """Return a Rank in a run directory."""
+    run = RunDir(folder / "test-01234567")
+    run.path.mkdir(parents=True, exist_ok=True)
+    made = Rank(
+        run=run,
+        attempt=1,
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        node=0,
+        page=Page.create(),
+    )
+    made.config = config or Config(name="test", task="module:function")
+    return made
+
+
