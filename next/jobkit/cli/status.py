@@ -16,7 +16,7 @@ from jobkit.errors import EXIT_FINISHED
 from jobkit.run import records
 from jobkit.run.accounting import Account, accounts, goodput
 from jobkit.run.duration import format_seconds
-from jobkit.run.files import json_text
+from jobkit.run.files import json_text, read_json
 from jobkit.run.records import Ended, Progress
 from jobkit.run.status import Attempt
 from jobkit.run.tail import Tail
@@ -61,9 +61,18 @@ def _values(view: View) -> dict[str, Any]:
         "answered": view.answered,
         "checkpoint": view.run.durable_step(),
         "progress": records.plain(progress) if progress is not None else None,
+        "verified": verified(view),
         "accounts": [dataclasses.asdict(account) for account in spent],
         "goodput": goodput(spent),
     }
+
+
+def verified(view: View) -> dict[str, Any] | None:
+    """Return {time, equal} of the last `jobkit verify` of the run's code; None if there was none."""
+    submitted = view.status.submitted
+    code = submitted.code if submitted is not None else None
+    value = read_json(view.run.path.parent / ".verified" / f"{code}.json")
+    return value if isinstance(value, dict) else None
 
 
 def describe(view: View, progress: Progress | None, now: float) -> list[str]:
@@ -90,6 +99,11 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
     if share is not None:
         since = format_seconds(spent[-1].until - spent[0].began)
         lines.append(f"goodput: {share:.0%} of the {since} since the first start were new steps")
+    if (word := verified(view)) is not None:
+        age = format_seconds(max(0.0, now - word["time"]))
+        lines.append(
+            f"its code was verified {age} ago: {'equal' if word['equal'] else 'it differs after interruptions'}"
+        )
     step = run.durable_step()
     if step is not None:
         lines.append(f"newest checkpoint: step {step}")
@@ -128,7 +142,7 @@ def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> l
     where = f" on {', '.join(began.nodes)}" if began.nodes else ""
     lines = [f"  attempt {attempt.number} ({began.how}): {cause}{steps}, {format_seconds(account.seconds)}{where}"]
     if account.repeated_steps:
-        parts.append(f"{account.repeated_steps} steps repeated")
+        parts.append(f"{account.repeated_steps} steps repeated{_compared(ended)}")
     if parts:
         lines.append(f"    {', '.join(parts)}")
     if ended is not None and ended.error:
@@ -136,6 +150,15 @@ def _attempt_lines(attempt: Attempt, account: Account, *, is_running: bool) -> l
         place = ", ".join(f"{name} {value}" for name, value in places.items() if value not in (None, "local"))
         lines.append(f"    {place}{': ' if place else ''}{ended.error.splitlines()[0]}")
     return lines
+
+
+def _compared(ended: Ended | None) -> str:
+    """Return the comparison of an attempt's repeated steps with their first run, in words."""
+    if ended is None or not ended.compared:
+        return ""
+    if ended.differs_at is not None:
+        return f", and step {ended.differs_at} logged other values than before: `jobkit verify` finds the reason"
+    return f", {ended.compared} compared, equal"
 
 
 def _failure_lines(ended: Ended) -> list[str]:

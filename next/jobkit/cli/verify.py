@@ -56,12 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = _with_params(load(Path(arguments.what) if source is None else source.config_file, arguments.overrides))
     if loaded.config.command:
         raise InputError("it verifies a `task:`", key="command", hint="its script may become a function of ctx")
-    place = target(loaded.config, local=arguments.local, cluster=arguments.cluster)
+    submitted = read_status(source).submitted if source is not None else None
+    entry = submitted.entry if submitted is not None and not arguments.local else None
+    place = target(loaded.config, local=arguments.local, cluster=arguments.cluster or entry)
     plan = make_plan(loaded, runs_dir, place)
     for line in [] if arguments.json else checks.check(plan, Path.cwd() if source is None else source.code):
         print(line, file=sys.stderr)
     folder = Path.cwd() if source is None else source.code.resolve()
-    if source is not None and (submitted := read_status(source).submitted) is not None and submitted.folder:
+    if submitted is not None and submitted.folder:
         os.chdir(submitted.folder)  # relative paths of the config mean files there
     verification = runs.Verification(
         loaded=loaded,

@@ -68,9 +68,7 @@ def _run(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         if world_size > 1:
-            dist.init_process_group(
-                "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-            )
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
         value = function(RankGroup.of_world(), *arguments)
         pickle.dumps(value)
         sender.send((value, None))
@@ -97,5 +95,3 @@ def make_rank(folder: Path, config: Config | None = None, rank: int = 0, world_s
     )
     made.config = config or Config(name="test", task="module:function")
     return made
-
-

@@ -1,0 +1,61 @@
+"""Training functions that forget something, for `jobkit verify`; each is named after what it forgets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from training_task import Points
+
+import jobkit
+
+DRAWN_AT_IMPORT = random.random()
+
+DATA = TensorDataset(torch.linspace(0, 1, 64)[:, None], torch.linspace(0, 1, 64)[:, None].sin())
+
+
+def train(ctx: jobkit.Context) -> dict[str, Any]:
+    forgets = ctx.params.forgets
+    model = ctx.parallelize(nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    loader = ctx.loader(DATA, global_batch_size=8)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    if forgets != "scheduler":
+        ctx.track(scheduler=scheduler)
+    average, worst = 0.0, 0.0
+    by_hand = itertools.cycle(DataLoader(DATA, batch_size=8))
+    for _ in ctx.steps(ctx.params.steps):
+        x, y = next(by_hand) if forgets == "loader" else next(loader)
+        if forgets == "random at import":
+            x = x + DRAWN_AT_IMPORT
+        if forgets == "determinism":
+            x = x + 1e-3 * (time.time() % 1)
+        loss = ctx.backward(model, (x, y), nn.functional.mse_loss)
+        if forgets == "moving average":
+            average = 0.9 * average + 0.1 * loss.item()
+            loss = loss + average
+        ctx.update(optimizer)
+        scheduler.step()
+        ctx.log({"train/loss": loss})
+        worst = max(worst, loss.item())
+    return {"worst": worst} if forgets == "result" else {}
+
+
+def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
+    model = ctx.parallelize(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Points(), batch_size=8, shuffle=True)
+    for _ in ctx.epochs(100, model=model, optimizer=optimizer):
+        for x, y in ctx.batches(loader):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ctx.log({"train/loss": loss})
+    return {"loss": loss.item()}

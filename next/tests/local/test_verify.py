@@ -1,0 +1,74 @@
+"""jobkit verify: exact programs are proven, each forgotten state is named, and nobody is accused wrongly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.runs import Project
+
+HARNESS = Path(__file__).parents[1] / "harness"
+YAML = "name: forgetful\ntask: forgetful_task:{task}\nparams: {{steps: 100, forgets: nothing}}\n"
+
+
+def verify(folder: Path, *words: str, task: str = "train", ranks: int = 1) -> tuple[int, dict[str, Any]]:
+    made = Project(folder, yaml=YAML.format(task=task) + f"resources: {{tasks_per_node: {ranks}}}\n", plain=False)
+    for name in ("training_task.py", "forgetful_task.py"):
+        shutil.copy(HARNESS / name, folder)
+    done = made.jobkit("verify", str(made.yaml), *words, "--local", "--steps", "15", "--json", check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_with_batch_norm_in_ddp_is_exact(tmp_path: Path, ranks: int) -> None:
+    code, report = verify(tmp_path, ranks=ranks)
+    assert (code, report["equal"]) == (0, True), report
+
+
+def test_epochs_over_a_foreign_loader_are_exact(tmp_path: Path) -> None:
+    code, report = verify(tmp_path, task="train_epochs", ranks=2)
+    assert (code, report["missing"]) == (0, ["evaluation"]), report
+
+
+FORGOTTEN = {
+    "moving average": ("values", "train/loss"),
+    "scheduler": ("state", "optimizer"),
+    "loader": ("values", "train/loss"),
+    "result": ("result", ""),
+}
+
+
+@pytest.mark.parametrize("forgets", FORGOTTEN)
+def test_a_forgotten_state_is_named(tmp_path: Path, forgets: str) -> None:
+    code, report = verify(tmp_path, f"params.forgets={forgets}")
+    assert code == 1
+    assert not report["is_nondeterministic"]
+    kind, name = FORGOTTEN[forgets]
+    assert report["difference"] == {"kind": kind, "name": name}, report
+    if forgets == "moving average":
+        assert "average" in report["lines"][-1]  # the local value, as a hint
+
+
+@pytest.mark.parametrize("forgets", ["random at import", "determinism"])
+def test_the_programs_own_nondeterminism_is_blamed_on_no_state(tmp_path: Path, forgets: str) -> None:
+    code, report = verify(tmp_path, f"params.forgets={forgets}")
+    assert code == 1
+    assert report["is_nondeterministic"], report
+
+
+def test_a_run_is_verified_from_its_checkpoint_with_its_own_code(tmp_path: Path) -> None:
+    made = Project(tmp_path, yaml=YAML.format(task="train") + "checkpoint: {every: 40}\n", plain=False)
+    for name in ("training_task.py", "forgetful_task.py"):
+        shutil.copy(HARNESS / name, tmp_path)
+    made.jobkit("submit", str(made.yaml), "--local")
+    (tmp_path / "forgetful_task.py").write_text("raise SystemExit('another version')")
+    run = next(iter((tmp_path / "runs").glob("forgetful-*")))
+    done = made.jobkit("verify", f"{run.name}@80", "--steps", "12", "--json")
+    report = json.loads(done.stdout)
+    assert report["equal"], report
+    status = json.loads(made.jobkit("status", run.name, "--json").stdout)
+    assert status["verified"]["equal"] is True
