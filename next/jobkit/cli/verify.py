@@ -76,9 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         first=step,
     )
     report = verification.run()
-    codes = list((verification.runs_dir / ".code").glob("[0-9a-f]*"))
-    if len(codes) == 1:
-        runs.note(runs_dir, codes[0].name, report)
+    code = folder if source is not None else next((verification.runs_dir / ".code").glob("[0-9a-f]*"))
+    runs.note(runs_dir, code.name, report)
     if arguments.json:
         difference = report.difference
         words = None if difference is None else {"kind": difference.kind, "name": difference.name}
