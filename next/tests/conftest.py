@@ -51,9 +51,9 @@ def on_slurm(tmp_path: Path, no_process_left: None) -> Iterator[Callable[..., Pr
     """A function that makes a project whose commands talk to a cluster: `on_slurm(cluster, yaml)`."""
     clusters: list[Cluster] = []
 
-    def make(cluster: Cluster, yaml: str = YAML, folder: str = "project") -> Project:
+    def make(cluster: Cluster, yaml: str = YAML, folder: str = "project", *, plain: bool = True) -> Project:
         clusters.append(cluster)
-        return Project(tmp_path / folder, cluster.env, yaml)
+        return Project(tmp_path / folder, cluster.env, yaml, plain=plain)
 
     yield make
     names = ",".join(run.name for run in tmp_path.glob("*/runs/*-*"))

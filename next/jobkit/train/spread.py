@@ -128,7 +128,8 @@ def independent_forwards(modules: list[nn.Module]) -> Iterator[None]:
     So the ranks may make different numbers of forwards, and a batch has the same result on each of them.
     """
     ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    before = [module.broadcast_buffers for module in ddp]
+    # After a forward without gradients DDP leaves the next broadcast out: ranks that made none would wait for it.
+    before = [(module.broadcast_buffers, module.require_forward_param_sync) for module in ddp]
     buffers = [buffer.detach() for module in ddp for buffer in module.buffers()]
     kept = [buffer.clone() for buffer in buffers]
     if buffers:
@@ -141,8 +142,8 @@ def independent_forwards(modules: list[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in zip(buffers, kept, strict=True):
                 buffer.copy_(value)
-        for module, is_on in zip(ddp, before, strict=True):
-            module.broadcast_buffers = is_on
+        for module, flags in zip(ddp, before, strict=True):
+            module.broadcast_buffers, module.require_forward_param_sync = flags
 
 
 __all__ = ["GradientOrders", "Spread", "independent_forwards", "plain_module"]

@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.runs import Launch, Project
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-YAML = """\
-name: training
-task: training_task:{task}
-params: {{steps: 60}}
-checkpoint: {{every: {every}, memory: {memory}}}
-resources: {{tasks_per_node: {ranks}}}
-"""
-
-
-def project(folder: Path, *, task: str = "train", ranks: int = 1, every: Any = "10min", memory: Any = "off") -> Project:
-    made = Project(folder, yaml=YAML.format(task=task, ranks=ranks, every=every, memory=memory), plain=False)
-    shutil.copy(Path(__file__).parents[1] / "harness" / "training_task.py", folder)
-    return made
-
-
-def result(launch: Launch) -> dict[str, Any]:
-    launch.wait_until_over()
-    assert launch.status.state == "finished", launch.describe()
-    assert launch.status.result is not None
-    return launch.status.result
-
-
-def points(launch: Launch, tag: str) -> list[int]:
-    """Return the steps of a curve, as TensorBoard would read them."""
-    steps = []
-    for file in sorted(launch.run.tensorboard.glob("events*")):
-        for event in EventFileLoader(str(file)).Load():
-            steps += [event.step for value in event.summary.value if value.tag == tag]
-    return sorted(steps)
+from harness.training import points, result, training_project
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +17,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
     results = {}
     for task, ranks, params in (("train", 1, {}), ("train", 2, {}), ("train_epochs", 2, {"epochs": 4})):
         folder = tmp_path_factory.mktemp("straight")
-        launch = project(folder, task=task, ranks=ranks).submit("--local", "--detach", **params)
+        launch = training_project(folder, task=task, ranks=ranks).submit("--local", "--detach", **params)
         results[task, ranks] = result(launch)
     return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kills_and_stops_change_no_bit(tmp_path: Path, ranks: int, straight: Any) -> None:
-    launch = project(tmp_path, ranks=ranks, every=7, memory=3).submit("--local", "--detach", step_seconds=0.05)
+    launch = training_project(tmp_path, ranks=ranks, every=7, memory=3).submit("--local", "--detach", step_seconds=0.05)
     launch.wait_for_step(10).kill_rank(ranks - 1).wait_for_attempt(2)
     launch.wait_for_step(25).project.jobkit("preempt", str(launch.run.path), "-y")
     launch.wait_for_attempt(3).wait_for_step(40).kill_rank(0)
@@ -68,7 +36,7 @@ def test_kills_and_stops_change_no_bit(tmp_path: Path, ranks: int, straight: Any
 
 
 def test_a_foreign_loader_goes_on_within_an_epoch(tmp_path: Path, straight: Any) -> None:
-    launch = project(tmp_path, task="train_epochs", ranks=2, every=5).submit(
+    launch = training_project(tmp_path, task="train_epochs", ranks=2, every=5).submit(
         "--local", "--detach", epochs=4, step_seconds=0.05
     )
     launch.wait_for_step(8).kill_rank(1).wait_for_attempt(2)
@@ -78,7 +46,7 @@ def test_a_foreign_loader_goes_on_within_an_epoch(tmp_path: Path, straight: Any)
 
 
 def test_the_next_attempt_begins_with_the_snapshot_in_memory(tmp_path: Path, straight: Any) -> None:
-    launch = project(tmp_path, ranks=2, every=1000, memory=2).submit("--local", "--detach", step_seconds=0.05)
+    launch = training_project(tmp_path, ranks=2, every=1000, memory=2).submit("--local", "--detach", step_seconds=0.05)
     launch.wait_for_step(20).kill_rank(1)
     assert result(launch) == straight["train", 2]
     assert (launch.ends[1].first_step or 0) >= 16
@@ -87,7 +55,7 @@ def test_the_next_attempt_begins_with_the_snapshot_in_memory(tmp_path: Path, str
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path, straight: Any) -> None:
-    made = project(tmp_path)
+    made = training_project(tmp_path)
     process = made.start("submit", str(made.yaml), "--local", "+params.step_seconds=0.05")
     run = next(iter(made.folder.glob("runs/training-*")), None)
     while run is None:

@@ -1,0 +1,66 @@
+"""Training on a real Slurm, stopped in all graceful ways, and on half the ranks: equal to the last bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.runs import Launch, Project, wait_until
+from harness.training import YAML, points, result, training_project
+from slurmbox import Cluster
+
+RESOURCES = ("--cluster", "slurm", "resources.nodes=2")
+HARNESS = Path(__file__).parents[1] / "harness"
+STEPS = 900
+
+
+def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
+    tmp_path: Path, make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project]
+) -> None:
+    straight = training_project(tmp_path / "straight", ranks=2)
+    before = straight.submit("--local", "--detach", "resources.nodes=2", steps=STEPS)
+    cluster = make_slurm(nodes=2, cred_expire=5)
+    project = on_slurm(cluster, YAML.format(task="train", ranks=2, every="10min", memory="off"), plain=False)
+    shutil.copy(HARNESS / "training_task.py", project.folder)
+    expected = result(before)
+    launch = project.submit(*RESOURCES, "resources.time=0:01:00", steps=STEPS, step_seconds=0.1)
+    for attempt in (1, 2):
+        launch.wait_for_attempt(attempt).wait_for_step(launch.step + 20)
+        cluster.preempt(str(launch.status.job_id))
+        wait_until(lambda number=attempt: len(launch.ends) >= number, "the end of the attempt", launch.describe)  # type: ignore[misc]
+    launch.wait_for_attempt(4)  # after the time limit of attempt 3
+    assert launch.causes == ["preempted", "preempted", "timeout"]
+    launch.wait_for_step(launch.step + 20)
+    cluster.command("scancel", str(launch.status.job_id))
+    launch.wait_until_over()
+    assert launch.status.state == "cancelled"
+    project.jobkit("submit", str(project.yaml), *RESOURCES, f"params.steps={STEPS}", "+params.step_seconds=0.1")
+    assert result(launch) == expected
+    assert points(launch, "train/loss") == list(range(STEPS))
+    for ended, following in zip(launch.ends, launch.ends[1:], strict=False):
+        assert following.first_step == ended.last_step  # nothing is repeated after a graceful stop
+
+
+def test_half_the_ranks_see_the_same_samples(tmp_path: Path) -> None:
+    def samples(launch: Launch) -> dict[int, list[int]]:
+        """Return the samples of each step, over all ranks, as the task wrote them down."""
+        seen: dict[int, list[int]] = {}
+        for file in sorted((launch.run.outputs / "samples").iterdir()):
+            for line in file.read_text().splitlines():
+                step, ids = json.loads(line)
+                seen.setdefault(step, []).extend(ids)
+        return {step: sorted(ids) for step, ids in seen.items()}
+
+    straight = training_project(tmp_path / "straight", ranks=2, task="train_samples").submit("--local", "--detach")
+    result(straight)
+    project = training_project(tmp_path / "half", ranks=4, task="train_samples")
+    launch = project.submit("--local", "--detach", step_seconds=0.1)
+    launch.wait_for_step(20)
+    project.jobkit("cancel", "-y", str(launch.run.path))
+    launch.wait_until_over()
+    project.jobkit("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "+params.step_seconds=0.1")
+    result(launch)
+    assert samples(launch) == samples(straight)
+    assert points(launch, "train/loss") == list(range(60))
