@@ -3,7 +3,7 @@
     headers: rank 0 --broadcast--> all        pieces: one reader a file --blocks, checked--> live tensors
                                                                         --broadcast--> the other ranks' tensors
 
-Two threads share the work: while one reads block n + 1, the other checks block n. A shard of this rank alone is read by
+Two threads share the work, block by block. A shard of this rank alone is read by
 this rank alone. On another world size, or with another layout of DTensors, each rank reads the parts that it needs.
 """
 
@@ -21,7 +21,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from jobkit.checkpoint.shard import BLOCK, ShardInfo, Stored, parse_header, view_of
+from jobkit.checkpoint.shard import BLOCK, ShardInfo, Stored
 from jobkit.checkpoint.staging import Piece
 from jobkit.errors import CheckpointError
 
@@ -88,11 +88,10 @@ class Target:
     memory: memoryview
 
 
-def check_header(name: str, info: ShardInfo, header: bytes) -> list[Stored]:
-    """Return the pieces of a shard. Raises Damaged."""
+def check_header(name: str, info: ShardInfo, header: bytes) -> None:
+    """Raise Damaged for a header that is not as it was written."""
     if len(header) != info.header or xxhash.xxh3_64_hexdigest(header) != info.header_sum:
         raise Damaged(f"{name}: its header is not the one that was written")
-    return parse_header(header)[0]
 
 
 def read_targets(
@@ -104,13 +103,14 @@ def read_targets(
     checksum covers them.
     """
     size = info.size - info.header
-    checks = []
-    for number, buffers in _blocks(targets, size):
+
+    def read(number: int, buffers: Sequence[memoryview]) -> str | None:
         begin = number * BLOCK
         length = min(BLOCK, size - begin)
-        if shard.read_into(buffers, info.header + begin) != length:
-            raise Damaged(f"{name}: it is shorter than when it was written")
-        checks.append((number, pool.submit(_sum, buffers)))
+        return _sum(buffers) if shard.read_into(buffers, info.header + begin) == length else None
+
+    # Each thread reads a block and checks it while it is in the processor's cache.
+    checks = [(number, pool.submit(read, number, buffers)) for number, buffers in _blocks(targets, size)]
     for number, check in checks:
         if check.result() != info.blocks[number]:
             raise Damaged(f"{name}: block {number} of 4 MiB is not the one that was written")
@@ -163,6 +163,7 @@ class Sink:
         self.local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
         direct = self.local.device.type == "cpu" and self.local.is_contiguous()
         self._buffer = self.local.detach() if direct else torch.empty(self.local.shape, dtype=self.local.dtype)
+        self._memory = self._buffer.view(-1).view(torch.uint8).numpy().data if self._buffer.numel() else memoryview(b"")
         self._is_direct = direct
         self.offset: tuple[int, ...] | None = None
         if isinstance(leaf, DTensor):
@@ -188,9 +189,8 @@ class Sink:
         if not self._buffer.numel():
             return []
         if self.offset is None and piece.offset is None:
-            memory = view_of(self._buffer)
             begin = piece.begin * size
-            return [Target(stored.begin, memory[begin : begin + piece.nbytes])]
+            return [Target(stored.begin, self._memory[begin : begin + piece.nbytes])]
         return list(self._box_targets(stored))
 
     def _box_targets(self, stored: Stored) -> Iterator[Target]:
@@ -205,7 +205,7 @@ class Sink:
         high = [min(a + n, b + m) for a, n, b, m in ends]
         if any(begin >= end for begin, end in zip(low, high, strict=True)):
             return
-        memory, size = view_of(self._buffer), piece.dtype.itemsize
+        memory, size = self._memory, piece.dtype.itemsize
         if not shape:
             yield Target(stored.begin, memory)
             return

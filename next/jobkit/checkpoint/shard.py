@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from jobkit.checkpoint.staging import DTYPES, PAGE, SKELETONS, Piece, Staged
@@ -124,11 +123,6 @@ def parse_header(header: bytes) -> tuple[list[Stored], tuple[int, int]]:
         )
         pieces.append(Stored(piece, value["data_offsets"][0]))
     return pieces, (skeletons[0], skeletons[1])
-
-
-def view_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, to be read into."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def names(files: Sequence[str]) -> list[str]:

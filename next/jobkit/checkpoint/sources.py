@@ -55,6 +55,9 @@ class Source:
     local: frozenset[str] | None = None
     """In memory: the shards that this rank alone can open; on a disk, None, all ranks can open all."""
     pieces: dict[str, list[Stored]] = field(default_factory=dict)
+    """Of each shard, once its header is parsed."""
+    skeletons: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each shard, the bytes of its plain values."""
 
     @property
     def step(self) -> int:
@@ -135,8 +138,10 @@ class _Reading:
         self.place = stager.place
         self.walkers = stager.walkers(entries)
         self.files = shard.names(list(source.manifest.shards))
-        self.pieces = {name: source.pieces.get(name) or parse_header(source.headers[name])[0] for name in self.files}
-        source.pieces.update(self.pieces)
+        for name in self.files:
+            if name not in source.pieces:
+                source.pieces[name], source.skeletons[name] = parse_header(source.headers[name])
+        self.pieces = source.pieces
         self.counterpart = self.place.rank if self.place.world_size == source.manifest.world_size else 0
         """The rank of the checkpoint whose own state this rank takes: on another world size rank 0's."""
         self.sinks: dict[str, Sink] = {}
@@ -186,7 +191,7 @@ class _Reading:
                 targets = targets_of(self.pieces[name], wanted)
                 text = bytearray()
                 if name == f"rank_{self.counterpart}.safetensors":
-                    begin, end = parse_header(self.source.headers[name])[1]
+                    begin, end = self.source.skeletons[name]
                     text = bytearray(end - begin)
                     targets = sorted([*targets, Target(begin, memoryview(text))], key=lambda target: target.begin)
                 if not targets:

@@ -1,0 +1,113 @@
+"""Measure checkpoints against the plain operations that they are made of, in turns and in one process.
+
+    .venv/bin/python tools/bench/checkpoint.py [--repeats 7] [--folder DIR]
+
+stall     the copy that the loop waits for     / one copy of the same tensors into memory that is there
+durable   from the begin of a save to its name / write and fsync of as many bytes
+restore   read, checked, into live tensors     / one thread's read of as many bytes into memory that is there
+
+Each row shows the least, the median and the most ratio, and the project's bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.staging import Place
+from jobkit.group import RankGroup
+
+STATES = {"512 MB": [(8 << 20,)] * 16, "10,000 small": [(1024,)] * 10_000}
+BOUNDS = {"stall": (1.0, 1.1), "durable": (1.2, 1.2), "restore": (1.0, 1.2)}
+
+
+class Many(nn.Module):
+    """A module of many parameters."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        for number, shape in enumerate(shapes):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.rand(shape)))
+
+
+def seconds(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def measure(name: str, shapes: list[tuple[int, ...]], folder: Path, repeats: int) -> dict[str, list[float]]:
+    model = Many(shapes)
+    entries = [Entry(name="model", live=model)]
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    copies = [torch.zeros_like(parameter) for parameter in parameters]
+    size = sum(parameter.numel() * 4 for parameter in parameters)
+    block = memoryview(bytearray(size))
+    shutil.rmtree(folder, ignore_errors=True)
+    checkpointer = Checkpointer(folder, RankGroup.alone(), Place(), attempt=1, keep=1)
+    checkpointer.stage(0, entries, {})
+    ratios: dict[str, list[float]] = {row: [] for row in BOUNDS}
+    for step in range(1, repeats + 1):
+        plain = seconds(lambda: torch._foreach_copy_(copies, parameters))
+        began = time.perf_counter()
+        pending = checkpointer.stage(step, entries, {})
+        ratios["stall"].append((time.perf_counter() - began) / plain)
+        raw = seconds(lambda: write_raw(folder.with_name("raw"), block))
+        began = time.perf_counter()
+        checkpointer.write(pending, wait=True)
+        ratios["durable"].append((time.perf_counter() - began) / raw)
+        for file in (folder / "latest").glob("*.safetensors"):  # written past the page cache; the raw file was not
+            file.read_bytes()
+        raw = seconds(lambda: read_raw(folder.with_name("raw"), block))
+        reader = Checkpointer(folder, RankGroup.alone(), Place(), attempt=2, keep=1)
+        ratios["restore"].append(seconds(lambda reader=reader: reader.restore(entries)) / raw)  # type: ignore[misc]
+    return ratios
+
+
+def write_raw(file: Path, data: memoryview) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    position = 0
+    while position < len(data):
+        position += os.write(descriptor, data[position : position + (4 << 20)])
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def read_raw(file: Path, data: memoryview) -> None:
+    with file.open("rb", buffering=0) as source:
+        position = 0
+        while position < len(data):
+            position += source.readinto(data[position : position + (4 << 20)]) or len(data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--folder", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = arguments.folder or Path(tempfile.mkdtemp(dir=Path.cwd()))
+    try:
+        for column, (name, shapes) in enumerate(STATES.items()):
+            for row, ratios in measure(name, shapes, folder / "checkpoints", arguments.repeats).items():
+                bound, middle = BOUNDS[row][column], statistics.median(ratios)
+                verdict = "met" if middle <= bound else "MISSED"
+                spread = f"{min(ratios):6.2f} {middle:6.2f} {max(ratios):6.2f}"
+                print(f"{row:9} {name:13} {spread}   bound {bound}: {verdict}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
