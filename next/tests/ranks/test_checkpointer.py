@@ -1,0 +1,189 @@
+"""Saving and restoring on several ranks, on other numbers of ranks, from damaged files and from memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import run_ranks
+from safetensors.torch import load_file
+from torch import nn
+
+from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.memory import RECORD
+from jobkit.checkpoint.staging import Place
+from jobkit.errors import CheckpointError, UsageError
+from jobkit.group import RankGroup
+
+
+class Own:
+    """A state of each rank's own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def make_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer
+
+
+def entries(model: nn.Module, optimizer: torch.optim.Optimizer, own: Own) -> list[Entry]:
+    return [
+        Entry(name="model", live=model),
+        Entry(name="optimizer", live=optimizer),
+        Entry(name="own", live=own, scope="rank"),
+    ]
+
+
+def make(ranks: RankGroup, folder: Path, attempt: int, slots: Any = None) -> Checkpointer:
+    place = Place(ranks.rank, ranks.world_size, ranks.world_size)
+    return Checkpointer(folder, ranks, place, attempt=attempt, keep=3, slots=slots)
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    tensors = [*model.state_dict().values(), *(value for s in optimizer.state.values() for value in s.values())]
+    return [float(tensor.double().sum()) for tensor in tensors]
+
+
+def save(ranks: RankGroup, folder: Path, steps: tuple[int, ...]) -> list[float]:
+    model, optimizer = make_model(1)
+    checkpointer = make(ranks, folder, 1)
+    for step in steps:
+        model(torch.full((2, 3), float(step))).sum().backward()
+        optimizer.step()
+        own = Own({9: "nine", 10: ranks.rank, "10": (1.5, step)})
+        checkpointer.write(checkpointer.stage(step, entries(model, optimizer, own), {"at": step}), wait=True)
+    checkpointer.close()
+    return digest(model, optimizer)
+
+
+def load(ranks: RankGroup, folder: Path) -> tuple[int, list[float], Any, list[Any]]:
+    model, optimizer = make_model(2)
+    own = Own(None)
+    checkpointer = make(ranks, folder, 2)
+    checkpointer.restore(entries(model, optimizer, own))
+    restored = checkpointer.restored
+    assert restored is not None
+    assert checkpointer.end_restore() == []
+    return restored.step, digest(model, optimizer), own.value, checkpointer.set_aside
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (3, 3), (4, 2), (2, 3), (3, 1)])
+def test_any_number_of_ranks_takes_up_a_checkpoint(tmp_path: Path, saved: int, loaded: int) -> None:
+    expected = run_ranks(save, saved, tmp_path, (1, 2))
+    answers = run_ranks(load, loaded, tmp_path)
+    for rank, (step, values, own, _) in enumerate(answers):
+        assert (step, values) == (2, expected[0])
+        assert own == {9: "nine", 10: rank if saved == loaded else 0, "10": (1.5, 2)}
+
+
+def test_every_shard_is_a_file_of_safetensors(tmp_path: Path) -> None:
+    run_ranks(save, 3, tmp_path, (1,))
+    tensors = [load_file(file) for file in sorted((tmp_path / "latest").glob("*.safetensors"))]
+    assert len(tensors) == 3
+    sizes = [sum(value.numel() for name, value in part.items() if "__" not in name) for part in tensors]
+    assert max(sizes) - min(sizes) <= 1  # divided evenly
+
+
+def corrupt(file: Path, at: float) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "a byte of the data": lambda folder: corrupt(folder / "rank_1.safetensors", 0.999),
+    "a byte of the header": lambda folder: corrupt(folder / "rank_0.safetensors", 0.0),
+    "a file that is shorter": lambda folder: os.truncate(folder / "rank_1.safetensors", 5000),
+    "a file that is gone": lambda folder: (folder / "rank_0.safetensors").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
+    expected = run_ranks(save, 2, tmp_path, (1,))
+    run_ranks(save, 2, tmp_path / "other", (1, 2))
+    (tmp_path / "other" / "step_00000002").rename(tmp_path / "step_00000002")
+    DAMAGES[damage](tmp_path / "step_00000002")
+    for step, values, _, set_aside in run_ranks(load, 2, tmp_path):
+        assert (step, values) == (1, expected[0])
+        assert [number for number, _ in set_aside] == [2]
+    assert (tmp_path / "damaged_step_00000002").exists()
+
+
+def fails(ranks: RankGroup, folder: Path) -> str:
+    try:
+        load(ranks, folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_no_sound_checkpoint_is_an_error_on_all_ranks_that_names_them(tmp_path: Path) -> None:
+    run_ranks(save, 2, tmp_path, (1,))
+    corrupt(tmp_path / "step_00000001" / "rank_1.safetensors", 0.999)
+    for text in run_ranks(fails, 2, tmp_path):
+        assert "step 1" in text
+        assert "--fresh" in text
+
+
+def snapshots(ranks: RankGroup, folder: Path) -> Any:
+    slots = os.memfd_create("first"), os.memfd_create("second")
+    model, optimizer = make_model(1)
+    checkpointer = make(ranks, folder, 1, slots)
+    for step in (1, 2, 3):
+        model(torch.full((2, 3), float(step))).sum().backward()
+        optimizer.step()
+        least = int(-ranks.maximum(-checkpointer.snapshots.complete)[0])
+        checkpointer.snapshot(step, entries(model, optimizer, Own(ranks.rank)), {"at": step}, least)
+        checkpointer.snapshots.wait()
+        ranks.barrier()
+    checkpointer.close()
+    expected = digest(model, optimizer)
+    if ranks.rank == 0:  # this rank's newest snapshot is no good: all take the one before
+        slot = checkpointer.snapshots._slots[0]  # type: ignore[index]
+        slot.memory(0)[RECORD + 8] ^= 1
+    ranks.barrier()
+    model, optimizer = make_model(2)
+    own = Own(None)
+    again = make(ranks, folder, 2, slots)
+    first = again.restored
+    again.restore(entries(model, optimizer, own))
+    assert first is not None
+    assert again.restored is not None
+    return first.step, again.restored.step, own.value, digest(model, optimizer) == expected
+
+
+def test_the_newest_snapshot_that_all_ranks_have_whole_is_taken(tmp_path: Path) -> None:
+    for rank, (first, step, own, is_newest) in enumerate(run_ranks(snapshots, 2, tmp_path)):
+        assert (first, step, own, is_newest) == (3, 2, rank, False)
+
+
+def differs(ranks: RankGroup, folder: Path) -> str:
+    from jobkit.checkpoint.replicas import check_replicas
+
+    model, optimizer = make_model(ranks.rank)
+    checkpointer = make(ranks, folder, 1)
+    try:
+        check_replicas(entries(model, optimizer, Own(0)), checkpointer.stager, ranks)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_differ_are_named(tmp_path: Path) -> None:
+    assert all("model/0.weight" in text for text in run_ranks(differs, 2, tmp_path))

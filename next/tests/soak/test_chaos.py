@@ -1,0 +1,119 @@
+"""Twenty random interruptions of one training run on Slurm: it finishes by itself, equal to the last bit.
+
+    tools/test soak [--seeds 5]
+
+The cluster has Slurm's own wait for credentials, 120 s, so that each needless requeue costs two minutes. Deaths of
+ranks must be mended in place.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness.runs import Launch, Project, wait_until
+from harness.training import YAML, points, result, training_project
+from slurmbox import Cluster
+
+INTERRUPTIONS = 20
+RANKS = 4
+STEPS = 6000
+HARNESS = Path(__file__).parents[1] / "harness"
+
+DEATHS_OF_RANKS = ("kill_rank", "kill_all_ranks", "stop_rank", "kill_supervisor")
+KINDS = {
+    "kill_rank": 6,
+    "kill_all_ranks": 3,
+    "kill_supervisor": 3,
+    "kill_agent": 2,
+    "kill_job_script": 1,
+    "preempt": 2,
+    "rehearsed": 2,
+    "node_lost": 1,
+}
+"""Kinds of interruptions, and how common each is."""
+
+
+def interrupt(kind: str, launch: Launch, cluster: Cluster, chance: random.Random) -> None:
+    """Carry out one interruption; the run's own files say what to strike."""
+    rank = chance.randrange(RANKS)
+    if kind == "kill_rank":
+        launch.kill_rank(rank)
+    elif kind == "kill_all_ranks":
+        for number in range(RANKS):
+            os.kill(launch.rank_pid(number), signal.SIGKILL)
+    elif kind == "kill_supervisor":
+        launch.kill_supervisor()
+    elif kind == "kill_agent":
+        launch.kill_agent(rank)
+    elif kind == "kill_job_script":
+        launch.kill_job_script()
+    elif kind == "preempt":
+        cluster.preempt(str(launch.status.job_id))
+    elif kind == "rehearsed":
+        launch.project.jobkit("preempt", launch.run.name)
+    elif kind == "node_lost":
+        attempt = launch.status.attempt
+        assert attempt is not None
+        node = chance.choice(attempt.nodes)
+        cluster.kill_node(node)
+        time.sleep(5)
+        cluster.restart_node(node)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("JOBKIT_SOAK_SEEDS", "5"))))
+def test_twenty_interruptions_change_no_bit(
+    tmp_path: Path, make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project], seed: int
+) -> None:
+    straight = training_project(tmp_path / "straight", ranks=RANKS)
+    expected = result(straight.submit("--local", "--detach", steps=STEPS, validate_every=1000))
+    cluster = make_slurm(nodes=3, cred_expire=120)
+    project = on_slurm(cluster, YAML.format(task="train", ranks=2, every=100, memory=20), plain=False)
+    shutil.copy(HARNESS / "training_task.py", project.folder)
+    launch = project.submit(
+        "--cluster",
+        "slurm",
+        "resources.nodes=2",
+        "resources.time=2:00:00",
+        "retry.crash=unlimited",
+        steps=STEPS,
+        validate_every=1000,
+        step_seconds=0.02,
+    )
+    chance = random.Random(seed)
+    plan = chance.choices(list(KINDS), list(KINDS.values()), k=INTERRUPTIONS)
+    print(f"seed {seed}: {', '.join(plan)}")
+    for number, kind in enumerate(plan, start=1):
+        before = len(launch.status.attempts)
+        launch.wait_until(
+            lambda me: me.status.is_over or (me.status.open_attempt is not None and me.step >= 0), "a training attempt"
+        )
+        assert not launch.status.is_over, launch.describe()
+        reached = launch.step
+        count = chance.randrange(5, 60)
+        launch.wait_until(
+            lambda me, reached=reached, count=count: me.step >= reached + count or me.status.is_over, "some steps"
+        )
+        jobs = {attempt.began.restart for attempt in launch.status.attempts}
+        interrupt(kind, launch, cluster, chance)
+        if kind != "kill_supervisor":
+            wait_until(
+                lambda before=before: len(launch.status.attempts) > before,  # type: ignore[misc]
+                f"the attempt after interruption {number} ({kind})",
+                launch.describe,
+                seconds=400,
+            )
+        if kind in DEATHS_OF_RANKS:
+            assert {attempt.began.restart for attempt in launch.status.attempts} == jobs, (
+                "a rank's death is mended here"
+            )
+    wait_until(lambda: launch.status.is_over, "the end of the run", launch.describe, seconds=900)
+    assert result(launch) == expected
+    assert points(launch, "train/loss") == list(range(STEPS))
+    assert all(ended.differs_at is None for ended in launch.ends)
