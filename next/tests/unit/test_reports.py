@@ -1,0 +1,135 @@
+"""Curves, repeated steps and losses that are no numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from harness.ranks import make_rank
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from jobkit.errors import UsageError
+from jobkit.run.records import Progress
+from jobkit.run.slots import NOTES, Page
+from jobkit.worker import metrics
+from jobkit.worker.health import Health
+from jobkit.worker.metrics import EventFile
+from jobkit.worker.repeats import Repeats, hash_of
+from jobkit.worker.reporter import Reporter
+
+
+def steps(folder: Path, tag: str = "loss") -> list[int]:
+    return [
+        event.step
+        for file in sorted(folder.glob("events*"))
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+        if value.tag == tag
+    ]
+
+
+def test_a_lost_attempts_points_are_cut_off(tmp_path: Path) -> None:
+    file = EventFile(tmp_path, 0)
+    for step in range(10):
+        file.add(step, metrics.scalar("loss", step))
+        if step == 4:
+            position = {file.path.name: file.size}
+    file.write()
+    assert steps(tmp_path) == list(range(10))
+    metrics.rewind(tmp_path, position)
+    assert steps(tmp_path) == list(range(5))
+    metrics.rewind(tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_that_a_full_disk_refuses_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    file = EventFile(folder, 0)
+    file.add(1, metrics.scalar("loss", 1.0))
+    with pytest.raises(OSError, match="No such file"):
+        file.write()
+    folder.mkdir()
+    file.write()
+    assert steps(folder) == [1]
+
+
+def test_images_videos_and_texts_are_shown(tmp_path: Path) -> None:
+    file = EventFile(tmp_path, 0)
+    file.add(1, metrics.image("image", torch.rand(3, 4, 4)))
+    file.add(1, metrics.image("grey", torch.zeros(1, 4, 4, dtype=torch.uint8)))
+    file.add(1, metrics.video("video", torch.rand(3, 1, 4, 4)))
+    file.add(1, metrics.text("text", "words"))
+    file.write()
+    assert [steps(tmp_path, tag) for tag in ("image", "grey", "video", "text/text_summary")] == [[1]] * 4
+
+
+def test_a_reporter_writes_curves_and_progress(tmp_path: Path) -> None:
+    rank = make_rank(tmp_path)
+    rank.run.tensorboard.mkdir()
+    reporter = Reporter(rank)
+    reporter.begin(0, None, Repeats(rank.page, None, 0))
+    for step in range(3):
+        reporter.log(step, {"loss": torch.tensor(0.5), "acc[/top5]": 1})
+        reporter.end_step(step)
+    position = reporter.position().result()
+    reporter.warn("beware")
+    reporter.warn("beware")
+    reporter.update(step=3)
+    reporter.close()
+    assert steps(rank.run.tensorboard) == [0, 1, 2]
+    assert sum(position.values()) == sum(file.stat().st_size for file in rank.run.tensorboard.iterdir())
+    progress = rank.run.progress()
+    assert isinstance(progress, Progress)
+    assert (progress.step, progress.values, progress.warnings) == (3, {"loss": 0.5, "acc[/top5]": 1.0}, ["beware"])
+    assert len(rank.page.notes()) == 3
+
+
+def test_a_value_that_is_no_number_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="loss"):
+        Reporter(make_rank(tmp_path)).log(1, {"loss": torch.ones(2)})
+
+
+def test_repeated_steps_are_compared_by_their_bits() -> None:
+    before, now = Page.create(), Page.create()
+    first = Repeats(before, None, 0)
+    for step in range(10):
+        before.beat(1, before.read().phase, step + 1)
+        first.note(step, {"loss": 1.0 / (step + 1), "perf/step_seconds": 0.1})
+    again = Repeats(now, before, 6)
+    assert again.repeated == 4
+    for step in range(6, 12):
+        value = 1.0 / (step + 1) + (1e-12 if step == 8 else 0.0)
+        again.note(step, {"loss": value, "perf/step_seconds": 0.2})
+    assert again.as_dict() == {"repeated": 4, "compared": 4, "differs_at": 8}
+
+
+def test_a_page_has_notes_of_the_last_steps() -> None:
+    page = Page.create()
+    for step in range(NOTES + 5):
+        page.note(step, step + 1)
+    assert page.notes() == {step: step + 1 for step in range(5, NOTES + 5)}
+
+
+def test_nan_has_a_hash_and_times_have_none() -> None:
+    assert hash_of({"loss": math.nan}) == hash_of({"loss": math.nan, "perf/x": 3.0}) != 0
+    assert hash_of({"perf/x": 1.0}) == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(math.nan)])
+def test_a_loss_that_is_no_number_names_its_step_and_samples(value: object) -> None:
+    health = Health(ignores=False)
+    health.see(3, torch.tensor(1.0), lambda: [1])
+    assert not health.is_bad()
+    health.see(4, value, lambda: [7, 8])
+    assert health.is_bad()
+    error = health.error()
+    assert error is not None
+    assert (error.step, error.samples) == (4, [7, 8])
+
+
+def test_on_nan_ignore_sees_nothing() -> None:
+    health = Health(ignores=True)
+    health.see(4, math.nan, list)
+    assert not health.is_bad()

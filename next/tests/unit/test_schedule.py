@@ -1,0 +1,48 @@
+"""When saves are due."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from jobkit.run.records import Ended
+from jobkit.worker.schedule import FIRST_SECONDS, PRIOR_SECONDS, AutoInterval, Clock, History
+
+
+def test_a_number_is_of_steps_and_a_text_is_a_time() -> None:
+    assert Clock.of(500, 0.0).is_due_after(1000)
+    assert not Clock.of(500, 0.0).is_due_after(1001)
+    assert Clock.of("10min", 0.0).seconds == 600
+    assert Clock.of("off", 0.0).is_off
+    assert Clock.of(False, 0.0).is_off
+    assert Clock.of("auto", 30.0).seconds == 30.0
+
+
+def test_time_counts_from_the_last_save() -> None:
+    clock = Clock(seconds=100.0)
+    assert not clock.is_due_now()
+    clock.since = time.monotonic() - 101
+    assert clock.is_due_now()
+    clock.restart()
+    assert not clock.is_due_now()
+
+
+def test_deaths_shorten_the_interval_and_stops_do_not() -> None:
+    def ended(cause: str) -> tuple[float, Ended]:
+        return 0.0, Ended(attempt=1, cause=cause, next="in_place", time=3600.0)  # type: ignore[arg-type]
+
+    calm, deadly = History.of([ended("preempted")] * 3), History.of([ended("killed")] * 3)
+    assert calm.seconds_between_deaths == PRIOR_SECONDS + 3 * 3600
+    assert deadly.seconds_between_deaths == (PRIOR_SECONDS + 3 * 3600) / 4
+
+
+@pytest.mark.parametrize(
+    ("stall", "seconds", "expected"),
+    [(0.1, 1.0, 75.8947), (100.0, 1.0, 2400.0), (0.001, 60.0, 120.0), (90.0, 1.0, 2276.84)],
+)
+def test_auto_is_youngs_interval_within_its_bounds(stall: float, seconds: float, expected: float) -> None:
+    interval = AutoInterval(28800.0)
+    assert interval.seconds == FIRST_SECONDS
+    interval.observe(stall, seconds)
+    assert interval.seconds == pytest.approx(expected, rel=1e-3)

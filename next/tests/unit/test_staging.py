@@ -1,0 +1,115 @@
+"""What a rank copies: every element once over all ranks, and each change of the leaves seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from jobkit.checkpoint.live import Entry, names_of, walker_of
+from jobkit.checkpoint.shard import BLOCK, parse_header, sums_of, write_shard
+from jobkit.checkpoint.staging import PAGE, Place, Stager, divide
+from jobkit.group import RankGroup
+
+
+@pytest.mark.parametrize("sizes", [[3, 5], [1], [0, 7, 0], [10, 1, 1, 1], []])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_a_division_covers_each_element_once_and_is_balanced(sizes: list[int], parts: int) -> None:
+    shares = divide(sizes, parts)
+    covered = sorted((item, index) for share in shares for item, begin, end in share for index in range(begin, end))
+    assert covered == [(item, index) for item, size in enumerate(sizes) for index in range(size)]
+    counts = [sum(end - begin for _, begin, end in share) for share in shares]
+    assert max(counts) - min(counts) <= 1
+
+
+def stager() -> Stager:
+    return Stager(Place(), RankGroup.alone())
+
+
+def entries(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Entry]:
+    made = [Entry(name="model", live=model)]
+    return made if optimizer is None else [*made, Entry(name="optimizer", live=optimizer)]
+
+
+def saved(staged: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of a staged shard."""
+    header, data = staged.header, staged.data  # type: ignore[attr-defined]
+    pieces, _ = parse_header(header)
+    return {
+        item.piece.key: data[item.begin : item.end].view(item.piece.dtype).view(item.piece.shape).clone()
+        for item in pieces
+    }
+
+
+def replace(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.full((2, 2), 7.0))
+
+
+def grow(model: nn.Linear) -> None:
+    model.register_buffer("extra", torch.ones(3))
+
+
+def cast(model: nn.Linear) -> None:
+    model.double()
+
+
+CHANGES: dict[str, Callable[[nn.Linear], None]] = {"a new parameter": replace, "a new buffer": grow, "a dtype": cast}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("looks_between", [False, True])
+def test_a_change_of_the_leaves_is_seen(name: str, looks_between: bool) -> None:
+    model, kept = nn.Linear(2, 2), stager()
+    kept.stage(entries(model))
+    CHANGES[name](model)
+    if looks_between:  # a digest of the state must not hide the change from the next save
+        kept.digests(entries(model))
+    tensors = saved(kept.stage(entries(model)))
+    for key, value in model.state_dict().items():
+        assert torch.equal(tensors[f"model/{key}"], value)
+
+
+def test_an_optimizers_state_appears_with_its_first_step() -> None:
+    model, kept = nn.Linear(2, 2), stager()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert "optimizer/state/model/weight/exp_avg" not in saved(kept.stage(entries(model, optimizer)))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tensors = saved(kept.stage(entries(model, optimizer)))
+    state = optimizer.state[model.weight]
+    assert torch.equal(tensors["optimizer/state/model/weight/exp_avg"], state["exp_avg"])
+
+
+def test_tied_weights_are_saved_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    assert sum("weight" in key for key in saved(stager().stage(entries(model)))) == 1
+
+
+def test_a_shard_is_a_safetensors_file_whose_data_begin_at_a_page(tmp_path: object) -> None:
+    model = nn.Sequential(nn.Linear(1000, 1100), nn.BatchNorm1d(3))
+    model[1].half()
+    staged = stager().stage(entries(model))
+    file = tmp_path / "rank_0.safetensors"  # type: ignore[operator]
+    info = write_shard(file, staged)
+    assert info == sums_of(staged)
+    assert (info.header % PAGE, len(info.blocks)) == (0, -(-(info.size - info.header) // BLOCK))
+    assert file.stat().st_size == info.size
+    with safe_open(file, "pt") as opened:
+        for key, value in model.state_dict().items():
+            assert torch.equal(opened.get_tensor(f"model/{key}"), value)
+
+
+def test_a_compiled_or_wrapped_module_has_the_names_of_the_module_within() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="eager")
+    assert list(walker_of(Entry(name="m", live=compiled), {}).look().leaves) == ["0.weight", "0.bias"]
+    assert names_of([("m", compiled)]) == names_of([("m", model)])
+
+
+def test_leaves_that_are_left_out_are_not_saved() -> None:
+    entry = Entry(name="model", live=nn.Linear(2, 2), leaves_out=lambda key: key == "bias")
+    assert [key for key in saved(stager().stage([entry])) if "model" in key] == ["model/weight"]
