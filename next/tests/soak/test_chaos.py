@@ -24,6 +24,9 @@ from slurmbox import Cluster
 INTERRUPTIONS = 20
 RANKS = 4
 STEPS = 6000
+PATIENCE = 600.0
+"""A requeue waits for two minutes by itself."""
+
 HARNESS = Path(__file__).parents[1] / "harness"
 
 DEATHS_OF_RANKS = ("kill_rank", "kill_all_ranks", "stop_rank", "kill_supervisor")
@@ -67,6 +70,12 @@ def interrupt(kind: str, launch: Launch, cluster: Cluster, chance: random.Random
         cluster.restart_node(node)
 
 
+def trains(launch: Launch) -> bool:
+    """Return whether an attempt is past its beginning."""
+    assert not launch.status.is_over, launch.describe()
+    return launch.status.open_attempt is not None and launch.step >= 0
+
+
 @pytest.mark.parametrize("seed", range(int(os.environ.get("JOBKIT_SOAK_SEEDS", "5"))))
 def test_twenty_interruptions_change_no_bit(
     tmp_path: Path, make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project], seed: int
@@ -91,15 +100,9 @@ def test_twenty_interruptions_change_no_bit(
     print(f"seed {seed}: {', '.join(plan)}")
     for number, kind in enumerate(plan, start=1):
         before = len(launch.status.attempts)
-        launch.wait_until(
-            lambda me: me.status.is_over or (me.status.open_attempt is not None and me.step >= 0), "a training attempt"
-        )
-        assert not launch.status.is_over, launch.describe()
-        reached = launch.step
-        count = chance.randrange(5, 60)
-        launch.wait_until(
-            lambda me, reached=reached, count=count: me.step >= reached + count or me.status.is_over, "some steps"
-        )
+        wait_until(lambda: trains(launch), "a training attempt", launch.describe, PATIENCE)
+        aim = launch.step + chance.randrange(5, 60)
+        wait_until(lambda aim=aim: trains(launch) and launch.step >= aim, "some steps", launch.describe, PATIENCE)  # type: ignore[misc]
         jobs = {attempt.began.restart for attempt in launch.status.attempts}
         interrupt(kind, launch, cluster, chance)
         if kind != "kill_supervisor":
@@ -107,13 +110,13 @@ def test_twenty_interruptions_change_no_bit(
                 lambda before=before: len(launch.status.attempts) > before,  # type: ignore[misc]
                 f"the attempt after interruption {number} ({kind})",
                 launch.describe,
-                seconds=400,
+                PATIENCE,
             )
         if kind in DEATHS_OF_RANKS:
             assert {attempt.began.restart for attempt in launch.status.attempts} == jobs, (
                 "a rank's death is mended here"
             )
-    wait_until(lambda: launch.status.is_over, "the end of the run", launch.describe, seconds=900)
+    wait_until(lambda: launch.status.is_over, "the end of the run", launch.describe, PATIENCE)
     assert result(launch) == expected
     assert points(launch, "train/loss") == list(range(STEPS))
     assert all(ended.differs_at is None for ended in launch.ends)

@@ -1,0 +1,198 @@
+"""Measure training under jobkit: a step, an empty boundary, a start, and a restart after a death.
+
+    .venv/bin/python tools/bench/training.py [step boundary start restart] [--repeats 7]
+
+step      a step of a small model under jobkit     / the same loop by hand, in turns in the same processes
+boundary  microseconds between two empty steps
+start     4 ranks until the first step             / the same script under torchrun, in turns
+restart   seconds from a rank's death to the first new step, three times on one node
+
+Each row shows the least, the median and the most, and the bound that the project has set itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from harness.runs import Project, wait_until  # noqa: E402
+
+TASK = """\
+import json, os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 256))
+
+def by_hand(model, optimizer, x, y, steps):
+    began = time.perf_counter()
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return time.perf_counter() - began
+
+def steps(ctx):
+    '''Blocks of steps by hand and under jobkit, in turns.'''
+    model = ctx.parallelize(network())
+    optimizer = ctx.optimizer(model, torch.optim.AdamW)
+    ctx.track(model=model, optimizer=optimizer)
+    other = network()
+    if ctx.world_size > 1:
+        other = nn.parallel.DistributedDataParallel(other, gradient_as_bucket_view=True)
+    others = torch.optim.AdamW(other.parameters())
+    x, y = torch.rand(64, 256), torch.rand(64, 256)
+    block, ratios, began = 40, [], None
+    for step in ctx.steps(block * (ctx.params.repeats + 1)):
+        if step % block == 0:
+            if began is not None:
+                mine = time.perf_counter() - began
+                ratios.append(mine / by_hand(other, others, x, y, block))
+            began = time.perf_counter()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ctx.log({"train/loss": loss})
+    return {"ratios": ratios[1:]}
+
+def boundary(ctx):
+    model = torch.nn.Linear(1, 1)
+    ctx.track(model=model)
+    times = []
+    began = time.perf_counter()
+    for step in ctx.steps(200_000):
+        if step % 20_000 == 19_999:
+            times.append((time.perf_counter() - began) / 20_000 * 1e6)
+            began = time.perf_counter()
+    return {"ratios": times}
+
+def first_step(ctx):
+    ranks = ctx.run_dir / "outputs" / "ranks"
+    ranks.mkdir(parents=True, exist_ok=True)
+    (ranks / str(ctx.rank)).write_text(f"{ctx.attempt} {os.getpid()}")
+    model = ctx.parallelize(network())
+    optimizer = ctx.optimizer(model, torch.optim.AdamW)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(100_000):
+        nn.functional.mse_loss(model(torch.rand(8, 256)), torch.rand(8, 256)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if ctx.rank == 0:
+            mark(ctx.run_dir / "outputs", step, ctx.attempt)
+        if ctx.params.get("short"):
+            break
+        time.sleep(0.02)
+
+def mark(folder, step, attempt):
+    file = folder / f"first-{attempt}"
+    if not file.exists():
+        folder.mkdir(exist_ok=True)
+        file.write_text(f"{time.time()} {step}")
+
+if __name__ == "__main__":
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(network())
+    optimizer = torch.optim.AdamW(model.parameters())
+    nn.functional.mse_loss(model(torch.rand(8, 256)), torch.rand(8, 256)).backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(str(time.time()))
+    dist.barrier()
+    os._exit(0)
+"""
+
+
+def project(function: str, ranks: int, **params: Any) -> Project:
+    text = ", ".join(f"{name}: {json.dumps(value)}" for name, value in params.items())
+    yaml = f"name: bench\ntask: bench_task:{function}\nparams: {{{text}}}\nresources: {{tasks_per_node: {ranks}}}\n"
+    made = Project(Path(tempfile.mkdtemp()) / "project", yaml=yaml, plain=False)
+    made.write("bench_task.py", TASK)
+    return made
+
+
+def show(row: str, values: list[float], bound: float, unit: str = "") -> None:
+    middle = statistics.median(values)
+    verdict = "met" if middle <= bound else "MISSED"
+    print(
+        f"{row:28} {min(values):7.3f} {middle:7.3f} {max(values):7.3f} {unit}  bound {bound:g}: {verdict}", flush=True
+    )
+
+
+def result(made: Project) -> list[float]:
+    made.jobkit("submit", str(made.yaml), "--local")
+    (run,) = (made.folder / "runs").glob("bench-*")
+    values: list[float] = made.launch(run).status.result["ratios"]  # type: ignore[index]
+    return values
+
+
+def bench_step(repeats: int) -> None:
+    for ranks, bound in ((1, 1.02), (2, 1.03)):
+        show(f"step, {ranks} rank(s) / by hand", result(project("steps", ranks, repeats=4 * repeats)), bound)
+
+
+def bench_boundary(repeats: int) -> None:
+    show("an empty boundary", result(project("boundary", 1)), 10, "us")
+
+
+def bench_start(repeats: int) -> None:
+    ratios = []
+    for _ in range(repeats):
+        made = project("first_step", 4, short=True)
+        began = time.time()
+        made.jobkit("submit", str(made.yaml), "--local")
+        (file,) = (made.folder / "runs").glob("bench-*/outputs/first-1")
+        mine = float(file.read_text().split()[0]) - began
+        mark, began = made.folder / "mark", time.time()
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "bench_task.py", str(mark)]
+        subprocess.run(words, cwd=made.folder, env=made.environment, check=True, capture_output=True)
+        ratios.append(mine / (float(mark.read_text()) - began))
+    show("start, 4 ranks / torchrun", ratios, 0.4)
+
+
+def bench_restart(repeats: int) -> None:
+    made = project("first_step", 2)
+    launch = made.submit("--local", "--detach")
+    for number in range(1, repeats + 1):
+        first = launch.run.outputs / f"first-{number}"
+        wait_until(first.exists, f"attempt {number}")
+        time.sleep(3)  # a snapshot in memory
+        began = time.time()
+        launch.kill_rank(1)
+        following = launch.run.outputs / f"first-{number + 1}"
+        wait_until(following.exists, f"attempt {number + 1}")
+        moment = float(following.read_text().split()[0])
+        show(f"restart {number} on one node", [moment - began], 0.5, "s")
+    made.jobkit("cancel", "-y", str(launch.run.path))
+    launch.wait_until_over()
+
+
+BENCHES = {"step": bench_step, "boundary": bench_boundary, "start": bench_start, "restart": bench_restart}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", choices=[*BENCHES, []], help="all by default")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    for row in arguments.rows or BENCHES:
+        BENCHES[row](arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
