@@ -1,0 +1,104 @@
+"""Plans and comparisons of `jobkit verify`, as tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from jobkit.verify.compare import Place, course_of, differing_values, first_difference, repeated_steps
+from jobkit.verify.explain import difference_lines, interruption_words
+from jobkit.verify.plan import KINDS, Course, interruptions
+
+
+def test_every_kind_has_a_place_in_twenty_steps() -> None:
+    course = Course(first=0, last=20, evaluations=(0, 6, 12, 18, 20), epoch_ends=(6, 12, 18))
+    items = interruptions(course)
+    assert [item.attempt for item in items] == [1, 2, 3, 4, 5]
+    assert {item.within or item.save or item.how for item in items} == {
+        "stop",
+        "memory",
+        "disk",
+        "evaluation",
+        "epoch_end",
+    }
+    places = [item.at for item in items]
+    assert all(after - before >= 2 for before, after in pairwise(places))
+
+
+@pytest.mark.parametrize("last", range(4, 30))
+@pytest.mark.parametrize("first", [0, 40])
+def test_interruptions_lie_within_the_steps(first: int, last: int) -> None:
+    course = Course(first=first, last=first + last, evaluations=(first, first + 3), epoch_ends=(first + 3,))
+    for item in interruptions(course):
+        assert first < item.at - 1
+        assert item.at < first + last
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_kind(kind: str) -> None:
+    course = Course(first=0, last=12, evaluations=(0, 4, 8), epoch_ends=(6,))
+    (item,) = interruptions(course, [kind])
+    assert item.attempt == 1
+    assert interruption_words(item)
+
+
+def place(step: int, event: Any = "boundary", attempt: int = 1, **fields: Any) -> Place:
+    state = {"model": f"m{step}", "jobkit.generators": f"g{step}"}
+    values = {"loss": (b"%08d" % step).hex()} if event == "boundary" else {}
+    return Place(
+        **{"rank": 0, "attempt": attempt, "step": step, "event": event, "state": state, "values": values} | fields
+    )
+
+
+STRAIGHT = [
+    place(0, "restored"),
+    *(place(step, samples=[step]) for step in range(1, 7)),
+    place(6, "end", result={"x": 1}),
+]
+INTERRUPTED = [
+    *STRAIGHT[:4],
+    place(2, "restored", 2),
+    *(place(step, attempt=2, samples=[step]) for step in range(3, 7)),
+    place(6, "end", 2, result={"x": 1}),
+]
+
+CHANGES: dict[str, tuple[int, dict[str, Any], tuple[str, str]]] = {
+    "a restored state": (4, {"state": {"model": "?", "jobkit.generators": "g2"}}, ("restored state", "model")),
+    "samples": (6, {"samples": [9]}, ("samples", "")),
+    "a value": (6, {"values": {"loss": (b"x" * 8).hex()}}, ("values", "loss")),
+    "the generators": (6, {"state": {"model": "?", "jobkit.generators": "?"}}, ("generators", "jobkit.generators")),
+    "a state": (6, {"state": {"model": "?", "jobkit.generators": "g4"}}, ("state", "model")),
+    "the result": (9, {"result": {"x": 2}}, ("result", "")),
+}
+
+
+def test_equal_runs_have_no_difference() -> None:
+    assert first_difference({0: STRAIGHT}, {0: INTERRUPTED}) is None
+    assert repeated_steps({0: INTERRUPTED}) == 1
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_first_difference_is_named(name: str) -> None:
+    number, change, expected = CHANGES[name]
+    changed = list(INTERRUPTED)
+    changed[number] = replace(changed[number], **change)
+    difference = first_difference({0: STRAIGHT}, {0: changed})
+    assert difference is not None
+    assert (difference.kind, difference.name) == expected
+    assert difference.place is changed[number]
+    assert len(difference_lines(difference, [])) >= 2
+
+
+def test_values_that_two_straight_runs_log_differently_are_ignored() -> None:
+    again = [replace(item, values=dict.fromkeys(item.values, "00" * 8)) for item in STRAIGHT]
+    ignored = differing_values({0: STRAIGHT}, {0: again})
+    assert ignored == {"loss"}
+    assert first_difference({0: STRAIGHT}, {0: again}, ignored) is None
+
+
+def test_the_course_of_a_straight_run() -> None:
+    places = [place(0, "restored"), place(1), place(2, epoch=1), place(2, "evaluated", epoch=1), place(3, epoch=1)]
+    assert course_of({0: places}) == Course(first=0, last=3, evaluations=(2,), epoch_ends=(2,))
