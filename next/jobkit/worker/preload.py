@@ -23,8 +23,9 @@ from jobkit.worker.task import PLAIN_RANKS
 MODULES = ("submitit.core.submission", "jobkit.worker.main", "jobkit.worker.task", "jobkit.run.load")
 """The modules that each rank imports before the user's code."""
 
-MODULES_OF_TASKS = ("jobkit.worker.context", "jobkit.worker.join")
-"""The same for a rank of a `task:`: torch is among them."""
+MODULES_OF_TASKS = ("jobkit.worker.context", "jobkit.worker.join", "torch._dynamo")
+"""The same for a rank of a `task:`: torch is among them. The first optimizer of a process imports torch._dynamo, which
+takes 0.4 s."""
 
 IMPORT_SECONDS = 900.0
 """After so long an import hangs: the agent shows where, and ends. From a cold disk, which all nodes of a large job read

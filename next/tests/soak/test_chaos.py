@@ -29,7 +29,7 @@ PATIENCE = 600.0
 
 HARNESS = Path(__file__).parents[1] / "harness"
 
-DEATHS_OF_RANKS = ("kill_rank", "kill_all_ranks", "stop_rank", "kill_supervisor")
+DEATHS_OF_RANKS = ("kill_rank", "kill_all_ranks")
 KINDS = {
     "kill_rank": 6,
     "kill_all_ranks": 3,
@@ -103,7 +103,6 @@ def test_twenty_interruptions_change_no_bit(
         wait_until(lambda: trains(launch), "a training attempt", launch.describe, PATIENCE)
         aim = launch.step + chance.randrange(5, 60)
         wait_until(lambda aim=aim: trains(launch) and launch.step >= aim, "some steps", launch.describe, PATIENCE)  # type: ignore[misc]
-        jobs = {attempt.began.restart for attempt in launch.status.attempts}
         interrupt(kind, launch, cluster, chance)
         if kind != "kill_supervisor":
             wait_until(
@@ -113,9 +112,9 @@ def test_twenty_interruptions_change_no_bit(
                 PATIENCE,
             )
         if kind in DEATHS_OF_RANKS:
-            assert {attempt.began.restart for attempt in launch.status.attempts} == jobs, (
-                "a rank's death is mended here"
-            )
+            ended = launch.ends[before - 1]
+            # Three deaths on a node within an hour are the node's: then the job gets another one.
+            assert ended.next == "in_place" or "given up: 3 deaths" in ended.reason, ended
     wait_until(lambda: launch.status.is_over, "the end of the run", launch.describe, PATIENCE)
     assert result(launch) == expected
     assert points(launch, "train/loss") == list(range(STEPS))
