@@ -25,6 +25,9 @@ from jobkit.checkpoint.shard import BLOCK, ShardInfo, Stored
 from jobkit.checkpoint.staging import Piece
 from jobkit.errors import CheckpointError
 
+CACHED = 512 << 10
+"""Bytes that are read and checked at a time."""
+
 IOV_MAX = 1000
 """Buffers of one preadv; Linux allows 1024."""
 
@@ -105,24 +108,37 @@ def read_targets(
     size = info.size - info.header
 
     def read(number: int, buffers: Sequence[memoryview]) -> str | None:
-        begin = number * BLOCK
-        length = min(BLOCK, size - begin)
-        return _sum(buffers) if shard.read_into(buffers, info.header + begin) == length else None
+        state, position = xxhash.xxh3_64(), info.header + number * BLOCK
+        for group in _groups(buffers):
+            length = sum(map(len, group))
+            if shard.read_into(group, position) != length:
+                return None
+            for buffer in group:
+                state.update(buffer)
+            position += length
+        return state.hexdigest()
 
-    # Each thread reads a block and checks it while it is in the processor's cache.
+    # Each thread reads a part of a block, and checks it while it is in the processor's cache.
     checks = [(number, pool.submit(read, number, buffers)) for number, buffers in _blocks(targets, size)]
     for number, check in checks:
         if check.result() != info.blocks[number]:
             raise Damaged(f"{name}: block {number} of 4 MiB is not the one that was written")
 
 
-def _sum(buffers: Sequence[memoryview]) -> str:
-    if len(buffers) == 1:
-        return xxhash.xxh3_64_hexdigest(buffers[0])
-    state = xxhash.xxh3_64()
+def _groups(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield the buffers of a block in groups of at most CACHED bytes; a larger buffer is cut."""
+    group: list[memoryview] = []
+    size = 0
     for buffer in buffers:
-        state.update(buffer)
-    return state.hexdigest()
+        for begin in range(0, len(buffer), CACHED):
+            part = buffer[begin : begin + CACHED]
+            if group and size + len(part) > CACHED:
+                yield group
+                group, size = [], 0
+            group.append(part)
+            size += len(part)
+    if group:
+        yield group
 
 
 def _blocks(targets: Sequence[Target], size: int) -> Iterator[tuple[int, list[memoryview]]]:
