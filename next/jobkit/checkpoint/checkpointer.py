@@ -163,20 +163,17 @@ class Checkpointer:
                         "--fresh starts a new run at step 0"
                     )
                 return None
+            source, problem = None, None
             try:
                 source = sources.of_disk(self.store.path(steps[0]), self._disk_ranks)
-                self._agree_on(None)
                 framework_files.check(source, self._disk_ranks)
-                return source
             except Damaged as error:
-                self._reject(steps[0], str(error))
-
-    def _agree_on(self, problem: str | None) -> None:
-        """Raise Damaged on all ranks where it is on any: nodes with disks of their own have copies of their own."""
-        if self.place.disks:
+                problem = str(error)
+            # Nodes with disks of their own have copies of their own: one that is damaged spoils the checkpoint for all.
             problems = [other for other in self.ranks.gather(problem) if other is not None]
-            if problems:
-                raise Damaged(problems[0])
+            if not problems:
+                return source
+            self._reject(steps[0], problems[0])
 
     def _reject(self, step: int, reason: str) -> None:
         self.set_aside.append((step, reason))

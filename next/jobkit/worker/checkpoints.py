@@ -6,6 +6,7 @@ loop --due?--> Checkpoints --stage, write, snapshot--> Checkpointer (checkpoint/
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from jobkit.checkpoint.checkpointer import Checkpointer, Pending
-from jobkit.errors import CheckpointError
 from jobkit.log import log
 from jobkit.run.journal import read_status
 from jobkit.run.schema import AUTO
@@ -85,7 +85,7 @@ class Checkpoints:
         return self.checkpointer.stage(boundary.step, self.tracked.entries, extra, self.write_files)
 
     def write(self, pending: Pending, *, wait: bool = False) -> None:
-        """Write a copy in the background; with `wait` return when it is durable. Raises CheckpointError then."""
+        """Write a copy in the background; with `wait` return when it is durable. Raises OSError then."""
         self._stall = pending.seconds
         self._disk.restart()
         self._memory.restart()
@@ -94,11 +94,11 @@ class Checkpoints:
             self.wait(pending.step)
 
     def wait(self, step: int) -> None:
-        """Return when the checkpoint of a step is durable. Raises CheckpointError if it was not written."""
+        """Return when the checkpoint of a step is durable. Raises OSError if the disk did not take it."""
         self.checkpointer.wait_for_write()
         self.look()
         if self.checkpointer.durable_step != step:
-            raise CheckpointError(self._error or f"the checkpoint of step {step} was not written")
+            raise OSError(errno.ENOSPC, self._error or f"the checkpoint of step {step} was not written")
 
     def snapshot(self, boundary: Boundary, least_complete: int) -> None:
         """Copy the state into memory that outlives this rank."""

@@ -93,7 +93,7 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
         kind="failed",
         error=f"{type(error).__name__}: {error}".rstrip(": "),
         traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
-        final=isinstance(error, (UsageError, InputError, CheckpointError)),
+        final=isinstance(error, (UsageError, InputError, CheckpointError)) or getattr(error, "final", False),
         out_of_memory=out_of_memory(error),
         samples=getattr(error, "samples", None),
         disk=is_full(error),

@@ -19,6 +19,9 @@ from jobkit.errors import JobkitError
 class NotFinite(JobkitError):
     """A loss was no finite number: the run ends as failed, with the step and the samples of this rank."""
 
+    final = True
+    """Another attempt would come to the same step."""
+
     def __init__(self, step: int, value: float, samples: Sequence[int]) -> None:
         super().__init__(
             f"the loss of step {step} is {value}; the newest checkpoint holds nothing of it (on_nan: ignore goes on)"

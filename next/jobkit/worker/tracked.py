@@ -54,6 +54,8 @@ class Tracked:
         entries = []
         for name, value in [*shared.items(), *per_rank.items()]:
             self._check(name, value)
+            if name in self.objects:  # a second call with the same object
+                continue
             self.objects[name] = value
             entries.append(self._entry(name, value, per_rank=name in per_rank))
         self._restore(entries)
