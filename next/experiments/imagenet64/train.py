@@ -76,7 +76,7 @@ def open_data(ctx: jobkit.Context, p: DictConfig) -> tuple[Part, Part]:
 
 
 def withheld(n: int, probability: float, together: int, device: torch.device) -> Tensor:
-    """Which of n labels are withheld, bool [n]: `together` of them at a time, with a probability."""
+    """Return a mask of n labels, bool [n]: `together` of them at a time are withheld, with a probability."""
     drawn = torch.rand(-(-n // together), device=device) < probability
     return drawn.repeat_interleave(together)[:n]
 

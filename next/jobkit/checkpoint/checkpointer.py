@@ -65,7 +65,7 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a save, the same on all ranks."""
+    """The result of a save, the same on all ranks."""
 
     step: int
     seconds: float
@@ -120,7 +120,7 @@ class Checkpointer:
         """Damaged checkpoints that were found, and why."""
         self.durable_step: int | None = None
         self._entries: list[Entry] = []
-        """What was restored so far."""
+        """The entries that were restored so far."""
         self._sources: list[Source] = []
         if self._disk_ranks.is_main:
             self.store.clean()
@@ -302,8 +302,8 @@ class Checkpointer:
             info = write_shard(folder / name, pending.staged, self._beat)
         except OSError as error:
             problem = error
-        told = None if problem is None else (f"rank {self.place.rank}: {problem}", is_full(problem))
-        answers = ranks.gather((name, info, told, pending.staged.nbytes, pending.staged.pickled))
+        failure = None if problem is None else (f"rank {self.place.rank}: {problem}", is_full(problem))
+        answers = ranks.gather((name, info, failure, pending.staged.nbytes, pending.staged.pickled))
         failed = next((answer[2] for answer in answers if answer[2] is not None), None)
         if failed is not None:
             return self._failed(pending, began, *failed)

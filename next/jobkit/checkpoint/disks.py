@@ -1,4 +1,4 @@
-"""Which ranks share the disk of the run directory: a checkpoint is divided within a disk.
+"""The ranks that share a disk with the run directory: a checkpoint is divided within a disk.
 
 Two machines without a shared disk keep a whole copy each. The context asks once, before it restores.
 """

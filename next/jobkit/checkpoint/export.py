@@ -86,7 +86,7 @@ class OpenedRun:
 
     @property
     def result(self) -> Any:
-        """What the training function returned; None for a run that has not finished."""
+        """The result of the training function; None for a run that has not finished."""
         file = self.run.final / "result.json"
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 

@@ -295,9 +295,9 @@ class Snapshots:
             if here == giver:
                 slot, record = present[step, rank]
                 text = json.dumps(vars(record)).encode()
-                ranks.start_sending(torch.frombuffer(bytearray(text).ljust(RECORD), dtype=torch.uint8), rank).wait()
+                ranks.send(torch.frombuffer(bytearray(text).ljust(RECORD), dtype=torch.uint8), rank)
                 data = memoryview(slot.memory(slot.size))[record.begin : record.begin + record.info["size"]]
-                ranks.start_sending(torch.frombuffer(data, dtype=torch.uint8), rank).wait()
+                ranks.send(torch.frombuffer(data, dtype=torch.uint8), rank)
             elif here == rank:
                 head = torch.empty(RECORD, dtype=torch.uint8)
                 ranks.receive(head, giver)

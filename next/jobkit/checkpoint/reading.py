@@ -215,9 +215,9 @@ class Sink:
         if piece.offset is None and piece.whole is not None:
             raise CheckpointError(f"{self.name}: it was saved in ranges, and is now a part of a sharded tensor")
         shape = self.leaf.shape
-        here, there = self.offset or (0,) * len(shape), piece.offset or (0,) * len(shape)
-        low = [max(a, b) for a, b in zip(here, there, strict=True)]
-        ends = zip(here, self._buffer.shape, there, piece.shape, strict=True)
+        here, origin = self.offset or (0,) * len(shape), piece.offset or (0,) * len(shape)
+        low = [max(a, b) for a, b in zip(here, origin, strict=True)]
+        ends = zip(here, self._buffer.shape, origin, piece.shape, strict=True)
         high = [min(a + n, b + m) for a, n, b, m in ends]
         if any(begin >= end for begin, end in zip(low, high, strict=True)):
             return
@@ -228,7 +228,7 @@ class Sink:
         length = high[-1] - low[-1]
         for index in _indices(low[:-1], high[:-1]):
             position = [*index, low[-1]]
-            source = _flat([p - o for p, o in zip(position, there, strict=True)], piece.shape) * size
+            source = _flat([p - o for p, o in zip(position, origin, strict=True)], piece.shape) * size
             begin = _flat([p - o for p, o in zip(position, here, strict=True)], self._buffer.shape) * size
             yield Target(stored.begin + source, memory[begin : begin + length * size])
 

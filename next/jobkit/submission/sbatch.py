@@ -37,8 +37,8 @@ PAUSE_SECONDS = 3.0
 JOB_SCRIPT = Path(__file__).with_name("job.sh")
 """The shell part of every batch script, here and on Slurm."""
 
-_OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG", "JOBKIT_PLAIN_RANKS")
-"""Variables that a person, or a test, sets; the other JOBKIT_ ones belong to a rank or a job."""
+_OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG")
+"""Variables that a person sets; the other JOBKIT_ ones belong to a rank or a job."""
 
 
 class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]

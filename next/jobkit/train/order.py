@@ -1,4 +1,4 @@
-"""Which sample comes when: a pure function of a position, in constant memory and time.
+"""The order of samples: a pure function of a position, in constant memory and time.
 
     (seed, batch number, rank) --SampleOrder.shares--> (epoch, sample id) pairs
 

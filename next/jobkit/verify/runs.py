@@ -99,23 +99,23 @@ class Verification:
             return Report(equal=True, lines=[line], missing=missing)
         again = self._trace("straight-again", [])
         ignored = compare.differing_values(straight, again)
-        own = compare.first_difference(straight, again, ignored)
-        if own is not None:
-            return self._nondeterministic(own, missing)
+        change = compare.first_difference(straight, again, ignored)
+        if change is not None:
+            return self._nondeterministic(change, missing)
         difference = compare.first_difference(straight, interrupted, ignored)
         if difference is None:
             line = f"=> equal, apart from values that two straight runs log differently: {', '.join(sorted(ignored))}"
             return Report(equal=True, lines=[line], missing=missing)
         return self._blamed(straight, difference, items, ignored, missing)
 
-    def _nondeterministic(self, own: Difference, missing: list[str]) -> Report:
-        what = own.name or own.kind
+    def _nondeterministic(self, change: Difference, missing: list[str]) -> Report:
+        what = change.name or change.kind
         lines = [
-            f"two straight runs differ: {what} at step {own.place.step}, {own.first} | {own.second}",
+            f"two straight runs differ: {what} at step {change.place.step}, {change.first} | {change.second}",
             "=> no state is lost: the program itself, or kernels that depend on the process's history, are not "
             "deterministic (deterministic: true in the YAML may help); an exact restart cannot be shown",
         ]
-        return Report(equal=False, lines=lines, difference=own, is_nondeterministic=True, missing=missing)
+        return Report(equal=False, lines=lines, difference=change, is_nondeterministic=True, missing=missing)
 
     def _blamed(
         self,

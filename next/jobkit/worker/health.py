@@ -47,6 +47,7 @@ class Health:
             if loss.device.type != "cpu":
                 self._unread.append((step, loss.detach(), samples))
                 return
+            loss = loss.detach()
         value = float(loss)
         if not math.isfinite(value):
             self._error = NotFinite(step, value, samples())

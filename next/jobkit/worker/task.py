@@ -24,7 +24,7 @@ from jobkit.worker.rank import Rank
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of all its threads to its error log: the agent sends it before it kills a hung rank."""
 
-PLAIN_RANKS = "JOBKIT_PLAIN_RANKS"
+PLAIN_RANKS = "PLAIN_RANKS"
 """A variable with which a task gets the bare Rank, without torch: for tests about scheduling."""
 
 

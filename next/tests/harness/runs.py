@@ -65,7 +65,7 @@ class Project:
         self.environment = dict(os.environ if environment is None else environment)
         self.environment.pop("JOBKIT_RUNS", None)
         if plain:
-            self.environment["JOBKIT_PLAIN_RANKS"] = "1"
+            self.environment["PLAIN_RANKS"] = "1"
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(__file__).with_name("scripted_rank.py"), folder)
         self.yaml = folder / "exp.yaml"

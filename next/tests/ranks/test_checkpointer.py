@@ -21,7 +21,7 @@ from jobkit.group import RankGroup
 
 
 class Own:
-    """A state of each rank's own."""
+    """A state of each rank alone."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -40,11 +40,11 @@ def make_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def entries(model: nn.Module, optimizer: torch.optim.Optimizer, own: Own) -> list[Entry]:
+def entries(model: nn.Module, optimizer: torch.optim.Optimizer, mine: Own) -> list[Entry]:
     return [
         Entry(name="model", live=model),
         Entry(name="optimizer", live=optimizer),
-        Entry(name="own", live=own, scope="rank"),
+        Entry(name="own", live=mine, scope="rank"),
     ]
 
 
@@ -64,30 +64,30 @@ def save(ranks: RankGroup, folder: Path, steps: tuple[int, ...]) -> list[float]:
     for step in steps:
         model(torch.full((2, 3), float(step))).sum().backward()
         optimizer.step()
-        own = Own({9: "nine", 10: ranks.rank, "10": (1.5, step)})
-        checkpointer.write(checkpointer.stage(step, entries(model, optimizer, own), {"at": step}), wait=True)
+        mine = Own({9: "nine", 10: ranks.rank, "10": (1.5, step)})
+        checkpointer.write(checkpointer.stage(step, entries(model, optimizer, mine), {"at": step}), wait=True)
     checkpointer.close()
     return digest(model, optimizer)
 
 
 def load(ranks: RankGroup, folder: Path) -> tuple[int, list[float], Any, list[Any]]:
     model, optimizer = make_model(2)
-    own = Own(None)
+    mine = Own(None)
     checkpointer = make(ranks, folder, 2)
-    checkpointer.restore(entries(model, optimizer, own))
+    checkpointer.restore(entries(model, optimizer, mine))
     restored = checkpointer.restored
     assert restored is not None
     assert checkpointer.end_restore() == []
-    return restored.step, digest(model, optimizer), own.value, checkpointer.set_aside
+    return restored.step, digest(model, optimizer), mine.value, checkpointer.set_aside
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (3, 3), (4, 2), (2, 3), (3, 1)])
 def test_any_number_of_ranks_takes_up_a_checkpoint(tmp_path: Path, saved: int, loaded: int) -> None:
     expected = run_ranks(save, saved, tmp_path, (1, 2))
     answers = run_ranks(load, loaded, tmp_path)
-    for rank, (step, values, own, _) in enumerate(answers):
+    for rank, (step, values, mine, _) in enumerate(answers):
         assert (step, values) == (2, expected[0])
-        assert own == {9: "nine", 10: rank if saved == loaded else 0, "10": (1.5, 2)}
+        assert mine == {9: "nine", 10: rank if saved == loaded else 0, "10": (1.5, 2)}
 
 
 def test_every_shard_is_a_file_of_safetensors(tmp_path: Path) -> None:
@@ -159,18 +159,18 @@ def snapshots(ranks: RankGroup, folder: Path) -> Any:
         slot.memory(0)[RECORD + 8] ^= 1
     ranks.barrier()
     model, optimizer = make_model(2)
-    own = Own(None)
+    mine = Own(None)
     again = make(ranks, folder, 2, slots)
     first = again.restored
-    again.restore(entries(model, optimizer, own))
+    again.restore(entries(model, optimizer, mine))
     assert first is not None
     assert again.restored is not None
-    return first.step, again.restored.step, own.value, digest(model, optimizer) == expected
+    return first.step, again.restored.step, mine.value, digest(model, optimizer) == expected
 
 
 def test_the_newest_snapshot_that_all_ranks_have_whole_is_taken(tmp_path: Path) -> None:
-    for rank, (first, step, own, is_newest) in enumerate(run_ranks(snapshots, 2, tmp_path)):
-        assert (first, step, own, is_newest) == (3, 2, rank, False)
+    for rank, (first, step, mine, is_newest) in enumerate(run_ranks(snapshots, 2, tmp_path)):
+        assert (first, step, mine, is_newest) == (3, 2, rank, False)
 
 
 def differs(ranks: RankGroup, folder: Path) -> str:

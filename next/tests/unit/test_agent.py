@@ -86,7 +86,7 @@ class Supervisor:
         self.start_agent()
 
     def start_agent(self) -> None:
-        environment = {**os.environ, "JOBKIT_JOB_ID": JOB, "JOBKIT_PLAIN_RANKS": "1"}
+        environment = {**os.environ, "JOBKIT_JOB_ID": JOB, "PLAIN_RANKS": "1"}
         words = start.words("jobkit.worker.agent", str(self.run.path))
         self.agent = subprocess.Popen(words, env=environment, cwd=self.run.path.parent, start_new_session=True)
         self.accept()

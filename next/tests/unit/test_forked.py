@@ -110,6 +110,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.worker import preload
 preload.IMPORT_SECONDS = 0.2
+os.environ[preload.PLAIN_RANKS] = "1"  # the import of torch would take longer
 sys.path.insert(0, {str(tmp_path)!r})
 preload.import_for_ranks(RunDir({str(tmp_path / "toy")!r}), Config(name="toy", task="toy:train", preload=["hangs"]))
 """

@@ -1,4 +1,4 @@
-"""What a rank copies: every element once over all ranks, and each change of the leaves seen."""
+"""The copy of a rank: every element once over all ranks, and each change of the leaves seen."""
 
 from __future__ import annotations
 
