@@ -2,7 +2,8 @@
 
     tools/test soak [--seeds 5]
 
-The cluster has Slurm's own wait for credentials, 120 s, so that each needless requeue costs two minutes. Deaths of
+The cluster has Slurm's own wait for credentials, 120 s, so that each needless requeue costs two minutes
+(JOBKIT_SOAK_CRED_EXPIRE=5 is a quick look). Deaths of
 ranks must be mended in place.
 """
 
@@ -82,7 +83,7 @@ def test_twenty_interruptions_change_no_bit(
 ) -> None:
     straight = training_project(tmp_path / "straight", ranks=RANKS)
     expected = result(straight.submit("--local", "--detach", steps=STEPS, validate_every=1000))
-    cluster = make_slurm(nodes=3, cred_expire=120)
+    cluster = make_slurm(nodes=3, cred_expire=int(os.environ.get("JOBKIT_SOAK_CRED_EXPIRE", "120")))
     project = on_slurm(cluster, YAML.format(task="train", ranks=2, every=100, memory=20), plain=False)
     shutil.copy(HARNESS / "training_task.py", project.folder)
     launch = project.submit(
