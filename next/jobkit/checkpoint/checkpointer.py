@@ -361,9 +361,13 @@ class Checkpointer:
             self._check_lease()
             self.store.mark_best(pending.step, value)
 
+    def make_room(self) -> int | None:
+        """Delete this disk's oldest checkpoint that is not needed; returns its step, None if there is none."""
+        return self.store.make_room(self._protected)
+
     def _make_room(self) -> int | None:
         """Delete the oldest checkpoint of each disk; returns its step, on all ranks."""
-        step = self.store.make_room(self._protected) if self._is_first_of_disk else None
+        step = self.make_room() if self._is_first_of_disk else None
         return next((other for other in self._thread_ranks.gather(step) if other is not None), None)
 
     def _failed(self, pending: Pending, began: float, error: str, full: bool) -> Outcome:

@@ -21,14 +21,23 @@ from jobkit.checkpoint.live import plain_module
 from jobkit.checkpoint.store import sync_folder
 from jobkit.errors import InputError
 from jobkit.group import RankGroup
+from jobkit.run.disk import is_full
 from jobkit.run.files import json_text, write_atomic
 from jobkit.run.rundir import RunDir
 
 
 def write_final(
-    run: RunDir, modules: Mapping[str, nn.Module], result: Any, ranks: RankGroup, check_lease: Callable[[], None]
+    run: RunDir,
+    modules: Mapping[str, nn.Module],
+    result: Any,
+    ranks: RankGroup,
+    check_lease: Callable[[], None],
+    make_room: Callable[[], int | None] = lambda: None,
 ) -> None:
-    """Write final/, whole or not at all. All ranks call it; rank 0 writes."""
+    """Write final/, whole or not at all. All ranks call it; rank 0 writes.
+
+    On a full disk `make_room` deletes an older checkpoint; it returns None if there is none to give.
+    """
     weights = {name: whole_weights(module) for name, module in modules.items()}
 
     def write() -> None:
@@ -36,8 +45,14 @@ def write_final(
         folder = run.final.with_name(f".{run.final.name}.tmp")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        for name, tensors in weights.items():
-            save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
+        try:
+            for name, tensors in weights.items():
+                save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
+        except Exception as error:
+            if not is_full(error) or make_room() is None:
+                raise
+            write()
+            return
         write_atomic(folder / "result.json", json_text(_plain(result)))
         if run.config_file.exists():
             shutil.copyfile(run.config_file, folder / run.config_file.name)

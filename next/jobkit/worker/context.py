@@ -420,7 +420,8 @@ class Context:
             pending = self._checkpoints.stage(self._loop.boundary)
             self._checkpoints.write(pending, wait=True)
             modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
-            write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease)
+            make_room = self._checkpointer.make_room
+            write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease, make_room)
         if self._loop.trace is not None:
             self._loop.trace.write(self._loop.boundary, "end", {}, result=result)
         self.result = result

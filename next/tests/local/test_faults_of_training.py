@@ -1,0 +1,170 @@
+"""Mistakes and accidents within a training function: nothing is lost, and the reason is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness.runs import Launch, Project
+from harness.training import points
+
+TASK = """\
+import time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+X = torch.linspace(0, 1, 64)[:, None]
+
+def parts(ctx, width=4):
+    model = ctx.parallelize(nn.Sequential(nn.Linear(1, width), nn.Linear(width, 1)))
+    optimizer = ctx.optimizer(model, torch.optim.AdamW)
+    loader = ctx.loader(TensorDataset(X, X), global_batch_size=8)
+    return model, optimizer, loader
+
+def swallows(ctx):
+    model, optimizer, loader = parts(ctx)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    try:
+        for step in ctx.steps(1000):
+            ctx.log({"x": step})
+            time.sleep(0.02)
+    finally:
+        return {"swallowed": True}
+
+def breaks(ctx):
+    model, optimizer, loader = parts(ctx)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    for step in ctx.steps(1000):
+        ctx.log({"x": step})
+        if step == 5:
+            break
+    return {"step": ctx.step}
+
+def nan(ctx):
+    model, optimizer, loader = parts(ctx)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    for step in ctx.steps(1000):
+        x, y = next(loader)
+        if step == 7 and ctx.rank == 1:
+            x = x * float("nan")
+        loss = ctx.backward(model, (x, y), nn.functional.mse_loss)
+        ctx.update(optimizer)
+
+def untracked(ctx):
+    model, optimizer, loader = parts(ctx)
+    ctx.track(model=model, loader=loader)
+    for step in ctx.steps(10): pass
+
+def other_optimizer(ctx):
+    model, _, loader = parts(ctx)
+    ctx._spread.optimizers.clear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.track(model=model, loader=loader)
+    for step in ctx.steps(10):
+        ctx.backward(model, next(loader), nn.functional.mse_loss)
+        optimizer.step()
+
+def a_float(ctx):
+    ctx.track(best=0.5)
+
+def two_loops(ctx):
+    model, optimizer, loader = parts(ctx)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    for step in ctx.steps(2): pass
+    for step in ctx.steps(4): pass
+
+def big(ctx):
+    model = ctx.parallelize(nn.Linear(700, 700))
+    ctx.track(model=model)
+    for step in ctx.steps(ctx.params.steps):
+        time.sleep(0.02)
+    return {"step": ctx.step}
+"""
+YAML = "name: faults\ntask: faults_task:{task}\nparams: {{steps: 60}}\nresources: {{tasks_per_node: {ranks}}}\n"
+
+
+def run(folder: Path, task: str, ranks: int = 1, more: str = "", *words: str) -> Launch:
+    made = Project(folder, yaml=YAML.format(task=task, ranks=ranks) + more, plain=False)
+    made.write("faults_task.py", TASK)
+    return made.submit("--local", "--detach", *words)
+
+
+def test_a_stop_that_is_swallowed_is_a_stop(tmp_path: Path) -> None:
+    launch = run(tmp_path, "swallows").wait_for_step(20)
+    launch.project.jobkit("cancel", "-y", str(launch.run.path))
+    launch.wait_until_over()
+    assert launch.status.state == "cancelled"
+    assert launch.ends[0].durable_step == launch.ends[0].last_step
+
+
+def test_a_break_leaves_a_step_that_is_done(tmp_path: Path) -> None:
+    launch = run(tmp_path, "breaks").wait_until_over()
+    assert launch.status.result == {"step": 6}
+    assert launch.run.durable_step() == 6
+    assert points(launch, "x") == list(range(6))
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    launch = run(tmp_path, "nan", 2, "checkpoint: {every: 1, memory: off}\n").wait_until_over()
+    ended = launch.ends[-1]
+    assert (launch.status.state, len(launch.ends)) == ("failed", 1)
+    assert "step 7" in str(ended.error)
+    assert ended.samples is not None
+    assert launch.run.durable_step() == 7  # of the steps 0 to 6
+
+
+MISTAKES = {
+    "untracked": "the optimizer of ctx.optimizer is not tracked",
+    "other_optimizer": "changes a tracked model and is not tracked",
+    "a_float": "ctx.values(best=...)",
+    "two_loops": "one loop",
+}
+
+
+@pytest.mark.parametrize("task", MISTAKES)
+def test_a_mistake_is_one_line_and_is_not_retried(tmp_path: Path, task: str) -> None:
+    launch = run(tmp_path, task).wait_until_over()
+    ended = launch.ends[-1]
+    assert (launch.status.state, len(launch.ends), ended.final) == ("failed", 1, True)
+    assert MISTAKES[task] in str(ended.error)
+    assert "Traceback" not in launch.run.rank_log(1, 0, "err").read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_on_a_full_disk_the_oldest_checkpoint_gives_way_and_training_goes_on(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(disk)], check=True)
+    try:  # a checkpoint has 2 MB: with four of them, and `final/`, the disk is full
+        more = "checkpoint: {every: 10, memory: off, keep: 5}\n"
+        launch = run(tmp_path / "project", "big", 1, more, "--runs-dir", str(disk / "runs")).wait_until_over()
+        assert launch.status.state == "finished", launch.describe()
+        steps = sorted(int(path.name[5:]) for path in launch.run.checkpoints.glob("step_*"))
+        assert steps[-1] == 60
+        assert len(steps) < 5
+        progress = launch.run.progress()
+        assert progress is not None
+        assert any("gave way" in warning for warning in progress.warnings)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_an_error_of_the_writers_thread_ends_the_rank(tmp_path: Path) -> None:
+    project = Project(tmp_path, yaml=YAML.format(task="broken", ranks=1) + "retry: {crash: 1}\n", plain=False)
+    project.write(
+        "faults_task.py",
+        TASK
+        + """
+def broken(ctx):
+    def publish(*_):
+        raise RuntimeError("a bug of the writer")
+    ctx._checkpointer.store.publish = publish
+    return big(ctx)
+""",
+    )
+    launch = project.submit("--local", "--detach", steps=10).wait_until_over()
+    assert launch.status.state == "failed"
+    assert "a bug of the writer" in launch.run.rank_log(1, 0, "err").read_text()
