@@ -30,7 +30,7 @@ from jobkit.checkpoint.reading import (
     targets_of,
 )
 from jobkit.checkpoint.shard import ShardInfo, Stored, parse_header
-from jobkit.checkpoint.staging import Place, Stager, leaf_name
+from jobkit.checkpoint.staging import Stager, leaf_name
 from jobkit.checkpoint.store import Manifest
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
@@ -262,6 +262,3 @@ def _buckets(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-__all__ = ["Place", "Source", "of_disk"]

@@ -21,7 +21,7 @@ import xxhash
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from jobkit.checkpoint.live import Entry, Live, Walker, names_of, plain_module, walker_of
+from jobkit.checkpoint.live import Entry, Live, Walker, names_of, walker_of
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 
@@ -386,6 +386,3 @@ def _memory(size: int, pin: bool) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     block = mmap.mmap(-1, max(size, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
     return torch.frombuffer(block, dtype=torch.uint8)
-
-
-__all__ = ["DTYPES", "PAGE", "SKELETONS", "Piece", "Place", "Staged", "Stager", "divide", "leaf_name", "plain_module"]

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jobkit.checkpoint.live import plain_module
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
 from jobkit.run.schema import Config
@@ -107,7 +106,6 @@ class GradientOrders:
 
     def __init__(self) -> None:
         self._orders: list[GradientOrder] = []
-        self._loaded: list[list[str] | None] = []
 
     def add(self, order: GradientOrder) -> None:
         self._orders.append(order)
@@ -144,6 +142,3 @@ def independent_forwards(modules: list[nn.Module]) -> Iterator[None]:
                 buffer.copy_(value)
         for module, flags in zip(ddp, before, strict=True):
             module.broadcast_buffers, module.require_forward_param_sync = flags
-
-
-__all__ = ["GradientOrders", "Spread", "independent_forwards", "plain_module"]

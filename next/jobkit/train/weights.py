@@ -71,4 +71,4 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _words(form: tuple[str, tuple[int, ...], str] | None) -> str:
-    return "nothing" if form is None else f"{form[0]} {list(form[1])}"
+    return "nothing" if form is None else f"{form[0]} {list(form[1])} {form[2].removeprefix('torch.')}"

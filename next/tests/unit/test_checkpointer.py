@@ -1,0 +1,109 @@
+"""A checkpointer of one rank: the best checkpoint, a framework's files, and states that do not fit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from jobkit.checkpoint.checkpointer import Checkpointer
+from jobkit.checkpoint.live import Entry
+from jobkit.checkpoint.staging import Place
+from jobkit.errors import CheckpointError
+from jobkit.group import RankGroup
+
+
+def make(folder: Path, attempt: int = 1, keep: int = 2, mode: Any = "min") -> Checkpointer:
+    return Checkpointer(folder, RankGroup.alone(), Place(), attempt=attempt, keep=keep, best_mode=mode)
+
+
+def entries(model: nn.Module, name: str = "model") -> list[Entry]:
+    return [Entry(name=name, live=model)]
+
+
+def save(folder: Path, model: nn.Module, step: int, **options: Any) -> None:
+    checkpointer = make(folder)
+    checkpointer.write(checkpointer.stage(step, entries(model), {}, **options), wait=True)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 4)])
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, mode: str, best: int) -> None:
+    checkpointer = make(tmp_path, mode=mode)
+    for step, value in enumerate((3.0, 1.0, 2.0, 5.0, math.nan, 2.5, 2.5), start=1):
+        pending = checkpointer.stage(step, entries(nn.Linear(2, 2)), {})
+        if step == 7:
+            checkpointer.write(pending)
+        if checkpointer.is_better(value):
+            checkpointer.mark_best(pending, value)
+        elif not pending.is_written:
+            checkpointer.write(pending)
+    checkpointer.wait()
+    assert checkpointer.store.best() == (best, {2: 1.0, 4: 5.0}[best])
+    assert checkpointer.store.steps() == [7, 6, best]
+    assert not make(tmp_path, 2, mode=mode).is_better(2.5)  # another attempt knows the best
+
+
+def test_a_frameworks_files_are_in_the_checkpoint_and_are_checked(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, model, 1, write_files=lambda folder: (folder / "state.bin").write_bytes(b"one"))
+    save(tmp_path, model, 2, write_files=lambda folder: (folder / "state.bin").write_bytes(b"two"))
+    assert (tmp_path / "latest" / "framework" / "state.bin").read_bytes() == b"two"
+    (tmp_path / "step_00000002" / "framework" / "state.bin").write_bytes(b"xxx")
+    checkpointer = make(tmp_path, 2)
+    assert checkpointer.restored is not None
+    assert checkpointer.restored.step == 1
+    assert [step for step, _ in checkpointer.set_aside] == [2]
+
+
+def test_a_state_can_be_restored_once_more(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    expected = model.weight.detach().clone()
+    save(tmp_path, model, 1)
+    checkpointer = make(tmp_path, 2)
+    checkpointer.restore(entries(model))
+    nn.init.zeros_(model.weight)
+    checkpointer.restore_again()
+    assert torch.equal(model.weight, expected)
+
+
+UNFIT: dict[str, tuple[list[Entry], str]] = {
+    "another shape": (entries(nn.Linear(2, 3)), "float32 [2, 2], the code float32 [3, 2]"),
+    "another dtype": (entries(nn.Linear(2, 2).double()), "the code float64 [2, 2]"),
+    "a parameter more": (entries(nn.Sequential(nn.Linear(2, 2))), "0.weight"),
+    "another name": (entries(nn.Linear(2, 2), "net"), "it has model"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_state_that_does_not_fit_is_named(tmp_path: Path, name: str) -> None:
+    save(tmp_path, nn.Linear(2, 2), 1)
+    tracked, words = UNFIT[name]
+    with pytest.raises(CheckpointError) as error:
+        make(tmp_path, 2).restore(tracked)
+    assert words in str(error.value)
+
+
+def test_an_object_that_the_code_forgot_is_named(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(2, 2), 1)
+    assert make(tmp_path, 2).end_restore() == ["model"]
+
+
+def test_an_unfinished_save_of_a_killed_attempt_counts_for_nothing(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(2, 2), 1)
+    make(tmp_path).store.begin(2)
+    checkpointer = make(tmp_path, 2)
+    assert checkpointer.restored is not None
+    assert checkpointer.restored.step == 1
+    assert not list(tmp_path.glob(".step*"))
+
+
+def test_a_group_alone_agrees_with_itself() -> None:
+    ranks = RankGroup.alone()
+    assert ranks.gather("x") == ["x"]
+    assert ranks.broadcast("x") == "x"
+    assert ranks.maximum(1, 2.5) == [1.0, 2.5]
