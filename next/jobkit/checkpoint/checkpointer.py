@@ -420,6 +420,3 @@ class Checkpointer:
 
 def _with(outcome: Outcome, gave_way: int) -> Outcome:
     return Outcome(**{**vars(outcome), "gave_way": gave_way})
-
-
-__all__ = ["Checkpointer", "Outcome", "Pending", "Restored"]

@@ -132,6 +132,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-__all__ = ["OpenedRun", "open_run", "whole_weights", "write_final"]

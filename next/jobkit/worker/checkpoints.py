@@ -152,6 +152,3 @@ def _history(rank: Rank) -> History:
     attempts = read_status(rank.run).attempts
     ended = [(attempt.began.time, attempt.ended) for attempt in attempts if attempt.ended is not None]
     return History.of([(began, end) for began, end in ended if end is not None])
-
-
-__all__ = ["Boundary", "Checkpoints"]

