@@ -100,10 +100,10 @@ def test_twenty_interruptions_change_no_bit(
     plan = chance.choices(list(KINDS), list(KINDS.values()), k=INTERRUPTIONS)
     print(f"seed {seed}: {', '.join(plan)}")
     for number, kind in enumerate(plan, start=1):
-        before = len(launch.status.attempts)
         wait_until(lambda: trains(launch), "a training attempt", launch.describe, PATIENCE)
         aim = launch.step + chance.randrange(5, 60)
         wait_until(lambda aim=aim: trains(launch) and launch.step >= aim, "some steps", launch.describe, PATIENCE)  # type: ignore[misc]
+        before = len(launch.status.attempts)
         interrupt(kind, launch, cluster, chance)
         if kind != "kill_supervisor":
             wait_until(
