@@ -9,6 +9,7 @@ ranks must be mended in place.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -50,8 +51,9 @@ def interrupt(kind: str, launch: Launch, cluster: Cluster, chance: random.Random
     if kind == "kill_rank":
         launch.kill_rank(rank)
     elif kind == "kill_all_ranks":
-        for number in range(RANKS):
-            os.kill(launch.rank_pid(number), signal.SIGKILL)
+        for pid in [launch.rank_pid(number) for number in range(RANKS)]:
+            with contextlib.suppress(ProcessLookupError):  # it died of the death before
+                os.kill(pid, signal.SIGKILL)
     elif kind == "kill_supervisor":
         launch.kill_supervisor()
     elif kind == "kill_agent":
