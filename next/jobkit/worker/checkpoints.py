@@ -78,10 +78,10 @@ class Checkpoints:
         disk = self._disk.is_due_now() and not self.checkpointer.is_writing
         return disk, self._memory.is_due_now() and self.write_files is None
 
-    def stage(self, boundary: Boundary) -> Pending:
-        """Copy the state: the loop waits for this alone."""
+    def stage(self, boundary: Boundary, *, is_last: bool = False) -> Pending:
+        """Copy the state: the loop waits for this alone. `is_last`: the training function has returned."""
         self.tracked.check_state()
-        extra = {"boundary": asdict(boundary), "tensorboard": self.reporter.position()}
+        extra = {"boundary": asdict(boundary), "tensorboard": self.reporter.position(), "is_last": is_last}
         return self.checkpointer.stage(boundary.step, self.tracked.entries, extra, self.write_files)
 
     def write(self, pending: Pending, *, wait: bool = False) -> None:

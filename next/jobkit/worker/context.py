@@ -8,6 +8,7 @@ unless a docstring says otherwise.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -344,8 +345,8 @@ class Context:
             self._generators.begin()
         self._tracked.add_own("epochs", self._epochs)
         self._tracked.add_own("generators", self._generators)
+        restored = self._checkpointer.restored  # an older one, where reading jobkit's own entries found damage
         self._loop.boundary = Boundary() if restored is None else Boundary.of(restored.extra)
-        restored = self._checkpointer.restored
         if not self._epochs.restores_again:
             self._tracked.check_names()
         same = restored is None or restored.world_size == self.world_size
@@ -417,16 +418,31 @@ class Context:
             self._loop.check_health()
             if not self._loop.is_over:
                 self._loop.end()
-            pending = self._checkpoints.stage(self._loop.boundary)
-            self._checkpoints.write(pending, wait=True)
+            # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
             modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
             make_room = self._checkpointer.make_room
             write_final(self._rank.run, modules, result, self._ranks, self._rank.check_lease, make_room)
+            pending = self._checkpoints.stage(self._loop.boundary, is_last=True)
+            self._checkpoints.write(pending, wait=True)
+            self._checkpoints.offer_best(pending, self._loop.last_values)
         if self._loop.trace is not None:
             self._loop.trace.write(self._loop.boundary, "end", {}, result=result)
         self.result = result
         self.close()
         return result
+
+    @property
+    def is_done(self) -> bool:
+        """True if the attempt before died after its last checkpoint: the lines after the loop would lack its values."""
+        restored = self._checkpointer.restored
+        is_last = restored is not None and bool(restored.extra.get("is_last"))
+        return is_last and bool(self._ranks.broadcast((self._rank.run.final / "result.json").exists()))
+
+    def finish_again(self) -> Any:
+        """Return the result that the attempt before has left in `final/`, without another call of the function."""
+        self.result = json.loads((self._rank.run.final / "result.json").read_text(encoding="utf-8"))
+        self.close()
+        return self.result
 
     def trace_locals_of(self, function: Callable[..., Any]) -> None:
         """For `jobkit verify`: the function whose plain local values a trace may show."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from jobkit.errors import UsageError
 from jobkit.train.foreign_loader import Pass, draw_base
@@ -140,7 +141,14 @@ class Epochs:
             self._resumed = None
             self._bases, self._passes, self._sampler_states = bases, passes, states
         self._taken = first
+        self._expect_last(loaders, first)
         yield from self._each(loaders)
+
+    def _expect_last(self, loaders: Sequence[Any], first: int) -> None:
+        """Tell the loop where the last epoch ends, as far as lengths are known: it saves one step before."""
+        lengths = [len(loader) for loader in loaders if hasattr(loader, "__len__") and not _is_stream(loader)]
+        if lengths and self._loop.boundary.epoch + 1 == self._total:
+            self._loop.total = self._loop.boundary.step + self._is_held + min(lengths) - first
 
     def _each(self, loaders: Sequence[Any]) -> Iterator[Any]:
         loop = self._loop
@@ -171,6 +179,11 @@ class Epochs:
             return _END
         batches = [next(iterator, _END) for iterator in iterators]
         return _END if any(batch is _END for batch in batches) else tuple(batches)
+
+
+def _is_stream(loader: Any) -> bool:
+    """Return whether a loader's length is a guess, or missing: that of an IterableDataset."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 class Batches:

@@ -64,6 +64,8 @@ class Loop:
         self.stopped: Stopped | None = None
         self.results: dict[str, Any] = {}
         """The last results of `every=` functions."""
+        self.last_values: dict[str, float] = {}
+        """Results of the `every=` functions after the last step: the last checkpoint's metrics."""
         self.drill = rank.run.drill()
         self.trace = Trace(rank, self.drill) if self.drill is not None else None
         self._rank, self._ranks, self._tracked = rank, ranks, tracked
@@ -316,7 +318,9 @@ class Loop:
         if self._pending is not None:
             self._checkpoints.offer_best(self._pending, values)
         self._pending = None
-        if not is_last:
+        if is_last:
+            self.last_values = values
+        else:
             self._rank.beat(step)
         self._timing.begin(step)
 

@@ -54,7 +54,7 @@ def _run_program(rank: Rank) -> Any:
 
     context = Context(rank, join(rank), os.environ)
     context.trace_locals_of(function)
-    result = context.finish(function(context))
+    result = context.finish_again() if context.is_done else context.finish(function(context))
     leave()
     return result
 
