@@ -11,11 +11,10 @@ collectives never meet the training's. An error of the thread that is no disk's 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,19 +31,8 @@ from jobkit.group import RankError, RankGroup
 from jobkit.log import log
 from jobkit.run.disk import is_full
 
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """The checkpoint that an attempt begins with."""
-
-    step: int
-    where: Literal["disk", "memory"]
-    extra: dict[str, Any]
-    world_size: int
-    path: Path | None
-    """Its folder; None for one in memory."""
-    durable_step: int | None
-    """The newest checkpoint on the disk."""
+BEAT_SECONDS = 1.0
+"""Between two signs of life while the loop waits for the disk."""
 
 
 @dataclass(kw_only=True)
@@ -78,12 +66,6 @@ class Outcome:
     """The step of an older checkpoint that was deleted for it."""
 
 
-@dataclass(kw_only=True)
-class _Write:
-    pending: Pending
-    future: Future[Outcome] = field(default_factory=Future)
-
-
 class Checkpointer:
     """The checkpoints of one attempt.
 
@@ -113,39 +95,21 @@ class Checkpointer:
         self._disk_ranks = ranks if not place.disks else RankGroup.of_parts(place.disks)
         self._thread_ranks = RankGroup.of_world() if ranks.world_size > 1 else ranks
         self._writers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jobkit-checkpoint")
-        self._write: _Write | None = None
+        self._write: Future[Outcome] | None = None
         self._outcomes: list[Outcome] = []
-        self.snapshots = Snapshots(slots, self.stager, place, self._thread_ranks)
+        self.snapshots = Snapshots(slots, self.stager, place, self._thread_ranks, attempt)
         self.set_aside: list[tuple[int, str]] = []
         """Damaged checkpoints that were found, and why."""
         self.durable_step: int | None = None
         self._entries: list[Entry] = []
         """The entries that were restored so far."""
-        self._sources: list[Source] = []
         if self._disk_ranks.is_main:
             self.store.clean()
-        self._protected: set[int] = set()
         self._best = ranks.broadcast(self.store.best() if ranks.is_main else None)
-        if self._best is not None:
-            self._protected = {self._best[0]}
-        self._source = self._newest()
+        self.restored: Source | None = self._newest()
+        """The checkpoint that this attempt begins with; None at the run's beginning, and once all is restored."""
 
     # Restoring
-
-    @property
-    def restored(self) -> Restored | None:
-        """The checkpoint that this attempt begins with; None at the run's beginning."""
-        if self._source is None:
-            return None
-        manifest = self._source.manifest
-        return Restored(
-            step=manifest.step,
-            where=self._source.where,
-            extra=manifest.extra,
-            world_size=manifest.world_size,
-            path=self._source.path,
-            durable_step=self.durable_step,
-        )
 
     def _newest(self) -> Source | None:
         """Return the newest checkpoint whose headers verify. Damaged ones are set aside."""
@@ -177,6 +141,8 @@ class Checkpointer:
 
     def _reject(self, step: int, reason: str) -> None:
         self.set_aside.append((step, reason))
+        if self._protected == {step}:
+            self._best = None
         if self._disk_ranks.is_main and self.store.path(step).exists():
             self.store.set_aside(step)
         self.ranks.barrier()
@@ -185,27 +151,28 @@ class Checkpointer:
         """Read entries from the checkpoint. If it is damaged, the one before it is read over it, into all entries so
         far. Raises CheckpointError where entries do not fit, or where no checkpoint verifies."""
         self._entries += entries
-        wanted: Sequence[Entry] = entries
-        while self._source is not None:
+        self._restore(entries)
+
+    def restore_again(self) -> None:
+        """Read all entries once more: lines that ran since may have changed them."""
+        self._restore(self._entries)
+
+    def _restore(self, wanted: Sequence[Entry]) -> None:
+        while self.restored is not None:
             try:
                 self._read(wanted)
                 return
             except Damaged as error:
                 log.warning("%s", error)
-                if self._source.where == "memory":
-                    self.snapshots.refuse(self._source.step)
+                if self.restored.where == "memory":
+                    self.snapshots.refuse(self.restored.step)
                 else:
-                    self._reject(self._source.step, str(error))
-                self._source = self._newest()
+                    self._reject(self.restored.step, str(error))
+                self.restored = self._newest()
                 wanted = self._entries
 
-    def restore_again(self) -> None:
-        """Read all entries once more: lines that ran since may have changed them."""
-        if self._source is not None:
-            self._read(self._entries)
-
     def _read(self, entries: Sequence[Entry]) -> None:
-        source = self._source
+        source = self.restored
         assert source is not None
         present = [entry for entry in entries if entry.name in source.manifest.entries]
         if missing := [entry.name for entry in entries if entry not in present and not entry.optional]:
@@ -218,7 +185,7 @@ class Checkpointer:
 
     def end_restore(self) -> list[str]:
         """Return the names in the checkpoint that nobody asked for, and let go of what reading needed."""
-        source, self._source = self._source, None
+        source, self.restored = self.restored, None
         self.snapshots.end_restore()
         if source is None:
             return []
@@ -252,16 +219,14 @@ class Checkpointer:
     def write(self, pending: Pending, *, wait: bool = False) -> None:
         """Write a copy in the background. With `wait`, return when it is durable; raises CheckpointError."""
         self.wait_for_write()
-        self._write = _Write(pending=pending)
         pending.is_written = True
         folder = self._begin(pending.step)
         if pending.write_files is not None and folder is not None:
             framework_files.write(folder, pending.write_files, self._disk_ranks)
         if folder is None:
             self._outcomes.append(self._failed(pending, time.monotonic(), "the disk is full", True))
-            self._write = None
         else:
-            self._write.future = self._writers.submit(self._written, self._write, folder, time.monotonic())
+            self._write = self._writers.submit(self._written, pending, folder, time.monotonic())
         if wait:
             self.wait()
 
@@ -279,27 +244,20 @@ class Checkpointer:
             return None
         return self.store.unfinished(step)
 
-    def _written(self, write: _Write, folder: Path, began: float) -> Outcome:
-        """In the thread: write, gather, publish. An error that is no disk's is a bug: it ends the process."""
-        try:
-            outcome, gave_way = self._try_to_write(write, folder, began), None
-            while outcome.is_full and (gave_way := self._make_room()) is not None:
-                outcome = self._try_to_write(write, folder, began)
-            return outcome if gave_way is None else _with(outcome, gave_way)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # LostLease: the loop raises it
-                raise
-            log.exception("the writer of checkpoints failed")
-            os._exit(1)
+    def _written(self, pending: Pending, folder: Path, began: float) -> Outcome:
+        """In the thread: write, gather, publish. The loop raises an error that is no disk's, at the next boundary."""
+        outcome, gave_way = self._try_to_write(pending, folder, began), None
+        while outcome.is_full and (gave_way := self._make_room()) is not None:
+            outcome = self._try_to_write(pending, folder, began)
+        return replace(outcome, gave_way=gave_way)
 
-    def _try_to_write(self, write: _Write, folder: Path, began: float) -> Outcome:
-        pending, ranks = write.pending, self._thread_ranks
-        name = f"rank_{self.place.rank}.safetensors"
+    def _try_to_write(self, pending: Pending, folder: Path, began: float) -> Outcome:
+        ranks, name = self._thread_ranks, f"rank_{self.place.rank}.safetensors"
         info: ShardInfo | None = None
         problem: OSError | None = None
         try:
             (folder / name).unlink(missing_ok=True)
-            info = write_shard(folder / name, pending.staged, self._beat)
+            info = write_shard(folder / name, pending.staged)
         except OSError as error:
             problem = error
         failure = None if problem is None else (f"rank {self.place.rank}: {problem}", is_full(problem))
@@ -310,7 +268,7 @@ class Checkpointer:
         shards = {answer[0]: answer[1] for answer in answers}
         pickled = sorted({path for answer in answers for path in answer[4]})
         try:
-            ranks.all_or_none(lambda: self._publish(write, folder, shards, pickled))
+            ranks.all_or_none(lambda: self._publish(pending, folder, shards, pickled))
         except (OSError, RankError) as error:
             if isinstance(error, RankError) and not error.disk:
                 raise
@@ -319,11 +277,10 @@ class Checkpointer:
         nbytes = sum(answer[3] for answer in answers)
         return Outcome(step=pending.step, seconds=time.monotonic() - began, nbytes=nbytes)
 
-    def _publish(self, write: _Write, folder: Path, shards: dict[str, ShardInfo], pickled: list[str]) -> None:
+    def _publish(self, pending: Pending, folder: Path, shards: dict[str, ShardInfo], pickled: list[str]) -> None:
         """On the first rank of each disk: give the checkpoint its name, if this attempt still owns the run."""
-        if not self._is_first_of_disk:
+        if not self._disk_ranks.is_main:
             return
-        pending = write.pending
         if self.place.disks:  # each disk has the shards of its own ranks
             shards = {f"rank_{rank}.safetensors": shards[f"rank_{rank}.safetensors"] for rank in self.place.peers}
         self._check_lease()
@@ -339,10 +296,6 @@ class Checkpointer:
         self.store.publish(folder, manifest)
         self.store.trim(self._keep, self._protected)
 
-    @property
-    def _is_first_of_disk(self) -> bool:
-        return self.place.peers[0] == self.place.rank
-
     def is_better(self, value: float) -> bool:
         """Return whether a value of the metric is better than the best checkpoint's."""
         if self._best is None:
@@ -354,12 +307,28 @@ class Checkpointer:
         """Keep a checkpoint as the best; it is written if it was not. All ranks call it with the same value."""
         if not pending.is_written:
             self.write(pending)
-        self._best = pending.step, value
-        self._protected = {pending.step}
         self.wait_for_write()
-        if self._is_first_of_disk and self.store.path(pending.step).exists():
-            self._check_lease()
-            self.store.mark_best(pending.step, value)
+        if self.durable_step != pending.step:  # the disk is full: the best checkpoint stays the one before
+            return
+
+        def mark() -> None:
+            if self._disk_ranks.is_main:
+                self._check_lease()
+                self.store.mark_best(pending.step, value)
+
+        try:
+            self.ranks.all_or_none(mark)
+        except (OSError, RankError) as error:
+            if not (is_full(error) or getattr(error, "disk", False)):
+                raise
+            log.warning("the checkpoint of step %d is the best, and the disk has no room to say so", pending.step)
+            return
+        self._best = pending.step, value
+
+    @property
+    def _protected(self) -> set[int]:
+        """The steps that no other checkpoint pushes out."""
+        return set() if self._best is None else {self._best[0]}
 
     def make_room(self) -> int | None:
         """Delete this disk's oldest checkpoint that is not needed; returns its step, None if there is none."""
@@ -367,7 +336,7 @@ class Checkpointer:
 
     def _make_room(self) -> int | None:
         """Delete the oldest checkpoint of each disk; returns its step, on all ranks."""
-        step = self.make_room() if self._is_first_of_disk else None
+        step = self.make_room() if self._disk_ranks.is_main else None
         return next((other for other in self._thread_ranks.gather(step) if other is not None), None)
 
     def _failed(self, pending: Pending, began: float, error: str, full: bool) -> Outcome:
@@ -387,17 +356,19 @@ class Checkpointer:
     @property
     def is_writing(self) -> bool:
         """True while the thread of this rank is busy with a checkpoint."""
-        return self._write is not None and not self._write.future.done()
+        return self._write is not None and not self._write.done()
 
     def wait_for_write(self) -> None:
         """Return when no checkpoint is being written. Raises LostLease, or what the thread died of."""
         if self._write is not None:
             write, self._write = self._write, None
-            self._outcomes.append(write.future.result())
+            while not wait([write], BEAT_SECONDS).done:  # a slow disk is no hang
+                self._beat()
+            self._outcomes.append(write.result())
 
     def collect(self) -> list[Outcome]:
         """Return what became of saves since the last call, without waiting. The ranks may see it at different times."""
-        if self._write is not None and self._write.future.done():
+        if self._write is not None and self._write.done():
             self.wait_for_write()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -416,7 +387,3 @@ class Checkpointer:
         """Wait for the thread, and end it."""
         self.wait_for_write()
         self._writers.shutdown(wait=True)
-
-
-def _with(outcome: Outcome, gave_way: int) -> Outcome:
-    return Outcome(**{**vars(outcome), "gave_way": gave_way})

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,8 +23,11 @@ from jobkit.checkpoint.store import sync_folder
 from jobkit.errors import InputError
 from jobkit.group import RankGroup
 from jobkit.run.disk import is_full
-from jobkit.run.files import json_text, write_atomic
+from jobkit.run.files import as_plain, json_text, write_atomic
 from jobkit.run.rundir import RunDir
+
+TIED = "tied"
+"""The key of safetensors' metadata for names of tied weights: a file holds each tensor once."""
 
 
 def write_final(
@@ -46,14 +50,14 @@ def write_final(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
-            for name, tensors in weights.items():
-                save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
+            for name, (tensors, tied) in weights.items():
+                save_file(tensors, folder / f"{name}.safetensors", {"format": "pt", TIED: json.dumps(tied)})
         except Exception as error:
             if not is_full(error) or make_room() is None:
                 raise
             write()
             return
-        write_atomic(folder / "result.json", json_text(_plain(result)))
+        write_atomic(folder / "result.json", json_text(as_plain(result)))
         if run.config_file.exists():
             shutil.copyfile(run.config_file, folder / run.config_file.name)
         sync_folder(folder)
@@ -64,17 +68,21 @@ def write_final(
     ranks.on_main(write)
 
 
-def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and buffers, unsharded, on the CPU. Tied weights have their first name."""
-    inner, tensors, seen = plain_module(module), {}, set()
-    for name, value in inner.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or id(value) in seen:
+def whole_weights(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a module's parameters and buffers, unsharded, on the CPU; and of tied weights {other name: first name}."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    names: dict[int, str] = {}
+    for name, value in plain_module(module).state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
             continue
-        seen.add(id(value))
+        if (first := names.setdefault(id(value), name)) != name:
+            tied[name] = first
+            continue
         tensor = value.detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         tensors[name] = whole.cpu().contiguous().clone()
-    return tensors
+    return tensors, tied
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,10 @@ class OpenedRun:
             raise InputError(
                 f"{self.run.name} has no final weights of {name!r}", allowed=names or "none: the run has not finished"
             )
-        return load_file(file)
+        with safe_open(file, "pt") as opened:
+            tied = json.loads(opened.metadata()[TIED])
+        tensors = load_file(file)
+        return tensors | {other: tensors[first] for other, first in tied.items()}
 
 
 def open_run(path: str | Path) -> OpenedRun:
@@ -122,13 +133,3 @@ def open_run(path: str | Path) -> OpenedRun:
     if not run.exists():
         raise InputError("no such run", found=str(path))
     return OpenedRun(run)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

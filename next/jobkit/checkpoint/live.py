@@ -106,12 +106,12 @@ def plain_module(value: Any) -> Any:
 
 
 class _Slots:
-    """Places in dicts, and the tensors that lie there: whether these are still the same takes 60 ns each."""
+    """Places in dicts, and what lies there: whether it is still the same takes 60 ns each."""
 
     def __init__(self) -> None:
         self.dicts: list[dict[Any, Any]] = []
         self.keys: list[Any] = []
-        self.tensors: list[torch.Tensor] = []
+        self.values: list[Any] = []
         self._holders: list[dict[Any, Any]] = []
         self._sizes: list[int] = []
 
@@ -121,15 +121,16 @@ class _Slots:
         self._sizes += map(len, holders)
 
     def add(self, holder: dict[Any, Any], key: Any) -> None:
+        """Take note of a tensor, or of an object on the way to it, which may be replaced."""
         self.dicts.append(holder)
         self.keys.append(key)
-        self.tensors.append(holder[key])
+        self.values.append(holder[key])
 
     def are_same(self) -> bool:
         if list(map(len, self._holders)) != self._sizes:
             return False
         try:
-            return all(map(is_, map(dict.__getitem__, self.dicts, self.keys), self.tensors))
+            return all(map(is_, map(dict.__getitem__, self.dicts, self.keys), self.values))
         except KeyError:
             return False
 
@@ -161,6 +162,8 @@ class _ModuleWalker(Walker):
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             parameters, buffers = module._parameters, module._buffers
             slots.watch(parameters, buffers, module._modules)
+            for child in module._modules:
+                slots.add(module._modules, child)
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self._extra[prefix] = module
             for holder, skipped in ((parameters, ()), (buffers, module._non_persistent_buffers_set)):
@@ -196,7 +199,7 @@ def _is_extra(name: str) -> bool:
 
 
 class _OptimizerWalker(Walker):
-    """The state of a torch optimizer: `state/<parameter>/<key>`, and the options of its groups."""
+    """The state of a torch optimizer: `state/<parameter>/<key>`, its other state, and the options of its groups."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer, self._names = optimizer, names
@@ -216,10 +219,12 @@ class _OptimizerWalker(Walker):
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
+        state = self.optimizer.state
         tree = flatten(
             {
                 "groups": groups,
                 "state": {path: holder[key] for path, holder, key in self._plain},
+                "other": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
             }
         )
         self.version += bool(tree.leaves)
@@ -229,9 +234,11 @@ class _OptimizerWalker(Walker):
     def _walk(self) -> None:
         slots, leaves, plain = _Slots(), {}, []
         slots.watch(self.optimizer.state)
+        slots.add(vars(self.optimizer), "state")
         for name, parameter in self._named():
             if parameter not in self.optimizer.state:
                 continue
+            slots.add(self.optimizer.state, parameter)
             state = self.optimizer.state[parameter]
             slots.watch(state)
             for key, value in state.items():
@@ -281,6 +288,7 @@ class _OptimizerWalker(Walker):
         for path, value in values["state"].items():
             name, _, key = path.removeprefix("state/").rpartition("/")
             self.optimizer.state[parameters[name]][key] = value
+        self.optimizer.state.update(values["other"])
         groups = self.optimizer.param_groups
         if len(values["groups"]) != len(groups):
             raise CheckpointError(

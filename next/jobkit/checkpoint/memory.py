@@ -17,7 +17,9 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ import xxhash
 
 from jobkit.checkpoint.free_memory import free_bytes
 from jobkit.checkpoint.live import Entry
-from jobkit.checkpoint.reading import Damaged, check_header
+from jobkit.checkpoint.reading import Damaged, ShardFile, check_header
 from jobkit.checkpoint.shard import ShardInfo, sums_of
 from jobkit.checkpoint.sources import Source
 from jobkit.checkpoint.staging import PAGE, Place, Staged, Stager
@@ -33,8 +35,11 @@ from jobkit.checkpoint.store import Manifest
 from jobkit.group import RankGroup
 from jobkit.log import log
 
-RECORD = 64 << 10
-"""Bytes of a slot's record; the shard lies after it."""
+RECORD = 1 << 20
+"""Bytes of a slot's record, 16 of which are the checksum of 4 MiB of state; the shard lies after it."""
+
+GROWTH = 4 << 20
+"""A slot grows by so many bytes at least, as with a list that becomes longer: new memory is slow."""
 
 SHARE = 0.25
 """The most of a node's free memory that all slots of the node take."""
@@ -44,10 +49,9 @@ SHARE = 0.25
 class Record:
     """The facts of a complete snapshot in a slot."""
 
-    number: int
-    """Counts the snapshots of an attempt."""
     step: int
-    attempt: str
+    attempt: int
+    """Two attempts may have a snapshot of one step each: their shards do not go together."""
     world_size: int
     rank: int
     """Whose shard it is."""
@@ -58,6 +62,10 @@ class Record:
     entries: list[str]
     extra: dict[str, Any]
     pickled: list[str]
+
+
+Fact = tuple[int, int, int]
+"""(step, attempt, rank) of a record."""
 
 
 def settled(extra: dict[str, Any]) -> dict[str, Any]:
@@ -109,34 +117,14 @@ class Slot:
         os.pwrite(self.descriptor, len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text), 0)
 
 
-class SlotShard:
-    """A shard in a slot, or in a buffer, to be read: its data, and the header after them."""
-
-    def __init__(self, memory: memoryview, info: ShardInfo) -> None:
-        self._data, self._info = memory, info
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        position = offset - self._info.header
-        for buffer in buffers:
-            buffer[:] = self._data[position : position + len(buffer)]
-            position += len(buffer)
-        return position + self._info.header - offset
-
-    def close(self) -> None:
-        return
-
-    @property
-    def header(self) -> bytes:
-        size = self._info.size - self._info.header
-        return bytes(self._data[size : size + self._info.header])
-
-
 class Snapshots:
     """The snapshots of one rank. `slots` are its two memfds; None where no agent made any."""
 
-    def __init__(self, slots: tuple[int, int] | None, stager: Stager, place: Place, ranks: RankGroup) -> None:
+    def __init__(
+        self, slots: tuple[int, int] | None, stager: Stager, place: Place, ranks: RankGroup, attempt: int
+    ) -> None:
         self._slots = None if slots is None else tuple(map(Slot, slots))
-        self._stager, self._place, self._ranks = stager, place, ranks
+        self._stager, self._place, self._ranks, self._attempt = stager, place, ranks, attempt
         self.complete = 0
         """The number of the newest snapshot that is complete on this rank, its neighbour's copy included."""
         self.step: int | None = None
@@ -170,22 +158,27 @@ class Snapshots:
         All ranks call it with the same `least_complete`, the least of their `complete`. It is skipped while a rank
         still completes the one before: the newest complete one must stay, and there are two slots.
         """
+        if self._future is not None and self._future.done():
+            self._future.result()  # raises the error of the thread
         if self._slots is None or least_complete < self._number:
             return None
-        if self._future is not None:
-            self._future.result()  # raises the error of the thread
         began = time.monotonic()
-        size = self._stager.size(entries)
         slot = self._slots[(self._first + self._number) % 2]
-        room = RECORD + (size + (1 << 20)) * (2 if self._nodes > 1 else 1)
-        if self._ranks_have_no_room(room):
+
+        def memory(data: int, header: int) -> torch.Tensor | None:
+            room = RECORD + (data + header) * (2 if self._nodes > 1 else 1)
+            room += -room % GROWTH
+            if self._ranks_have_no_room(room):
+                return None
+            slot.erase()
+            return torch.frombuffer(slot.memory(room), dtype=torch.uint8)[RECORD:]
+
+        staged = self._stager.stage_into(entries, memory)
+        if staged is None:
             self._slots = None
             return None
         self._number += 1
         number = self._number
-        slot.erase()
-        memory = torch.frombuffer(slot.memory(room), dtype=torch.uint8)
-        staged = self._stager.stage(entries, into=memory[RECORD:])
         seconds = time.monotonic() - began
         names = [entry.name for entry in entries]
         self._future = writers.submit(self._complete, slot, staged, number, step, names, extra)
@@ -215,7 +208,6 @@ class Snapshots:
         end = RECORD + staged.nbytes + len(staged.header)
         memory[RECORD + staged.nbytes : end] = staged.header
         mine = Record(
-            number=number,
             step=step,
             attempt=self._attempt,
             world_size=self._place.world_size,
@@ -231,10 +223,6 @@ class Snapshots:
             records.append(self._exchange(slot, mine, end))
         slot.write(records)
         self.complete, self.step = number, step
-
-    @property
-    def _attempt(self) -> str:
-        return os.environ.get("JOBKIT_ATTEMPT", "")
 
     def _exchange(self, slot: Slot, mine: Record, end: int) -> Record:
         """Send this rank's shard to the next node, and keep the one that comes from the node before."""
@@ -255,24 +243,24 @@ class Snapshots:
         On another number of ranks there is none: the disk's checkpoint serves any number.
         """
         present = {} if self._slots is None else self._records()
-        facts = [(step, rank) for step, rank in present if step not in self._refused]
+        facts = [fact for fact in present if fact[0] not in self._refused]
         holders = self._stager.ranks.gather(facts)
         ranks = range(self._place.world_size)
-        steps = {step for facts in holders for step, _ in facts}
-        whole = [step for step in steps if all(any((step, rank) in facts for facts in holders) for rank in ranks)]
-        newest = max((step for step in whole if step > (-1 if after is None else after)), default=None)
+        states = {fact[:2] for facts in holders for fact in facts}
+        whole = [state for state in states if all(any((*state, rank) in facts for facts in holders) for rank in ranks)]
+        newest = max((state for state in whole if state[0] > (-1 if after is None else after)), default=None)
         self._first = 0
         if newest is None:
             return None
         if self._slots is not None:
-            keeps = [any(record.step == newest for record in slot.records()) for slot in self._slots]
+            keeps = [any((record.step, record.attempt) == newest for record in slot.records()) for slot in self._slots]
             self._first = 1 if keeps[0] else 0
         return self._source(newest, after, present, holders)
 
-    def _records(self) -> dict[tuple[int, int], tuple[Slot, Record]]:
+    def _records(self) -> dict[Fact, tuple[Slot, Record]]:
         assert self._slots is not None
         return {
-            (record.step, record.rank): (slot, record)
+            (record.step, record.attempt, record.rank): (slot, record)
             for slot in self._slots
             for record in slot.records()
             if record.world_size == self._place.world_size
@@ -280,40 +268,37 @@ class Snapshots:
 
     def _source(
         self,
-        step: int,
+        state: tuple[int, int],
         after: int | None,
-        present: dict[tuple[int, int], tuple[Slot, Record]],
-        holders: Sequence[Sequence[tuple[int, int]]],
+        present: dict[Fact, tuple[Slot, Record]],
+        holders: Sequence[Sequence[Fact]],
     ) -> Source | None:
         """Bring each rank's shard to it, and return the snapshot as a source. None where a header is damaged."""
-        ranks, here = self._stager.ranks, self._place.rank
-        shard: SlotShard | None = None
+        ranks, here, step = self._stager.ranks, self._place.rank, state[0]
+        if (mine := present.get((*state, here))) is not None:
+            slot, record = mine
+            file = FileIO(slot.descriptor, closefd=False)
         for rank in range(self._place.world_size):
-            if (step, rank) in holders[rank]:
+            if (*state, rank) in holders[rank]:
                 continue
-            giver = next(number for number, facts in enumerate(holders) if (step, rank) in facts)
+            giver = next(number for number, facts in enumerate(holders) if (*state, rank) in facts)
             if here == giver:
-                slot, record = present[step, rank]
-                text = json.dumps(vars(record)).encode()
+                slot, theirs = present[state[0], state[1], rank]
+                text = json.dumps(vars(theirs)).encode()
                 ranks.send(torch.frombuffer(bytearray(text).ljust(RECORD), dtype=torch.uint8), rank)
-                data = memoryview(slot.memory(slot.size))[record.begin : record.begin + record.info["size"]]
+                data = memoryview(slot.memory(slot.size))[theirs.begin : theirs.begin + theirs.info["size"]]
                 ranks.send(torch.frombuffer(data, dtype=torch.uint8), rank)
             elif here == rank:
                 head = torch.empty(RECORD, dtype=torch.uint8)
                 ranks.receive(head, giver)
-                record = Record(**json.loads(head.numpy().tobytes().rstrip(b" ")))
-                content = torch.empty(record.info["size"], dtype=torch.uint8)
-                ranks.receive(content, giver)
-                shard = SlotShard(content.numpy().data, ShardInfo.of_json(record.info))
-        if shard is None:
-            slot, record = present[step, here]
-            info = ShardInfo.of_json(record.info)
-            data = memoryview(slot.memory(slot.size))[record.begin : record.begin + info.size]
-            shard = SlotShard(data, info)
+                record = Record(**{**json.loads(head.numpy().tobytes().rstrip(b" ")), "begin": 0})
+                file = FileIO(os.memfd_create("jobkit-snapshot"), "r+")
+                memory = Slot(file.fileno()).memory(record.info["size"])
+                ranks.receive(torch.frombuffer(memory, dtype=torch.uint8), giver)
         info = ShardInfo.of_json(record.info)
-        header: bytes | None = shard.header
+        header: bytes | None = os.pread(file.fileno(), info.header, record.begin + info.size - info.header)
         try:
-            check_header(f"snapshot of step {step}", info, shard.header)
+            check_header(f"snapshot of step {step}", info, header or b"")
         except Damaged:
             header = None
         facts = ranks.gather((info, header, record.pickled))
@@ -332,7 +317,7 @@ class Snapshots:
         return Source(
             manifest,
             {name(rank): fact[1] for rank, fact in enumerate(facts)},
-            lambda _: shard,
+            lambda _: nullcontext(ShardFile(file, record.begin)),
             "memory",
             local=frozenset([name(here)]),
         )

@@ -9,12 +9,12 @@ this rank alone. On another world size, or with another layout of DTensors, each
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from io import FileIO
 
 import torch
 import xxhash
@@ -36,39 +36,28 @@ class Damaged(CheckpointError):
     """A checkpoint does not verify."""
 
 
-class ShardFile(Protocol):
-    """A shard that can be read: a file, or a slot in memory."""
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard that can be read: a file on the disk, or its place in the memory of a snapshot."""
+
+    file: FileIO
+    begin: int
+    """The first byte of its data."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers from a byte of the shard on; returns the bytes read."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class DiskShard:
-    """A shard file on the disk."""
-
-    def __init__(self, file: Path) -> None:
-        self._descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers from a byte of the data on; returns the bytes read."""
         total = 0
         for begin in range(0, len(buffers), IOV_MAX):
             part = list(buffers[begin : begin + IOV_MAX])
             wanted = sum(map(len, part))
             while part:
-                count = os.preadv(self._descriptor, part, offset + total)
+                count = os.preadv(self.file.fileno(), part, self.begin + offset + total)
                 if count == 0:
                     return total
                 total += count
                 wanted -= count
                 part = _after(part, count) if wanted else []
         return total
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
@@ -108,7 +97,7 @@ def read_targets(
     size = info.size - info.header
 
     def read(number: int, buffers: Sequence[memoryview]) -> str | None:
-        state, position = xxhash.xxh3_64(), info.header + number * BLOCK
+        state, position = xxhash.xxh3_64(), number * BLOCK
         for group in _groups(buffers):
             length = sum(map(len, group))
             if shard.read_into(group, position) != length:
@@ -226,7 +215,7 @@ class Sink:
             yield Target(stored.begin, memory)
             return
         length = high[-1] - low[-1]
-        for index in _indices(low[:-1], high[:-1]):
+        for index in itertools.product(*map(range, low[:-1], high[:-1])):
             position = [*index, low[-1]]
             source = _flat([p - o for p, o in zip(position, origin, strict=True)], piece.shape) * size
             begin = _flat([p - o for p, o in zip(position, here, strict=True)], self._buffer.shape) * size
@@ -241,15 +230,6 @@ class Sink:
 
 def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-def _indices(low: Sequence[int], high: Sequence[int]) -> Iterator[list[int]]:
-    if not low:
-        yield []
-        return
-    for first in range(low[0], high[0]):
-        for rest in _indices(low[1:], high[1:]):
-            yield [first, *rest]
 
 
 def _flat(index: Sequence[int], shape: Sequence[int]) -> int:

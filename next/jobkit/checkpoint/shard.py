@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,8 @@ class ShardInfo:
         return cls(value["size"], value["header"], value["header_sum"], blocks)
 
 
-def write_shard(file: Path, staged: Staged, beat: Callable[[], None] = lambda: None) -> ShardInfo:
-    """Write a shard, and return when the disk has it. Raises OSError.
-
-    `beat` is called after each block: a slow disk is no hang.
-    """
+def write_shard(file: Path, staged: Staged) -> ShardInfo:
+    """Write a shard, and return when the disk has it. Raises OSError."""
     if staged.ready is not None:
         staged.ready.synchronize()
     info = sums_of(staged)
@@ -62,13 +59,12 @@ def write_shard(file: Path, staged: Staged, beat: Callable[[], None] = lambda: N
     except OSError:  # tmpfs before Linux 6.6 and some network file systems have no O_DIRECT
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with mmap.mmap(-1, len(staged.header)) as header:  # page-aligned, as O_DIRECT asks for
-            header[:] = staged.header
-            _write_all(descriptor, memoryview(header)[:])
+        header = mmap.mmap(-1, len(staged.header))  # page-aligned, as O_DIRECT asks for
+        header[:] = staged.header
+        _write_all(descriptor, memoryview(header))
         whole = len(data) // PAGE * PAGE
         for begin in range(0, whole, BLOCK):
             _write_all(descriptor, data[begin : min(begin + BLOCK, whole)])
-            beat()
     finally:
         os.close(descriptor)
     with file.open("ab") as rest:

@@ -7,9 +7,12 @@ All ranks call `read` together: it succeeds on all of them, or raises the same k
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +24,6 @@ from jobkit.checkpoint import shard
 from jobkit.checkpoint.live import Entry, Walker
 from jobkit.checkpoint.reading import (
     Damaged,
-    DiskShard,
     ShardFile,
     Sink,
     Target,
@@ -47,7 +49,7 @@ class Source:
     manifest: Manifest
     headers: Mapping[str, bytes]
     """Of each shard."""
-    open: Callable[[str], ShardFile]
+    open: Callable[[str], AbstractContextManager[ShardFile]]
     """Opens a shard by its name."""
     where: Literal["disk", "memory"]
     path: Path | None = None
@@ -70,8 +72,9 @@ class Source:
         """
         problem: tuple[str, str] | None = None
         try:
-            reading = _Reading(self, entries, stager, ranks)
-            reading.read_checked()
+            with _without_collections():
+                reading = _Reading(self, entries, stager, ranks)
+                reading.read_checked()
         except Damaged as error:
             problem = "damaged", str(error)
         except (CheckpointError, OSError) as error:
@@ -95,14 +98,27 @@ class Source:
                 raise CheckpointError(other[1])
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Within it, Python does not look for garbage: 10,000 tensors make so many objects that it would take most of the
+    time, and none of them is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def of_disk(folder: Path, ranks: RankGroup) -> Source:
     """Return the checkpoint in a folder, its headers checked. All ranks of the disk call it. Raises Damaged."""
 
-    def look() -> tuple[Manifest, dict[str, bytes]]:
+    def look() -> tuple[Manifest, dict[str, bytes], bool]:
         manifest = Manifest.read(folder)
         if manifest is None:
             raise Damaged(f"{folder.name} has no manifest that can be read")
-        headers = {}
+        headers, may_unpickle = {}, True
         for name, info in manifest.shards.items():
             try:
                 size = (folder / name).stat().st_size
@@ -113,7 +129,8 @@ def of_disk(folder: Path, ranks: RankGroup) -> Source:
             if size != info.size:
                 raise Damaged(f"{folder.name}/{name} has {size} bytes, and had {info.size} when it was written")
             check_header(f"{folder.name}/{name}", info, headers[name])
-        return manifest, headers
+            may_unpickle = may_unpickle and foreign_owner(folder / name) is None
+        return manifest, headers, may_unpickle
 
     answer: tuple[Any, str | None] = (None, None)
     if ranks.is_main:
@@ -124,10 +141,15 @@ def of_disk(folder: Path, ranks: RankGroup) -> Source:
     content, problem = ranks.broadcast(answer)
     if problem is not None:
         raise Damaged(problem)
-    manifest, headers = content
-    first = folder / next(iter(manifest.shards))
-    may_unpickle = not manifest.pickled or foreign_owner(first) is None
-    return Source(manifest, headers, lambda name: DiskShard(folder / name), "disk", folder, may_unpickle)
+    manifest, headers, may_unpickle = content
+
+    @contextmanager
+    def opened(name: str) -> Iterator[ShardFile]:
+        with (folder / name).open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            yield ShardFile(file, manifest.shards[name].header)
+
+    return Source(manifest, headers, opened, "disk", folder, may_unpickle)
 
 
 class _Reading:
@@ -199,11 +221,8 @@ class _Reading:
                 if self.source.local is not None and name not in self.source.local:
                     raise CheckpointError(f"a snapshot in memory keeps {name} on another rank")
                 info: ShardInfo = self.source.manifest.shards[name]
-                file = self.source.open(name)
-                try:
+                with self.source.open(name) as file:
                     read_targets(file, f"step_{self.source.step:08d}/{name}", info, targets, pool)
-                finally:
-                    file.close()
                 if text:
                     self.skeletons = json.loads(text)
 

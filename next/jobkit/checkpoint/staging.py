@@ -11,9 +11,11 @@ again only when names, shapes or dtypes change. checkpointer.py calls this; noth
 from __future__ import annotations
 
 import json
+import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,23 +94,27 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        return _numel(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
 class Staged:
     """This rank's part of one save: a header and the data after it, as the shard will have them."""
 
-    header: bytes
-    """A multiple of a page long."""
+    prefix: str
+    """The part of the header that does not change from save to save."""
+    tensor_bytes: int
     data: torch.Tensor
     """uint8 [nbytes], page-aligned; valid until the next copy into the same memory."""
     ready: torch.cuda.Event | None = None
     """On a GPU: when the copies have arrived."""
     pickled: list[str] = field(default_factory=list)
     nbytes: int = 0
-    kept: int = 0
-    """The first bytes of the data, which another rank has too; the rest is this rank's alone."""
+
+    @cached_property
+    def header(self) -> bytes:
+        """The header, a multiple of a page long; the writer's thread makes it, while the loop goes on."""
+        return _header(self.prefix, self.tensor_bytes, self.nbytes)
 
 
 def divide(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
@@ -152,7 +158,7 @@ class Stager:
         """The memory that the targets are views of."""
         self._prefix = ""
         self._tensor_bytes = 0
-        self._kept = 0
+        self._has_cuda = False
 
     def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, Walker]]:
         """Return the walker of each entry; it is kept as long as the entry has the same object."""
@@ -165,28 +171,32 @@ class Stager:
                 self._walkers[entry.name] = (entry, walker_of(entry, names))
         return [self._walkers[entry.name] for entry in entries]
 
-    def size(self, entries: Sequence[Entry]) -> int:
-        """Return how many bytes of tensors this rank would write. All ranks call it."""
-        self._look(entries)
-        return self._tensor_bytes
+    def stage(self, entries: Sequence[Entry]) -> Staged:
+        """Return this rank's copy of the state, in the kept slab. All ranks call it."""
+        staged = self.stage_into(entries, lambda size, header: self._kept(size))
+        assert staged is not None
+        return staged
 
-    def stage(self, entries: Sequence[Entry], into: torch.Tensor | None = None) -> Staged:
-        """Return this rank's copy of the state. All ranks call it.
+    def stage_into(self, entries: Sequence[Entry], memory: Callable[[int, int], torch.Tensor | None]) -> Staged | None:
+        """Return this rank's copy of the state, in memory of the caller's. All ranks call it.
 
-        `into` is page-aligned memory, uint8, with room for the data; without it the kept slab is used.
+        `memory` is asked for page-aligned uint8 memory with the bytes of the data, and of the header that may come
+        after them; nothing is copied where it returns None.
         """
         skeletons, pickled = self._look(entries)
         text = json.dumps(skeletons, separators=(",", ":")).encode()
         size = self._tensor_bytes + len(text)
+        into = memory(size, len(self._prefix.encode()) + 2 * PAGE)
         if into is None:
-            if self._slab is None or self._slab.numel() < size:
-                self._slab = _memory(size + size // 8 + PAGE, any(source.is_cuda for source in self._sources))
-            into = self._slab
-        if into.numel() < size:
-            raise CheckpointError(f"a snapshot has {into.numel()} bytes of memory, and its state {size}")
+            return None
         ready = self._copy(into)
         into[self._tensor_bytes : size] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return Staged(_header(self._prefix, self._tensor_bytes, size), into[:size], ready, pickled, size, self._kept)
+        return Staged(self._prefix, self._tensor_bytes, into[:size], ready, pickled, size)
+
+    def _kept(self, size: int) -> torch.Tensor:
+        if self._slab is None or self._slab.numel() < size:
+            self._slab = _memory(size + size // 8 + PAGE, self._has_cuda)
+        return self._slab
 
     def _copy(self, into: torch.Tensor) -> torch.cuda.Event | None:
         if self._target is None or self._target.data_ptr() != into.data_ptr():
@@ -201,7 +211,7 @@ class Stager:
             return None
         with torch.no_grad():
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
-        if not any(source.is_cuda for source in self._sources):
+        if not self._has_cuda:
             return None
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
@@ -247,12 +257,14 @@ class Stager:
         for name, leaf, _ in _named_leaves(changed, self.place.rank):
             for number in self._numbers.get(name, ()):
                 self._sources[number] = _source(_local(leaf), self._pieces[number])
+        if changed:
+            self._has_cuda = any(source.is_cuda for source in self._sources)
 
     def _divide(self, leaves: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
         """Choose the pieces that this rank writes."""
-        shared = [(name, leaf) for name, leaf, is_own in leaves if not is_own and not isinstance(leaf, DTensor)]
-        everywhere, holders = self._holders([name for name, _ in shared])
-        divided = [(name, leaf) for name, leaf in shared if name in everywhere]
+        shared = {name: leaf for name, leaf, is_own in leaves if not is_own and not isinstance(leaf, DTensor)}
+        everywhere, holders = self._holders(list(shared))
+        divided = [(name, shared[name]) for name in everywhere]
         peers = self.place.peers
         pieces = []
         own_part = divide([leaf.numel() for _, leaf in divided], len(peers))[peers.index(self.place.rank)]
@@ -264,9 +276,8 @@ class Stager:
         for number, (name, leaf) in enumerate(divided):  # nobody divides what is empty or not contiguous
             if (leaf.numel() == 0 or not leaf.is_contiguous()) and peers[number % len(peers)] == self.place.rank:
                 pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
-        several = sum(piece.nbytes for piece in pieces) if len(peers) > 1 else 0
-        for name, leaf in shared:
-            if name not in everywhere and min(set(holders[name]) & set(peers)) == self.place.rank:
+        for name, leaf in shared.items():
+            if name in holders and min(set(holders[name]) & set(peers)) == self.place.rank:
                 pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
         pieces += [piece for name, leaf, _ in leaves if isinstance(leaf, DTensor) for piece in _box(name, leaf)]
         pieces += [
@@ -282,20 +293,21 @@ class Stager:
         self._numbers = {}
         for number, piece in enumerate(self._pieces):
             self._numbers.setdefault(piece.name, []).append(number)
-        self._kept, self._target = several, None
+        self._target = None
         self._prefix, self._tensor_bytes = _described(self._pieces)
 
-    def _holders(self, names: list[str]) -> tuple[set[str], dict[str, list[int]]]:
-        """Return the names that all ranks have, and for the others the ranks that have them."""
+    def _holders(self, names: list[str]) -> tuple[list[str], dict[str, list[int]]]:
+        """Return the names that all ranks have, in rank 0's order, and for the others the ranks that have them."""
         if self.ranks.world_size == 1 or not self.ranks.anywhere(
             len(set(self.ranks.gather(xxhash.xxh3_128_digest(repr(names).encode())))) > 1
         ):
-            return set(names), {}
+            return names, {}
         holders: dict[str, list[int]] = {}
         for rank, present in enumerate(self.ranks.gather(names)):
             for name in present:
                 holders.setdefault(name, []).append(rank)
-        return {name for name, ranks in holders.items() if len(ranks) == self.ranks.world_size}, holders
+        everywhere = [name for name, ranks in holders.items() if len(ranks) == self.ranks.world_size]
+        return everywhere, {name: ranks for name, ranks in holders.items() if len(ranks) < self.ranks.world_size}
 
 
 def _named_leaves(lives: Sequence[tuple[Entry, Live]], rank: int) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -345,15 +357,8 @@ def _box(name: str, leaf: DTensor) -> Iterator[Piece]:
     ):
         return
     shape, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
-    if _numel(shape):
+    if math.prod(shape):
         yield Piece(name, leaf.dtype, tuple(shape), whole=tuple(leaf.shape), offset=tuple(offset))
-
-
-def _numel(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 # The header of a shard

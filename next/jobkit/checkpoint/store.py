@@ -11,20 +11,26 @@ Rank 0 calls this for the run, or the first rank of each disk for its disk. No t
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from jobkit.checkpoint.shard import ShardInfo
-from jobkit.run.files import is_there, read_json, replace_link, write_json
+from jobkit.run.files import is_there, json_text, read_json, replace_link, write_json
 from jobkit.run.rundir import CHECKPOINT
 
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
+UNFINISHED = re.compile(r"\.step_(\d{8,})\.")
+
 FRAMEWORK = "framework"
 """The folder within a checkpoint in which a framework keeps files of its own."""
 
@@ -48,17 +54,23 @@ class Manifest:
     best: float | None = None
     """The metric of `checkpoint.best`, where it was known."""
 
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "shards": {name: info.as_json() for name, info in self.shards.items()}}
+    def write(self, folder: Path) -> None:
+        """Write it into a checkpoint, with a checksum of its own. Raises OSError."""
+        value = {**vars(self), "shards": {name: info.as_json() for name, info in self.shards.items()}}
+        value = json.loads(json_text(value))
+        write_json(folder / MANIFEST, {**value, "checksum": _checksum(value)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Return the manifest of a checkpoint; None where there is none that can be read."""
+        """Return the manifest of a checkpoint; None where there is none that can be read and verifies."""
         value = read_json(folder / MANIFEST, fresh=True)
-        try:
-            return cls(**{**value, "shards": {name: ShardInfo.of_json(info) for name, info in value["shards"].items()}})
-        except (TypeError, KeyError):
+        if not isinstance(value, dict) or value.pop("checksum", None) != _checksum(value):
             return None
+        return cls(**{**value, "shards": {name: ShardInfo.of_json(info) for name, info in value["shards"].items()}})
+
+
+def _checksum(value: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json_text(value, indent=None).encode())
 
 
 class Store:
@@ -96,13 +108,14 @@ class Store:
 
     def publish(self, folder: Path, manifest: Manifest) -> None:
         """Give a complete checkpoint its name, durably. An older one of the same step makes way."""
-        write_json(folder / MANIFEST, manifest.as_json())
+        manifest.write(folder)
         sync_folder(folder)
         final = self.path(manifest.step)
-        if final.exists():
-            shutil.rmtree(self._out_of_the_way(final))
+        old = self._out_of_the_way(final) if final.exists() else None
         folder.rename(final)
         sync_folder(self.folder)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
         replace_link(self.folder / LATEST, final)
 
     def _out_of_the_way(self, final: Path) -> Path:
@@ -119,8 +132,11 @@ class Store:
                 self.delete(step)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint; a reader sees it whole until its name is gone."""
-        shutil.rmtree(self._out_of_the_way(self.path(step)))
+        """Delete a checkpoint; a reader sees it whole until its name is gone.
+
+        On NFS files that somebody reads cannot be deleted with their folder yet: `clean` does it later.
+        """
+        shutil.rmtree(self._out_of_the_way(self.path(step)), ignore_errors=True)
 
     def make_room(self, protected: Collection[int]) -> int | None:
         """Delete the oldest checkpoint for a new one on a full disk; returns its step, None if there is none to give.
@@ -138,6 +154,8 @@ class Store:
         target = self.folder / f"damaged_step_{step:08d}"
         if target.exists():
             target = target.with_name(f"{target.name}.{int(time.time())}")
+        if self._best_step() == step:
+            (self.folder / BEST).unlink()
         self.path(step).rename(target)
         return target
 
@@ -145,21 +163,31 @@ class Store:
         """Let `best` point to a checkpoint, and write the metric into its manifest."""
         manifest = Manifest.read(self.path(step))
         if manifest is not None:
-            write_json(self.path(step) / MANIFEST, {**manifest.as_json(), "best": value})
+            replace(manifest, best=value).write(self.path(step))
             replace_link(self.folder / BEST, self.path(step))
 
     def best(self) -> tuple[int, float] | None:
         """Return the step and the metric of the best checkpoint; None where there is none."""
-        match = CHECKPOINT.fullmatch((self.folder / BEST).resolve().name)
-        manifest = Manifest.read(self.path(int(match[1]))) if match else None
+        step = self._best_step()
+        manifest = Manifest.read(self.path(step)) if step is not None else None
         return None if manifest is None or manifest.best is None else (manifest.step, manifest.best)
 
+    def _best_step(self) -> int | None:
+        match = CHECKPOINT.fullmatch((self.folder / BEST).resolve().name)
+        return int(match[1]) if match else None
+
     def clean(self) -> None:
-        """Delete the leftovers of killed writers. Only the holder of the lease calls it, before anybody writes."""
+        """Delete the leftovers of killed writers. Only the holder of the lease calls it, before anybody writes.
+
+        What was complete but had no name yet gets it: the older checkpoint of its step may be gone.
+        """
         if not is_there(self.folder):
             return
-        for entry in self.folder.iterdir():
-            if entry.name.startswith((".step_", ".old.")):
+        for entry in list(self.folder.iterdir()):
+            match = UNFINISHED.match(entry.name)
+            if match and not self.path(int(match[1])).exists() and Manifest.read(entry) is not None:
+                entry.rename(self.path(int(match[1])))
+            elif entry.name.startswith((".step_", ".old.")):
                 shutil.rmtree(entry, ignore_errors=True)
         steps = self.steps()
         if steps:

@@ -12,7 +12,7 @@ import collections
 import math
 import pickle
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,19 +72,6 @@ def rebuild(
     Raises CheckpointError for a pickled value where `may_unpickle` is False.
     """
     return _Decoder(leaves, functions or {}, may_unpickle).decode(skeleton)
-
-
-def leaf_paths(skeleton: Any) -> Iterator[str]:
-    """Yield the paths of the leaves that a skeleton refers to."""
-    if isinstance(skeleton, list):
-        for item in skeleton:
-            yield from leaf_paths(item)
-    elif isinstance(skeleton, dict):
-        if "tensor" in skeleton or "array" in skeleton:
-            yield skeleton.get("tensor") or skeleton["array"]
-        else:
-            for value in skeleton.values():
-                yield from leaf_paths(value)
 
 
 def _encode(value: Any, path: str, tree: Tree) -> Any:

@@ -55,6 +55,17 @@ def json_text(value: Any, indent: int | None = 1) -> str:
     return json.dumps(_without_nan(value), indent=indent, allow_nan=False)
 
 
+def as_plain(value: Any) -> Any:
+    """A result of a training function as JSON's values: tensors and arrays as numbers, other objects in words."""
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return as_plain(value.tolist())
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
 def replace_link(path: Path, target: Path) -> None:
     """Make `path` a relative symbolic link to `target`, in the place of whatever is there; not durable by itself."""
     temporary = _temporary(path)

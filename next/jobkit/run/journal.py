@@ -1,6 +1,6 @@
 """The journal of a run: events.jsonl, one writer at a time, and status.json, which follows from it.
 
-    append(event) --> events.jsonl (durable) --> fold --> status.json (the only cache)
+    append(event) --> events.jsonl (durable) --> fold --> Status, and status.json for those that read many runs
 
 The writer is the process with the lease (`writer`), or a submission under the run's lock (`writer=None`) while no job
 lives. Every append reads the lease first: an attempt that lost it writes nothing more.
@@ -19,7 +19,7 @@ from typing import Any
 
 from jobkit.errors import LostLease
 from jobkit.run import records
-from jobkit.run.files import read_fresh, read_json, write_json
+from jobkit.run.files import json_text, read_fresh, read_json, write_json
 from jobkit.run.records import EVENTS, Event
 from jobkit.run.rundir import RunDir
 from jobkit.run.status import Status, fold
@@ -63,11 +63,6 @@ class Journal:
         self.status = fold(self.status, event)
         self._pending.append(event)
 
-    @property
-    def waits(self) -> bool:
-        """Whether events wait for room on the disk."""
-        return bool(self._pending)
-
     def flush(self) -> None:
         """Write the events that were noted. Raises LostLease, and OSError where the disk takes none of them."""
         if not self._pending:
@@ -76,8 +71,8 @@ class Journal:
             lease = self.run.lease()
             if lease is None or lease.writer != self.writer:
                 raise LostLease(f"{self.run.name}: another process has taken the run over")
-        lines = "".join(json.dumps({"event": event.kind, **records.plain(event)}) + "\n" for event in self._pending)
-        _append(self.run.journal_file, lines.encode())
+        values = [{"event": event.kind, **records.plain(event)} for event in self._pending]
+        _append(self.run.journal_file, "".join(f"{json_text(value, indent=None)}\n" for value in values).encode())
         self._pending.clear()
         with suppress(OSError):  # a cache, which is older than the journal now: readers notice that
             size = self.run.journal_file.stat().st_size
@@ -120,13 +115,7 @@ def events(run: RunDir) -> Iterator[Event]:
 
 
 def read_status(run: RunDir) -> Status:
-    """Return the run's Status: from status.json where that is as new as the journal, else from the journal."""
-    cached = cached_status(run)
-    if cached is not None:
-        try:
-            return Status.of(cached)
-        except (TypeError, KeyError):  # another jobkit's
-            pass
+    """Return the run's Status, from its journal."""
     status = Status(name=run.name)
     for event in events(run):
         status = fold(status, event)

@@ -2,6 +2,7 @@
 
     with_counts(config, "local", None)     tasks_per_node: auto -> the GPUs that this machine shows
     with_counts(config, "slurm", 8)        -> the gpus_per_node of the cluster's entry: no node is there to look at
+    clean_environment()                    this process's variables, as a job may have them
 
 A login node has neither GPUs nor torch, and starts with this module in a few milliseconds.
 """
@@ -131,3 +132,16 @@ def _in_numbers(resources: Resources, room: int | None) -> Resources:
     if tasks == AUTO:
         tasks = max(1, (room or 0) // int(each)) if each else 1
     return dataclasses.replace(resources, tasks_per_node=tasks, gpus_per_task=each)
+
+
+_OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG")
+"""Variables that a person sets; the other JOBKIT_ ones belong to a rank or a job."""
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment for a job: without the variables of a rank or job that submits it."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _OF_THE_USER or not name.startswith(("JOBKIT_", "SUBMITIT_"))
+    }

@@ -136,6 +136,10 @@ class End:
 # What `jobkit verify` leaves
 
 
+InterruptionKind = Literal["stop", "memory", "disk", "evaluation", "epoch end"]
+"""stop: between two steps; memory, disk: a kill one step after a snapshot or a checkpoint; the others: a stop there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
     """An interruption of a verification's run."""
@@ -143,11 +147,7 @@ class Interruption:
     attempt: int
     at: int
     """The boundary, in steps done."""
-    how: Literal["stop", "kill"]
-    save: Literal["disk", "memory"] | None = None
-    """For a kill: how the state is saved at the boundary before."""
-    within: Literal["evaluation", "epoch_end"] | None = None
-    """For a stop: where it comes, beyond the boundary."""
+    kind: InterruptionKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +243,8 @@ class Submitted(Event):
     """Slurm's ClusterName; job ids are unique within it alone."""
     entry: str | None = None
     """The name under `clusters:`."""
+    launcher: str | None = None
+    """The program that started the ranks, as torchrun or python; None where jobkit starts them."""
     user: str = ""
     host: str = ""
     folder: str = ""
@@ -276,7 +278,8 @@ class Began(Event):
     token: str
     job_id: str
     restart: int = 0
-    how: Literal["start", "in place", "requeue"] = "start"
+    how: Literal["start", "in place", "requeue", "resume"] = "start"
+    """`resume`: a person has submitted the run again."""
     nodes: list[str] = field(default_factory=list)
     """Slurm's names of the nodes with ranks, in the order of the ranks; empty on this machine."""
     ranks: int = 1
@@ -310,6 +313,8 @@ class Ended(Event):
     """Steps done when it ended."""
     durable_step: int | None = None
     """The newest checkpoint on the disk when it ended."""
+    snapshot_step: int | None = None
+    """The newest snapshot in memory, as far as it had been reported."""
     repeated: int | None = None
     compared: int | None = None
     """Steps that the attempt before had done, and how many of them logged values that could be compared."""

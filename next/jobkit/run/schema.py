@@ -127,8 +127,8 @@ class BestConfig:
     """The metric that names the best checkpoint."""
 
     metric: str
-    """A name that `ctx.log` writes or an evaluation returns, as `validation/loss`."""
-    mode: Literal["min", "max"] = "min"
+    """A name in the dict that a function of `every=` returns, as `validation/loss`."""
+    mode: Literal["min", "max"]
     """`min` if a smaller value is better, else `max`."""
 
 

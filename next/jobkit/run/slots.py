@@ -135,12 +135,20 @@ class Kept:
         self._slots: dict[int, tuple[int, int]] = {}
         self._last: dict[int, Page] = {}
         self._before: dict[int, Page] = {}
+        self._world_size = 0
 
-    def environment(self, local_rank: int, page: Page) -> dict[str, str]:
+    def environment(self, local_rank: int, page: Page, world_size: int) -> dict[str, str]:
         """Return the variables of a rank that is about to be forked, whose page this is."""
-        last = self._last.pop(local_rank, None)
-        if last is not None and last.read().step >= 0:  # an attempt that came to no step has nothing to compare with
-            self._before[local_rank] = last
+        if world_size != self._world_size:  # sums over other ranks have other bits
+            for kept in (*self._last.values(), *self._before.values()):
+                kept.close()
+            self._world_size, self._last, self._before = world_size, {}, {}
+        if (last := self._last.pop(local_rank, None)) is not None:
+            over: Page | None = last
+            if last.read().step >= 0:  # an attempt that came to no step has nothing to compare with
+                over, self._before[local_rank] = self._before.get(local_rank), last
+            if over is not None:
+                over.close()
         self._last[local_rank] = Page(os.dup(page.descriptor))
         variables = {}
         if local_rank in self._before:

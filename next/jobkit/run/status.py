@@ -7,11 +7,9 @@ submitted ---> queued --attempt began--> running --attempt ended--> queued | run
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jobkit.run import records
 from jobkit.run.records import Began, Cancelled, Ended, Event, Excluded, Finished, Refused, Requeued, Submitted
 
 State = Literal["new", "queued", "running", "interrupted", "failed", "cancelled", "finished"]
@@ -87,31 +85,20 @@ class Status:
         return [attempt for attempt in self.attempts if attempt.submission == self.person_submission]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON values, without what is None or empty."""
+        """Return JSON values, without fields that are None or empty."""
         values: dict[str, Any] = _without_nothing({**dataclasses.asdict(self), "job_id": self.job_id})
         return values
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Status:
-        """Return the Status that `as_dict` described. Raises TypeError, KeyError."""
-        attempts = [
-            Attempt(
-                number=item["number"],
-                submission=item["submission"],
-                began=records.of(Began, item["began"]),
-                ended=records.of(Ended, item["ended"]) if "ended" in item else None,
-                queued=item.get("queued"),
-            )
-            for item in value.get("attempts", [])
-        ]
-        submitted = records.of(Submitted, value["submitted"]) if "submitted" in value else None
-        return replace(records.of(cls, value), attempts=attempts, submitted=submitted)
 
 
 def _without_nothing(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nothing(item) for key, item in value.items() if item not in (None, [], {}, "")}
+        values = {key: item for key, item in value.items() if item not in (None, [], {}, "")}
+        return {key: item if key in _OF_THE_USER else _without_nothing(item) for key, item in values.items()}
     return [_without_nothing(item) for item in value] if isinstance(value, list) else value
+
+
+_OF_THE_USER = ("config", "result")
+"""Their values stay as they are: a parameter of null is a parameter."""
 
 
 def fold(status: Status, event: Event) -> Status:

@@ -40,7 +40,7 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
             if "allowed" in field.metadata and not field.metadata["is_allowed"](arguments[name]):
                 raise InputError(key=full_key, found=values[name], allowed=field.metadata["allowed"])
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise InputError("missing; it is required", key=full_key)
+            raise InputError("missing; it is required", key=full_key, allowed=describe(hints[name]))
     return cls(**arguments)
 
 
