@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
-from jobkit.usage import Parser, exit_code, program, show_examples, to_type
+from jobkit.usage import Parser, exit_code, program, show_examples, to_continue, to_type
 
 if TYPE_CHECKING:
     from jobkit.run.load import Loaded
@@ -114,6 +114,8 @@ def resume(run: RunDir, manner: Manner) -> int:
 
     checks.refuse_foreign(run)
     submitted = read_status(run).submitted
+    if submitted is not None and submitted.launcher is not None:
+        raise InputError(f"jobkit does not start its ranks: {to_continue(run.path, submitted)}", key=run.name)
     loaded = load(run.config_file)
     place = target(loaded.config, local=False, cluster=submitted.entry if submitted is not None else None)
     if submitted is not None and submitted.folder:

@@ -14,9 +14,12 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jobkit.errors import EXIT_BAD_INPUT, JobkitError, nearest
+
+if TYPE_CHECKING:
+    from jobkit.run.records import Submitted
 
 EXIT_INTERRUPTED = 130
 """Of a command that Ctrl-C has ended, as shells give it."""
@@ -38,6 +41,13 @@ def to_type(verb: str, run: Path, *words: str) -> str:
     usual = Path(os.environ.get("JOBKIT_RUNS") or "runs").absolute()
     where = [] if run.parent == usual else ["--runs-dir", str(run.parent)]
     return f"{program(verb)} {shlex.join([*words, run.name, *where])}"
+
+
+def to_continue(run: Path, submitted: Submitted | None) -> str:
+    """Return what continues a run, as it can be typed or done next."""
+    if submitted is not None and submitted.launcher is not None:
+        return f"start it again by {submitted.launcher} in {submitted.folder}, as before"
+    return to_type("resume", run)
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,7 +21,7 @@ from jobkit.run.journal import Journal, read_status
 from jobkit.run.records import Cancelled
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import LOST, View, view, views
-from jobkit.usage import show_examples, to_type
+from jobkit.usage import show_examples, to_continue, to_type
 
 PATIENCE_SECONDS = 180.0
 """How long a supervisor may take: its ranks get 90 s for their last checkpoint, and it may be starting."""
@@ -111,7 +111,8 @@ def _outcome(now: View) -> str:
     last = max((a.ended.last_step or 0 for a in status.attempts if a.ended is not None), default=0)
     step = run.durable_step()
     kept = "it has no checkpoint" if step is None else f"the checkpoint of step {step} is kept"
-    return f"{run.name} cancelled at step {max(last, step or 0)}; {kept}; to continue it: {to_type('resume', run.path)}"
+    again = to_continue(run.path, status.submitted)
+    return f"{run.name} cancelled at step {max(last, step or 0)}; {kept}; to continue it: {again}"
 
 
 def _unanswered(run: RunDir) -> str:

@@ -11,7 +11,7 @@ from jobkit.errors import EXIT_FAILED, EXIT_FINISHED, JobkitError
 from jobkit.run.journal import read_status
 from jobkit.run.rundir import RunDir
 from jobkit.run.view import LOST, view
-from jobkit.usage import show_examples, to_type
+from jobkit.usage import show_examples, to_continue, to_type
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def _preempt(run: RunDir, *, grace: bool) -> int:
     step = "" if ended.last_step is None else f" at step {ended.last_step}"
     print(f"{run.name}: attempt {attempt.number} ended{step} ({ended.cause})")
     if ended.next in ("stop", "fail") and ended.cause != "finished":
-        print(f"it does not continue by itself ({ended.reason}); {to_type('resume', run.path)}")
+        print(f"it does not continue by itself ({ended.reason}); {to_continue(run.path, now.status.submitted)}")
     elif ended.cause != "finished":
         kept = "from its start" if ended.durable_step is None else f"from step {ended.durable_step} or later"
         print(f"it continues by itself {kept}; {to_type('status', run.path)}")

@@ -17,7 +17,6 @@ from jobkit.errors import InputError, nearest
 from jobkit.run.journal import cached_status, read_status
 from jobkit.run.records import Progress
 from jobkit.run.rundir import RunDir
-from jobkit.run.status import Status
 from jobkit.run.view import UNDER_WAY, View, look
 
 # fmt: off
@@ -53,7 +52,7 @@ def read_rows(runs: Iterable[RunDir]) -> list[Row]:
             read.append((run, cached_status(run) or read_status(run).as_dict()))
         except OSError as error:  # another user's, or removed in this moment
             print(f"{run.name} is left out: {error.filename}: {error.strerror}", file=sys.stderr)
-    under_way = [(run, Status.of(status)) for run, status in read if status.get("state") in UNDER_WAY]
+    under_way = [(run, read_status(run)) for run, status in read if status.get("state") in UNDER_WAY]
     views = {view.run.path: view for view in look(under_way)}
     waiting = {}
     if any(view.job is None for view in views.values()):

@@ -22,7 +22,7 @@ from jobkit.run.status import Attempt
 from jobkit.run.tail import Tail
 from jobkit.run.view import LOST, View, views
 from jobkit.supervisor.devices import turns
-from jobkit.usage import show_examples, to_type
+from jobkit.usage import show_examples, to_continue, to_type
 
 SAMPLES_SHOWN = 8
 """How many ids of a failed rank's batch are printed: a person looks one or two up."""
@@ -68,7 +68,7 @@ def _values(view: View) -> dict[str, Any]:
 
 
 def verified(view: View) -> dict[str, Any] | None:
-    """Return {time, equal} of the last `jobkit verify` of the run's code; None if there was none."""
+    """Return {time, equal, nondeterministic} of the last `jobkit verify` of the run's code; None if there was none."""
     submitted = view.status.submitted
     code = submitted.code if submitted is not None else None
     value = read_json(view.run.path.parent / ".verified" / f"{code}.json")
@@ -101,9 +101,9 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         lines.append(f"goodput: {share:.0%} of the {since} since the first start were new steps")
     if (word := verified(view)) is not None:
         age = format_seconds(max(0.0, now - word["time"]))
-        lines.append(
-            f"its code was verified {age} ago: {'equal' if word['equal'] else 'it differs after interruptions'}"
-        )
+        outcome = "equal" if word["equal"] else "it differs after interruptions"
+        outcome = "two straight runs of it differ" if word.get("nondeterministic") else outcome
+        lines.append(f"its code was verified {age} ago: {outcome}")
     step = run.durable_step()
     if step is not None:
         lines.append(f"newest checkpoint: step {step}")
@@ -113,7 +113,7 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
     if state in ("interrupted", "failed", "cancelled", LOST):
-        lines.append(f"to continue it, with the code as it was submitted: {to_type('resume', run.path)}")
+        lines.append(f"to continue it, with the code as it was submitted: {to_continue(run.path, status.submitted)}")
     elif not view.is_over:
         lines.append(f"its output: {to_type('logs', run.path, '-f')}")
     return lines

@@ -23,6 +23,9 @@ from jobkit.submission import checks
 from jobkit.submission.plan import make_plan, target
 from jobkit.usage import show_examples
 
+MIN_STEPS = 6
+"""With fewer there is no place for an interruption."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="EXP.yaml|RUN[@STEP]", help="an experiment, or a run from a checkpoint")
@@ -37,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         {
             "toy.yaml --local": "20 steps, straight and interrupted",
-            "toy@400": "from the checkpoint of step 400 on, with the run's own code",
+            "toy@100": "from the checkpoint of step 100 of a run on, with its own code",
         },
     )
 
@@ -46,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify, and print the report."""
     from jobkit.verify import runs
 
-    if arguments.steps < 6:
-        raise InputError(key="--steps", found=arguments.steps, allowed="6 or more")
+    if arguments.steps < MIN_STEPS:
+        raise InputError(key="--steps", found=arguments.steps, allowed=f"{MIN_STEPS} or more")
     runs_dir = runs_dir_of(arguments.runs_dir)
     is_experiment = arguments.what.endswith((".yaml", ".yml"))
-    source, step = (None, 0) if is_experiment else _run_and_step(arguments.what, runs_dir)
+    source, step = (None, 0) if is_experiment else _run_and_step(arguments.what, runs_dir, arguments.steps)
     if source is not None:
         checks.refuse_foreign(source)
     loaded = _with_params(load(Path(arguments.what) if source is None else source.config_file, arguments.overrides))
@@ -101,19 +104,27 @@ def _with_params(loaded: Loaded) -> Loaded:
     return dataclasses.replace(loaded, config=dataclasses.replace(config, params=params))
 
 
-def _run_and_step(word: str, runs_dir: Path) -> tuple[RunDir, int]:
-    """Return the run, and the step of the checkpoint, that RUN[@STEP] means: the newest checkpoint without @STEP."""
-    name, _, step = word.partition("@")
+def _run_and_step(word: str, runs_dir: Path, steps: int) -> tuple[RunDir, int]:
+    """Return the run, and the step of the checkpoint, that RUN[@STEP] means.
+
+    Without @STEP that is the newest checkpoint after which the run has so many steps; step 0 where there is none.
+    """
+    name, _, text = word.partition("@")
     (run, *_) = find([name], runs_dir)
-    if not step:
-        newest = run.durable_step()
-        return run, newest or 0
-    if not step.isdigit() or not (run.checkpoints / f"step_{int(step):08d}").exists():
-        present = sorted(path.name.removeprefix("step_").lstrip("0") for path in run.checkpoints.glob("step_*"))
+    progress, status = run.progress(), read_status(run)
+    total = progress.total_steps if progress is not None else None
+    if status.state == "finished":  # ctx.epochs knows no number of steps before
+        total = max((attempt.ended.last_step or 0 for attempt in status.attempts if attempt.ended), default=total)
+    present = sorted(int(path.name.removeprefix("step_")) for path in run.checkpoints.glob("step_*"))
+    usable = [step for step in present if total is None or step + MIN_STEPS <= total]
+    if text and (not text.isdigit() or int(text) not in usable):
+        words = ", ".join(map(str, usable)) or "none; without @STEP it begins at step 0"
         raise InputError(
-            key="RUN@STEP", found=word, allowed=f"a checkpoint of {run.name}: {', '.join(present) or 'none'}"
+            key="RUN@STEP", found=word, allowed=f"a checkpoint of {run.name} before its last {MIN_STEPS} steps: {words}"
         )
-    return run, int(step)
+    if text:
+        return run, int(text)
+    return run, max((step for step in usable if total is None or step + steps <= total), default=0)
 
 
 def _copy_checkpoint(source: RunDir, step: int, run: RunDir) -> None:

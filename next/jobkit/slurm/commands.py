@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -83,9 +84,12 @@ def run(
         # sbatch that is refused by MaxJobCount says so at once, and tries again for two minutes.
         words = (error.stderr or b"no answer; is slurmctld up? (`scontrol ping`)").decode(errors="replace")
         raise SchedulerTimeout(f"{explain(command[0], words)}; ended after {timeout:g} s") from None
+    if done.returncode < 0:  # as at the end of a job, which takes the commands of its processes along
+        name = signal.Signals(-done.returncode).name
+        raise SchedulerTimeout(f"{command[0]}: killed by {name}; its request may have been carried out")
     if done.returncode:
         words = (done.stderr or done.stdout).decode(errors="replace")
-        maybe_done = done.returncode < 0 or any(part in words for part in _MAYBE_DONE)
+        maybe_done = any(part in words for part in _MAYBE_DONE)
         raise (SchedulerTimeout if maybe_done else SchedulerError)(explain(command[0], words))
     return done.stdout.decode(errors="replace")  # a site's banner may be in another encoding than UTF-8
 

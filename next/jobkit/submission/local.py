@@ -8,7 +8,6 @@ signal from one place. A SIGHUP that the command ignores (nohup) stays ignored: 
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,9 @@ from submitit.core.utils import DelayedSubmission
 from submitit.local import local as submitit_local
 
 from jobkit.run.files import FOR_OWNER, write_atomic
+from jobkit.run.machine import clean_environment
 from jobkit.submission.plan import LaunchPlan
-from jobkit.submission.sbatch import JOB_SCRIPT, clean_environment, definitions
+from jobkit.submission.sbatch import JOB_SCRIPT, definitions
 from jobkit.worker.main import Worker
 
 
@@ -42,7 +42,7 @@ class LocalExecutor(submitit_local.LocalExecutor):  # type: ignore[misc]
             variables = {"JOBKIT_TOKEN": self.token, "JOBKIT_ALIVE_FD": str(descriptor)}
             process = subprocess.Popen(
                 ["bash", str(run.batch_script)],
-                env={**clean_environment(os.environ), **variables},
+                env={**clean_environment(), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

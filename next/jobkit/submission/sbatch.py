@@ -7,12 +7,11 @@ The token in the job's comment, and nothing else, makes the job this run's: it i
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from jobkit import start
 from jobkit.errors import SchedulerError, SchedulerTimeout
 from jobkit.log import log
 from jobkit.run.files import FOR_OWNER, write_atomic
+from jobkit.run.machine import clean_environment
 from jobkit.slurm import commands, jobs
 from jobkit.submission.plan import LaunchPlan
 from jobkit.worker.main import Worker
@@ -36,9 +36,6 @@ PAUSE_SECONDS = 3.0
 
 JOB_SCRIPT = Path(__file__).with_name("job.sh")
 """The shell part of every batch script, here and on Slurm."""
-
-_OF_THE_USER = ("JOBKIT_RUNS", "JOBKIT_CONFIG")
-"""Variables that a person sets; the other JOBKIT_ ones belong to a rank or a job."""
 
 
 class SlurmExecutor(submitit_slurm.SlurmExecutor):  # type: ignore[misc]
@@ -109,15 +106,6 @@ def definitions(plan: LaunchPlan) -> list[str]:
     ]
 
 
-def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a job: without the variables of a rank or job in which the submission may be typed."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in _OF_THE_USER or not name.startswith(("JOBKIT_", "SUBMITIT_"))
-    }
-
-
 def patiently(ask: Callable[[], T], retries: Callable[[SchedulerError], bool] = commands.is_away) -> T:
     """What `ask` returns. A controller that is away is asked again for a minute, and the user hears of it."""
     deadline, is_silent = time.monotonic() + PATIENCE_SECONDS, True
@@ -138,7 +126,7 @@ def patiently(ask: Callable[[], T], retries: Callable[[SchedulerError], bool] = 
 
 def _sbatch(script: str, token: str, pass_fds: Sequence[int]) -> str:
     """The id of the new job, which is queued at most once."""
-    environment = clean_environment(os.environ)
+    environment = clean_environment()
     try:
         return patiently(
             lambda: commands.submit(script, f"--comment={token}", environment=environment, pass_fds=pass_fds),

@@ -179,7 +179,7 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
             token=me.token,
             job_id=me.job_id,
             restart=me.restart,
-            how="start" if last is None else "in place" if me.began(last) else "requeue",
+            how=_how(me, last, journal.status),
             nodes=nodes,
             ranks=ranks,
             host=socket.gethostname(),
@@ -187,6 +187,14 @@ def begin(tenure: Tenure, nodes: list[str], ranks: int) -> int:
         journal.append(began)
         run.failed_starts.unlink(missing_ok=True)  # last: until then the job script counts this start as failed
         return number
+
+
+def _how(me: Me, last: Attempt | None, status: Status) -> Literal["start", "in place", "requeue", "resume"]:
+    if last is None:
+        return "start"
+    if me.began(last):
+        return "in place"
+    return "resume" if last.submission < status.person_submission else "requeue"
 
 
 def pause(tenure: Tenure) -> float:

@@ -68,6 +68,7 @@ def end_attempt(tenure: Tenure, facts: Facts, room: Room) -> Decision:
         first_step=progress.first_step if progress is not None else None,
         last_step=max((step for step in steps if step is not None), default=None),
         durable_step=run.durable_step(),
+        snapshot_step=progress.snapshot_step if progress is not None else None,
         **(progress.repeats or {} if progress is not None else {}),
         loop_began=progress.loop_began if progress is not None else None,
         last_seen=progress.time if progress is not None else None,

@@ -147,6 +147,7 @@ def _is_finished(facts: Facts, ends: Sequence[End], ranks: int, command: bool) -
     done = {end.rank for end in ends if end.kind == "finished"}
     if not command or not (facts.asked or facts.word or facts.signalled):
         done |= {exited.rank for exited, _ in facts.exits if exited.code == 0}
+        done -= {end.rank for end in ends if end.kind == "failed"}  # a script that ended before ctx.finish
     return ranks > 0 and done.issuperset(range(ranks))
 
 
@@ -154,6 +155,8 @@ def _death(
     exited: Exited, node: str, *, facts: Facts, failed: Mapping[int, End], began: Began, traces: Traces
 ) -> Verdict:
     """Return the verdict about the first rank that failed: by an End that lay there already, else by its exit."""
+    if exited.code == -signal.SIGKILL and exited.rank not in failed:  # no consequence of another rank's error
+        return _killed(exited, node, traces)
     reported: Collection[int] = facts.reported or ()
     if facts.reported is None and exited.code > 0:
         reported = failed

@@ -11,7 +11,6 @@ job.sh starts it again, and the ranks train on meanwhile.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,7 +103,6 @@ class Supervisor:
         self._unclear_since = self._signalled_at = -math.inf
         self._started_at = math.inf
         """When the ranks of this attempt were started; infinity between attempts."""
-        self._writing = threading.Lock()
         self._slurm = Background(allocation.look, self.agents.wake, every=QUIET_SECONDS)
         self._disk = Background(self._look_at_disk, self.agents.wake, every=DISK_SECONDS)
 
@@ -160,7 +158,8 @@ class Supervisor:
                 self._turn()
         used = nodes or self.starter.used
         ranks = sum(map(len, self.starter.places(used).values()))
-        number = self._begin([] if used == [LOCAL] else used, ranks)
+        names = [] if used == [LOCAL] else used
+        number = self._once_there_is_room(lambda: attempts.begin(self.tenure, names, ranks))
         self._started_at = time.monotonic()
         ends = min(self.look.ends, self._started_at + self.allocation.attempt_seconds)
         messages = self.starter.messages(number, nodes, ends) if nodes else {}
@@ -176,14 +175,8 @@ class Supervisor:
         self._obey(running)  # without ranks no turn follows: the reason to stop is the attempt's cause
         return running
 
-    def _begin(self, nodes: list[str], ranks: int) -> int:
-        """Journal a new attempt and return its number. A full disk is waited for; then OSError."""
-
-        def begin() -> int:
-            with self._writing:
-                return attempts.begin(self.tenure, nodes, ranks)
-
-        return once_there_is_room(begin, lambda: self._turn(time.monotonic() + DISK_SECONDS))
+    def _once_there_is_room(self, act: Callable[[], T]) -> T:
+        return once_there_is_room(act, lambda: self._turn(time.monotonic() + DISK_SECONDS))
 
     def _follow(self, number: int, alive: dict[int, str]) -> Running:
         folder = self.tenure.run.ends_folder(number)
@@ -272,15 +265,9 @@ class Supervisor:
         return None
 
     def _look_at_disk(self) -> Request | None:
-        """Write what the disk did not take, and return a request for this attempt; called in a thread."""
-        run, status = self.tenure.run, self.tenure.journal.status
-        with self._writing:
-            try:
-                self.tenure.journal.flush()
-            except OSError as error:
-                log.warning("the journal waits for the disk: %s", error)
-        number = 0 if status.attempt is None else status.attempt.number
-        return request_of(run, self.tenure.me.token, number)
+        """Return a request for this attempt; called in a thread."""
+        attempt = self.tenure.journal.status.attempt
+        return request_of(self.tenure.run, self.tenure.me.token, 0 if attempt is None else attempt.number)
 
     # End
 
@@ -296,24 +283,12 @@ class Supervisor:
                 running.keep_nodes({lost.node for lost in facts.lost_nodes} - self.look.down - self.starter.lost)
         self.starter.lost |= {lost.node for lost in facts.lost_nodes}
         facts.word = self.look.cause
-        with self._writing:
-            room = self.allocation.room(self.tenure, self.look, self.starter.placement)
-            decision = attempts.close(self.tenure, facts, room)
+        room = self.allocation.room(self.tenure, self.look, self.starter.placement)
+        decision = attempts.close(self.tenure, facts, room)
         log.info("attempt %d ended: %s (%s)", running.attempt, decision.reason, decision.action)
-        if decision.action != "in_place":
-            self._until_written()
-        if not self.tenure.journal.waits:
-            self.agents.acknowledge_exits()
+        self._once_there_is_room(self.tenure.journal.flush)
+        self.agents.acknowledge_exits()
         return decision
-
-    def _until_written(self) -> None:
-        """Wait until the disk has taken the end of the attempt. Raises OSError after a while."""
-
-        def flush() -> None:
-            with self._writing:
-                self.tenure.journal.flush()
-
-        once_there_is_room(flush, lambda: self._turn(time.monotonic() + DISK_SECONDS))
 
     def _may_be_ended(self) -> bool:
         """Return whether Slurm has signalled the agents, and srun may kill them yet: nothing may be started on them."""

@@ -10,13 +10,13 @@ journal has the decision already: a requeue ends the process that asks for it.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Collection, Sequence
 
 from jobkit.errors import SchedulerError
 from jobkit.log import log
 from jobkit.run.journal import Journal
+from jobkit.run.machine import clean_environment
 from jobkit.run.records import Cancelled, Refused, new_token
 from jobkit.run.schema import Config
 from jobkit.slurm import commands, jobs, nodes
@@ -91,7 +91,7 @@ def _would_start(journal: Journal, job: Job, without: Collection[str]) -> bool:
     """Whether Slurm would ever start the job: others of the partition may not have what it asks for, as a feature."""
     options = [f"--exclude={','.join(_excluded(journal, job, without))}", *_own_task(journal)]
     try:
-        commands.run("sbatch", "--test-only", *options, str(journal.run.batch_script), environment=_environment())
+        commands.run("sbatch", "--test-only", *options, str(journal.run.batch_script), environment=clean_environment())
     except SchedulerError as error:
         if commands.is_away(error):
             raise
@@ -128,7 +128,7 @@ def _submit_successor(me: Me, journal: Journal, job: Job | None, count: int | No
         if count is not None:
             options.append(f"--nodes={count}")
         # sbatch inherits the lock: if this process is killed, nobody submits the run before sbatch has ended.
-        commands.submit(str(run.batch_script), *options, environment=_environment(), pass_fds=lock.inheritable())
+        commands.submit(str(run.batch_script), *options, environment=clean_environment(), pass_fds=lock.inheritable())
     log.info("%s: a new job follows this one: %s", run.name, token)
 
 
@@ -136,8 +136,3 @@ def _own_task(journal: Journal) -> Sequence[str]:
     """The option with which sbatch takes the script of a job array for this run alone."""
     submitted = journal.status.submitted
     return [] if submitted is None or submitted.task is None else [f"--array={submitted.task}"]
-
-
-def _environment() -> dict[str, str]:
-    """The environment of the next job: without what belongs to this one."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(("JOBKIT_", "SUBMITIT_"))}

@@ -131,14 +131,14 @@ def _what_happened(last: Ended) -> str:
 def _progress(attempts: Sequence[Attempt], command: bool) -> list[bool]:
     """Return for each attempt whether it left a newer state than all before it: a checkpoint, or a snapshot in memory.
 
-    A snapshot shows in the step at which the next attempt begins. It counts only if its attempt came further than all
-    before: one step after the other, up to the step that fails, is no progress.
+    A snapshot shows in the step where the next attempt begins; of the last attempt, in its own report. It counts only
+    if its attempt came further than all before: one step after the other, up to the step that fails, is no progress.
     """
     ends = [_ended(attempt) for attempt in attempts]
     if command and all(ended.first_step is None for ended in ends):
         # Nobody knows how far it came. It was running, at least, until the scheduler ended it.
         return [ended.cause in ("preempted", "timeout") for ended in ends]
-    made, best, furthest, on_disk = [], 0, 0, 0
+    made, best, furthest = [], 0, 0
     for number, ended in enumerate(ends):
         first, durable, last = ended.first_step, ended.durable_step or 0, ended.last_step or 0
         following = ends[number + 1].first_step if number + 1 < len(ends) else None
@@ -146,10 +146,9 @@ def _progress(attempts: Sequence[Attempt], command: bool) -> list[bool]:
         # An attempt that never came to its loop found the checkpoints that are there, and made none.
         newer = first is not None and durable > best
         if last > furthest:
-            # Where the next attempt is not known yet: one that began with a snapshot leaves one.
-            newer |= following > best if following is not None else number > 0 and (first or 0) > on_disk
+            newer |= (following if following is not None else ended.snapshot_step or 0) > best
         made.append(newer)
-        best, furthest, on_disk = max(best, durable), max(furthest, last), durable
+        best, furthest = max(best, durable), max(furthest, last)
     return made
 
 
