@@ -55,28 +55,30 @@ class Pass:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader
-        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            return iter(self._seeded(loader))
-        return self._read_again(loader)
-
-    def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a copy of a loader whose sampler, dataset and collate draw by place."""
+        if not isinstance(loader, DataLoader):
+            return self._read_again(loader)
         for owner in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(derive_seed(self.base, "generator"))
         clone = copy.copy(loader)
-        by_batch = loader.batch_sampler is not None
-        places = _Places(loader.batch_sampler if by_batch else loader.sampler, self.base, self.first, self._ids)
         changes = {
-            "dataset": _SeededDataset(loader.dataset, self.base),
-            "batch_sampler" if by_batch else "sampler": places,
-            "collate_fn": _SeededCollate(loader.collate_fn, self.base),
             "generator": torch.Generator().manual_seed(derive_seed(self.base, "workers")),
             "persistent_workers": False,  # workers of the pass before would hold that pass's seeds
             "_iterator": None,
         }
-        vars(clone).update(changes)  # DataLoader refuses the assignment of these after its constructor
-        return clone
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        vars(clone).update(changes if is_stream else changes | self._by_place(loader))  # DataLoader's own are read-only
+        return self._read_again(clone) if is_stream else iter(clone)
+
+    def _by_place(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """Return the parts of a loader whose sampler, dataset and collate draw by place."""
+        by_batch = loader.batch_sampler is not None
+        places = _Places(loader.batch_sampler if by_batch else loader.sampler, self.base, self.first, self._ids)
+        return {
+            "dataset": _SeededDataset(loader.dataset, self.base),
+            "batch_sampler" if by_batch else "sampler": places,
+            "collate_fn": _SeededCollate(loader.collate_fn, self.base),
+        }
 
     def _read_again(self, loader: Any) -> Iterator[Any]:
         """Yield batches of a stream, or of any iterable, under the pass's own generators; done ones are read again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from jobkit.train.seeds import preserved_generators
 @contextmanager
 def evaluating(
     model: nn.Module,
-    averaged: Callable[[], AbstractContextManager[None]],
+    averaged: AbstractContextManager[None],
     devices: tuple[torch.device, ...],
 ) -> Iterator[None]:
     """Within it, the model is in evaluation mode and has its averaged weights, where there are any.
@@ -22,7 +22,7 @@ def evaluating(
     At the end each submodule's own mode, the weights and the random generators are as before.
     """
     modes = [(module, module.training) for module in model.modules()]
-    with preserved_generators(*devices), averaged():
+    with preserved_generators(*devices), averaged:
         model.eval()
         try:
             yield

@@ -8,7 +8,7 @@ context.py calls this. This edition spreads by DDP; on a single rank a module st
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -120,18 +120,23 @@ class GradientOrders:
 
 
 @contextmanager
-def independent_forwards(modules: list[nn.Module]) -> Iterator[None]:
-    """Within it, a forward of DDP modules is no collective, and all ranks have rank 0's buffers.
+def independent_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, a forward of DDP modules is no collective, and all ranks have rank 0's buffers in all modules.
 
     So the ranks may make different numbers of forwards, and a batch has the same result on each of them.
     """
+    modules = list(modules)
     ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
     # After a forward without gradients DDP leaves the next broadcast out: ranks that made none would wait for it.
     before = [(module.broadcast_buffers, module.require_forward_param_sync) for module in ddp]
-    buffers = [buffer.detach() for module in ddp for buffer in module.buffers()]
+    # BatchNorm's averages and their like: other buffers, as quantised weights, do not differ between ranks.
+    present = {id(buffer): buffer.detach() for module in modules for buffer in module.buffers()}.values()
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    buffers = [buffer for buffer in present if several and buffer.is_floating_point() and buffer.itemsize > 1]
     kept = [buffer.clone() for buffer in buffers]
     if buffers:
-        dist._broadcast_coalesced(ddp[0].process_group, buffers, 250 << 20, 0)  # type: ignore[attr-defined]
+        group = dist.distributed_c10d._get_default_group()
+        dist._broadcast_coalesced(group, buffers, 250 << 20, 0)  # type: ignore[attr-defined]
     try:
         for module in ddp:
             module.broadcast_buffers = False

@@ -111,7 +111,7 @@ class Step:
         return norm
 
     @contextmanager
-    def averaged(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def averaged(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
         """Within it, the parameters are their moving averages, where the optimizer keeps any."""
         swap: Callable[[], AbstractContextManager[None]] | None = getattr(optimizer, "averaged", None)
         with swap() if swap is not None else nullcontext():

@@ -27,24 +27,22 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("a `command:` is started by the launcher itself", key="command", hint="torchrun train.py")
     from jobkit.worker import launched
     from jobkit.worker.context import Context
-    from jobkit.worker.ending import end_of, run_recorded
+    from jobkit.worker.ending import recorded
     from jobkit.worker.launcher import find_launch
-    from jobkit.worker.task import load_task
+    from jobkit.worker.task import finish_task, load_task
 
     run_dir = RunDir(runs_dir_of(arguments.runs_dir) / run_name(loaded.config))
     begun = launched.begin(loaded, run_dir, find_launch(os.environ))
     if begun is None:
         return EXIT_FINISHED
     sys.path.insert(0, str(Path.cwd()))
-    results = []
 
     def program() -> object:
-        context = Context(begun.rank, begun.joined, os.environ)
-        results.append(context.finish(load_task(loaded.config.task)(context)))
-        return results[0]
+        return finish_task(Context(begun.rank, begun.joined, os.environ), load_task(loaded.config.task))
 
-    code = run_recorded(begun.rank, program)
-    begun.close(end_of(begun.rank, None, None), code)
+    code, end = recorded(begun.rank, program)
+    if end is not None:
+        begun.close(end, code)
     return code
 
 

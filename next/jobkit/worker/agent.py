@@ -135,7 +135,7 @@ class Agent:
         agent, silence = os.getpid(), silence_of(self.config.watchdog)
         for place in start.ranks:
             page = Page.create()
-            memory = self._kept.environment(place.local_rank, page)
+            memory = self._kept.environment(place.local_rank, page, start.world_size)
             if self.link.keeps(Signalled):  # Start was sent before the supervisor heard of the signal
                 page.ask_to_stop()
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child's belong to its own handlers

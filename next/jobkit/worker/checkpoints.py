@@ -36,11 +36,6 @@ class Boundary:
     batch: int = 0
     """Batches done of the epoch."""
 
-    @classmethod
-    def of(cls, extra: dict[str, Any]) -> Boundary:
-        """Return the boundary of a checkpoint."""
-        return cls(**extra["boundary"])
-
 
 class Checkpoints:
     """The saves of one attempt."""
@@ -56,6 +51,8 @@ class Checkpoints:
         self._memory_is_auto = config.memory == AUTO
         self._began = time.monotonic()
         self._stall = 0.0
+        self.results: dict[str, float] = {}
+        """The last results of `every=` functions: they join the run's result, also in an attempt that calls none."""
         self.write_files: WriteFiles | None = None
         """Writes a framework's own files into each checkpoint: `save` of ctx.boundary."""
         for step, reason in checkpointer.set_aside:
@@ -81,8 +78,18 @@ class Checkpoints:
     def stage(self, boundary: Boundary, *, is_last: bool = False) -> Pending:
         """Copy the state: the loop waits for this alone. `is_last`: the training function has returned."""
         self.tracked.check_state()
-        extra = {"boundary": asdict(boundary), "tensorboard": self.reporter.position(), "is_last": is_last}
+        extra = {**self._extra(boundary), "is_last": is_last}
         return self.checkpointer.stage(boundary.step, self.tracked.entries, extra, self.write_files)
+
+    def _extra(self, boundary: Boundary) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the entries."""
+        results = {name: repr(value) for name, value in self.results.items()}  # JSON has no NaN
+        return {"boundary": asdict(boundary), "tensorboard": self.reporter.position(), "results": results}
+
+    def begin_with(self, extra: dict[str, Any]) -> Boundary:
+        """Take up what the checkpoint holds that the attempt begins with; returns its boundary."""
+        self.results = {name: float(text) for name, text in extra["results"].items()}
+        return Boundary(**extra["boundary"])
 
     def write(self, pending: Pending, *, wait: bool = False) -> None:
         """Write a copy in the background; with `wait` return when it is durable. Raises OSError then."""
@@ -103,7 +110,7 @@ class Checkpoints:
     def snapshot(self, boundary: Boundary, least_complete: int) -> None:
         """Copy the state into memory that outlives this rank."""
         self.tracked.check_state()
-        extra = {"boundary": asdict(boundary), "tensorboard": self.reporter.position()}
+        extra = self._extra(boundary)
         stall = self.checkpointer.snapshot(boundary.step, self.tracked.entries, extra, least_complete)
         if not self.checkpointer.snapshots.is_on:
             self._memory = Clock()
@@ -136,10 +143,13 @@ class Checkpoints:
 
     def offer_best(self, pending: Pending, values: dict[str, float]) -> None:
         """Keep a checkpoint as the best if its metric is better than all before. All ranks call it."""
-        if self.best is None or self.best.metric not in values:
+        if self.best is None:
             return
-        value = float(self.checkpointer.ranks.broadcast(values[self.best.metric]))
-        if self.checkpointer.is_better(value):
+        if self.best.metric not in self.results:
+            names = ", ".join(self.results) or "nothing"
+            self.reporter.warn(f"checkpoint.best: no evaluation has returned {self.best.metric}; they return {names}")
+        value = self.checkpointer.ranks.broadcast(values.get(self.best.metric))  # rank 0 alone may have one
+        if value is not None and self.checkpointer.is_better(value):
             self.checkpointer.mark_best(pending, value)
             self.look()
 

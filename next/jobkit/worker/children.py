@@ -90,7 +90,10 @@ class Children:
     # Ends
 
     def reap(self) -> list[Child]:
-        """Take in the ends of all processes that have ended; return the ranks among them, in their order."""
+        """Take in the ends of all processes that have ended; return the ranks among them.
+
+        Ranks that a signal killed come first: another one that ended meanwhile may have lost its connection to them.
+        """
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -109,7 +112,7 @@ class Children:
         for child in ended:
             del self._alive[child.pid]
             self._all_finished = self._all_finished and child.code == 0
-        return ended
+        return sorted(ended, key=lambda child: (child.code or 0) >= 0)
 
     def _saves_on(self, child: Child) -> bool:
         """True while a program of a rank saves whose shell the stop has ended already."""

@@ -22,9 +22,10 @@ from jobkit.checkpoint import framework_files
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.disks import disks_of
 from jobkit.checkpoint.export import write_final
+from jobkit.checkpoint.sources import Source
 from jobkit.checkpoint.staging import Place
-from jobkit.errors import Stopped, UsageError
-from jobkit.run.slots import page_before, slots_of
+from jobkit.errors import JobkitError, Stopped, UsageError
+from jobkit.run.slots import Phase, page_before, slots_of
 from jobkit.train.loader import Loader
 from jobkit.train.modes import evaluating
 from jobkit.train.seeds import derive_seed, seed_generators
@@ -84,6 +85,7 @@ class Context:
             attempt=rank.attempt,
             keep=config.checkpoint.keep,
             check_lease=rank.check_lease,
+            beat=rank.beat_again,
             slots=slots_of(environ),
             best_mode=config.checkpoint.best.mode if config.checkpoint.best is not None else "min",
         )
@@ -107,11 +109,12 @@ class Context:
         )
         self._before = page_before(environ)
         self._generators = Generators(config.seed, rank.rank, rank.world_size, self._devices)
-        self._epochs = Epochs(self._loop, self._restore_again, self._devices)
-        self._evaluator = Evaluator(rank, self._spread, self._reporter, self._loop)
+        self._epochs = Epochs(self._loop, self._restore_again, self._devices, rank.rank, rank.world_size)
+        self._evaluator = Evaluator(rank, self._spread, self._tracked, self._reporter, self._loop)
         self._values: Values | None = None
         self.result: Any = None
         """The result of the run, once it has finished."""
+        self.is_finished = False
         self.checkpoint: Path | None = None
         """The folder with the files that `save` of ctx.boundary wrote, of the checkpoint that this attempt begins
         with."""
@@ -242,11 +245,7 @@ class Context:
 
         At the end each submodule's mode, the weights and the random generators are as before.
         """
-
-        def averaged() -> AbstractContextManager[None]:
-            return self._step.averaged(optimizer) if optimizer is not None else self._step.averaged(_NO_OPTIMIZER)
-
-        return evaluating(model, averaged, self._devices)
+        return evaluating(model, self._step.averaged(optimizer), self._devices)
 
     # State and loop
 
@@ -310,6 +309,7 @@ class Context:
         """
         step = int(step)
         self._checkpoints.write_files = save
+        self._tracked.has_files = save is not None
         if not self._loop.call:
             if step != self.step:
                 raise UsageError(
@@ -346,16 +346,23 @@ class Context:
         self._tracked.add_own("epochs", self._epochs)
         self._tracked.add_own("generators", self._generators)
         restored = self._checkpointer.restored  # an older one, where reading jobkit's own entries found damage
-        self._loop.boundary = Boundary() if restored is None else Boundary.of(restored.extra)
+        self._loop.boundary = Boundary() if restored is None else self._checkpoints.begin_with(restored.manifest.extra)
         if not self._epochs.restores_again:
             self._tracked.check_names()
-        same = restored is None or restored.world_size == self.world_size
-        repeats = Repeats(self._rank.page, self._before if same else None, self.step)
-        self._reporter.begin(self.step, restored.extra.get("tensorboard") if restored else None, repeats)
+        self._begin_reports(restored, Repeats(self._rank.page, self._before, self.step))
+
+    def _begin_reports(self, restored: Source | None, repeats: Repeats | None) -> None:
+        position = None if restored is None else restored.manifest.extra["tensorboard"]
+        self._reporter.begin(self.step, position, repeats)
 
     def _restore_again(self) -> None:
         """At the first batch within an epoch: undo what the lines before it changed."""
+        begun = self._checkpointer.restored
         self._checkpointer.restore_again()
+        if self._checkpointer.restored is not begun:
+            raise JobkitError(
+                "a checkpoint could not be read again within an epoch; the next attempt begins with an older checkpoint"
+            )
         self._tracked.check_names()
 
     # Logging
@@ -412,12 +419,14 @@ class Context:
         """
         if self._loop.stopped is not None:
             raise self._loop.stopped
-        if isinstance(result, Mapping) or (result is None and self._loop.results):
-            result = {**self._loop.results, **(result or {})}
+        results = self._checkpoints.results
+        if isinstance(result, Mapping) or (result is None and results):
+            result = {**results, **(result or {})}
         if self._loop.call and self._tracked.entries:
             self._loop.check_health()
             if not self._loop.is_over:
                 self._loop.end()
+            self._rank.beat(self.step, Phase.ENDING)
             # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
             modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
             make_room = self._checkpointer.make_room
@@ -425,9 +434,10 @@ class Context:
             pending = self._checkpoints.stage(self._loop.boundary, is_last=True)
             self._checkpoints.write(pending, wait=True)
             self._checkpoints.offer_best(pending, self._loop.last_values)
-        if self._loop.trace is not None:
-            self._loop.trace.write(self._loop.boundary, "end", {}, result=result)
-        self.result = result
+        if not self._loop.call:  # a program that only evaluates logs as well
+            self._begin_reports(self._checkpointer.restored, None)
+        self._loop.write_end(result)
+        self.result, self.is_finished = result, True
         self.close()
         return result
 
@@ -435,12 +445,14 @@ class Context:
     def is_done(self) -> bool:
         """True if the attempt before died after its last checkpoint: the lines after the loop would lack its values."""
         restored = self._checkpointer.restored
-        is_last = restored is not None and bool(restored.extra.get("is_last"))
+        is_last = restored is not None and bool(restored.manifest.extra.get("is_last"))
         return is_last and bool(self._ranks.broadcast((self._rank.run.final / "result.json").exists()))
 
     def finish_again(self) -> Any:
         """Return the result that the attempt before has left in `final/`, without another call of the function."""
-        self.result = json.loads((self._rank.run.final / "result.json").read_text(encoding="utf-8"))
+        file = self._rank.run.final / "result.json"
+        self.result = self._ranks.on_main(lambda: json.loads(file.read_text(encoding="utf-8")))
+        self.is_finished = True
         self.close()
         return self.result
 
@@ -456,7 +468,7 @@ class Context:
 
     def close(self) -> None:
         """Write the last reports and wait for the last save; `finish` calls it."""
-        self._reporter.end_step(max(0, self.step - 1))
+        self._reporter.end_step(self.step)
         self._reporter.close()
         self._checkpointer.close()
         self._tracked.close()
@@ -464,10 +476,3 @@ class Context:
     def _sample_ids(self) -> list[int]:
         """Return the ids of this rank's samples in the step under way."""
         return [sample for loader in self._step.loaders for sample in loader.sample_ids] or self._epochs.sample_ids
-
-
-class _NoOptimizer:
-    """Stands for an optimizer without averages."""
-
-
-_NO_OPTIMIZER: Any = _NoOptimizer()

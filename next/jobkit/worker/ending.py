@@ -8,7 +8,6 @@ the process says it.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
@@ -31,7 +30,7 @@ from jobkit.errors import (
 from jobkit.log import log
 from jobkit.run import records
 from jobkit.run.disk import is_full
-from jobkit.run.files import is_there
+from jobkit.run.files import as_plain, is_there
 from jobkit.run.records import End
 from jobkit.run.slots import Phase
 from jobkit.worker.rank import Rank
@@ -42,13 +41,18 @@ MAX_TRACEBACK = 8000
 
 def run_recorded(rank: Rank, program: Callable[[], Any]) -> int:
     """Run a rank's program, write its End, print its error, and return its exit code."""
+    return recorded(rank, program)[0]
+
+
+def recorded(rank: Rank, program: Callable[[], Any]) -> tuple[int, End | None]:
+    """The same, and the End; None where another attempt has taken the run over."""
     result: Any = None
     error: BaseException | None = None
     try:
         result = program()
     except LostLease as lost:
         log.warning("%s", lost)
-        return EXIT_RESUMABLE
+        return EXIT_RESUMABLE, None
     except BaseException as raised:
         error = raised
     end = end_of(rank, error, result)
@@ -56,9 +60,9 @@ def run_recorded(rank: Rank, program: Callable[[], Any]) -> int:
     if end.kind == "failed" and error is not None:
         _print(error)
     if end.kind == "stopped" or end.disk:  # the End may not have fit on the disk: the exit code says it too
-        return EXIT_RESUMABLE
+        return EXIT_RESUMABLE, end
     code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
-    return EXIT_FINISHED if end.kind == "finished" else code if isinstance(code, int) else EXIT_FAILED
+    return EXIT_FINISHED if end.kind == "finished" else code if isinstance(code, int) else EXIT_FAILED, end
 
 
 def record(rank: Rank, end: End) -> None:
@@ -88,7 +92,8 @@ def end_of(rank: Rank, error: BaseException | None, result: Any) -> End:
     if isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE:
         return End(kind="stopped", **facts)
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return End(kind="finished", result=_as_json(result) if rank.rank == 0 else None, **facts)
+        is_shown = rank.rank == 0 and isinstance(result, dict)
+        return End(kind="finished", result=as_plain(result) if is_shown else None, **facts)
     return End(
         kind="failed",
         error=f"{type(error).__name__}: {error}".rstrip(": "),
@@ -126,18 +131,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _as_json(result: Any) -> dict[str, Any] | None:
-    """The result of a training function as JSON, tensors of no dimension as numbers; None if it is no mapping."""
-
-    def plain(value: Any) -> Any:
-        return value.item() if getattr(value, "shape", None) == () else str(value)
-
-    if not isinstance(result, dict):
-        return None
-    values: dict[str, Any] = json.loads(json.dumps({str(key): value for key, value in result.items()}, default=plain))
-    return values
 
 
 def _print(error: BaseException) -> None:

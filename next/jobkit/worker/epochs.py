@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from jobkit.errors import UsageError
+from jobkit.log import log
 from jobkit.train.foreign_loader import Pass, draw_base
 from jobkit.train.seeds import generator_state, load_generator_state
 from jobkit.worker.checkpoints import Boundary
@@ -27,8 +29,16 @@ _END = object()
 class Epochs:
     """The epochs of one rank, and their place as a part of the checkpoint."""
 
-    def __init__(self, loop: Loop, restore_again: Callable[[], None], devices: tuple[torch.device, ...]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        restore_again: Callable[[], None],
+        devices: tuple[torch.device, ...],
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self._loop, self._restore_again, self._devices = loop, restore_again, devices
+        self._rank, self._world_size = rank, world_size
         self._total = 0
         self._top: Any = None
         """The generators at the top of the epoch."""
@@ -44,10 +54,14 @@ class Epochs:
         self._is_held = False
         """True where a step is done whose boundary has not come."""
         self._passes: list[Pass] = []
+        self._batch_sizes: list[int | None] = []
+        """Of the loaders of the pass under way."""
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "taken": self._taken,
+            "world_size": self._world_size,
+            "batch_sizes": self._batch_sizes,
             "bases": self._bases,
             "sampler_states": self._sampler_states,
             "top": self._top,
@@ -56,6 +70,7 @@ class Epochs:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._taken, self._top = state["taken"], state["top"]
         self._bases, self._sampler_states = state["bases"], state["sampler_states"]
+        self._batch_sizes = state["batch_sizes"]
         self._resumed = state if state["bases"] else None
 
     @property
@@ -85,7 +100,7 @@ class Epochs:
             try:
                 yield loop.boundary.epoch
             except GeneratorExit:
-                loop.end()
+                loop.leave(Boundary(loop.boundary.step + self._is_held, loop.boundary.epoch))
                 raise
             self._end_epoch()
         loop.end()
@@ -123,9 +138,10 @@ class Epochs:
             self._bases.append(resumed["bases"][number])
             return  # a pass that was done before the checkpoint
         first, states = 0, [None] * len(loaders)
+        sizes = [getattr(loader, "batch_size", None) for loader in loaders]
         if resumed is not None:
             self._bases.append(resumed["bases"][number])
-            first, states = resumed["taken"], resumed["sampler_states"]
+            first, states = self._done_here(loaders, sizes, resumed), resumed["sampler_states"]
         else:
             self._bases.append([draw_base() for _ in loaders])
         self._passes = [
@@ -133,20 +149,38 @@ class Epochs:
             for loader, base, state in zip(loaders, self._bases[-1], states, strict=True)
         ]
         self._sampler_states = [part.sampler_state for part in self._passes]
+        self._batch_sizes = sizes
         if resumed is not None:
             # The lines before ctx.batches, and the loader's first draws, have changed what was restored.
             self._resumed = None
             bases, passes, states = self._bases, self._passes, self._sampler_states
             self._restore_again()
             self._resumed = None
-            self._bases, self._passes, self._sampler_states = bases, passes, states
+            self._bases, self._passes, self._sampler_states, self._batch_sizes = bases, passes, states, sizes
         self._taken = first
         self._expect_last(loaders, first)
         yield from self._each(loaders)
 
+    def _done_here(self, loaders: Sequence[Any], sizes: Sequence[int | None], resumed: Mapping[str, Any]) -> int:
+        """Return how many batches of the pass under way are done, for this number of ranks.
+
+        DistributedSampler deals samples out in turn: half as many ranks have done twice as many batches of a size.
+        """
+        taken, before = resumed["taken"], resumed["world_size"]
+        if before == self._world_size:
+            return int(taken)
+        samplers = [getattr(loader, "sampler", None) for loader in loaders]
+        old, new = resumed["batch_sizes"][0], sizes[0]
+        dealt = all(isinstance(sampler, DistributedSampler) for sampler in samplers) and bool(old and new)
+        first = taken * before * (old or 1) // (self._world_size * (new or 1)) if dealt else taken
+        if self._rank == 0:
+            done = f"its first {first} batches count as done on each" if dealt else "its samples are no longer exact"
+            log.warning("the epoch goes on with %d instead of %d ranks: %s", self._world_size, before, done)
+        return int(first)
+
     def _expect_last(self, loaders: Sequence[Any], first: int) -> None:
         """Tell the loop where the last epoch ends, as far as lengths are known: it saves one step before."""
-        lengths = [len(loader) for loader in loaders if hasattr(loader, "__len__") and not _is_stream(loader)]
+        lengths = [length for length in map(length_of, loaders) if length is not None]
         if lengths and self._loop.boundary.epoch + 1 == self._total:
             self._loop.total = self._loop.boundary.step + self._is_held + min(lengths) - first
 
@@ -181,9 +215,14 @@ class Epochs:
         return _END if any(batch is _END for batch in batches) else tuple(batches)
 
 
-def _is_stream(loader: Any) -> bool:
-    """Return whether a loader's length is a guess, or missing: that of an IterableDataset."""
-    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+def length_of(loader: Any) -> int | None:
+    """Return a loader's number of batches; None where its sampler has no length, or for the guess of a stream."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 class Batches:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from jobkit.errors import UsageError
@@ -22,13 +22,15 @@ from jobkit.train.spread import Spread, independent_forwards
 from jobkit.worker.loop import Loop
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import Reporter
+from jobkit.worker.tracked import Tracked
 
 
 class Evaluator:
     """The evaluations of one rank."""
 
-    def __init__(self, rank: Rank, spread: Spread, reporter: Reporter, loop: Loop) -> None:
+    def __init__(self, rank: Rank, spread: Spread, tracked: Tracked, reporter: Reporter, loop: Loop) -> None:
         self._rank, self._spread, self._reporter, self._loop = rank, spread, reporter, loop
+        self._tracked = tracked
         self._count = 0
 
     def evaluate(self, function: PerSample, dataset: Any, **options: Any) -> float | dict[str, float]:
@@ -110,8 +112,8 @@ class Evaluator:
                 hand_out.stop()
                 raise
 
-        models: list[nn.Module] = self._spread.modules
-        with independent_forwards(models):
+        # A tracked module that ctx.parallelize did not make may be an average of the weights, with averaged buffers.
+        with independent_forwards([*self._spread.modules, *self._tracked.shared_modules]):
             ranks.all_or_none(or_stop)
         self._reporter.update(evaluation=None)
         if self._loop.may_be_interrupted:

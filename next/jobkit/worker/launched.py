@@ -15,7 +15,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from jobkit.errors import InputError
 from jobkit.run import yamlfile
@@ -95,11 +94,10 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
         file = run.path.parent / ".locks" / f"launch-{launch.key}"
         file.parent.mkdir(parents=True, exist_ok=True)
     joined = join(rank, file=file)
-    begun: list[_Begun] = []
+    launched = Launched(rank, joined, None, None)
 
     def start() -> int | None:
-        begun.extend(_begin(dataclasses.replace(loaded, config=config), run, launch))
-        return begun[0].number if begun else None
+        return _begin(launched, dataclasses.replace(loaded, config=config), launch)
 
     number = joined.ranks.on_main(start)
     if number is None:
@@ -108,33 +106,25 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
     rank.attempt = number
     os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))
     take_stop_signals(page, ctrl_c=True)
-    if not begun:
-        return Launched(rank, joined, None, None)
-    threading.Thread(target=_watch_requests, args=(rank, begun[0].tenure.me.token), daemon=True).start()
-    return Launched(rank, joined, begun[0].tenure, begun[0].alive)
+    if launched.tenure is not None:
+        threading.Thread(target=_watch_requests, args=(rank, launched.tenure.me.token), daemon=True).start()
+    return launched
 
 
-class _Begun(NamedTuple):
-    """An attempt that rank 0 has begun."""
-
-    tenure: Tenure
-    alive: Lock
-    number: int
-
-
-def _begin(loaded: Loaded, run: RunDir, launch: Launch) -> list[_Begun]:
-    """On rank 0: write what a submission writes, and begin the attempt; returns nothing for a finished run."""
+def _begin(launched: Launched, loaded: Loaded, launch: Launch) -> int | None:
+    """On rank 0: write what a submission writes, and begin the attempt; returns its number, None for a finished run."""
+    run = launched.rank.run
     with run.submit_lock():
         before = view(run, locked=True)
         if before.state == "finished":
             print(f"already finished: {run.path}\nfor a new run: another name, or other params", flush=True)
-            return []
+            return None
         if before.state in UNDER_WAY:
             raise InputError(f"{run.name} is {before.state} already: {before.words}; {to_type('status', run.path)}")
         for path in (run.path, run.submitit, run.checkpoints, run.tensorboard, run.path / "requests"):
             path.mkdir(parents=True, exist_ok=True)
         run.refuse_foreign()
-        alive = run.alive_lock().__enter__()
+        launched.alive = run.alive_lock().__enter__()
         write_atomic(run.config_file, yamlfile.dump(loaded.written))
         journal = Journal(run)
         last = journal.status.submitted
@@ -145,15 +135,15 @@ def _begin(loaded: Loaded, run: RunDir, launch: Launch) -> list[_Begun]:
                 token=token,
                 number=number,
                 scheduler="local",
-                entry=launch.launcher,
+                launcher=launch.launcher,
                 user=user_name(),
                 host=socket.gethostname(),
                 folder=str(Path.cwd()),
                 config={key: loaded.written[key] for key in ("name", "seed", "params")},
             )
         )
-    tenure = attempt.take_over(run, Me(job_id=f"local-{os.getpid()}", token=token))
-    return [_Begun(tenure, alive, attempt.begin(tenure, [], launch.topology.world_size))]
+    launched.tenure = attempt.take_over(run, Me(job_id=f"local-{os.getpid()}", token=token))
+    return attempt.begin(launched.tenure, [], launch.topology.world_size)
 
 
 def with_topology(config: Config, launch: Launch) -> Config:

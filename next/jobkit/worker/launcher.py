@@ -127,8 +127,6 @@ class Launch:
     rendezvous: Rendezvous
     key: str = ""
     """Names the launch, for the file."""
-    guessed: tuple[str, ...] = ()
-    """Fields of `topology` that no variable gives: the names of the hosts will, once the ranks know them."""
 
 
 def find_launch(environ: Mapping[str, str], group: tuple[int, int] | None = None) -> Launch:
@@ -158,8 +156,7 @@ def find_launch(environ: Mapping[str, str], group: tuple[int, int] | None = None
         rendezvous = "env"
     variables = launcher.launch if launcher is not None else ()
     key = "-".join([name, *(environ[variable] for variable in variables if environ.get(variable))])
-    guessed = tuple(field for field in PLACE if field not in given) if topology.world_size > 1 else ()
-    return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", key), guessed)
+    return Launch(name, topology, rendezvous, re.sub(r"[^\w.]+", "-", key))
 
 
 def _given(launcher: Launcher | None, environ: Mapping[str, str]) -> dict[str, int]:

@@ -23,6 +23,7 @@ from jobkit.checkpoint.checkpointer import Pending
 from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
 from jobkit.log import log
+from jobkit.run.records import InterruptionKind
 from jobkit.run.slots import Phase
 from jobkit.worker.checkpoints import Boundary, Checkpoints
 from jobkit.worker.decide import Decision, Wish, decide
@@ -54,7 +55,7 @@ class Loop:
         on_begin: Callable[[], None],
     ) -> None:
         restored = checkpoints.checkpointer.restored
-        self.boundary = Boundary() if restored is None else Boundary.of(restored.extra)
+        self.boundary = Boundary() if restored is None else checkpoints.begin_with(restored.manifest.extra)
         """Where the run stands."""
         self.call = ""
         """The call that drives the loop, as `ctx.steps`; empty before it begins."""
@@ -62,8 +63,6 @@ class Loop:
         self.is_in_step = False
         self.is_over = False
         self.stopped: Stopped | None = None
-        self.results: dict[str, Any] = {}
-        """The last results of `every=` functions."""
         self.last_values: dict[str, float] = {}
         """Results of the `every=` functions after the last step: the last checkpoint's metrics."""
         self.drill = rank.run.drill()
@@ -110,7 +109,7 @@ class Loop:
             try:
                 yield step
             except GeneratorExit:  # a break: the step that was left is done
-                self._leave(Boundary(step + 1))
+                self.leave(Boundary(step + 1))
                 raise
             is_last = step + 1 == self.total
             self.end_step(Boundary(step + 1), is_last=is_last, due=self._due(calls, step + 1))
@@ -167,11 +166,15 @@ class Loop:
     def end(self) -> None:
         """No step is left: the lines after the loop follow."""
         self.is_over, self.is_in_step = True, False
-        self._rank.beat(self.boundary.step, Phase.ENDING)
+        # Of a break, and of an error in the step, which leaves the loop in the same way: the step counts in `finish`.
+        self._rank.beat(self._rank.page.read().step, Phase.ENDING)
 
-    def _leave(self, boundary: Boundary) -> None:
+    def leave(self, boundary: Boundary) -> None:
+        """The training function left the loop by a break; the step that it left is done."""
         self.boundary = boundary
-        self._reporter.end_step(boundary.step - 1)
+        if self.trace is not None:
+            self.trace.take(self._reporter)
+        self._reporter.end_step(max(0, boundary.step - 1), compare=False)  # an error leaves the loop so too
         self.end()
 
     # Agreement
@@ -184,7 +187,7 @@ class Loop:
         before_last = self.total is not None and step + 1 == self.total
         wish = Wish(
             ordinal=self._ordinal,
-            stop=self._rank.stop_asked or self._drill_stops("epoch_end", None),
+            stop=self._rank.stop_asked or self._drill_stops("stop", "epoch end"),
             disk=disk or disk_now or (before_last and self.drill is None),
             memory=memory or memory_now,
             bad=self._health.is_bad(),
@@ -209,6 +212,7 @@ class Loop:
 
     def _fail(self) -> None:
         """Raise NotFinite on all ranks: the rank that saw the loss knows its samples."""
+        self._checkpoints.checkpointer.wait_for_write()  # a good state is on its way to the disk
         mine = self._health.error()
         errors = self._ranks.gather(None if mine is None else (mine.step, str(mine)))
         if mine is not None:
@@ -226,7 +230,7 @@ class Loop:
     # Stops
 
     def _check_stopped(self) -> None:
-        """A signal before the loop: nothing is lost, the process ends."""
+        """Raise a stop again that was swallowed within functions before the loop."""
         if self.stopped is not None:
             raise self.stopped
 
@@ -255,7 +259,7 @@ class Loop:
 
     def wants_stop(self) -> bool:
         """Return whether this rank was told to stop, for functions that take long."""
-        return self._rank.stop_asked or self._drill_stops("evaluation", "evaluation")
+        return self._rank.stop_asked or self._drill_stops("evaluation")
 
     def look(self) -> None:
         """Within functions, on all ranks together: stop if any rank was told to."""
@@ -304,7 +308,7 @@ class Loop:
             if isinstance(result, dict):
                 numbers = {str(name): _number(value) for name, value in result.items()}
                 self._reporter.log_now(step, numbers)
-                self.results |= numbers
+                self._checkpoints.results |= numbers
                 values |= numbers
             elif result is not None:
                 raise UsageError(
@@ -313,8 +317,10 @@ class Loop:
                 )
             self.look()
         if self.trace is not None:
+            self.trace.take(self._reporter)
             self.trace.take_values(values)
             self.trace.write(self.boundary, "evaluated", self._state())
+        self._reporter.end_step(step, compare=False)
         if self._pending is not None:
             self._checkpoints.offer_best(self._pending, values)
         self._pending = None
@@ -329,20 +335,23 @@ class Loop:
     def _state(self) -> dict[str, str]:
         return self._checkpoints.checkpointer.stager.digests(self._tracked.entries)
 
-    def _drill_stops(self, place: str, within: str | None) -> bool:
+    def write_end(self, result: Any) -> None:
+        """Write the last line of the trace."""
+        if self.trace is not None:
+            self.trace.write(self.boundary, "end", self._state(), result=result, files=self.trace.written)
+
+    def _drill_stops(self, *kinds: InterruptionKind) -> bool:
         """Return whether the drill stops this attempt here."""
         item = self.drill.interruption(self._rank.attempt) if self.drill is not None else None
-        if item is None or item.how != "stop" or item.at != self.boundary.step:
-            return False
-        return item.within == within or (within is None and item.within == place)
+        return item is not None and item.kind in kinds and item.at == self.boundary.step
 
     def _follow_drill(self, decision: Decision) -> None:
         """Save for a kill at the next boundary; or be killed."""
         item = self.drill.interruption(self._rank.attempt) if self.drill is not None else None
-        if item is None or item.how != "kill":
+        if item is None or item.kind not in ("memory", "disk"):
             return
         if item.at - 1 == self.boundary.step:
-            if item.save == "disk":
+            if item.kind == "disk":
                 self._checkpoints.write(self._checkpoints.stage(self.boundary), wait=True)
             else:
                 self._checkpoints.snapshot(self.boundary, decision.least_complete)

@@ -82,6 +82,11 @@ class Rank:
         """Say that `step` steps are done: once a step, and within evaluations and saves."""
         self.page.beat(self.attempt, phase, step)
 
+    def beat_again(self) -> None:
+        """Say that the rank lives, and waits for something slow."""
+        beat = self.page.read()
+        self.beat(beat.step, beat.phase)
+
     def report(self, **fields: Any) -> None:
         """Write progress.json, on rank 0; `fields` are those of records.Progress."""
         if self.rank == 0:

@@ -56,8 +56,14 @@ class Reporter:
         self._disk_said = False
 
     def begin(self, first_step: int, position: Position | None, repeats: Repeats | None) -> None:
-        """Cut the curves back to where the training goes on, and begin to write."""
+        """Cut the curves back to where the training goes on, and begin to write.
+
+        Lines before the loop run in each attempt: what they log is written in the first one.
+        """
         self._repeats = repeats
+        if position is not None:
+            self.logged, self._on_device = {}, {}
+            self._jobs.clear()
         self._fields["first_step"] = first_step
         if self.rank.rank == 0:
             folder = self.rank.run.tensorboard
@@ -66,6 +72,7 @@ class Reporter:
             self._file = EventFile(folder, first_step)
             self._thread = threading.Thread(target=self._work, name="jobkit-reporter", daemon=True)
             self._thread.start()
+        self.end_step(first_step, compare=False)
 
     # Curves
 
@@ -86,31 +93,32 @@ class Reporter:
     def log_now(self, step: int, values: Mapping[str, Any]) -> None:
         """Log numbers of another step than the one under way, or of jobkit itself."""
         numbers = {tag: float(value) for tag, value in values.items()}
-        if self._file is not None:
+        if self.rank.rank == 0:
             self._jobs.append(lambda: self._write_scalars(step, numbers))
 
-    def end_step(self, step: int) -> None:
-        """The step is done: hand its values over."""
+    def end_step(self, step: int, *, compare: bool = True) -> None:
+        """The step is done: hand its values over. `compare`: they are values of the step itself."""
         if not self.logged and not self._on_device:
             return
         logged, on_device = self.logged, self._on_device
         self.logged, self._on_device = {}, {}
-        if on_device:
-            self._jobs.append(lambda: self._take(step, logged | {tag: float(v) for tag, v in on_device.items()}))
+        repeats = self._repeats if compare else None
+        if on_device and self.rank.rank == 0:
+            numbers = on_device.items()
+            self._jobs.append(lambda: self._take(step, logged | {tag: float(v) for tag, v in numbers}, repeats))
         else:
-            if self._repeats is not None:
-                self._repeats.note(step, logged)
-            if self._file is not None:
+            if repeats is not None:
+                repeats.note(step, logged)
+            if self.rank.rank == 0:
                 self._jobs.append(lambda: self._write_scalars(step, logged))
 
-    def _take(self, step: int, values: dict[str, float]) -> None:
-        if self._repeats is not None:
-            self._repeats.note(step, values)
-        if self._file is not None:
-            self._write_scalars(step, values)
+    def _take(self, step: int, values: dict[str, float], repeats: Repeats | None) -> None:
+        if repeats is not None:
+            repeats.note(step, values)
+        self._write_scalars(step, values)
 
     def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        assert self._file is not None
+        assert self._file is not None  # rank 0's thread, or nobody, works the jobs off
         self._latest.update(values)
         for tag, value in values.items():
             self._file.add(step, metrics.scalar(tag, value))
@@ -125,7 +133,7 @@ class Reporter:
         self._add(step, lambda: metrics.text(tag, content))
 
     def _add(self, step: int, make: Callable[[], Any]) -> None:
-        if self._file is not None:
+        if self.rank.rank == 0:
             value = make()  # here: a mistake of the user's is an error of the user's line
             self._jobs.append(lambda: self._file.add(step, value) if self._file is not None else None)
 

@@ -107,10 +107,6 @@ class Clock:
             return cls(seconds=first_seconds)
         return cls(seconds=parse_seconds(every)) if isinstance(every, str) else cls(steps=int(every))
 
-    @property
-    def is_off(self) -> bool:
-        return self.steps is None and self.seconds is None
-
     def restart(self) -> None:
         """Count time from here."""
         self.since = time.monotonic()

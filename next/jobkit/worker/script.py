@@ -3,13 +3,15 @@
     python train.py | torchrun train.py | srun python train.py --> jobkit.init() --> Context ... ctx.finish(result)
     the interpreter's end --> End, as for a task (ending.py)
 
-Nothing of the script's is patched: an exception hook and an exit function note how the script ended.
+Nothing of the script's is patched: an exception hook and an exit function note how the script ended. Neither of them
+sees the code of a sys.exit, so that a script has finished where ctx.finish has returned, and nowhere else.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +33,7 @@ from jobkit.worker.join import join, leave
 from jobkit.worker.launched import Launched
 from jobkit.worker.launcher import find_launch
 from jobkit.worker.rank import Rank
-from jobkit.worker.signals import take_stop_signals
+from jobkit.worker.signals import STOP_SIGNALS, take_stop_signals
 
 
 def init(
@@ -81,8 +83,12 @@ def _loaded(name: str | None, params: Mapping[str, Any] | None, seed: int | None
 
 
 def _opened(rank: Rank, joined: Any, begun: Launched | None) -> Context:
-    context = Context(rank, joined, os.environ)
-    _ScriptEnd(context, rank, begun).register()
+    end = _ScriptEnd(rank, begun)
+    end.register()  # first: a checkpoint that cannot be read is an end as well
+    context = end.context = Context(rank, joined, os.environ)
+    if context.is_done:
+        context.finish_again()
+        raise SystemExit(EXIT_FINISHED)
     if rank.rank == 0 and begun is not None:
         where = f"goes on from step {context.step}" if context.step else "begins"
         log.info("%s %s; run directory: %s", rank.run.name, where, rank.run.path)
@@ -92,8 +98,10 @@ def _opened(rank: Rank, joined: Any, begun: Launched | None) -> Context:
 class _ScriptEnd:
     """Notes how the script ended, once."""
 
-    def __init__(self, context: Context, rank: Rank, begun: Launched | None) -> None:
-        self._context, self._rank, self._begun = context, rank, begun
+    context: Context | None = None
+
+    def __init__(self, rank: Rank, begun: Launched | None) -> None:
+        self._rank, self._begun = rank, begun
         self._is_noted = False
 
     def register(self) -> None:
@@ -110,16 +118,34 @@ class _ScriptEnd:
             self._note(error)
 
         sys.excepthook = hook
-        atexit.register(lambda: self._note(self._context.stopped))
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if self.context is not None:
+            self._note(self.context.stopped or self._unfinished(self.context))
+
+    def _unfinished(self, context: Context) -> JobkitError | None:
+        """Return the error of a script that ended by itself before ctx.finish."""
+        if self._is_noted or context.is_finished:
+            return None
+        error = JobkitError(
+            f"the script ended at step {context.step} without ctx.finish(result), which has to be its last line; "
+            "the same command continues it"
+        )
+        print(f"error: {error}", file=sys.stderr)
+        return error
 
     def _note(self, error: BaseException | None) -> None:
         if self._is_noted:
             return
         self._is_noted = True
-        if error is None or isinstance(error, Stopped):
-            self._context.close()
+        if isinstance(error, Stopped):  # the interpreter's end takes its handlers away: a signal would change the code
+            for number in (*STOP_SIGNALS, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+        if self.context is not None and (error is None or isinstance(error, Stopped)):
+            self.context.close()
             leave()  # threads of a process group that stands would abort the interpreter's end, now and then
-        end = end_of(self._rank, error, self._context.result)
+        end = end_of(self._rank, error, self.context.result if self.context is not None else None)
         record(self._rank, end)
         codes = {"finished": EXIT_FINISHED, "stopped": EXIT_RESUMABLE, "failed": EXIT_FAILED}
         if self._begun is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from types import FrameType
 
 from jobkit.errors import EXIT_RESUMABLE
@@ -17,20 +18,27 @@ from jobkit.run.slots import Page, Phase
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """Slurm sends SIGTERM for a preemption and a scancel; SIGUSR2 where a cluster has preempt_send_user_signal."""
 
+ONE_CTRL_C_SECONDS = 1.0
+"""A terminal sends a Ctrl-C to torchrun's workers, and torchrun sends it to them once more."""
+
 
 def take_stop_signals(page: Page | None = None, *, ctrl_c: bool = False) -> None:
     """Let the stop signals set the flag of this rank's page, from here on; for the main thread.
 
     Before its loop a rank has nothing to save: then they end the process at once. With `ctrl_c` the first Ctrl-C does
-    the same, for a script that a person started; the second one is Python's.
+    the same, for a script that a person started; a second one is Python's.
     """
     page = page or Page.of_environment(os.environ)
     if page is None:
         return
 
+    pressed: list[float] = []
+
     def stop(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            pressed.append(time.monotonic())
+            if pressed[-1] - pressed[0] > ONE_CTRL_C_SECONDS:
+                raise KeyboardInterrupt
         page.ask_to_stop()
         if page.read().phase is Phase.STARTING:
             os._exit(EXIT_RESUMABLE)

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobkit.errors import Stopped, UsageError, nearest
 from jobkit.run.rundir import RunDir
@@ -20,6 +20,9 @@ from jobkit.worker import snapshot_path
 from jobkit.worker.command import become_command
 from jobkit.worker.ending import run_recorded
 from jobkit.worker.rank import Rank
+
+if TYPE_CHECKING:
+    from jobkit.worker.context import Context
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of all its threads to its error log: the agent sends it before it kills a hung rank."""
@@ -54,9 +57,14 @@ def _run_program(rank: Rank) -> Any:
 
     context = Context(rank, join(rank), os.environ)
     context.trace_locals_of(function)
-    result = context.finish_again() if context.is_done else context.finish(function(context))
+    result = finish_task(context, function)
     leave()
     return result
+
+
+def finish_task(context: Context, function: Callable[[Any], Any]) -> Any:
+    """Return the result of a training function; it is not called where only its end was lost."""
+    return context.finish_again() if context.is_done else context.finish(function(context))
 
 
 def _import(module: str) -> ModuleType:

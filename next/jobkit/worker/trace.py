@@ -6,8 +6,10 @@ loop --(state digests, values, samples)--> trace/<attempt>/<rank>.jsonl --> veri
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import CodeType
@@ -19,6 +21,12 @@ from jobkit.worker.rank import Rank
 
 if TYPE_CHECKING:
     from jobkit.worker.reporter import Reporter
+
+NOT_NAMED = ("/dev/", "/proc/", "/sys/", f"{tempfile.gettempdir()}/")
+"""Folders whose files nobody expects to be restored; those in hidden folders are caches."""
+
+MAX_FILES = 10
+"""Names of files in a report."""
 
 
 class Trace:
@@ -34,6 +42,21 @@ class Trace:
         self.function: CodeType | None = None
         """The training function's code; None in a script."""
         self._with_locals = drill.locals
+        self._runs_dir = f"{rank.run.path.parent.absolute()}/"
+        self._written: set[str] = set()
+        sys.addaudithook(self._note_open)
+
+    def _note_open(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Python's audit hook: note a file that is opened for writing."""
+        if event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            path = os.path.abspath(arguments[0])  # noqa: PTH100 - a Path would open files of its own
+            if not path.startswith((self._runs_dir, *NOT_NAMED)) and "/." not in path and "/__pycache__/" not in path:
+                self._written.add(path)
+
+    @property
+    def written(self) -> list[str]:
+        """The first files outside the runs directory that this rank has opened for writing."""
+        return sorted(self._written)[:MAX_FILES]
 
     def take(self, reporter: Reporter) -> None:
         """Note the values that the step under way logged."""

@@ -9,18 +9,21 @@ parameters must be tracked, and what is called replicated is equal on all ranks 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
 from jobkit.errors import CheckpointError, UsageError
 from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators
+from jobkit.worker.values import Values
 
 OWN = "jobkit."
 """The names of jobkit's own entries begin with this."""
@@ -42,7 +45,10 @@ class Tracked:
         self._weights = weights
         self.stepped: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that stepped in the step under way."""
-        self._ever_stepped: dict[int, torch.optim.Optimizer] = {}
+        self._accepted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that have stepped, and may."""
+        self.has_files = False
+        """True where a framework writes its own files into checkpoints."""
         self._is_checked = False
         self._hook = register_optimizer_step_post_hook(self._note_step)
 
@@ -58,7 +64,12 @@ class Tracked:
                 continue
             self.objects[name] = value
             entries.append(self._entry(name, value, per_rank=name in per_rank))
+        before = list(self.entries)
         self._restore(entries)
+        if before and entries and not isinstance(entries[0].live, Values):
+            # An object that was made since the call before may have changed what that restored, as a scheduler does
+            # with its optimizer's learning rate.
+            self.checkpointer.restore_again()
 
     def add_own(self, name: str, live: Any, *, shared: bool = False) -> None:
         """Track an object of jobkit's own. A checkpoint of a run that had none may lack it."""
@@ -100,11 +111,26 @@ class Tracked:
         if isinstance(value, torch.Generator):
             return
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
-            plain = isinstance(value, (int, float, str, bool, list, dict, torch.Tensor))
-            hint = f"ctx.values({name}=...) keeps plain values and tensors" if plain else "give it both methods"
+            hint = "give it both methods"
+            if isinstance(value, (int, float, str, bool, list, dict, torch.Tensor)):
+                hint = f"ctx.values({name}=...) keeps plain values and tensors"
+            elif isinstance(value, DataLoader):
+                hint = (
+                    "ctx.loader(dataset, ...) makes one with a state; ctx.batches(loader) keeps the place of this one"
+                )
             raise UsageError(
                 f"ctx.track: {name} is a {type(value).__name__}, which has no state_dict and load_state_dict; {hint}"
             )
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [value for value in self.objects.values() if isinstance(value, nn.Module)]
+
+    @property
+    def shared_modules(self) -> list[nn.Module]:
+        """The modules that all ranks have alike."""
+        shared = [entry.live for entry in self.entries if entry.scope == "shared"]
+        return [value for value in shared if isinstance(value, nn.Module)]
 
     # The guards
 
@@ -128,23 +154,33 @@ class Tracked:
                 "call ctx.track with it before the loop, or start a new run with --fresh"
             )
 
-    def check_state(self) -> None:
-        """At the first save: all replicas are equal, and each optimizer that stepped is tracked. Raises UsageError."""
-        self._ever_stepped |= self.stepped
+    def check_optimizers(self) -> None:
+        """Raise UsageError for an optimizer that stepped and is not tracked, although what it changes is; or where
+        nothing is tracked at all."""
+        unknown = [optimizer for optimizer in self.stepped.values() if optimizer not in self._accepted]
+        if not unknown:
+            return
         tracked = {id(value) for value in self.objects.values()}
-        parameters = {
-            id(parameter)
-            for value in self.objects.values()
-            if isinstance(value, nn.Module)
-            for parameter in value.parameters()
-        }
-        for optimizer in self._ever_stepped.values():
+        parameters = {id(item) for module in self.modules for item in module.parameters()}
+        for optimizer in unknown:
+            name = type(optimizer).__name__
             steps_ours = any(id(item) in parameters for group in optimizer.param_groups for item in group["params"])
             if id(optimizer) not in tracked and steps_ours:
                 raise UsageError(
-                    f"an optimizer ({type(optimizer).__name__}) changes a tracked model and is not tracked: its state "
-                    "would be lost; call ctx.track(optimizer=...) before the loop"
+                    f"an optimizer ({name}) changes a tracked model and is not tracked: its state would be lost; call "
+                    "ctx.track(optimizer=...) before the loop"
                 )
+            if not self.objects and not self.has_files:
+                raise UsageError(
+                    f"an optimizer ({name}) steps and nothing is tracked: an interrupted run would go on with new "
+                    "weights; call ctx.track(model=..., optimizer=...) before the loop, or ctx.values() where no step "
+                    "needs the one before"
+                )
+            self._accepted.add(optimizer)
+
+    def check_state(self) -> None:
+        """Before a save: the optimizers; and at the first save, that replicas are equal on all ranks."""
+        self.check_optimizers()
         if not self._is_checked:
             self._is_checked = True
             check_replicas(self.entries, self.checkpointer.stager, self.checkpointer.ranks)
@@ -152,9 +188,9 @@ class Tracked:
     # Boundaries
 
     def begin_step(self) -> None:
-        """A step begins: note which optimizers step in it."""
+        """A step begins: note which optimizers step in it. Raises UsageError as check_optimizers."""
         if self.stepped:
-            self._ever_stepped |= self.stepped
+            self.check_optimizers()
             self.stepped.clear()
 
     def close(self) -> None:
