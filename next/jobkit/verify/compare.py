@@ -17,9 +17,12 @@ from typing import Any, Literal
 from jobkit.run.rundir import RunDir
 from jobkit.verify.plan import Course
 
-Kind = Literal["restored state", "samples", "values", "generators", "state", "result"]
+Kind = Literal["restored state", "samples", "values", "generators", "state", "end", "result"]
 
 GENERATORS = "jobkit.generators"
+VALUES = "values"
+"""The entry of ctx.values: plain values, which may measure time."""
+
 TIMES = "perf/"
 """The names of values that measure time begin with this."""
 
@@ -40,6 +43,8 @@ class Place:
     state: Mapping[str, str] = field(default_factory=dict)
     """Digest of each entry."""
     result: Any = None
+    files: list[str] = field(default_factory=list)
+    """Files outside the runs directory that were written up to the end."""
     locals: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -80,7 +85,7 @@ def _whole_lines(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _place(line: dict[str, Any], rank: int, attempt: int) -> Place:
-    names = ("step", "event", "epoch", "samples", "state", "result", "locals")
+    names = ("step", "event", "epoch", "samples", "state", "result", "files", "locals")
     values = {name: bits for name, bits in line["values"].items() if not name.startswith(TIMES)}
     return Place(rank=rank, attempt=attempt, values=values, **{name: line[name] for name in names if name in line})
 
@@ -99,8 +104,8 @@ def course_of(trace: Trace) -> Course:
 def first_difference(first: Trace, second: Trace, ignored: Collection[str] = ()) -> Difference | None:
     """Return the earliest difference of two runs of the same ranks; None where they are equal.
 
-    At each boundary the order is: restored state, samples, values, generators, state. `ignored` are names of values
-    that also differ between two straight runs.
+    At each boundary the order is: restored state, samples, values, generators, state. `ignored` are what
+    `differing_values` returns for two straight runs.
     """
     differences = [difference for rank in second for difference in _of_rank(first.get(rank, ()), second[rank], ignored)]
     order = {"restored": 0, "boundary": 1, "evaluated": 2, "end": 3}
@@ -112,9 +117,9 @@ def first_difference(first: Trace, second: Trace, ignored: Collection[str] = ())
 
 
 def _of_rank(first: Sequence[Place], second: Sequence[Place], ignored: Collection[str]) -> Iterator[Difference]:
-    expected = {(place.step, place.event): place for place in first}
+    expected = {_key(place): place for place in first}
     for place in second:
-        reference = expected.get((place.step, place.event))
+        reference = expected.get(_key(place))
         if place.event == "restored" and reference is None:  # the state of that boundary, before its evaluations
             reference = expected.get((place.step, "boundary"))
         if reference is None:
@@ -126,7 +131,14 @@ def _of_rank(first: Sequence[Place], second: Sequence[Place], ignored: Collectio
             return
 
 
+def _key(place: Place) -> tuple[int | None, str]:
+    """Return what a place has in common with that of another run. A run has one end, at whichever step."""
+    return (None if place.event == "end" else place.step), place.event
+
+
 def _compare(first: Place, second: Place, ignored: Collection[str]) -> Iterator[tuple[Kind, str, tuple[Any, Any]]]:
+    if first.step != second.step and second.event == "end":
+        yield "end", "", (first.step, second.step)
     if second.event != "restored":
         if first.samples != second.samples:
             yield "samples", "", (first.samples, second.samples)
@@ -136,27 +148,52 @@ def _compare(first: Place, second: Place, ignored: Collection[str]) -> Iterator[
                 yield "values", name, (_number(pair[0]), _number(pair[1]))
     for name in sorted(set(first.state) | set(second.state), key=lambda name: (name != GENERATORS, name)):
         pair = first.state.get(name), second.state.get(name)
-        if pair[0] != pair[1]:
+        if pair[0] != pair[1] and f"ctx.{name}" not in ignored:
             kind: Kind = "generators" if name == GENERATORS else "state"
             yield "restored state" if second.event == "restored" else kind, name, pair
-    if first.result != second.result:
-        yield "result", "", (first.result, second.result)
+    results = _results(first), _results(second)
+    for name in sorted(set(results[0]) | set(results[1])):
+        pair = results[0].get(name), results[1].get(name)
+        if name not in ignored and pair[0] != pair[1]:
+            yield "result", name.removeprefix("result/"), pair
 
 
 def _number(bits: str | None) -> float | None:
     return None if bits is None else struct.unpack("<d", bytes.fromhex(bits))[0]
 
 
+def _results(place: Place) -> dict[str, str]:
+    """Return what the training function returned, by name; as text, because a NaN is not equal to itself."""
+    if not isinstance(place.result, dict):
+        return {"result": json.dumps(place.result)}
+    return {f"result/{name}": json.dumps(value) for name, value in place.result.items()}
+
+
 def differing_values(first: Trace, second: Trace) -> frozenset[str]:
-    """Return the names of values that differ between two straight runs."""
+    """Return the names of plain values that differ between two straight runs, as times and paths do.
+
+    They are names that were logged, `result/<name>` for the result, and `ctx.values` for what lies in there.
+    """
     names: set[str] = set()
     for rank, places in first.items():
-        others = {(place.step, place.event): place for place in second.get(rank, ())}
+        others = {_key(place): place for place in second.get(rank, ())}
         for place in places:
-            other = others.get((place.step, place.event))
-            if other is not None:
-                names |= {name for name, bits in place.values.items() if other.values.get(name) != bits}
+            other = others.get(_key(place))
+            if other is None:
+                continue
+            names |= {name for name, bits in place.values.items() if other.values.get(name) != bits}
+            names |= {name for name, value in _results(place).items() if _results(other).get(name) != value}
+            if place.state.get(VALUES) != other.state.get(VALUES):
+                names.add(f"ctx.{VALUES}")
     return frozenset(names)
+
+
+def seen(trace: Trace) -> list[str]:
+    """Return what a straight run shows for a comparison, in words."""
+    places = [place for places in trace.values() for place in places]
+    words = ["samples"] if any(place.samples for place in places) else []
+    words += ["logged values"] if any(place.values for place in places) else []
+    return [*words, "generators", "tracked state"]
 
 
 def repeated_steps(trace: Trace) -> int:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from jobkit.run.records import Interruption
+from jobkit.run.records import Interruption, InterruptionKind
 from jobkit.verify.compare import Difference, Trace
 
-PLACES = {"evaluation": "within the evaluation after", "epoch_end": "at the epoch's end after", None: "after"}
+WORDS: dict[InterruptionKind, str] = {
+    "stop": "stop after {}",
+    "memory": "SIGKILL after {}, one step after a snapshot in memory",
+    "disk": "SIGKILL after {}, one step after a checkpoint on the disk",
+    "evaluation": "stop within the evaluation after {}",
+    "epoch end": "stop at the epoch's end after {}",
+}
 
 
 def interruption_words(item: Interruption) -> str:
     """Return an interruption in words: `SIGKILL after 11, one step after a snapshot in memory`."""
-    if item.how == "kill":
-        save = "a snapshot in memory" if item.save == "memory" else "a checkpoint on the disk"
-        return f"SIGKILL after {item.at}, one step after {save}"
-    return f"stop {PLACES[item.within]} {item.at}"
+    return WORDS[item.kind].format(item.at)
 
 
 def difference_lines(difference: Difference, items: Collection[Interruption]) -> list[str]:
@@ -27,6 +30,7 @@ def difference_lines(difference: Difference, items: Collection[Interruption]) ->
     lines = [f"the first difference: step {place.step}, rank {place.rank}, attempt {place.attempt}{after}"]
     values = f"{_short(difference.first)} | {_short(difference.second)}"
     step = place.step - 1
+    samples = "samples equal; " if difference.reference.samples else ""
     if difference.kind == "restored state":
         lines += [
             f"restored {difference.name} is not the state that was saved: {values}",
@@ -39,25 +43,38 @@ def difference_lines(difference: Difference, items: Collection[Interruption]) ->
         ]
     elif difference.kind == "values":
         lines += [
-            f"step {step}: samples equal; {difference.name} {values}",
+            f"step {step}: {samples}{difference.name} {values}",
             f"=> step {step} reads something that no checkpoint holds",
         ]
     elif difference.kind == "generators":
         lines += [
-            f"step {step}: samples and values equal; the random generators differ",
+            f"step {step}: {samples}values equal; the random generators differ",
             f"=> step {step} draws another number of random values, or draws them from another seed",
+        ]
+    elif difference.kind == "end":
+        lines += [
+            f"the loop ends after another number of steps: {values}",
+            "=> the condition that ends it reads something that no checkpoint holds, as a count of bad evaluations",
         ]
     elif difference.kind == "result":
         lines += [
-            f"all steps are equal; the result differs: {values}",
+            f"all steps are equal; the result differs: {difference.name} {values}",
             "=> the lines after the loop read something that no checkpoint holds, as a best value so far",
         ]
     else:
         lines += [
-            f"step {step}: samples and values equal; the state of {difference.name} differs",
+            f"step {step}: {samples}values equal; the state of {difference.name} differs",
             f"=> step {step} changes {difference.name} by something that no checkpoint holds",
         ]
     return lines
+
+
+def relative_words(difference: Difference) -> str:
+    """Return how far apart two numbers are: 1e-7 is a sum in another order, 1e-1 another sample."""
+    first, second = difference.first, difference.second
+    if not (isinstance(first, float) and isinstance(second, float)) or not (first or second):
+        return ""
+    return f" (a relative {abs(first - second) / max(abs(first), abs(second)):.1e})"
 
 
 def locals_line(first: Trace, second: Trace, difference: Difference) -> str:

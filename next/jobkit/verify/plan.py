@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
-from jobkit.run.records import Interruption
+from jobkit.run.records import Interruption, InterruptionKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,39 +28,36 @@ class Course:
     epoch_ends: tuple[int, ...] = ()
 
 
-KINDS = ("stop", "memory", "disk", "evaluation", "epoch end")
-"""A stop between two steps; a kill after a snapshot in memory, and after a checkpoint; stops at particular places."""
+KINDS: tuple[InterruptionKind, ...] = get_args(InterruptionKind)
 
 
-def interruptions(course: Course, kinds: Iterable[str] = KINDS) -> tuple[Interruption, ...]:
+def interruptions(course: Course, kinds: Iterable[InterruptionKind] = KINDS) -> tuple[Interruption, ...]:
     """Return the interruptions of one run, each of another attempt. A kind for which there is no place is left out.
 
     A kill comes one step after the save that the next attempt starts from, so that a step is repeated.
     """
     chosen = list(kinds)
-    taken: dict[int, str] = {}
-    for kind, places in (("evaluation", course.evaluations), ("epoch end", course.epoch_ends)):
+    taken: dict[int, InterruptionKind] = {}
+    particular: dict[InterruptionKind, tuple[int, ...]] = {
+        "evaluation": course.evaluations,
+        "epoch end": course.epoch_ends,
+    }
+    for kind, places in particular.items():
         if kind in chosen and (place := _free(course, places, taken)) is not None:
             taken[place] = kind
-    wanted = [kind for kind in chosen if kind in ("stop", "memory", "disk")]
+    wanted = [kind for kind in chosen if kind not in particular]
     for number, kind in enumerate(wanted, start=1):
         near = course.first + (course.last - course.first) * number // (len(wanted) + 1)
         inner = sorted(range(course.first + 1, course.last), key=lambda step: abs(step - near))
         if (place := _free(course, inner, taken)) is not None:
             taken[place] = kind
     return tuple(
-        _interruption(attempt, place, kind) for attempt, (place, kind) in enumerate(sorted(taken.items()), start=1)
+        Interruption(attempt=attempt, at=place, kind=kind)
+        for attempt, (place, kind) in enumerate(sorted(taken.items()), start=1)
     )
 
 
-def _interruption(attempt: int, place: int, kind: str) -> Interruption:
-    if kind in ("memory", "disk"):
-        return Interruption(attempt=attempt, at=place, how="kill", save="memory" if kind == "memory" else "disk")
-    within = {"evaluation": "evaluation", "epoch end": "epoch_end"}.get(kind)
-    return Interruption(attempt=attempt, at=place, how="stop", within=within)  # type: ignore[arg-type]
-
-
-def _free(course: Course, places: Iterable[int], taken: dict[int, str]) -> int | None:
+def _free(course: Course, places: Iterable[int], taken: Iterable[int]) -> int | None:
     """Return the first place within the run that is two steps away from every other interruption."""
     inner = (place for place in places if course.first + 1 < place < course.last)
     return next((place for place in inner if all(abs(place - other) > 1 for other in taken)), None)

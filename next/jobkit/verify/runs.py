@@ -11,8 +11,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from jobkit.submission import transaction
 from jobkit.submission.plan import Target, make_plan
 from jobkit.verify import compare
 from jobkit.verify.compare import Difference, Trace
-from jobkit.verify.explain import difference_lines, interruption_words, locals_line
+from jobkit.verify.explain import difference_lines, interruption_words, locals_line, relative_words
 from jobkit.verify.plan import KINDS, interruptions
 
 NEVER = 1_000_000_000
@@ -82,21 +81,24 @@ class Verification:
         straight = self._trace("straight", [])
         course = compare.course_of(straight)
         items = interruptions(course)
-        exercised = {
-            ("evaluation" if item.within == "evaluation" else item.within or item.save or "stop") for item in items
-        }
-        missing = [kind for kind in KINDS if kind.replace(" ", "_") not in exercised]
+        exercised = {item.kind for item in items}
+        missing: list[str] = [kind for kind in KINDS if kind not in exercised]
         self.say(f"straight: {course.last - course.first} steps, {len(straight)} rank(s)")
+        if not items:
+            raise RunFailed(
+                f"the training ended after {course.last - course.first} steps, too few for an interruption: it needs "
+                "more steps, or an earlier checkpoint"
+            )
         interrupted = self._trace("interrupted", items)
         self.say(f"interrupted: {'; '.join(map(interruption_words, items))}")
         difference = compare.first_difference(straight, interrupted)
         if difference is None:
             repeated = compare.repeated_steps(interrupted)
             line = (
-                f"=> equal: {len(items)} interruptions, {repeated} steps repeated; samples, logged values, generators, "
-                f"weights and result have the same bits ({time.monotonic() - began:.0f} s)"
+                f"=> equal: {len(items)} interruptions, {repeated} steps repeated; {', '.join(compare.seen(straight))} "
+                f"and result have the same bits ({time.monotonic() - began:.0f} s)"
             )
-            return Report(equal=True, lines=[line], missing=missing)
+            return Report(equal=True, lines=[line, *_notes(straight)], missing=missing)
         again = self._trace("straight-again", [])
         ignored = compare.differing_values(straight, again)
         change = compare.first_difference(straight, again, ignored)
@@ -104,14 +106,15 @@ class Verification:
             return self._nondeterministic(change, missing)
         difference = compare.first_difference(straight, interrupted, ignored)
         if difference is None:
-            line = f"=> equal, apart from values that two straight runs log differently: {', '.join(sorted(ignored))}"
-            return Report(equal=True, lines=[line], missing=missing)
+            line = f"=> equal, apart from what differs between two straight runs as well: {', '.join(sorted(ignored))}"
+            return Report(equal=True, lines=[line, *_notes(straight)], missing=missing)
         return self._blamed(straight, difference, items, ignored, missing)
 
     def _nondeterministic(self, change: Difference, missing: list[str]) -> Report:
         what = change.name or change.kind
         lines = [
-            f"two straight runs differ: {what} at step {change.place.step}, {change.first} | {change.second}",
+            f"two straight runs differ: {what} at step {change.place.step}, {change.first} | {change.second}"
+            f"{relative_words(change)}",
             "=> no state is lost: the program itself, or kernels that depend on the process's history, are not "
             "deterministic (deterministic: true in the YAML may help); an exact restart cannot be shown",
         ]
@@ -139,8 +142,8 @@ class Verification:
                 reference = self._trace("straight-locals", [], with_locals=True)
                 if hint := locals_line(reference, trace, alone):
                     lines.append(hint)
-                return Report(equal=False, lines=lines, difference=alone, missing=missing)
-        return Report(equal=False, lines=lines, difference=difference, missing=missing)
+                return Report(equal=False, lines=lines + _notes(straight), difference=alone, missing=missing)
+        return Report(equal=False, lines=lines + _notes(straight), difference=difference, missing=missing)
 
     def _trace(self, name: str, items: Sequence[Interruption], *, with_locals: bool = False) -> Trace:
         """Run once, and return the trace."""
@@ -160,8 +163,8 @@ class Verification:
             self.prepare(run)
 
         self._number += 1
-        with _variable("PYTHONHASHSEED", str(self._number)):
-            outcome = transaction.submit(plan, self.folder, prepare=prepare)
+        os.environ["PYTHONHASHSEED"] = str(self._number)  # this command does nothing else
+        outcome = transaction.submit(plan, self.folder, prepare=prepare)
         run = outcome.run
         while not (now := view(run)).is_over:
             time.sleep(POLL_SECONDS if outcome.process is not None else 10 * POLL_SECONDS)
@@ -174,22 +177,21 @@ class Verification:
         return compare.read_trace(run)
 
 
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for the processes that are started within."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+def _notes(straight: Trace) -> list[str]:
+    """Return lines about what no comparison sees, and no restart puts back."""
+    hints = {
+        "samples": "ctx.loader and ctx.batches show them",
+        "logged values": "ctx.log shows them",
+    }
+    unseen = [f"{name} ({hint})" for name, hint in hints.items() if name not in compare.seen(straight)]
+    lines = [f"not seen, and not compared: {', '.join(unseen)}"] if unseen else []
+    files = sorted({file for places in straight.values() for place in places for file in place.files})
+    return [*lines, f"written outside the run directory, and not restored: {', '.join(files)}"] if files else lines
 
 
 def note(runs_dir: Path, code: str, report: Report) -> None:
     """Remember for `status` and `list` when code was verified."""
     folder = runs_dir / ".verified"
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{code}.json", {"time": time.time(), "equal": report.equal}, durable=False)
+    value = {"time": time.time(), "equal": report.equal, "nondeterministic": report.is_nondeterministic}
+    write_json(folder / f"{code}.json", value, durable=False)
