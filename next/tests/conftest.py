@@ -15,6 +15,12 @@ from slurmbox import Cluster
 pytest_plugins = ["slurmbox.pytest_plugin"]
 
 
+def pytest_configure() -> None:
+    """Take both signals as a terminal gives them: nohup, and a shell that runs the tests behind it, ignore them."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """Kill what a test has left: a run outlives the test that fails in the middle of it."""

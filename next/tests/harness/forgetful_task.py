@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
     if forgets != "scheduler":
         ctx.track(scheduler=scheduler)
     average, worst = 0.0, 0.0
+    if file := ctx.params.get("file"):
+        Path(file).write_text("loss\n")
     by_hand = itertools.cycle(DataLoader(DATA, batch_size=8))
-    for _ in ctx.steps(ctx.params.steps):
+    for patience, _ in enumerate(ctx.steps(ctx.params.steps)):
         x, y = next(by_hand) if forgets == "loader" else next(loader)
         if forgets == "random at import":
             x = x + DRAWN_AT_IMPORT
@@ -44,15 +47,33 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
         scheduler.step()
         ctx.log({"train/loss": loss})
         worst = max(worst, loss.item())
+        if forgets == "patience" and patience == 10:
+            break
     return {"worst": worst} if forgets == "result" else {}
+
+
+def track_in_turn(ctx: jobkit.Context) -> dict[str, Any]:
+    """Nothing is forgotten: the scheduler, made after its optimizer was restored, has changed the learning rate."""
+    model = ctx.parallelize(nn.Linear(1, 1))
+    optimizer = ctx.optimizer(model, torch.optim.SGD, lr=0.1)
+    ctx.track(model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=50)
+    ctx.track(scheduler=scheduler)
+    for _ in ctx.steps(ctx.params.steps):
+        loss = ctx.backward(model, DATA[:8], nn.functional.mse_loss, global_batch_size=8)
+        ctx.update(optimizer)
+        scheduler.step()
+        ctx.log({"lr": optimizer.param_groups[0]["lr"], "train/loss": loss})
+    return {}
 
 
 def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
     model = ctx.parallelize(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Points(), batch_size=8, shuffle=True)
+    loader, other = (DataLoader(Points(), batch_size=8, shuffle=True) for _ in range(2))
     for _ in ctx.epochs(100, model=model, optimizer=optimizer):
-        for x, y in ctx.batches(loader):
+        for (x, y), (noise, _) in ctx.batches(loader, other):
+            x = x + 0.01 * noise
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()

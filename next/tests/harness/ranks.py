@@ -26,7 +26,7 @@ from jobkit.run.schema import Config
 from jobkit.run.slots import Page
 from jobkit.worker.rank import Rank
 
-PATIENCE = 120.0
+PATIENCE = 300.0
 
 
 def free_port() -> int:

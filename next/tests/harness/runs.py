@@ -28,7 +28,7 @@ from jobkit.run.status import Status
 
 T = TypeVar("T")
 
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Seconds for anything that is sure to come: the tests pass on a busy machine too."""
 
 YAML = """\
@@ -150,6 +150,11 @@ class Launch:
 
     def wait_for_step(self, step: int) -> Launch:
         return self.wait_until(lambda me: me.step >= step or me.status.is_over, f"step {step}")
+
+    def end_training(self) -> Launch:
+        """Let scripted ranks end their loops now, before all of their steps."""
+        (self.run.outputs / "enough").touch()
+        return self
 
     def wait_until_over(self) -> Launch:
         return self.wait_until(lambda me: me.status.is_over, "the end of the run")

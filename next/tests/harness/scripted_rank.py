@@ -1,6 +1,7 @@
 """A rank of tests about scheduling: no torch, only what a training run shows to the outside.
 
-It reports progress, leaves names of checkpoints, obeys a stop, and fails where its params say so:
+It reports progress, leaves names of checkpoints, obeys a stop, and fails at the step that its params name, or later.
+A test that interrupts it asks for more steps than it will see, and ends it with `Launch.end_training()`.
 
     params: {steps: 100, step_seconds: 0.02, every: 10, faults: [{kind: raise, rank: 1, step: 7, attempt: 1}]}
 """
@@ -24,12 +25,13 @@ def train(rank: Rank) -> dict[str, Any]:
     first = rank.run.durable_step() or 0
     marks = rank.run.outputs / "ranks"
     marks.mkdir(parents=True, exist_ok=True)
+    enough = rank.run.outputs / "enough"
     (marks / str(rank.rank)).write_text(f"{rank.attempt} {os.getpid()}")
     for step in range(first, steps):
         rank.page.beat(rank.attempt, Phase.STEPPING, step)
         for fault in params.get("faults", []):
-            attempts = (0, rank.attempt)  # attempt 0: in every attempt
-            if (rank.rank, step) == (fault.get("rank", 0), fault["step"]) and fault.get("attempt", 1) in attempts:
+            is_mine = (rank.rank, rank.attempt) == (fault.get("rank", 0), fault.get("attempt", 1))
+            if is_mine and step >= fault["step"]:
                 fail(fault["kind"])
         time.sleep(params.get("step_seconds", 0.02))
         if rank.rank == 0:
@@ -42,6 +44,8 @@ def train(rank: Rank) -> dict[str, Any]:
             if rank.rank == 0:
                 checkpoint(rank, step + 1)
             raise Stopped
+        if enough.exists():
+            break
     rank.page.beat(rank.attempt, Phase.ENDING, steps)
     return {"steps": steps, "first": first}
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import jobkit
 
@@ -60,6 +61,12 @@ def mark(ctx: jobkit.Context) -> None:
     (folder / str(ctx.rank)).write_text(f"{ctx.attempt} {os.getpid()}")
 
 
+def pause(ctx: jobkit.Context) -> None:
+    """Give a test the time to interrupt: `step_seconds` in each step, before the attempt that it lets finish."""
+    if ctx.attempt < ctx.params.get("last_attempt", 1000):
+        time.sleep(ctx.params.get("step_seconds", 0.0))
+
+
 def train(ctx: jobkit.Context) -> dict[str, Any]:
     mark(ctx)
     p = ctx.params
@@ -87,7 +94,7 @@ def train(ctx: jobkit.Context) -> dict[str, Any]:
         state.seen[step % 4] += batch[0].sum().item()
         state.counts[10] += 1
         ctx.log({"train/loss": loss, "train/average": state.average})
-        time.sleep(p.get("step_seconds", 0.0))
+        pause(ctx)
     return {"digest": digest(model.state_dict(), optimizer.state_dict()["state"]), "average": state.average}
 
 
@@ -107,7 +114,7 @@ def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             ctx.log({"train/loss": loss})
-            time.sleep(p.get("step_seconds", 0.0))
+            pause(ctx)
         ctx.log({"train/epoch": epoch})
     return {"digest": digest(model.state_dict(), optimizer.state_dict()["state"])}
 
@@ -128,5 +135,21 @@ def train_samples(ctx: jobkit.Context) -> dict[str, Any]:
             ctx.log({"train/loss": loss})
             file.write(json.dumps([step, loader.sample_ids]) + "\n")
             file.flush()
-            time.sleep(ctx.params.get("step_seconds", 0.0))
+            pause(ctx)
     return {"done": True}
+
+
+def train_dealt(ctx: jobkit.Context) -> dict[str, Any]:
+    """An epoch over samples that DistributedSampler deals out to the ranks, each written down."""
+    model = ctx.parallelize(network())
+    data = list(range(192))
+    sampler: DistributedSampler[int] = DistributedSampler(data, ctx.world_size, ctx.rank)  # type: ignore[arg-type]
+    folder = ctx.run_dir / "outputs" / "samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{ctx.attempt}-{ctx.rank}").open("w") as file:
+        for _ in ctx.epochs(1, model=model):
+            for batch in ctx.batches(DataLoader(data, batch_size=8 // ctx.world_size, sampler=sampler)):  # type: ignore[arg-type]
+                file.write("".join(f"{sample}\n" for sample in batch.tolist()))
+                file.flush()
+                pause(ctx)
+    return {"batch": ctx.batch}

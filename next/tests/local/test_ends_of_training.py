@@ -44,7 +44,7 @@ def dies_after_final(ctx):
 def improves(ctx):
     ctx.track(model=ctx.parallelize(nn.Linear(2, 2)))
     def validate():
-        return {"error": -float(ctx.step)}
+        return {"error": -float(ctx.step)} if ctx.is_main else None
     for step in ctx.steps(12, every={validate: 5}):
         pass
 
@@ -57,14 +57,51 @@ def accumulates(ctx):
         assert state.count == step
         model(torch.ones(1, 1500)).sum().backward()
         state.count += 1
-        time.sleep(0.03)
+        time.sleep(0.1 if ctx.attempt == 1 else 0)
     return {"count": state.count}
+
+def rots_within_an_epoch(ctx):
+    model = ctx.parallelize(nn.Linear(64, 64))
+    state = ctx.values(count=0)
+    for epoch in ctx.epochs(1, model=model):
+        if ctx.attempt == 2:
+            file = ctx.run_dir / "checkpoints" / "latest" / "rank_0.safetensors"
+            content = bytearray(file.read_bytes())
+            content[-5000] ^= 255
+            file.write_bytes(content)
+        for batch in ctx.batches(DataLoader(torch.arange(60), batch_size=1)):
+            assert state.count == ctx.step
+            state.count += 1
+            if ctx.attempt == 1 and ctx.step == 35:
+                die()
+    return {"count": state.count}
+
+def breaks_early(ctx):
+    model = ctx.parallelize(nn.Linear(2, 2))
+    ctx.log({"parameters": 6})
+    ctx.log_text("notes", "before the loop")
+    ctx.track(model=model)
+    def validate():
+        ctx.log({"validation/seen": ctx.step})
+        return {"error": ctx.step / 3}
+    for step in ctx.steps(100, every={validate: 5}):
+        ctx.log({"train/loss": step})
+        if step == 8 and ctx.attempt == 1:
+            die()
+        if step == 9:
+            break
+    ctx.log({"test/loss": 0.5})
+    return {"best": 1}
+
+def evaluates(ctx):
+    ctx.log({"test/loss": 0.5})
+    return {"mean": ctx.evaluate(lambda batch, ids: batch[:, 0], torch.arange(4.0)[:, None], batch_size=2)}
 
 def evaluates_after_epochs(ctx):
     model = ctx.parallelize(nn.Linear(2, 2))
     data = torch.arange(400.0)[:, None]
     def error(batch, ids):
-        time.sleep(0.05)
+        time.sleep(0.2 if ctx.attempt == 1 else 0)
         return batch[:, 0]
     for epoch in ctx.epochs(2, model=model):
         for batch in ctx.batches(DataLoader(data, batch_size=8)):
@@ -95,8 +132,35 @@ def test_a_death_after_the_loop_changes_no_result(tmp_path: Path, task: str, ran
 
 def test_the_last_checkpoint_can_be_the_best(tmp_path: Path) -> None:
     best = "checkpoint: {best: {metric: error, mode: min}}\n"
-    launch = run(tmp_path, "improves", more=best).wait_until_over()
+    launch = run(tmp_path, "improves", 2, more=best).wait_until_over()
     assert str((launch.run.checkpoints / "best").readlink()) == "step_00000012"
+
+
+def test_a_metric_that_no_evaluation_returns_is_warned_of(tmp_path: Path) -> None:
+    launch = run(tmp_path, "improves", more="checkpoint: {best: {metric: eror, mode: min}}\n").wait_until_over()
+    progress = launch.run.progress()
+    assert progress is not None
+    assert ["eror" in warning and "error" in warning for warning in progress.warnings] == [True]
+
+
+def test_results_and_curves_survive_a_death_after_the_last_evaluation(tmp_path: Path) -> None:
+    launch = run(tmp_path, "breaks_early", more="checkpoint: {every: 2, memory: off}\n").wait_until_over()
+    assert launch.causes == ["killed", "finished"]
+    assert launch.status.result == {"error": 5 / 3, "best": 1}
+    curves = ("parameters", "notes/text_summary", "train/loss", "validation/seen", "error", "test/loss")
+    assert [points(launch, tag) for tag in curves] == [[0], [0], list(range(10)), [0, 5], [0, 5], [10]]
+    assert launch.ends[-1].differs_at is None
+
+
+def test_a_checkpoint_that_rots_within_an_epoch_takes_the_place_back_too(tmp_path: Path) -> None:
+    launch = run(tmp_path, "rots_within_an_epoch", more="checkpoint: {every: 10, memory: off}\n").wait_until_over()
+    assert launch.causes == ["killed", "crashed", "finished"]
+    assert launch.status.result == {"count": 60}
+
+
+def test_a_program_without_a_loop_has_curves_too(tmp_path: Path) -> None:
+    launch = run(tmp_path, "evaluates").wait_until_over()
+    assert points(launch, "test/loss") == [0]
 
 
 def test_damage_in_gradients_alone_takes_the_step_back_too(tmp_path: Path) -> None:

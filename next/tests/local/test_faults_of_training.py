@@ -67,6 +67,22 @@ def other_optimizer(ctx):
         ctx.backward(model, next(loader), nn.functional.mse_loss)
         optimizer.step()
 
+def raises(ctx):
+    model, optimizer, loader = parts(ctx)
+    ctx.track(model=model, optimizer=optimizer, loader=loader)
+    for step in ctx.steps(1000):
+        assert step < 6
+
+def nothing(ctx):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in ctx.steps(10):
+        model(X).sum().backward()
+        optimizer.step()
+
+def a_loader(ctx):
+    ctx.track(loader=torch.utils.data.DataLoader(X))
+
 def a_float(ctx):
     ctx.track(best=0.5)
 
@@ -103,7 +119,7 @@ def test_a_stop_that_is_swallowed_is_a_stop(tmp_path: Path) -> None:
 def test_a_break_leaves_a_step_that_is_done(tmp_path: Path) -> None:
     launch = run(tmp_path, "breaks").wait_until_over()
     assert launch.status.result == {"step": 6}
-    assert launch.run.durable_step() == 6
+    assert launch.run.durable_step() == launch.ends[0].last_step == 6
     assert points(launch, "x") == list(range(6))
 
 
@@ -116,9 +132,16 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path: Path
     assert launch.run.durable_step() == 7  # of the steps 0 to 6
 
 
+def test_an_error_is_of_the_step_in_which_it_was_raised(tmp_path: Path) -> None:
+    launch = run(tmp_path, "raises", 1, "retry: {crash: 0}\n").wait_until_over()
+    assert (launch.ends[0].step, launch.ends[0].last_step) == (6, 6)
+
+
 MISTAKES = {
     "untracked": "the optimizer of ctx.optimizer is not tracked",
     "other_optimizer": "changes a tracked model and is not tracked",
+    "nothing": "nothing is tracked",
+    "a_loader": "ctx.batches(loader)",
     "a_float": "ctx.values(best=...)",
     "two_loops": "one loop",
 }

@@ -12,7 +12,7 @@ from jobkit.run.rundir import RunDir
 
 def foreground(project: Project, *arguments: str, **options: object) -> tuple[subprocess.Popen[str], Launch]:
     """Start a foreground run, and return its process and its run once it trains."""
-    process = project.start("submit", str(project.yaml), "--local", "params.steps=400", *arguments, **options)
+    process = project.start("submit", str(project.yaml), "--local", "params.steps=100000", *arguments, **options)
     folders = wait_until(lambda: list((project.folder / "runs").glob("scripted-*/config.yaml")), "the run directory")
     launch = Launch(project, RunDir(folders[0].parent))
     launch.wait_for_step(10)
@@ -28,13 +28,14 @@ def test_ctrl_c_saves_and_the_same_command_continues(project: Project) -> None:
     stopped_at = launch.run.durable_step()
     assert stopped_at is not None and stopped_at >= 10
 
-    again = project.jobkit("submit", str(project.yaml), "--local", "params.steps=400")
+    launch.end_training()
+    again = project.jobkit("submit", str(project.yaml), "--local", "params.steps=100000")
     assert again.returncode == 0
     assert launch.causes == ["stopped", "finished"]
-    assert launch.status.result == {"steps": 400, "first": stopped_at}
+    assert launch.status.result == {"steps": 100_000, "first": stopped_at}
     assert launch.ends[1].first_step == launch.ends[0].last_step
 
-    third = project.jobkit("submit", str(project.yaml), "--local", "params.steps=400")
+    third = project.jobkit("submit", str(project.yaml), "--local", "params.steps=100000")
     assert "finished" in third.stdout + third.stderr
     assert len(launch.ends) == 2
 
@@ -45,12 +46,13 @@ def test_a_hang_up_stops_a_run_unless_it_was_ignored(project: Project) -> None:
     assert process.wait() == 75
     assert launch.causes == ["stopped"]
 
-    ignoring = ["nohup", *project.words("submit", str(project.yaml), "--local", "params.steps=400")]
+    ignoring = ["nohup", *project.words("submit", str(project.yaml), "--local", "params.steps=100000")]
     again = subprocess.Popen(
         ignoring, cwd=project.folder, env=project.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
     launch.wait_for_attempt(2)
     again.send_signal(signal.SIGHUP)
+    launch.end_training()
     assert again.wait() == 0
     assert launch.status.state == "finished"
 
@@ -65,7 +67,7 @@ def test_preempt_continues_by_itself_and_cancel_does_not(project: Project) -> No
     assert (launch.status.state, launch.causes) == ("cancelled", ["preempted", "cancelled"])
     saved = launch.run.durable_step()
     assert saved is not None and saved >= 30
-    assert not launch.run.alive_lock().is_held()
+    wait_until(lambda: not launch.run.alive_lock().is_held(), "the job script to end")
 
     project.jobkit("resume", launch.run.name, "--detach")
     launch.wait_for_attempt(3)

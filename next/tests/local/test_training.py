@@ -24,7 +24,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kills_and_stops_change_no_bit(tmp_path: Path, ranks: int, straight: Any) -> None:
-    launch = training_project(tmp_path, ranks=ranks, every=7, memory=3).submit("--local", "--detach", step_seconds=0.05)
+    launch = training_project(tmp_path, ranks=ranks, every=7, memory=3).submit(
+        "--local", "--detach", step_seconds=0.2, last_attempt=4
+    )
     launch.wait_for_step(10).kill_rank(ranks - 1).wait_for_attempt(2)
     launch.wait_for_step(25).project.jobkit("preempt", str(launch.run.path), "-y")
     launch.wait_for_attempt(3).wait_for_step(40).kill_rank(0)
@@ -37,7 +39,7 @@ def test_kills_and_stops_change_no_bit(tmp_path: Path, ranks: int, straight: Any
 
 def test_a_foreign_loader_goes_on_within_an_epoch(tmp_path: Path, straight: Any) -> None:
     launch = training_project(tmp_path, task="train_epochs", ranks=2, every=5).submit(
-        "--local", "--detach", epochs=4, step_seconds=0.05
+        "--local", "--detach", epochs=4, step_seconds=0.2, last_attempt=3
     )
     launch.wait_for_step(8).kill_rank(1).wait_for_attempt(2)
     launch.wait_for_step(20).kill_rank(0)
@@ -45,8 +47,24 @@ def test_a_foreign_loader_goes_on_within_an_epoch(tmp_path: Path, straight: Any)
     assert points(launch, "train/loss") == list(range(48))
 
 
+def test_an_epoch_goes_on_with_half_the_ranks_and_has_each_sample_once(tmp_path: Path) -> None:
+    project = training_project(tmp_path, task="train_dealt", ranks=2)
+    launch = project.submit("--local", "--detach", step_seconds=0.5, last_attempt=2)
+    launch.wait_for_step(4)
+    project.jobkit("cancel", "-y", launch.run.name)
+    launch.wait_until_over()
+    project.submit("--local", "--detach", "resources.tasks_per_node=1", step_seconds=0.5, last_attempt=2)
+    result(launch)
+    files = (launch.run.outputs / "samples").iterdir()
+    samples = [int(line) for file in files for line in file.read_text().splitlines()]
+    assert (launch.ends[0].last_step or 0) >= 4
+    assert sorted(samples) == list(range(192))
+
+
 def test_the_next_attempt_begins_with_the_snapshot_in_memory(tmp_path: Path, straight: Any) -> None:
-    launch = training_project(tmp_path, ranks=2, every=1000, memory=2).submit("--local", "--detach", step_seconds=0.05)
+    launch = training_project(tmp_path, ranks=2, every=1000, memory=2).submit(
+        "--local", "--detach", step_seconds=0.2, last_attempt=2
+    )
     launch.wait_for_step(20).kill_rank(1)
     assert result(launch) == straight["train", 2]
     assert (launch.ends[1].first_step or 0) >= 16
@@ -56,7 +74,8 @@ def test_the_next_attempt_begins_with_the_snapshot_in_memory(tmp_path: Path, str
 
 def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path, straight: Any) -> None:
     made = training_project(tmp_path)
-    process = made.start("submit", str(made.yaml), "--local", "+params.step_seconds=0.05")
+    slow = ("+params.step_seconds=0.2", "+params.last_attempt=2")
+    process = made.start("submit", str(made.yaml), "--local", *slow)
     run = next(iter(made.folder.glob("runs/training-*")), None)
     while run is None:
         run = next(iter(made.folder.glob("runs/training-*")), None)
@@ -66,6 +85,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path, straight: A
     output, _ = process.communicate()
     assert process.returncode == 75, output
     stopped = launch.ends[0]
-    done = made.jobkit("submit", str(made.yaml), "--local", "+params.step_seconds=0.05")
+    done = made.jobkit("submit", str(made.yaml), "--local", *slow)
     assert launch.ends[1].first_step == stopped.last_step == stopped.durable_step, done.stderr
     assert result(launch) == straight["train", 1]
+    assert [attempt.began.how for attempt in launch.status.attempts] == ["start", "resume"]

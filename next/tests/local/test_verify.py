@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ HARNESS = Path(__file__).parents[1] / "harness"
 YAML = "name: forgetful\ntask: forgetful_task:{task}\nparams: {{steps: 100, forgets: nothing}}\n"
 
 
-def verify(folder: Path, *words: str, task: str = "train", ranks: int = 1) -> tuple[int, dict[str, Any]]:
-    made = Project(folder, yaml=YAML.format(task=task) + f"resources: {{tasks_per_node: {ranks}}}\n", plain=False)
+def verify(
+    folder: Path, *words: str, task: str = "train", ranks: int = 1, environment: Mapping[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    yaml = YAML.format(task=task) + f"resources: {{tasks_per_node: {ranks}}}\n"
+    made = Project(folder, environment, yaml, plain=False)
     for name in ("training_task.py", "forgetful_task.py"):
         shutil.copy(HARNESS / name, folder)
     done = made.jobkit("verify", str(made.yaml), *words, "--local", "--steps", "15", "--json", check=False)
@@ -29,6 +34,11 @@ def test_a_program_with_batch_norm_in_ddp_is_exact(tmp_path: Path, ranks: int) -
     assert (code, report["equal"]) == (0, True), report
 
 
+def test_objects_may_be_tracked_in_turn(tmp_path: Path) -> None:
+    code, report = verify(tmp_path, task="track_in_turn")
+    assert (code, report["equal"]) == (0, True), report
+
+
 def test_epochs_over_a_foreign_loader_are_exact(tmp_path: Path) -> None:
     code, report = verify(tmp_path, task="train_epochs", ranks=2)
     assert (code, report["missing"]) == (0, ["evaluation"]), report
@@ -38,7 +48,8 @@ FORGOTTEN = {
     "moving average": ("values", "train/loss"),
     "scheduler": ("state", "optimizer"),
     "loader": ("values", "train/loss"),
-    "result": ("result", ""),
+    "result": ("result", "worst"),
+    "patience": ("end", ""),
 }
 
 
@@ -51,6 +62,15 @@ def test_a_forgotten_state_is_named(tmp_path: Path, forgets: str) -> None:
     assert report["difference"] == {"kind": kind, "name": name}, report
     if forgets == "moving average":
         assert "average" in report["lines"][-1]  # the local value, as a hint
+
+
+def test_files_outside_the_run_directory_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "losses.csv"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    _, report = verify(tmp_path, f"+params.file={file}", environment={**os.environ, "TMPDIR": str(temporary)})
+    assert report["equal"]
+    assert str(file) in report["lines"][-1]
 
 
 @pytest.mark.parametrize("forgets", ["random at import", "determinism"])
@@ -67,7 +87,9 @@ def test_a_run_is_verified_from_its_checkpoint_with_its_own_code(tmp_path: Path)
     made.jobkit("submit", str(made.yaml), "--local")
     (tmp_path / "forgetful_task.py").write_text("raise SystemExit('another version')")
     run = next(iter((tmp_path / "runs").glob("forgetful-*")))
-    done = made.jobkit("verify", f"{run.name}@80", "--steps", "12", "--json")
+    refused = made.jobkit("verify", f"{run.name}@100", "--json", check=False)
+    assert (refused.returncode, "80" in refused.stderr) == (2, True)  # no step is left after the last checkpoint
+    done = made.jobkit("verify", run.name, "--steps", "12", "--json")
     report = json.loads(done.stdout)
     assert report["equal"], report
     status = json.loads(made.jobkit("status", run.name, "--json").stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ def entries(model: nn.Module, optimizer: torch.optim.Optimizer, mine: Own) -> li
     ]
 
 
-def make(ranks: RankGroup, folder: Path, attempt: int, slots: Any = None) -> Checkpointer:
-    place = Place(ranks.rank, ranks.world_size, ranks.world_size)
+def make(ranks: RankGroup, folder: Path, attempt: int, slots: Any = None, ranks_per_node: int = 0) -> Checkpointer:
+    place = Place(ranks.rank, ranks.world_size, ranks_per_node or ranks.world_size)
     return Checkpointer(folder, ranks, place, attempt=attempt, keep=3, slots=slots)
 
 
@@ -98,6 +99,23 @@ def test_every_shard_is_a_file_of_safetensors(tmp_path: Path) -> None:
     assert max(sizes) - min(sizes) <= 1  # divided evenly
 
 
+def save_in_an_order_of_its_own(ranks: RankGroup, folder: Path) -> bool:
+    """Each rank's dict has another order, as a set of words has on two nodes."""
+    order = sorted(range(6), reverse=ranks.rank > 0)
+    expected = {f"t{number}": torch.full((10 + number,), float(number)) for number in order}
+    mine = Own(expected)
+    checkpointer = make(ranks, folder, 1)
+    checkpointer.write(checkpointer.stage(1, [Entry(name="shared", live=mine)], {}), wait=True)
+    checkpointer.close()
+    mine.value = {}
+    make(ranks, folder, 2).restore([Entry(name="shared", live=mine)])
+    return all(torch.equal(mine.value[name], tensor) for name, tensor in expected.items())
+
+
+def test_ranks_divide_a_state_alike_whatever_the_order_of_their_dicts(tmp_path: Path) -> None:
+    assert run_ranks(save_in_an_order_of_its_own, 2, tmp_path) == [True, True]
+
+
 def corrupt(file: Path, at: float) -> None:
     data = bytearray(file.read_bytes())
     data[int(at * (len(data) - 1))] ^= 1
@@ -141,7 +159,7 @@ def test_no_sound_checkpoint_is_an_error_on_all_ranks_that_names_them(tmp_path: 
         assert "--fresh" in text
 
 
-def snapshots(ranks: RankGroup, folder: Path) -> Any:
+def snapshots(ranks: RankGroup, folder: Path, fault: str) -> Any:
     slots = os.memfd_create("first"), os.memfd_create("second")
     model, optimizer = make_model(1)
     checkpointer = make(ranks, folder, 1, slots)
@@ -156,7 +174,10 @@ def snapshots(ranks: RankGroup, folder: Path) -> Any:
     expected = digest(model, optimizer)
     if ranks.rank == 0:  # this rank's newest snapshot is no good: all take the one before
         slot = checkpointer.snapshots._slots[0]  # type: ignore[index]
-        slot.memory(0)[RECORD + 8] ^= 1
+        if fault == "damaged":
+            slot.memory(0)[RECORD + 8] ^= 1
+        else:  # of another attempt, in which the other rank died before it had this one
+            slot.write([dataclasses.replace(record, attempt=7) for record in slot.records()])
     ranks.barrier()
     model, optimizer = make_model(2)
     mine = Own(None)
@@ -168,9 +189,33 @@ def snapshots(ranks: RankGroup, folder: Path) -> Any:
     return first.step, again.restored.step, mine.value, digest(model, optimizer) == expected
 
 
-def test_the_newest_snapshot_that_all_ranks_have_whole_is_taken(tmp_path: Path) -> None:
-    for rank, (first, step, mine, is_newest) in enumerate(run_ranks(snapshots, 2, tmp_path)):
-        assert (first, step, mine, is_newest) == (3, 2, rank, False)
+@pytest.mark.parametrize(("fault", "first"), [("damaged", 3), ("another attempt", 2)])
+def test_the_newest_snapshot_that_all_ranks_have_whole_is_taken(tmp_path: Path, fault: str, first: int) -> None:
+    for rank, answer in enumerate(run_ranks(snapshots, 2, tmp_path, fault)):
+        assert answer == (first, 2, rank, False)
+
+
+def on_other_nodes(ranks: RankGroup, folder: Path, nodes: list[tuple[int, int]]) -> Any:
+    """Each rank is on a node of its own. The first is lost, a new one comes last, and the ranks are numbered anew."""
+    model, optimizer = make_model(1)
+    checkpointer = make(ranks, folder, 1, nodes[ranks.rank], ranks_per_node=1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    checkpointer.snapshot(1, entries(model, optimizer, Own(ranks.rank)), {}, 0)
+    checkpointer.snapshots.wait()
+    checkpointer.close()
+    expected = digest(model, optimizer)
+    model, optimizer = make_model(2)
+    mine = Own(None)
+    again = make(ranks, folder, 2, nodes[ranks.rank + 1], ranks_per_node=1)
+    again.restore(entries(model, optimizer, mine))
+    assert again.restored is not None
+    return again.restored.step, mine.value, digest(model, optimizer) == expected
+
+
+def test_a_snapshot_of_a_lost_node_lies_on_the_next_and_goes_to_the_nodes_that_need_it(tmp_path: Path) -> None:
+    nodes = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(4)]
+    assert run_ranks(on_other_nodes, 3, tmp_path, nodes) == [(1, rank, True) for rank in range(3)]
 
 
 def differs(ranks: RankGroup, folder: Path) -> str:

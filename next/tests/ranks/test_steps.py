@@ -84,6 +84,31 @@ def test_training_goes_on_where_a_rank_computed_no_batch() -> None:
     assert sorted(counts) == [0, 0, 1]
 
 
+def averages_alone(ranks: RankGroup) -> float:
+    module = nn.BatchNorm1d(1, momentum=1.0)
+    with independent_forwards([module]):
+        module(torch.tensor([[1.0], [3.0]]))
+    assert module.running_mean is not None
+    return module.running_mean.item()
+
+
+def test_on_a_single_rank_an_evaluation_may_change_buffers() -> None:
+    assert run_ranks(averages_alone, 1) == [2.0]
+
+
+def averages_by_hand(ranks: RankGroup) -> tuple[float, float]:
+    module = nn.BatchNorm1d(1)
+    assert module.running_mean is not None
+    module.running_mean.fill_(ranks.rank + 5)
+    with independent_forwards([module]):
+        within = module.running_mean.item()
+    return within, module.running_mean.item()
+
+
+def test_within_an_evaluation_the_buffers_of_every_module_are_rank_0s() -> None:
+    assert run_ranks(averages_by_hand, 2) == [(5.0, 5.0), (5.0, 6.0)]
+
+
 def differs(ranks: RankGroup) -> str:
     spread = Spread(CONFIG, torch.device("cpu"), ranks)
     try:

@@ -25,7 +25,8 @@ def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
     project = on_slurm(cluster, YAML.format(task="train", ranks=2, every="10min", memory="off"), plain=False)
     shutil.copy(HARNESS / "training_task.py", project.folder)
     expected = result(before)
-    launch = project.submit(*RESOURCES, "resources.time=0:01:00", steps=STEPS, step_seconds=0.1)
+    pauses = {"step_seconds": 0.1, "last_attempt": 5}
+    launch = project.submit(*RESOURCES, "resources.time=0:01:00", steps=STEPS, **pauses)
     for attempt in (1, 2):
         launch.wait_for_attempt(attempt).wait_for_step(launch.step + 20)
         cluster.preempt(str(launch.status.job_id))
@@ -36,8 +37,9 @@ def test_preempted_twice_out_of_time_and_scancelled_changes_no_bit(
     cluster.command("scancel", str(launch.status.job_id))
     launch.wait_until_over()
     assert launch.status.state == "cancelled"
-    project.jobkit("submit", str(project.yaml), *RESOURCES, f"params.steps={STEPS}", "+params.step_seconds=0.1")
+    project.submit(*RESOURCES, steps=STEPS, **pauses)
     assert result(launch) == expected
+    assert [attempt.began.how for attempt in launch.status.attempts] == ["start", *["requeue"] * 3, "resume"]
     assert points(launch, "train/loss") == list(range(STEPS))
     for ended, following in zip(launch.ends, launch.ends[1:], strict=False):
         assert following.first_step == ended.last_step  # nothing is repeated after a graceful stop
@@ -56,11 +58,11 @@ def test_half_the_ranks_see_the_same_samples(tmp_path: Path) -> None:
     straight = training_project(tmp_path / "straight", ranks=2, task="train_samples").submit("--local", "--detach")
     result(straight)
     project = training_project(tmp_path / "half", ranks=4, task="train_samples")
-    launch = project.submit("--local", "--detach", step_seconds=0.1)
+    launch = project.submit("--local", "--detach", step_seconds=0.3, last_attempt=2)
     launch.wait_for_step(20)
     project.jobkit("cancel", "-y", str(launch.run.path))
     launch.wait_until_over()
-    project.jobkit("submit", str(project.yaml), "--local", "resources.tasks_per_node=2", "+params.step_seconds=0.1")
+    project.submit("--local", "resources.tasks_per_node=2", step_seconds=0.3, last_attempt=2)
     result(launch)
     assert samples(launch) == samples(straight)
     assert points(launch, "train/loss") == list(range(60))

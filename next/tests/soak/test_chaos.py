@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.runs import Launch, Project, wait_until
+from harness.runs import Launch, Project, is_alive, wait_until
 from harness.training import YAML, points, result, training_project
 from slurmbox import Cluster
 
@@ -27,7 +27,7 @@ INTERRUPTIONS = 20
 RANKS = 4
 STEPS = 6000
 PATIENCE = 600.0
-"""A requeue waits for two minutes by itself."""
+"""A requeue waits for two minutes by itself, and four ranks on two busy cores for each other."""
 
 HARNESS = Path(__file__).parents[1] / "harness"
 
@@ -55,6 +55,8 @@ def interrupt(kind: str, launch: Launch, cluster: Cluster, chance: random.Random
             with contextlib.suppress(ProcessLookupError):  # it died of the death before
                 os.kill(pid, signal.SIGKILL)
     elif kind == "kill_supervisor":
+        # After another kill its successor may not have said yet who it is.
+        wait_until(lambda: is_alive(launch.supervisor_pid), "a supervisor", launch.describe, PATIENCE)
         launch.kill_supervisor()
     elif kind == "kill_agent":
         launch.kill_agent(rank)
@@ -84,7 +86,9 @@ def test_twenty_interruptions_change_no_bit(
     tmp_path: Path, make_slurm: Callable[..., Cluster], on_slurm: Callable[..., Project], seed: int
 ) -> None:
     straight = training_project(tmp_path / "straight", ranks=RANKS)
-    expected = result(straight.submit("--local", "--detach", steps=STEPS, validate_every=1000))
+    uninterrupted = straight.submit("--local", "--detach", steps=STEPS, validate_every=1000)
+    wait_until(lambda: uninterrupted.status.is_over, "the straight run", uninterrupted.describe, PATIENCE)
+    expected = result(uninterrupted)
     cluster = make_slurm(nodes=3, cred_expire=int(os.environ.get("JOBKIT_SOAK_CRED_EXPIRE", "120")))
     project = on_slurm(cluster, YAML.format(task="train", ranks=2, every=100, memory=20), plain=False)
     shutil.copy(HARNESS / "training_task.py", project.folder)
@@ -116,8 +120,8 @@ def test_twenty_interruptions_change_no_bit(
             )
         if kind in DEATHS_OF_RANKS:
             ended = launch.ends[before - 1]
-            # Three deaths on a node within an hour are the node's: then the job gets another one.
-            assert ended.next == "in_place" or "given up: 3 deaths" in ended.reason, ended
+            # Three deaths within an hour, or two without a newer snapshot, are the node's: the job gets another one.
+            assert ended.next == "in_place" or " is given up: " in ended.reason, ended
     wait_until(lambda: launch.status.is_over, "the end of the run", launch.describe, PATIENCE)
     assert result(launch) == expected
     assert points(launch, "train/loss") == list(range(STEPS))

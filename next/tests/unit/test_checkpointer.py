@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,29 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, mode: str, 
     assert checkpointer.store.best() == (best, {2: 1.0, 4: 5.0}[best])
     assert checkpointer.store.steps() == [7, 6, best]
     assert not make(tmp_path, 2, mode=mode).is_better(2.5)  # another attempt knows the best
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_disk_without_room_for_a_byte_stops_no_training(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        checkpointer, tracked = make(tmp_path / "checkpoints"), entries(nn.Linear(500, 500))
+        checkpointer.mark_best(checkpointer.stage(1, tracked, {}), 0.5)
+        checkpointer.write(checkpointer.stage(2, tracked, {}), wait=True)
+        filler = (tmp_path / "filler").open("wb", buffering=0)
+        with contextlib.suppress(OSError):
+            while filler.write(bytes(4096)):
+                pass
+        pending = checkpointer.stage(2, tracked, {})
+        pending.is_written = True
+        checkpointer.mark_best(pending, 0.4)  # not even the metric finds room
+        checkpointer.write(checkpointer.stage(3, tracked, {}))
+        checkpointer.mark_best(checkpointer.stage(4, tracked, {}), 0.3)
+        assert all(outcome.is_full for outcome in checkpointer.collect()[2:])
+        assert (checkpointer.store.steps(), checkpointer.store.best()) == ([2, 1], (1, 0.5))
+        assert checkpointer.is_better(0.45)
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def test_a_frameworks_files_are_in_the_checkpoint_and_are_checked(tmp_path: Path) -> None:
@@ -107,3 +133,46 @@ def test_a_group_alone_agrees_with_itself() -> None:
     assert ranks.gather("x") == ["x"]
     assert ranks.broadcast("x") == "x"
     assert ranks.maximum(1, 2.5) == [1.0, 2.5]
+
+
+def test_snapshots_of_a_list_that_grows_beyond_the_tensors_go_on(tmp_path: Path) -> None:
+    slots = os.memfd_create("first"), os.memfd_create("second")
+    checkpointer = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=1, keep=1, slots=slots)
+    values = Values({})
+    for step, size in enumerate((1, 400_000, 900_000, 3_000_000), start=1):
+        values.state = {"history": [1.25] * size}
+        entry = Entry(name="values", live=values)
+        assert checkpointer.snapshot(step, [entry], {}, checkpointer.snapshots.complete) is not None
+        checkpointer.snapshots.wait()
+    checkpointer.close()
+    again = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=2, keep=1, slots=slots)
+    values.state = {}
+    again.restore([Entry(name="values", live=values)])
+    assert again.restored is not None
+    assert (again.restored.where, again.restored.step) == ("memory", 4)
+    assert values.state == {"history": [1.25] * 3_000_000}
+
+
+class Values:
+    """A state of any kind."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_snapshot_of_many_small_tensors_has_room_for_their_names(tmp_path: Path) -> None:
+    module = nn.Module()
+    for number in range(4000):
+        module.register_buffer(f"a_rather_long_name_of_a_buffer_{'x' * 300}_{number}", torch.zeros(1))
+    slots = os.memfd_create("first"), os.memfd_create("second")
+    checkpointer = Checkpointer(tmp_path, RankGroup.alone(), Place(), attempt=1, keep=1, slots=slots)
+    assert checkpointer.snapshot(1, entries(module), {}, 0) is not None
+    checkpointer.snapshots.wait()
+    assert checkpointer.snapshots.step == 1
+    checkpointer.close()

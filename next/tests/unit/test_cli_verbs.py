@@ -147,9 +147,9 @@ def test_status_shows_attempts_steps_and_what_to_type(tmp_path: Path) -> None:
 
 
 def test_status_for_programs_is_json_without_nan(tmp_path: Path, capsys: Capture) -> None:
-    run = make_run(tmp_path, NAME, submitted(), began(), ended(last_step=5), finished({"loss": math.nan}))
+    config = {"params": {"clip": math.inf, "augment": None, "sizes": []}}
+    run = make_run(tmp_path, NAME, submitted(config=config), began(), ended(last_step=5), finished({"loss": math.nan}))
     records.write(run.progress_file, Progress(attempt=1, time=START, step=5, values={"loss": math.inf}))
-    run.status_file.unlink()  # so that the journal's own NaN is read
     assert main(["status", NAME, "--json"]) == 0
     value = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (value["state"], value["result"], value["progress"]["values"]) == (
@@ -158,6 +158,7 @@ def test_status_for_programs_is_json_without_nan(tmp_path: Path, capsys: Capture
         {"loss": None},
     )
     assert [account["attempt"] for account in value["accounts"]] == [1]
+    assert value["submitted"]["config"] == {"params": {"clip": None, "augment": None, "sizes": []}}
 
 
 def test_status_of_a_running_run_has_its_warnings(tmp_path: Path) -> None:

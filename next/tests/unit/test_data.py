@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections import Counter
@@ -19,6 +20,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -28,6 +30,7 @@ from jobkit.train.foreign_loader import Pass, draw_base
 from jobkit.train.loader import Loader
 from jobkit.train.order import SampleOrder, feistel, permuted
 from jobkit.train.seeds import generator_state, load_generator_state, preserved_generators, seed_generators
+from jobkit.worker.epochs import length_of
 
 
 class Noisy(Dataset[Tensor]):
@@ -167,6 +170,10 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "workers": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
     "an own sampler": lambda: DataLoader(Noisy(), batch_size=4, sampler=OwnSampler(30)),
     "a stream": lambda: DataLoader(Stream(), batch_size=3),
+    "a stream of workers": lambda: DataLoader(Stream(), batch_size=3, num_workers=2, persistent_workers=True),
+    "a stream with a generator": lambda: DataLoader(
+        Stream(), batch_size=3, num_workers=1, generator=torch.Generator().manual_seed(1)
+    ),
     "an iterable": lambda: range(9),
 }
 
@@ -174,8 +181,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_pass_goes_on_after_any_batch(name: str) -> None:
     seed_generators(5)
-    base = draw_base()
-    whole = list(Pass(LOADERS[name](), base))
+    loader, base = LOADERS[name](), draw_base()
+    list(Pass(loader, 3))
+    whole = list(Pass(loader, base))
     seed_generators(99)
     rest = list(Pass(LOADERS[name](), base, first=3))
     assert len(rest) == len(whole) - 3
@@ -247,3 +255,33 @@ def test_generators_come_back() -> None:
     with preserved_generators():
         draws()
     assert draws() == expected
+
+
+class Endless(Sampler[int]):
+    """A sampler without a length, which torch allows."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+class Guessed(IterableDataset[int]):
+    """A stream with a length, which torch takes for a guess."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+    def __len__(self) -> int:
+        return 9
+
+
+@pytest.mark.parametrize(
+    ("loader", "length"),
+    [
+        (DataLoader(range(6), batch_size=2), 3),  # type: ignore[arg-type]
+        (DataLoader(range(6), sampler=Endless()), None),  # type: ignore[arg-type]
+        (DataLoader(Guessed()), None),
+        (iter([1]), None),
+    ],
+)
+def test_the_length_of_a_loader_is_known_or_not(loader: Any, length: int | None) -> None:
+    assert length_of(loader) == length

@@ -62,6 +62,18 @@ DIAGNOSES: list[tuple[str, Facts, Sequence[End], tuple[Cause, int | None, str | 
     ("a kill", Facts(exits=DEAD_1, reported=frozenset()), [failed(0, CLOSED)], ("killed", 1, "n1")),
     ("a kill, and nobody looked at the Ends", Facts(exits=DEAD_1), [failed(0, CLOSED)], ("killed", 1, "n1")),
     (
+        "a kill that another rank reported its lost connection to before",
+        Facts(exits=DEAD_1, reported=frozenset({0})),
+        [failed(0, CLOSED)],
+        ("killed", 1, "n1"),
+    ),
+    (
+        "an error, and a kill of the same rank in its teardown",
+        Facts(exits=exits((0, -9)), reported=frozenset({0})),
+        [failed(0)],
+        ("crashed", 0, "n1"),
+    ),
+    (
         "an exception, then an abort of a rank that missed the first",
         Facts(exits=exits((1, -6), (0, -9)), reported=frozenset({3})),
         [failed(3)],
@@ -229,3 +241,9 @@ def test_the_last_words_are_few(tmp_path: Path) -> None:
     assert last_words(log) == "end"
     log.write_text("x" * 100_000)
     assert len(last_words(log)) <= 2000, "it stands in the journal"
+
+
+def test_a_command_that_ends_with_0_before_ctx_finish_has_not_finished() -> None:
+    codes = exits((0, 0), (1, 0), (2, 0), (3, 0))
+    assert verdict(Facts(exits=codes), [], command=True).cause == "finished"
+    assert verdict(Facts(exits=codes), [failed(0, "JobkitError: no ctx.finish")], command=True).cause == "crashed"

@@ -11,10 +11,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jobkit.run.disk import explained, is_full, write_probe
-from jobkit.run.files import FOR_OWNER, foreign_owner, read_json, replace_link, write_atomic, write_json
+from jobkit.run.files import (
+    FOR_OWNER,
+    as_plain,
+    foreign_owner,
+    json_text,
+    read_json,
+    replace_link,
+    write_atomic,
+    write_json,
+)
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
@@ -45,6 +55,17 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     file = tmp_path / "x"
     write_json(file, {"a": [math.nan, 1.5], "b": math.inf, "c": (1,)})
     assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"a": [None, 1.5], "b": None, "c": [1]}
+
+
+def test_every_result_of_a_training_function_has_a_form_in_json() -> None:
+    result = {
+        1: np.array([[1, 2], [3, 4]]),
+        "complex": np.array([1j]),
+        "date": np.datetime64("2026-03-05"),
+        "path": [Path("a")],
+    }
+    expected = {"1": [[1, 2], [3, 4]], "complex": ["1j"], "date": "2026-03-05", "path": ["a"]}
+    assert json.loads(json_text(as_plain(result))) == expected
 
 
 def test_a_torn_or_absent_json_file_is_none(tmp_path: Path) -> None:

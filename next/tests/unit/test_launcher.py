@@ -48,7 +48,7 @@ LAUNCHES: dict[str, tuple[dict[str, str], Launch]] = {
         {**SRUN, **TORCHRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
         Launch("torchrun", Topology(3, 4, 1, 2, 1, 2), "env", "torchrun-r1"),
     ),
-    "mpirun": (OPEN_MPI, Launch("mpirun", Topology(2, 4, 0, 2, 1, 2), "file", "mpirun-prterun-1-1", ("node", "nodes"))),
+    "mpirun": (OPEN_MPI, Launch("mpirun", Topology(2, 4, 0, 2, 1, 2), "file", "mpirun-prterun-1-1")),
     "a batch script": (
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
         Launch("python", Topology(), "alone", "python"),
@@ -60,7 +60,6 @@ LAUNCHES: dict[str, tuple[dict[str, str], Launch]] = {
             Topology(1, 2, 1, 2, 0, 1),
             "file",
             "RANK-and-WORLD_SIZE",
-            ("local_rank", "local_world_size", "node", "nodes"),
         ),
     ),
 }

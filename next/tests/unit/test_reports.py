@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from jobkit.errors import UsageError
 from jobkit.run.records import Progress
-from jobkit.run.slots import NOTES, Page
+from jobkit.run.slots import NOTES, Kept, Page, Phase, page_before
 from jobkit.worker import metrics
 from jobkit.worker.health import Health
 from jobkit.worker.metrics import EventFile
@@ -86,6 +86,20 @@ def test_a_reporter_writes_curves_and_progress(tmp_path: Path) -> None:
     assert len(rank.page.notes()) == 3
 
 
+def test_what_was_logged_before_the_loop_is_in_the_position_of_the_first_checkpoint(tmp_path: Path) -> None:
+    rank = make_rank(tmp_path)
+    reporter = Reporter(rank)
+    reporter.log(0, {"parameters": 6})
+    reporter.begin(0, None, None)
+    position = reporter.position().result()
+    reporter.close()
+    again = Reporter(rank)
+    again.log(0, {"parameters": 6})
+    again.begin(0, position, None)
+    again.close()
+    assert steps(rank.run.tensorboard, "parameters") == [0]
+
+
 def test_a_value_that_is_no_number_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="loss"):
         Reporter(make_rank(tmp_path)).log(1, {"loss": torch.ones(2)})
@@ -103,6 +117,30 @@ def test_repeated_steps_are_compared_by_their_bits() -> None:
         value = 1.0 / (step + 1) + (1e-12 if step == 8 else 0.0)
         again.note(step, {"loss": value, "perf/step_seconds": 0.2})
     assert again.as_dict() == {"repeated": 4, "compared": 4, "differs_at": 8}
+
+
+def test_steps_are_compared_with_an_attempt_of_as_many_ranks() -> None:
+    kept = Kept(with_slots=False)
+    reached, later = Page.create(), Page.create()
+    reached.beat(1, Phase.STEPPING, 5)
+    assert page_before(kept.environment(0, reached, 4)) is None
+    before = page_before(kept.environment(0, later, 4))
+    assert before is not None
+    assert before.read().step == 5
+    later.beat(2, Phase.STEPPING, 7)
+    assert page_before(kept.environment(0, Page.create(), 2)) is None
+
+
+def test_any_number_of_attempts_keeps_as_many_files_open() -> None:
+    kept, opened = Kept(with_slots=True), []
+    for attempt in range(20):
+        page = Page.create()
+        page.beat(attempt, Phase.STEPPING, attempt)
+        kept.environment(0, page, 4 if attempt < 10 else 2)
+        page.close()
+        opened.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
+    assert opened[5:10] == [opened[5]] * 5
+    assert opened[15:] == [opened[5]] * 5
 
 
 def test_a_page_has_notes_of_the_last_steps() -> None:

@@ -34,6 +34,7 @@ class Slurm:
         self.usable = ALL
         self.errors: dict[str, list[SchedulerError]] = {}
         self.queue: list[Job] = []
+        self.environment: dict[str, str] = {}
         monkeypatch.setattr(requeue.jobs, "show", lambda job_id: self.answer("show", self.job))
         monkeypatch.setattr(requeue.jobs, "controller_time", lambda: NOW)
         monkeypatch.setattr(requeue.jobs, "requeue", lambda *a: self.answer("requeue", True, journals=True))
@@ -55,6 +56,7 @@ class Slurm:
     def _submit(self, script: str, *options: str, **other: Any) -> str:
         self.answer("submit", None)
         self.said.append("sbatch " + " ".join(option for option in options if not option.startswith("--comment")))
+        self.environment = other["environment"]
         return "8"
 
 
@@ -111,8 +113,12 @@ def test_nodes_are_not_excluded_where_the_job_would_wait_for_ever(slurm: Slurm, 
 
 
 @pytest.mark.parametrize("refusal", [True, False])
-def test_a_successor_has_a_token_of_its_own(slurm: Slurm, journal: Journal, refusal: bool) -> None:
+def test_a_successor_has_a_token_of_its_own(
+    slurm: Slurm, journal: Journal, refusal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the decision says so, and where Slurm refuses the requeue: --no-requeue, JobRequeue=0."""
+    for name in ("JOBKIT_RUNS", "JOBKIT_TOKEN"):
+        monkeypatch.setenv(name, "x")
     slurm.errors = {"requeue": [SchedulerError("Requested operation is presently disabled")] if refusal else []}
     start_again(journal, "requeue" if refusal else "successor")
     assert slurm.said == ["sbatch --dependency=afterany:7"]
@@ -120,6 +126,7 @@ def test_a_successor_has_a_token_of_its_own(slurm: Slurm, journal: Journal, refu
     assert submitted is not None and journal.status.state == "queued"
     assert (submitted.number, submitted.by, journal.status.person_submission) == (2, "supervisor", 1)
     assert submitted.token != "jobkit:toy:1:abc"
+    assert [name for name in slurm.environment if name.startswith("JOBKIT_")] == ["JOBKIT_RUNS"]  # a person's
 
 
 def test_a_successor_whose_sbatch_did_not_answer_is_looked_for(slurm: Slurm, journal: Journal) -> None:

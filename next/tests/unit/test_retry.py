@@ -282,9 +282,31 @@ GIVEN_UP: list[tuple[str, Sequence[Attempt], set[str], set[str]]] = [
     ),
     (
         "twice with a snapshot in memory in between",
-        [ended("killed", 0, 30, 0), ended("killed", 28, 60, 0, node="node2"), ended("killed", 58, 90, 0, node="node2")],
+        [
+            ended("killed", 0, 30, 0),
+            ended("killed", 28, 60, 0, node="node2"),
+            ended("killed", 58, 90, 0, node="node2", snapshot_step=88),
+        ],
         set(),
         set(),
+    ),
+    (
+        "twice, the second time with a snapshot after a checkpoint",
+        [
+            ended("killed", 146, 220, 200, node="node1"),
+            ended("killed", 200, 256, 200, node="node1", snapshot_step=240),
+        ],
+        set(),
+        set(),
+    ),
+    (
+        "twice, the second time with a snapshot that is no newer",
+        [
+            ended("killed", 146, 220, 200, node="node1"),
+            ended("killed", 200, 256, 200, node="node1", snapshot_step=200),
+        ],
+        set(),
+        {"node1"},
     ),
     ("an exception", died_on(*TWICE, cause="crashed", progress=False), set(), set()),
     ("the same error on all nodes", died_on(*TWICE, progress=False, everywhere=True), set(), set()),

@@ -14,8 +14,9 @@ def test_a_number_is_of_steps_and_a_text_is_a_time() -> None:
     assert Clock.of(500, 0.0).is_due_after(1000)
     assert not Clock.of(500, 0.0).is_due_after(1001)
     assert Clock.of("10min", 0.0).seconds == 600
-    assert Clock.of("off", 0.0).is_off
-    assert Clock.of(False, 0.0).is_off
+    off = Clock.of("off", 0.0)
+    assert not (off.is_due_after(10) or off.is_due_now())
+    assert not Clock.of(False, 0.0).is_due_now()
     assert Clock.of("auto", 30.0).seconds == 30.0
 
 

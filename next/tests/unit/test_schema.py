@@ -76,7 +76,7 @@ ACCEPTED: list[tuple[str, str, Any]] = [
     ("checkpoint: {every: 10min}", "checkpoint.every", "10min"),
     ("checkpoint: {memory: off}", "checkpoint.memory", False),
     ("checkpoint: {memory: 'off'}", "checkpoint.memory", "off"),
-    ("checkpoint: {best: {metric: validation/loss}}", "checkpoint.best", BestConfig(metric="validation/loss")),
+    ("checkpoint: {best: {metric: x, mode: max}}", "checkpoint.best", BestConfig(metric="x", mode="max")),
     ("checkpoint: {best: null}", "checkpoint.best", None),
     ("watchdog: off", "watchdog", False),
     ("watchdog: 5", "watchdog", 5),

@@ -85,7 +85,8 @@ def test_accounting_limits_submitted_jobs(make_slurm: MakeSlurm) -> None:
     wait_until(lambda: "FAILED" in cluster.command("sacct", "-n", "-j", job, "--format=state"), "sacct", 30)
 
 
-def test_a_killed_user_of_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("slurm")  # which skips without Slurm's programs
+def test_a_killed_user_of_a_cluster_leaves_nothing_behind() -> None:
     directory = Path(tempfile.mkdtemp(prefix="slurmbox-", dir="/tmp"))
     program = "with slurmbox.Cluster(sys.argv[1], nodes=1): print('up', flush=True), time.sleep(600)"
     program = f"import slurmbox, sys, time\n{program}"

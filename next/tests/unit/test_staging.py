@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -81,6 +82,61 @@ def test_an_optimizers_state_appears_with_its_first_step() -> None:
     tensors = saved(kept.stage(entries(model, optimizer)))
     state = optimizer.state[model.weight]
     assert torch.equal(tensors["optimizer/state/model/weight/exp_avg"], state["exp_avg"])
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def load(optimizer: torch.optim.Optimizer) -> None:
+    """Put the optimizer back to a state of the same form, in new dicts and new tensors."""
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"].fill_(9.0)
+    optimizer.load_state_dict(state)
+
+
+def begin_anew(optimizer: torch.optim.Optimizer) -> None:
+    parameters = optimizer.param_groups[0]["params"]
+    optimizer.state.clear()
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [load, begin_anew])
+def test_an_optimizers_state_in_new_dicts_is_the_state_that_is_saved(
+    change: Callable[[torch.optim.Optimizer], None],
+) -> None:
+    model, kept = nn.Linear(2, 2), stager()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    kept.stage(entries(model, optimizer))
+    change(optimizer)
+    tensors = saved(kept.stage(entries(model, optimizer)))
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(tensors[f"optimizer/state/model/weight/{key}"], optimizer.state[model.weight][key])
+
+
+def test_an_optimizers_state_that_belongs_to_no_parameter_is_saved() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state["average"] = {"loss": torch.tensor(3.0), "count": 5}
+    walker = walker_of(Entry(name="optimizer", live=optimizer), {})
+    live = walker.look()
+    other = torch.optim.AdamW(model.parameters())
+    again = walker_of(Entry(name="optimizer", live=other), {})
+    shapes = {path: (leaf.dtype, tuple(leaf.shape)) for path, leaf in live.leaves.items()}
+    again.adopt(live.skeleton, shapes)
+    again.finish(live.skeleton, live.leaves, may_unpickle=False)
+    assert other.state["average"] == {"loss": torch.tensor(3.0), "count": 5}
+
+
+def test_the_parameters_of_a_replaced_submodule_are_saved() -> None:
+    model, kept = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), stager()
+    kept.stage(entries(model))
+    model[1] = nn.Linear(2, 2)
+    assert torch.equal(saved(kept.stage(entries(model)))["model/1.weight"], model[1].weight)
 
 
 def test_tied_weights_are_saved_once() -> None:

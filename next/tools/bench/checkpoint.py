@@ -4,7 +4,7 @@
 
 stall     the copy that the loop waits for     / one copy of the same tensors into memory that is there
 durable   from the begin of a save to its name / write and fsync of as many bytes
-restore   read, checked, into live tensors     / one thread's read of as many bytes into memory that is there
+restore   read, checked, into live tensors     / one thread's read of the same bytes into the same tensors, one by one
 
 Each row shows the least, the median and the most ratio, and the project's bound.
 """
@@ -69,7 +69,7 @@ def measure(name: str, shapes: list[tuple[int, ...]], folder: Path, repeats: int
         ratios["durable"].append((time.perf_counter() - began) / raw)
         for file in (folder / "latest").glob("*.safetensors"):  # written past the page cache; the raw file was not
             file.read_bytes()
-        raw = seconds(lambda: read_raw(folder.with_name("raw"), block))
+        raw = seconds(lambda: read_raw(folder.with_name("raw"), parameters))
         reader = Checkpointer(folder, RankGroup.alone(), Place(), attempt=2, keep=1)
         ratios["restore"].append(seconds(lambda reader=reader: reader.restore(entries)) / raw)  # type: ignore[misc]
     return ratios
@@ -84,11 +84,12 @@ def write_raw(file: Path, data: memoryview) -> None:
     os.close(descriptor)
 
 
-def read_raw(file: Path, data: memoryview) -> None:
+def read_raw(file: Path, tensors: list[torch.Tensor]) -> None:
     with file.open("rb", buffering=0) as source:
-        position = 0
-        while position < len(data):
-            position += source.readinto(data[position : position + (4 << 20)]) or len(data)
+        for tensor in tensors:
+            memory = tensor.view(torch.uint8).numpy().data
+            while memory:
+                memory = memory[source.readinto(memory) or len(memory) :]
 
 
 def main() -> None:
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    folder = arguments.folder or Path(tempfile.mkdtemp(dir=Path.cwd()))
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder or Path.cwd()))
     try:
         for column, (name, shapes) in enumerate(STATES.items()):
             for row, ratios in measure(name, shapes, folder / "checkpoints", arguments.repeats).items():
