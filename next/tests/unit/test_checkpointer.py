@@ -18,6 +18,7 @@ from jobkit.checkpoint.live import Entry
 from jobkit.checkpoint.staging import Place
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
+from jobkit.train.optim import EmaAdamW
 
 
 def make(folder: Path, attempt: int = 1, keep: int = 2, mode: Any = "min") -> Checkpointer:
@@ -176,3 +177,32 @@ def test_a_snapshot_of_many_small_tensors_has_room_for_their_names(tmp_path: Pat
     checkpointer.snapshots.wait()
     assert checkpointer.snapshots.step == 1
     checkpointer.close()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, EmaAdamW])
+def test_a_fused_optimizer_of_weights_in_channels_last_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, kind: Any
+) -> None:
+    """A fused kernel walks through memory: state in another order than its parameter's trains other weights."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        return model, kind(model.parameters(), lr=0.1, fused=True)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        model(torch.arange(300.0).view(1, 3, 10, 10).sin()).square().mean().backward()
+        optimizer.step()
+        return next(model.parameters()).detach().clone()
+
+    straight, resumed = made(), made()
+    train(*straight)
+    both = [
+        [Entry(name="model", live=model), Entry(name="optimizer", live=optimizer)]
+        for model, optimizer in (straight, resumed)
+    ]
+    checkpointer = make(tmp_path)
+    checkpointer.write(checkpointer.stage(1, both[0], {}), wait=True)
+    straight[1].zero_grad()
+    make(tmp_path, 2).restore(both[1])
+    assert torch.equal(train(*straight), train(*resumed))
