@@ -373,8 +373,7 @@ class Context:
 
         ctx.log({"train/loss": loss})
         """
-        self._reporter.log(self.step, values)
-        for name, value in values.items():
+        for name, value in self._reporter.log(self.step, values).items():
             if "loss" in name.rpartition("/")[2]:
                 self._health.see(self.step, value, self._sample_ids)
 

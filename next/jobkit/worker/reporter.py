@@ -77,18 +77,21 @@ class Reporter:
     # Curves
 
     def log(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Log numbers, or tensors of one element. Raises UsageError for any other value. Returns the values."""
+        """Log numbers, or tensors of one element. Raises UsageError for any other value. Returns them as they are now:
+        numbers, and of tensors of a device copies."""
+        now: dict[str, Any] = {}
         for tag, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.detach()
                 if value.device.type != "cpu":
-                    self._on_device[tag] = value  # read by the thread: the loop does not wait for the device
+                    # Read by the thread, for the loop does not wait for the device; a copy, for the loop may change it.
+                    now[tag] = self._on_device[tag] = value.clone()
                     continue
             try:
-                self.logged[tag] = float(value)
+                now[tag] = self.logged[tag] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UsageError(f"ctx.log: {tag} at step {step} is not one number: {error}") from None
-        return dict(values)
+        return now
 
     def log_now(self, step: int, values: Mapping[str, Any]) -> None:
         """Log numbers of another step than the one under way, or of jobkit itself."""

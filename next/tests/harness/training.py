@@ -48,10 +48,18 @@ def result(launch: Launch) -> dict[str, Any]:
     return launch.status.result
 
 
-def points(launch: Launch, tag: str) -> list[int]:
-    """Return the steps of a curve, as TensorBoard would read them."""
-    steps = []
+def curve(launch: Launch, tag: str) -> dict[int, float]:
+    """Return the values of a curve by their steps, as TensorBoard would read them. No step may be there twice."""
+    values = {}
     for file in sorted(launch.run.tensorboard.glob("events*")):
         for event in EventFileLoader(str(file)).Load():
-            steps += [event.step for value in event.summary.value if value.tag == tag]
-    return sorted(steps)
+            for value in event.summary.value:
+                if value.tag == tag:
+                    assert event.step not in values, (tag, event.step)
+                    values[event.step] = value.tensor.float_val[0]
+    return values
+
+
+def points(launch: Launch, tag: str) -> list[int]:
+    """Return the steps of a curve."""
+    return sorted(curve(launch, tag))
