@@ -44,6 +44,8 @@ GROWTH = 4 << 20
 SHARE = 0.25
 """The most of a node's free memory that all slots of the node take."""
 
+_CUDA: Any = torch.cuda  # cudart has no types
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -79,17 +81,26 @@ class Slot:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._memory: mmap.mmap | None = None
+        self._pinned: int | None = None
+        """The address of the memory, where it is pinned."""
 
     @property
     def size(self) -> int:
         return os.fstat(self.descriptor).st_size
 
-    def memory(self, size: int) -> mmap.mmap:
-        """Return the slot's memory, at least so large; its pages exist."""
+    def memory(self, size: int, *, pin: bool = False) -> mmap.mmap:
+        """Return the slot's memory, at least so large; its pages exist. Pinned, it takes copies from a GPU that the
+        loop need not wait for."""
         if self._memory is None or len(self._memory) < size:
             if self.size < size:
                 os.posix_fallocate(self.descriptor, 0, size)
+            if self._pinned is not None:
+                _CUDA.check_error(_CUDA.cudart().cudaHostUnregister(self._pinned))
+                self._pinned = None
             self._memory = mmap.mmap(self.descriptor, max(size, self.size), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        if pin and self._pinned is None:
+            self._pinned = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+            _CUDA.check_error(_CUDA.cudart().cudaHostRegister(self._pinned, len(self._memory), 0))
         return self._memory
 
     def records(self) -> list[Record]:
@@ -171,7 +182,7 @@ class Snapshots:
             if self._ranks_have_no_room(room):
                 return None
             slot.erase()
-            return torch.frombuffer(slot.memory(room), dtype=torch.uint8)[RECORD:]
+            return torch.frombuffer(slot.memory(room, pin=self._stager.has_cuda), dtype=torch.uint8)[RECORD:]
 
         staged = self._stager.stage_into(entries, memory)
         if staged is None:

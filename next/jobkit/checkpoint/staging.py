@@ -158,7 +158,8 @@ class Stager:
         """The memory that the targets are views of."""
         self._prefix = ""
         self._tensor_bytes = 0
-        self._has_cuda = False
+        self.has_cuda = False
+        """True where the copies are to be pinned: tensors of a GPU are among them."""
 
     def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, Walker]]:
         """Return the walker of each entry; it is kept as long as the entry has the same object."""
@@ -195,7 +196,7 @@ class Stager:
 
     def _kept(self, size: int) -> torch.Tensor:
         if self._slab is None or self._slab.numel() < size:
-            self._slab = _memory(size + size // 8 + PAGE, self._has_cuda)
+            self._slab = _memory(size + size // 8 + PAGE, self.has_cuda)
         return self._slab
 
     def _copy(self, into: torch.Tensor) -> torch.cuda.Event | None:
@@ -211,7 +212,7 @@ class Stager:
             return None
         with torch.no_grad():
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
-        if not self._has_cuda:
+        if not self.has_cuda:
             return None
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
@@ -258,7 +259,7 @@ class Stager:
             for number in self._numbers.get(name, ()):
                 self._sources[number] = _source(_local(leaf), self._pieces[number])
         if changed:
-            self._has_cuda = any(source.is_cuda for source in self._sources)
+            self.has_cuda = any(source.is_cuda for source in self._sources)
 
     def _divide(self, leaves: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
         """Choose the pieces that this rank writes."""

@@ -1,11 +1,12 @@
 """Measure checkpoints against the plain operations that they are made of, in turns and in one process.
 
-    .venv/bin/python tools/bench/checkpoint.py [--repeats 7] [--folder DIR]
+    .venv/bin/python tools/bench/checkpoint.py [--repeats 7] [--folder DIR] [--device cuda]
 
 stall     the copy that the loop waits for     / one copy of the same tensors into memory that is there
 durable   from the begin of a save to its name / write and fsync of as many bytes
 restore   read, checked, into live tensors     / one thread's read of the same bytes into the same tensors, one by one
 
+On a GPU the copy is one into pinned memory, to its end, and the read is followed by a copy to the device.
 Each row shows the least, the median and the most ratio, and the project's bound.
 """
 
@@ -44,14 +45,17 @@ class Many(nn.Module):
 def seconds(action: Callable[[], object]) -> float:
     began = time.perf_counter()
     action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
-def measure(name: str, shapes: list[tuple[int, ...]], folder: Path, repeats: int) -> dict[str, list[float]]:
-    model = Many(shapes)
+def measure(shapes: list[tuple[int, ...]], folder: Path, repeats: int, device: torch.device) -> dict[str, list[float]]:
+    model = Many(shapes).to(device)
     entries = [Entry(name="model", live=model)]
     parameters = [parameter.detach() for parameter in model.parameters()]
-    copies = [torch.zeros_like(parameter) for parameter in parameters]
+    pin = device.type == "cuda"
+    copies = [torch.zeros(parameter.shape, pin_memory=pin) for parameter in parameters]
     size = sum(parameter.numel() * 4 for parameter in parameters)
     block = memoryview(bytearray(size))
     shutil.rmtree(folder, ignore_errors=True)
@@ -59,7 +63,7 @@ def measure(name: str, shapes: list[tuple[int, ...]], folder: Path, repeats: int
     checkpointer.stage(0, entries, {})
     ratios: dict[str, list[float]] = {row: [] for row in BOUNDS}
     for step in range(1, repeats + 1):
-        plain = seconds(lambda: torch._foreach_copy_(copies, parameters))
+        plain = seconds(lambda: torch._foreach_copy_(copies, parameters, non_blocking=True))
         began = time.perf_counter()
         pending = checkpointer.stage(step, entries, {})
         ratios["stall"].append((time.perf_counter() - began) / plain)
@@ -69,7 +73,9 @@ def measure(name: str, shapes: list[tuple[int, ...]], folder: Path, repeats: int
         ratios["durable"].append((time.perf_counter() - began) / raw)
         for file in (folder / "latest").glob("*.safetensors"):  # written past the page cache; the raw file was not
             file.read_bytes()
-        raw = seconds(lambda: read_raw(folder.with_name("raw"), parameters))
+        raw = seconds(lambda: read_raw(folder.with_name("raw"), copies if pin else parameters))
+        if pin:
+            raw += seconds(lambda: torch._foreach_copy_(parameters, copies, non_blocking=True))
         reader = Checkpointer(folder, RankGroup.alone(), Place(), attempt=2, keep=1)
         ratios["restore"].append(seconds(lambda reader=reader: reader.restore(entries)) / raw)  # type: ignore[misc]
     return ratios
@@ -96,12 +102,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(dir=arguments.folder or Path.cwd()))
     try:
         for column, (name, shapes) in enumerate(STATES.items()):
-            for row, ratios in measure(name, shapes, folder / "checkpoints", arguments.repeats).items():
+            measured = measure(shapes, folder / "checkpoints", arguments.repeats, arguments.device)
+            for row, ratios in measured.items():
                 bound, middle = BOUNDS[row][column], statistics.median(ratios)
                 verdict = "met" if middle <= bound else "MISSED"
                 spread = f"{min(ratios):6.2f} {middle:6.2f} {max(ratios):6.2f}"

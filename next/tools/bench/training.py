@@ -1,11 +1,13 @@
 """Measure training under jobkit: a step, an empty boundary, a start, and a restart after a death.
 
-    .venv/bin/python tools/bench/training.py [step boundary start restart] [--repeats 7]
+    .venv/bin/python tools/bench/training.py [step boundary start restart] [--repeats 7] [--gpu]
 
 step      a step of a small model under jobkit     / the same loop by hand, in turns in the same processes
 boundary  microseconds between two empty steps
 start     4 ranks until the first step             / the same script under torchrun, in turns
 restart   seconds from a rank's death to the first new step, three times on one node
+
+With --gpu the step and the restart are those of one rank on a GPU, the step with a larger model.
 
 Each row shows the least, the median and the most, and the bound that the project has set itself.
 """
@@ -33,36 +35,42 @@ from pathlib import Path
 import torch
 from torch import nn
 
-def network():
+def network(width=512):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 256))
+    return nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 256))
+
+def now(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 def by_hand(model, optimizer, x, y, steps):
-    began = time.perf_counter()
+    began = now(x.device)
     for _ in range(steps):
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return time.perf_counter() - began
+    return now(x.device) - began
 
 def steps(ctx):
     '''Blocks of steps by hand and under jobkit, in turns.'''
-    model = ctx.parallelize(network())
+    width = 512 if ctx.device.type == "cpu" else 4096
+    model = ctx.parallelize(network(width))
     optimizer = ctx.optimizer(model, torch.optim.AdamW)
     ctx.track(model=model, optimizer=optimizer)
-    other = network()
+    other = network(width).to(ctx.device)
     if ctx.world_size > 1:
         other = nn.parallel.DistributedDataParallel(other, gradient_as_bucket_view=True)
     others = torch.optim.AdamW(other.parameters())
-    x, y = torch.rand(64, 256), torch.rand(64, 256)
-    block, ratios, began = 40, [], None
+    x, y = torch.rand(64, 256, device=ctx.device), torch.rand(64, 256, device=ctx.device)
+    block, ratios, began = 40 if ctx.device.type == "cpu" else 200, [], None
     for step in ctx.steps(block * (ctx.params.repeats + 1)):
         if step % block == 0:
             if began is not None:
-                mine = time.perf_counter() - began
+                mine = now(ctx.device) - began
                 ratios.append(mine / by_hand(other, others, x, y, block))
-            began = time.perf_counter()
+            began = now(ctx.device)
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
@@ -89,7 +97,8 @@ def first_step(ctx):
     optimizer = ctx.optimizer(model, torch.optim.AdamW)
     ctx.track(model=model, optimizer=optimizer)
     for step in ctx.steps(100_000):
-        nn.functional.mse_loss(model(torch.rand(8, 256)), torch.rand(8, 256)).backward()
+        x = torch.rand(8, 256, device=ctx.device)
+        nn.functional.mse_loss(model(x), x).backward()
         optimizer.step()
         optimizer.zero_grad()
         if ctx.rank == 0:
@@ -118,9 +127,10 @@ if __name__ == "__main__":
 """
 
 
-def project(function: str, ranks: int, **params: Any) -> Project:
+def project(function: str, ranks: int, gpus: int = 0, **params: Any) -> Project:
     text = ", ".join(f"{name}: {json.dumps(value)}" for name, value in params.items())
-    yaml = f"name: bench\ntask: bench_task:{function}\nparams: {{{text}}}\nresources: {{tasks_per_node: {ranks}}}\n"
+    resources = f"{{tasks_per_node: {ranks}, gpus_per_task: {gpus}}}"
+    yaml = f"name: bench\ntask: bench_task:{function}\nparams: {{{text}}}\nresources: {resources}\n"
     made = Project(Path(tempfile.mkdtemp()) / "project", yaml=yaml, plain=False)
     made.write("bench_task.py", TASK)
     return made
@@ -141,16 +151,16 @@ def result(made: Project) -> list[float]:
     return values
 
 
-def bench_step(repeats: int) -> None:
-    for ranks, bound in ((1, 1.02), (2, 1.03)):
-        show(f"step, {ranks} rank(s) / by hand", result(project("steps", ranks, repeats=4 * repeats)), bound)
+def bench_step(repeats: int, gpus: int) -> None:
+    for ranks, bound in ((1, 1.02), (2, 1.03))[: 1 if gpus else 2]:
+        show(f"step, {ranks} rank(s) / by hand", result(project("steps", ranks, gpus, repeats=4 * repeats)), bound)
 
 
-def bench_boundary(repeats: int) -> None:
+def bench_boundary(repeats: int, gpus: int) -> None:
     show("an empty boundary", result(project("boundary", 1)), 10, "us")
 
 
-def bench_start(repeats: int) -> None:
+def bench_start(repeats: int, gpus: int) -> None:
     ratios = []
     for _ in range(repeats):
         made = project("first_step", 4, short=True)
@@ -165,15 +175,16 @@ def bench_start(repeats: int) -> None:
     show("start, 4 ranks / torchrun", ratios, 0.4)
 
 
-def bench_restart(repeats: int) -> None:
-    made = project("first_step", 2)
+def bench_restart(repeats: int, gpus: int) -> None:
+    ranks = 1 if gpus else 2
+    made = project("first_step", ranks, gpus)
     launch = made.submit("--local", "--detach")
     for number in range(1, repeats + 1):
         first = launch.run.outputs / f"first-{number}"
         wait_until(first.exists, f"attempt {number}")
         time.sleep(3)  # a snapshot in memory
         began = time.time()
-        launch.kill_rank(1)
+        launch.kill_rank(ranks - 1)
         following = launch.run.outputs / f"first-{number + 1}"
         wait_until(following.exists, f"attempt {number + 1}")
         moment = float(following.read_text().split()[0])
@@ -189,9 +200,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", choices=[*BENCHES, []], help="all by default")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
-    for row in arguments.rows or BENCHES:
-        BENCHES[row](arguments.repeats)
+    for row in arguments.rows or (["step", "restart"] if arguments.gpu else BENCHES):
+        BENCHES[row](arguments.repeats, int(arguments.gpu))
 
 
 if __name__ == "__main__":
