@@ -115,8 +115,8 @@ class Verification:
         lines = [
             f"two straight runs differ: {what} at step {change.place.step}, {change.first} | {change.second}"
             f"{relative_words(change)}",
-            "=> no state is lost: the program itself, or kernels that depend on the process's history, are not "
-            "deterministic (deterministic: true in the YAML may help); an exact restart cannot be shown",
+            "=> nothing is shown: the program itself, or kernels that depend on the process's history, are not "
+            "deterministic; try deterministic=true behind the same command",
         ]
         return Report(equal=False, lines=lines, difference=change, is_nondeterministic=True, missing=missing)
 
