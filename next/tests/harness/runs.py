@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,7 +168,16 @@ class Launch:
             if log.exists()
         ]
         journal = self.run.journal_file.read_text() if self.run.journal_file.exists() else ""
-        return "\n".join([journal, *texts])
+        return "\n".join([journal, *texts, *self._slurm()])
+
+    def _slurm(self) -> Iterator[str]:
+        """Yield what Slurm says of its jobs and nodes, where the project is on one."""
+        environment = self.project.environment
+        if "SLURM_CONF" in environment:
+            for words in (["scontrol", "show", "job"], ["sinfo", "--Node", "--format=%N %T %E"]):
+                done = subprocess.run(words, env=environment, capture_output=True, text=True)
+                yield f"--- {' '.join(words)}\n{done.stdout}{done.stderr}"
+            yield (Path(environment["SLURM_CONF"]).parent / "log/slurmctld.log").read_text(errors="replace")[-5000:]
 
     # Its processes
 

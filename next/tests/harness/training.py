@@ -48,18 +48,18 @@ def result(launch: Launch) -> dict[str, Any]:
     return launch.status.result
 
 
-def curve(launch: Launch, tag: str) -> dict[int, float]:
-    """Return the values of a curve by their steps, as TensorBoard would read them. No step may be there twice."""
-    values = {}
+def curve(launch: Launch, tag: str) -> dict[int, Any]:
+    """Return what a tag shows at its steps, as TensorBoard would read it. No step may be there twice."""
+    values: dict[int, Any] = {}
     for file in sorted(launch.run.tensorboard.glob("events*")):
         for event in EventFileLoader(str(file)).Load():
             for value in event.summary.value:
                 if value.tag == tag:
                     assert event.step not in values, (tag, event.step)
-                    values[event.step] = value.tensor.float_val[0]
+                    values[event.step] = value.tensor.float_val[0] if value.tensor.float_val else value
     return values
 
 
 def points(launch: Launch, tag: str) -> list[int]:
-    """Return the steps of a curve."""
+    """Return the steps of a tag."""
     return sorted(curve(launch, tag))

@@ -25,13 +25,13 @@ def test_a_submission_killed_between_sbatch_and_its_answer_is_not_made_twice(
     (binary / "sbatch").chmod(0o755)
     usual = dict(project.environment)
     project.environment["PATH"] = f"{binary}:{usual['PATH']}"
-    killed = project.jobkit("submit", str(project.yaml), "--cluster", "slurm", check=False)
+    killed = project.jobkit("submit", str(project.yaml), "--cluster", "slurm", "params.steps=100000", check=False)
     assert killed.returncode == -signal.SIGKILL
 
     project.environment = usual
-    again = project.jobkit("submit", str(project.yaml), "--cluster", "slurm", check=False)
+    again = project.jobkit("submit", str(project.yaml), "--cluster", "slurm", "params.steps=100000", check=False)
     (folder,) = (project.folder / "runs").glob("scripted-*")
-    launch = Launch(project, RunDir(folder)).wait_until_over()
+    launch = Launch(project, RunDir(folder)).wait_for_step(1).end_training().wait_until_over()
     job = (tmp_path / "answer").read_text().split(";")[0].strip()
     assert again.returncode == 0
     assert job in again.stdout + again.stderr
