@@ -33,10 +33,12 @@ class GradientOrder:
         self._order: list[str] | None = None
         self._seen: list[str] = []
         self._hooks: list[Any] = []
+        self._settling: Any = None
+        """The hook of a static graph: all ranks have it until they have settled together."""
         if not has_order(model):
             return
         if model.static_graph:
-            self._hooks.append(model.register_forward_pre_hook(lambda *_: self._settle_static_graph()))
+            self._settling = model.register_forward_pre_hook(lambda *_: self._settle_static_graph())
         if self._is_first:
             for name, parameter in _reduced(model).items():
                 register: Any = parameter.register_post_accumulate_grad_hook
@@ -75,6 +77,8 @@ class GradientOrder:
             return
         self._order = chosen
         self._forget_hooks()
+        if self._settling is not None:
+            self._settling.remove()
         place = {name: number for number, name in enumerate(chosen)}
         listed = sorted(zip(*model._build_params_for_reducer(), strict=True), key=lambda pair: place[names[pair[0]]])
         parameters, sparse = [parameter for parameter, _ in listed], [is_sparse for _, is_sparse in listed]

@@ -16,7 +16,7 @@ from jobkit.run.schema import CommConfig, Config
 from jobkit.train.spread import Spread
 
 CONFIG = Config(name="test", task="module:function", comm=CommConfig(bucket_cap_mb=1))
-STEPS, STOP = 6, 3
+STEPS = 6
 
 
 class Crossed(nn.Module):
@@ -30,13 +30,15 @@ class Crossed(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))  # type: ignore[no-any-return]
 
 
-def train(ranks: RankGroup, folder: Path, restores_order: bool) -> tuple[list[float], list[float]]:
-    """Return sums of the weights of a straight run, and of a run that goes on from step STOP."""
+def train(
+    ranks: RankGroup, folder: Path, restores_order: bool, stop: int = 3, static_graph: bool = False
+) -> tuple[list[float], list[float]]:
+    """Return weights of a straight run, and of a run that goes on from a step."""
 
     def make() -> tuple[Spread, nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         spread = Spread(CONFIG, torch.device("cpu"), ranks)
-        model = spread.parallelize(Crossed())
+        model = spread.parallelize(Crossed(), static_graph=static_graph)
         return spread, model, spread.optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
 
     def entries(spread: Spread, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Entry]:
@@ -55,14 +57,14 @@ def train(ranks: RankGroup, folder: Path, restores_order: bool) -> tuple[list[fl
 
     place = Place(ranks.rank, ranks.world_size, ranks.world_size)
     straight = make()
-    steps(straight[1], straight[2], 0, STOP)
+    steps(straight[1], straight[2], 0, stop)
     checkpointer = Checkpointer(folder, ranks, place, attempt=1, keep=1)
-    checkpointer.write(checkpointer.stage(STOP, entries(*straight), {}), wait=True)
-    steps(straight[1], straight[2], STOP, STEPS)
+    checkpointer.write(checkpointer.stage(stop, entries(*straight), {}), wait=True)
+    steps(straight[1], straight[2], stop, STEPS)
     again = make()
     checkpointer = Checkpointer(folder, ranks, place, attempt=2, keep=1)
     checkpointer.restore(entries(*again))
-    steps(again[1], again[2], STOP, STEPS)
+    steps(again[1], again[2], stop, STEPS)
     return digest(straight[1]), digest(again[1])
 
 
@@ -73,3 +75,8 @@ def test_a_run_that_goes_on_adds_gradients_up_in_the_same_order(tmp_path: Path) 
 
 def test_without_the_order_the_last_bits_differ(tmp_path: Path) -> None:
     assert any(again != straight for straight, again in run_ranks(train, 3, tmp_path / "without", False))
+
+
+def test_a_static_graph_is_saved_after_its_first_step(tmp_path: Path) -> None:
+    for straight, again in run_ranks(train, 2, tmp_path, True, 1, True):
+        assert straight == again
