@@ -27,14 +27,24 @@ class Values:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the values of a checkpoint. A tensor, a list or a dict stays the object that the script may hold."""
         for name, value in state.items():
-            held = vars(self).get(name)
-            if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
-                with torch.no_grad():
-                    held.copy_(value)
-            elif isinstance(held, dict) and isinstance(value, dict):
-                held.clear()
-                held.update(copy.deepcopy(value))
-            elif isinstance(held, list) and isinstance(value, list):
-                held[:] = copy.deepcopy(value)
-            else:
-                vars(self)[name] = value
+            vars(self)[name] = _taken(vars(self).get(name), value)
+
+
+def _taken(held: Any, value: Any) -> Any:
+    """Return a value of a checkpoint, in the object that the script holds, where that is of its form."""
+    if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and _form(held) == _form(value):
+        with torch.no_grad():
+            return held.copy_(value)
+    if isinstance(held, dict) and isinstance(value, dict):
+        items = {key: _taken(held.get(key), item) for key, item in value.items()}
+        held.clear()
+        held.update(items)
+        return held
+    if isinstance(held, list) and isinstance(value, list):
+        held[:] = [_taken(held[number] if number < len(held) else None, item) for number, item in enumerate(value)]
+        return held
+    return copy.deepcopy(value)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
