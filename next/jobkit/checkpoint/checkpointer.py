@@ -151,6 +151,7 @@ class Checkpointer:
         """Read entries from the checkpoint. If it is damaged, the one before it is read over it, into all entries so
         far. Raises CheckpointError where entries do not fit, or where no checkpoint verifies."""
         self._entries += entries
+        self.stager.walkers(entries)  # in each attempt, so that an optimizer's parameters have the same names in all
         self._restore(entries)
 
     def restore_again(self) -> None:

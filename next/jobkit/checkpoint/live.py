@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from jobkit.checkpoint.tree import Tree, flatten, rebuild
+from jobkit.checkpoint.tree import Tree, flatten, order_of, placed, rebuild
 from jobkit.errors import CheckpointError
 
 Scope = Literal["shared", "rank"]
@@ -44,8 +45,8 @@ class Entry:
     """`shared`: all ranks have it together, as copies or as parts. `rank`: each rank has one of its own."""
     rank_keys: Callable[[str], bool] = _never
     """Leaves of a shared entry that each rank has for itself all the same, as buffers that DDP does not broadcast."""
-    leaves_out: Callable[[str], bool] = _never
-    """Leaves that no checkpoint holds, as frozen parameters."""
+    frozen: set[str] = field(default_factory=set)
+    """Parameters that no checkpoint holds until they are trained."""
     optional: bool = False
     """True if a checkpoint may lack it."""
 
@@ -86,7 +87,7 @@ def walker_of(entry: Entry, names: Mapping[int, str]) -> Walker:
     """Return the walker for an entry. `names` has the names of parameters, by id."""
     live = plain_module(entry.live)
     if isinstance(live, nn.Module) and type(live).state_dict is nn.Module.state_dict:
-        return _ModuleWalker(live, entry.leaves_out)
+        return _ModuleWalker(live, entry.frozen)
     is_plain = isinstance(live, Optimizer) and type(live).state_dict is Optimizer.state_dict
     if is_plain and type(live).load_state_dict is Optimizer.load_state_dict:
         return _OptimizerWalker(live, names)
@@ -106,12 +107,17 @@ def plain_module(value: Any) -> Any:
 
 
 class _Slots:
-    """Places in dicts, and what lies there: whether it is still the same takes 60 ns each."""
+    """Places in dicts, what lies there, and where tensors have their memory: a look at them takes 0.1 us each.
+
+    `parameter.data = ...` leaves the tensor, and gives it other memory.
+    """
 
     def __init__(self) -> None:
         self.dicts: list[dict[Any, Any]] = []
         self.keys: list[Any] = []
         self.values: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._pointers: list[int] = []
         self._holders: list[dict[Any, Any]] = []
         self._sizes: list[int] = []
 
@@ -124,13 +130,17 @@ class _Slots:
         """Take note of a tensor, or of an object on the way to it, which may be replaced."""
         self.dicts.append(holder)
         self.keys.append(key)
-        self.values.append(holder[key])
+        self.values.append(value := holder[key])
+        if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided:
+            self._tensors.append(value)
+            self._pointers.append(value.data_ptr())
 
     def are_same(self) -> bool:
         if list(map(len, self._holders)) != self._sizes:
             return False
         try:
-            return all(map(is_, map(dict.__getitem__, self.dicts, self.keys), self.values))
+            same = all(map(is_, map(dict.__getitem__, self.dicts, self.keys), self.values))
+            return same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
         except KeyError:
             return False
 
@@ -138,14 +148,16 @@ class _Slots:
 class _ModuleWalker(Walker):
     """Parameters, persistent buffers and extra states of a module, as its state_dict() names them."""
 
-    def __init__(self, module: nn.Module, leaves_out: Callable[[str], bool]) -> None:
-        self.module, self._leaves_out = module, leaves_out
+    def __init__(self, module: nn.Module, frozen: set[str]) -> None:
+        self.module, self._frozen = module, frozen
+        self._left_out: list[torch.Tensor] = []
         self._slots: _Slots | None = None
         self._live = Live({}, None)
         self._extra: dict[str, nn.Module] = {}
 
     def look(self) -> Live:
-        if self._slots is None or not self._slots.are_same():
+        thawed = any(parameter.requires_grad for parameter in self._left_out)
+        if thawed or self._slots is None or not self._slots.are_same():
             self._walk()
             self.version += 1
         skeleton, leaves, pickled = None, self._live.leaves, []
@@ -158,7 +170,7 @@ class _ModuleWalker(Walker):
 
     def _walk(self) -> None:
         slots, leaves, seen = _Slots(), {}, set()
-        self._extra = {}
+        self._extra, self._left_out = {}, []
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             parameters, buffers = module._parameters, module._buffers
             slots.watch(parameters, buffers, module._modules)
@@ -169,21 +181,38 @@ class _ModuleWalker(Walker):
             for holder, skipped in ((parameters, ()), (buffers, module._non_persistent_buffers_set)):
                 for key, tensor in holder.items():
                     name = f"{prefix}.{key}" if prefix else key
-                    if tensor is None or key in skipped or self._leaves_out(name):
-                        continue
                     slots.add(holder, key)
+                    if tensor is None or key in skipped:
+                        continue
+                    if name in self._frozen and not tensor.requires_grad:
+                        self._left_out.append(tensor)
+                        continue
+                    self._frozen.discard(name)  # it has been trained, also if it is frozen again
                     if id(tensor) not in seen:  # tied weights are saved once
                         seen.add(id(tensor))
                         leaves[name] = tensor
         self._slots, self._live = slots, Live(leaves, None)
 
     def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Live:
+        self._frozen.difference_update(shapes)
+        self._make_buffers(shapes)
+        self._slots = None
         live = self.look()
         meta = next((name for name, leaf in live.leaves.items() if leaf.is_meta), None)
         if meta is not None:
             raise CheckpointError(f"{meta} is on the meta device: materialise the module before ctx.track")
         extra = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items() if _is_extra(name)}
         return Live({**{name: leaf for name, leaf in live.leaves.items() if not _is_extra(name)}, **extra}, None)
+
+    def _make_buffers(self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Make the buffers that training makes or lets grow: a memory bank, an average that begins as None."""
+        modules = dict(self.module.named_modules())
+        first = next(chain(self.module.parameters(), self.module.buffers()), None)
+        for path, (dtype, shape) in shapes.items():
+            prefix, _, key = path.rpartition(".")
+            buffers = modules[prefix]._buffers if prefix in modules else {}
+            if key in buffers and ((buffer := buffers[key]) is None or (buffer.dtype, buffer.shape) != (dtype, shape)):
+                buffers[key] = torch.empty(shape, dtype=dtype, device=None if first is None else first.device)
 
     def finish(self, skeleton: Any, leaves: Mapping[str, torch.Tensor], *, may_unpickle: bool) -> None:
         if skeleton is None:
@@ -205,6 +234,8 @@ class _OptimizerWalker(Walker):
         self.optimizer, self._names = optimizer, names
         self._slots: _Slots | None = None
         self._leaves: dict[str, torch.Tensor] = {}
+        self._orders: dict[str, list[int]] = {}
+        """How tensors lie in memory, where that is not as usual."""
         self._plain: list[tuple[str, dict[Any, Any], Any]] = []
         """Values of the state that are no tensors."""
 
@@ -223,6 +254,7 @@ class _OptimizerWalker(Walker):
         tree = flatten(
             {
                 "groups": groups,
+                "orders": self._orders,
                 "state": {path: holder[key] for path, holder, key in self._plain},
                 "other": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
             }
@@ -232,7 +264,7 @@ class _OptimizerWalker(Walker):
         return Live(leaves if tree.leaves else self._leaves, tree.skeleton, tree.pickled)
 
     def _walk(self) -> None:
-        slots, leaves, plain = _Slots(), {}, []
+        slots, leaves, orders, plain = _Slots(), {}, {}, []
         slots.watch(self.optimizer.state)
         slots.add(vars(self.optimizer), "state")
         for name, parameter in self._named():
@@ -243,12 +275,15 @@ class _OptimizerWalker(Walker):
             slots.watch(state)
             for key, value in state.items():
                 path = f"state/{name}/{key}"
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) or value is None:  # None may become a tensor
                     slots.add(state, key)
-                    leaves[path] = value
-                else:
+                if not isinstance(value, torch.Tensor):
                     plain.append((path, state, key))
-        self._slots, self._leaves, self._plain = slots, leaves, plain
+                    continue
+                leaves[path] = value
+                if (order := order_of(value)) is not None:
+                    orders[path] = order
+        self._slots, self._leaves, self._orders, self._plain = slots, leaves, orders, plain
 
     def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Live:
         """Make the state that the checkpoint has: before the first step an optimizer has none."""
@@ -285,7 +320,12 @@ class _OptimizerWalker(Walker):
         options = {path.removeprefix("options/"): leaf for path, leaf in leaves.items() if path.startswith("options/")}
         values = rebuild(skeleton, options, may_unpickle=may_unpickle)
         parameters = dict(self._named())
-        for path, value in values["state"].items():
+        orders = {
+            path: placed(leaves[path], order)
+            for path, order in values["orders"].items()
+            if order_of(leaves[path]) != order
+        }
+        for path, value in [*values["state"].items(), *orders.items()]:
             name, _, key = path.removeprefix("state/").rpartition("/")
             self.optimizer.state[parameters[name]][key] = value
         self.optimizer.state.update(values["other"])

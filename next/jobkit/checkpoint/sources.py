@@ -190,7 +190,7 @@ class _Reading:
         live = walker.adopt(None, {path: self._shapes[name] for path, name in saved.items()})
         if missing := [path for path in live.leaves if path not in saved]:
             raise CheckpointError(f"{entry.name}: the checkpoint of step {self.source.step} has no {_some(missing)}")
-        if extra := [path for path in saved if path not in live.leaves and not entry.leaves_out(path)]:
+        if extra := [path for path in saved if path not in live.leaves]:
             raise CheckpointError(
                 f"{entry.name}: the checkpoint of step {self.source.step} has {_some(extra)}, and the code does not"
             )

@@ -162,8 +162,12 @@ class Stager:
         """True where the copies are to be pinned: tensors of a GPU are among them."""
 
     def walkers(self, entries: Sequence[Entry]) -> list[tuple[Entry, Walker]]:
-        """Return the walker of each entry; it is kept as long as the entry has the same object."""
-        modules = [(entry.name, entry.live) for entry in entries if isinstance(entry.live, torch.nn.Module)]
+        """Return the walker of each entry; it is kept as long as the entry has the same object.
+
+        An optimizer's parameters have the names that the modules known until then give them.
+        """
+        known = [*(entry for entry, _ in self._walkers.values()), *entries]
+        modules = [(entry.name, entry.live) for entry in known if isinstance(entry.live, torch.nn.Module)]
         names: dict[int, str] | None = None
         for entry in entries:
             present = self._walkers.get(entry.name)

@@ -79,7 +79,7 @@ def _encode(value: Any, path: str, tree: Tree) -> Any:
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if isinstance(value, torch.Tensor):
-        place = {"order": _order(value), "device": None if value.device.type == "cpu" else value.device.type}
+        place = {"order": order_of(value), "device": None if value.device.type == "cpu" else value.device.type}
         return {"tensor": _leaf(value.detach(), path, tree), **{key: item for key, item in place.items() if item}}
     if kind is np.ndarray and value.dtype.kind in "biufc" and value.dtype.isnative:
         return {"array": _leaf(_as_tensor(value), path, tree), "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -141,7 +141,7 @@ def _leaf(tensor: torch.Tensor, path: str, tree: Tree) -> str:
     return name
 
 
-def _order(tensor: torch.Tensor) -> list[int] | None:
+def order_of(tensor: torch.Tensor) -> list[int] | None:
     """Return the dimensions as memory has them, where that is another order than theirs, as in channels_last: fused
     optimizers take it that a parameter and its state lie alike."""
     if tensor.is_contiguous():
@@ -154,7 +154,7 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
     return order
 
 
-def _placed(leaf: torch.Tensor, order: list[int] | None = None, device: str | None = None) -> torch.Tensor:
+def placed(leaf: torch.Tensor, order: list[int] | None = None, device: str | None = None) -> torch.Tensor:
     """Return a leaf on the device that it was saved from, if there is one here, its dimensions in this order."""
     present = torch.accelerator.current_accelerator(check_available=True) if device is not None else None
     if present is not None and present.type == device:
@@ -186,7 +186,7 @@ class _Decoder:
             return value
         kind, content = next(iter(value.items()))
         if kind == "tensor":
-            return _placed(self.leaves[content], **{key: item for key, item in value.items() if key != kind})
+            return placed(self.leaves[content], **{key: item for key, item in value.items() if key != kind})
         if kind == "array":
             data = self.leaves[content].numpy().tobytes()
             return np.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"]).copy()

@@ -28,6 +28,9 @@ from jobkit.worker.values import Values
 OWN = "jobkit."
 """The names of jobkit's own entries begin with this."""
 
+USED = "_jobkit_used"
+"""The attribute of a gradient that says in which version its optimizer has used it."""
+
 
 class Tracked:
     """The entries of one rank.
@@ -88,7 +91,7 @@ class Tracked:
             return Entry(name=name, live=value, scope="rank" if per_rank else "shared")
         # Each rank's buffers are its own: BatchNorm's averages differ between ranks at a boundary, also under DDP,
         # which broadcasts rank 0's before the next forward.
-        buffers = {key for key, _ in module.named_buffers()}
+        buffers = {f"{prefix}.{key}".lstrip(".") for prefix, part in module.named_modules() for key in part._buffers}
         several = self.checkpointer.place.world_size > 1
         frozen: set[str] = set()
         if self._weights == "trainable":
@@ -98,7 +101,7 @@ class Tracked:
             live=value,
             scope="rank" if per_rank else "shared",
             rank_keys=buffers.__contains__ if several else lambda key: False,
-            leaves_out=frozen.__contains__,
+            frozen=frozen,
         )
 
     def _check(self, name: str, value: Any) -> None:
@@ -191,42 +194,71 @@ class Tracked:
         """A step begins: note which optimizers step in it. Raises UsageError as check_optimizers."""
         if self.stepped:
             self.check_optimizers()
+            if len(self.optimizers) > 1:
+                for optimizer in self.stepped.values():
+                    for parameter in parameters_of(optimizer):
+                        if parameter.grad is not None:
+                            mark_used(parameter.grad)
             self.stepped.clear()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [value for value in self.objects.values() if isinstance(value, torch.optim.Optimizer)]
+
+    def is_used(self, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies there as it was when its optimizer stepped."""
+        return id(optimizer) in self.stepped or getattr(gradient, USED, None) == gradient._version
 
     def close(self) -> None:
         """Let other runs of this process alone."""
         self._hook.remove()
 
 
+def mark_used(gradient: torch.Tensor) -> None:
+    setattr(gradient, USED, gradient._version)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class PendingGradients:
     """Gradients that were added up and not used yet: state, where accumulation goes over several steps.
 
-    Gradients that lie there since an optimizer's step are no state: the next step deletes them.
+    Of those that an optimizer has used it is only known that they are there, and they come back as zeros: the next step
+    makes them zero or deletes them before it adds to them.
     """
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
 
-    def _parameters(self) -> list[tuple[str, int, torch.Tensor]]:
-        optimizers = [value for value in self._tracked.objects.values() if isinstance(value, torch.optim.Optimizer)]
+    def _parameters(self) -> list[tuple[str, torch.optim.Optimizer, torch.Tensor]]:
         return [
-            (f"{number} {index}", id(optimizer), parameter)
-            for number, optimizer in enumerate(optimizers)
-            for index, parameter in enumerate(item for group in optimizer.param_groups for item in group["params"])
+            (f"{number} {index}", optimizer, parameter)
+            for number, optimizer in enumerate(self._tracked.optimizers)
+            for index, parameter in enumerate(parameters_of(optimizer))
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        stepped = self._tracked.stepped
-        return {
-            name: parameter.grad
-            for name, optimizer, parameter in self._parameters()
-            if parameter.grad is not None and optimizer not in stepped
-        }
+        added, used, parameters = {}, [], self._parameters()
+        for name, optimizer, parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and not self._tracked.is_used(optimizer, gradient):
+                added[name] = gradient
+            elif gradient is not None and not gradient.is_sparse:
+                used.append(name)
+        return {"added": added, "used": "all" if len(used) == len(parameters) else used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        added, used = state["added"], state["used"]
+        names = None if used == "all" else set(used)
         for name, _, parameter in self._parameters():
-            gradient = state.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+            parameter.grad = None
+            if name in added:
+                parameter.grad = added[name].to(parameter.device, parameter.dtype)
+            elif names is None or name in names:
+                parameter.grad = torch.zeros_like(parameter)
+                mark_used(parameter.grad)
 
 
 class Generators:

@@ -67,6 +67,56 @@ def track_in_turn(ctx: jobkit.Context) -> dict[str, Any]:
     return {}
 
 
+class Growing(nn.Module):
+    """An average that begins as None, and a bank that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.at_times = nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", None)
+        self.register_buffer("bank", torch.empty(0, 1))
+
+    def forward(self, x: torch.Tensor, is_even: bool) -> torch.Tensor:
+        mean = x.mean(0)
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        self.bank = torch.cat([self.bank, x[:1].detach()])
+        x = x - self.mean + 0.01 * self.bank.mean()
+        return self.layers(self.at_times * x if is_even else x)
+
+
+def train_parts(ctx: jobkit.Context) -> dict[str, Any]:
+    """Nothing is forgotten: objects tracked in turn, a parameter that some steps use, whose gradient is zero in others;
+    an optimizer that steps more rarely, a layer that is trained later, buffers that training makes, values of other
+    kinds than at first."""
+    first, second = Growing(), nn.Linear(1, 1)
+    for parameter in first.layers[0].parameters():
+        parameter.requires_grad_(False)
+    often, rarely = torch.optim.AdamW(first.parameters()), torch.optim.Adam(second.parameters())
+    ctx.track(rarely=rarely)
+    ctx.track(first=first)
+    ctx.track(often=often, second=second)
+    state = ctx.values(sums={"loss": torch.zeros(()), "steps": []}, total=torch.zeros(()), best=None)
+    x, y = DATA.tensors
+    for step in ctx.steps(ctx.params.steps):
+        for parameter in first.layers[0].parameters() if step >= 5 else ():
+            parameter.requires_grad_(True)
+        often.zero_grad(set_to_none=False)
+        loss = nn.functional.mse_loss(first(x, step % 2 == 0) + second(x).detach(), y)
+        loss.backward()
+        often.step()
+        if step % 3 == 2:
+            rarely.zero_grad()
+            nn.functional.mse_loss(second(x), y).backward()
+            rarely.step()
+        state.sums["loss"] += loss.detach()
+        state.sums["steps"].append(step)
+        state.total = state.total + loss.detach().double()
+        state.best = loss.detach() if state.best is None else torch.minimum(state.best, loss.detach())
+        ctx.log({"train/loss": loss, "train/total": state.total, "train/sum": state.sums["loss"]})
+    return {"best": state.best.item()}
+
+
 def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
     model = ctx.parallelize(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

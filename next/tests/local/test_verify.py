@@ -39,6 +39,11 @@ def test_objects_may_be_tracked_in_turn(tmp_path: Path) -> None:
     assert (code, report["equal"]) == (0, True), report
 
 
+def test_what_training_makes_comes_back(tmp_path: Path) -> None:
+    code, report = verify(tmp_path, "checkpoint.weights=trainable", task="train_parts")
+    assert (code, report["equal"]) == (0, True), report
+
+
 def test_epochs_over_a_foreign_loader_are_exact(tmp_path: Path) -> None:
     code, report = verify(tmp_path, task="train_epochs", ranks=2)
     assert (code, report["missing"]) == (0, ["evaluation"]), report

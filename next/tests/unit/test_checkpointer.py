@@ -206,3 +206,31 @@ def test_a_fused_optimizer_of_weights_in_channels_last_goes_on_as_if_nothing_had
     straight[1].zero_grad()
     make(tmp_path, 2).restore(both[1])
     assert torch.equal(train(*straight), train(*resumed))
+
+
+class Eigenvectors(torch.optim.Optimizer):
+    """Keeps a matrix of another shape than its parameter, which lies in memory column by column, and None at first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if state:
+                    state["basis"] = torch.linalg.eigh(torch.ones(5, 5) + torch.eye(5)).eigenvectors
+                state.setdefault("basis", None)
+
+
+def test_an_optimizers_state_may_begin_as_none_and_comes_back_in_its_order_in_memory(tmp_path: Path) -> None:
+    models = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    saved, read = (Eigenvectors(model) for model in models)
+    checkpointer = make(tmp_path)
+    for step in (1, 2):
+        saved.step()
+        checkpointer.write(checkpointer.stage(step, [Entry(name="optimizer", live=saved)], {}), wait=True)
+    make(tmp_path, 2).restore([Entry(name="optimizer", live=read)])
+    expected, basis = saved.state[models[0].weight]["basis"], read.state[models[1].weight]["basis"]
+    assert torch.equal(basis, expected)
+    assert basis.stride() == expected.stride() == (1, 5)

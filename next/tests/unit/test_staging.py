@@ -57,7 +57,16 @@ def cast(model: nn.Linear) -> None:
     model.double()
 
 
-CHANGES: dict[str, Callable[[nn.Linear], None]] = {"a new parameter": replace, "a new buffer": grow, "a dtype": cast}
+def assign(model: nn.Linear) -> None:
+    model.weight.data = model.weight.data + 1
+
+
+CHANGES: dict[str, Callable[[nn.Linear], None]] = {
+    "a new parameter": replace,
+    "a new buffer": grow,
+    "a dtype": cast,
+    "new memory of the same parameter": assign,
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -166,6 +175,9 @@ def test_a_compiled_or_wrapped_module_has_the_names_of_the_module_within() -> No
     assert names_of([("m", compiled)]) == names_of([("m", model)])
 
 
-def test_leaves_that_are_left_out_are_not_saved() -> None:
-    entry = Entry(name="model", live=nn.Linear(2, 2), leaves_out=lambda key: key == "bias")
-    assert [key for key in saved(stager().stage([entry])) if "model" in key] == ["model/weight"]
+def test_frozen_parameters_are_saved_once_they_have_been_trained() -> None:
+    model, stage = nn.Linear(2, 2), stager().stage
+    entry = Entry(name="model", live=model, frozen={"bias"})
+    for trains, expected in ((False, ["weight"]), (True, ["bias", "weight"]), (False, ["bias", "weight"])):
+        model.bias.requires_grad_(trains)
+        assert sorted(saved(stage([entry]))) == [f"model/{name}" for name in expected]
