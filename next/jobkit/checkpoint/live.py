@@ -198,9 +198,6 @@ class _ModuleWalker(Walker):
         self._make_buffers(shapes)
         self._slots = None
         live = self.look()
-        meta = next((name for name, leaf in live.leaves.items() if leaf.is_meta), None)
-        if meta is not None:
-            raise CheckpointError(f"{meta} is on the meta device: materialise the module before ctx.track")
         extra = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items() if _is_extra(name)}
         return Live({**{name: leaf for name, leaf in live.leaves.items() if not _is_extra(name)}, **extra}, None)
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
@@ -113,6 +115,14 @@ class Tracked:
             raise UsageError(f"ctx.track: there is another object with the name {name!r} already")
         if isinstance(value, torch.Generator):
             return
+        module = plain_module(value)
+        tensors = chain(module.named_parameters(), module.named_buffers()) if isinstance(module, nn.Module) else ()
+        empty = next((key for key, tensor in tensors if is_lazy(tensor) or tensor.is_meta), None)
+        if empty is not None:
+            raise UsageError(
+                f"ctx.track: {name}.{empty} has no values yet: a forward gives them to lazy modules, ctx.parallelize to "
+                "modules on the meta device"
+            )
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             hint = "give it both methods"
             if isinstance(value, (int, float, str, bool, list, dict, torch.Tensor)):

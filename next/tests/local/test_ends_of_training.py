@@ -171,7 +171,7 @@ def test_damage_in_gradients_alone_takes_the_step_back_too(tmp_path: Path) -> No
     with file.open("r+b") as shard:
         size = struct.unpack("<Q", shard.read(8))[0]
         header = json.loads(shard.read(size))
-        begin, end = header["0:jobkit.gradients/0 0"]["data_offsets"]
+        begin, end = header["0:jobkit.gradients/added/0 0"]["data_offsets"]
         place = 8 + size + (begin + end) // 2
         shard.seek(place)
         byte = shard.read(1)[0]

@@ -86,6 +86,9 @@ def a_loader(ctx):
 def a_float(ctx):
     ctx.track(best=0.5)
 
+def lazy(ctx):
+    ctx.track(model=ctx.parallelize(nn.LazyLinear(1)))
+
 def two_loops(ctx):
     model, optimizer, loader = parts(ctx)
     ctx.track(model=model, optimizer=optimizer, loader=loader)
@@ -143,6 +146,7 @@ MISTAKES = {
     "nothing": "nothing is tracked",
     "a_loader": "ctx.batches(loader)",
     "a_float": "ctx.values(best=...)",
+    "lazy": "model.weight has no values yet",
     "two_loops": "one loop",
 }
 
