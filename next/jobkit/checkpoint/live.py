@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, Literal
 
 import torch
@@ -241,7 +241,8 @@ class _OptimizerWalker(Walker):
         return [(self._names.get(id(item), f"parameter {number}"), item) for number, item in enumerate(parameters)]
 
     def look(self) -> Live:
-        if self._slots is None or not self._slots.are_same():
+        is_known = not any(isinstance(holder[key], torch.Tensor) for _, holder, key in self._plain)
+        if self._slots is None or not self._slots.are_same() or not is_known:
             self._walk()
             self.version += 1
         groups = [
@@ -252,7 +253,7 @@ class _OptimizerWalker(Walker):
             {
                 "groups": groups,
                 "orders": self._orders,
-                "state": {path: holder[key] for path, holder, key in self._plain},
+                "state": {path: holder[key] for path, holder, key in sorted(self._plain, key=itemgetter(0))},
                 "other": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
             }
         )
@@ -272,15 +273,14 @@ class _OptimizerWalker(Walker):
             slots.watch(state)
             for key, value in state.items():
                 path = f"state/{name}/{key}"
-                if isinstance(value, torch.Tensor) or value is None:  # None may become a tensor
-                    slots.add(state, key)
                 if not isinstance(value, torch.Tensor):
                     plain.append((path, state, key))
                     continue
+                slots.add(state, key)
                 leaves[path] = value
                 if (order := order_of(value)) is not None:
                     orders[path] = order
-        self._slots, self._leaves, self._orders, self._plain = slots, leaves, orders, plain
+        self._slots, self._leaves, self._orders, self._plain = slots, leaves, dict(sorted(orders.items())), plain
 
     def adopt(self, skeleton: Any, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Live:
         """Make the state that the checkpoint has: before the first step an optimizer has none."""

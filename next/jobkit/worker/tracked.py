@@ -10,7 +10,7 @@ parameters must be tracked, and what is called replicated is equal on all ranks 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -30,9 +30,6 @@ from jobkit.worker.values import Values
 OWN = "jobkit."
 """The names of jobkit's own entries begin with this."""
 
-USED = "_jobkit_used"
-"""The attribute of a gradient that says in which version its optimizer has used it."""
-
 
 class Tracked:
     """The entries of one rank.
@@ -50,6 +47,9 @@ class Tracked:
         self._weights = weights
         self.stepped: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that stepped in the step under way."""
+        self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
+        self.has_begun = False
+        """True from the first step of this attempt on."""
         self._accepted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have stepped, and may."""
         self.has_files = False
@@ -59,6 +59,8 @@ class Tracked:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.stepped[id(optimizer)] = optimizer
+        if self.on_step is not None:
+            self.on_step(optimizer)
 
     def add(self, shared: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
         """Track objects, and restore them. Raises UsageError for objects that cannot be tracked."""
@@ -120,8 +122,8 @@ class Tracked:
         empty = next((key for key, tensor in tensors if is_lazy(tensor) or tensor.is_meta), None)
         if empty is not None:
             raise UsageError(
-                f"ctx.track: {name}.{empty} has no values yet: a forward gives them to lazy modules, ctx.parallelize to "
-                "modules on the meta device"
+                f"ctx.track: {name}.{empty} has no values yet: a forward gives them to lazy modules, and "
+                "ctx.parallelize to modules on the meta device"
             )
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             hint = "give it both methods"
@@ -202,30 +204,18 @@ class Tracked:
 
     def begin_step(self) -> None:
         """A step begins: note which optimizers step in it. Raises UsageError as check_optimizers."""
+        self.has_begun = True
         if self.stepped:
             self.check_optimizers()
-            if len(self.optimizers) > 1:
-                for optimizer in self.stepped.values():
-                    for parameter in parameters_of(optimizer):
-                        if parameter.grad is not None:
-                            mark_used(parameter.grad)
             self.stepped.clear()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [value for value in self.objects.values() if isinstance(value, torch.optim.Optimizer)]
 
-    def is_used(self, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient lies there as it was when its optimizer stepped."""
-        return id(optimizer) in self.stepped or getattr(gradient, USED, None) == gradient._version
-
     def close(self) -> None:
         """Let other runs of this process alone."""
         self._hook.remove()
-
-
-def mark_used(gradient: torch.Tensor) -> None:
-    setattr(gradient, USED, gradient._version)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -236,11 +226,30 @@ class PendingGradients:
     """Gradients that were added up and not used yet: state, where accumulation goes over several steps.
 
     Of those that an optimizer has used it is only known that they are there, and they come back as zeros: the next step
-    makes them zero or deletes them before it adds to them.
+    makes them zero or deletes them before it adds to them. Of several optimizers some may step more rarely.
     """
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
+        self._used: set[int] = set()
+        """Ids of parameters whose gradient was used, and not added to since."""
+        self._watched: set[int] = set()
+        """Ids of parameters that say when something is added to their gradient."""
+        if len(tracked.optimizers) > 1:
+            tracked.on_step = self._note_step
+            for _, _, parameter in self._parameters():
+                if parameter.requires_grad:
+                    self._watched.add(id(parameter))
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    register(lambda item: self._used.discard(id(item)))
+
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._used |= self._watched.intersection(map(id, parameters_of(optimizer)))
+
+    def _is_used(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+        if id(optimizer) in self._tracked.stepped:
+            return True
+        return id(parameter) in self._used and (id(parameter) in self._watched or not self._tracked.has_begun)
 
     def _parameters(self) -> list[tuple[str, torch.optim.Optimizer, torch.Tensor]]:
         return [
@@ -253,7 +262,7 @@ class PendingGradients:
         added, used, parameters = {}, [], self._parameters()
         for name, optimizer, parameter in parameters:
             gradient = parameter.grad
-            if gradient is not None and not self._tracked.is_used(optimizer, gradient):
+            if gradient is not None and not self._is_used(optimizer, parameter):
                 added[name] = gradient
             elif gradient is not None and not gradient.is_sparse:
                 used.append(name)
@@ -268,7 +277,7 @@ class PendingGradients:
                 parameter.grad = added[name].to(parameter.device, parameter.dtype)
             elif names is None or name in names:
                 parameter.grad = torch.zeros_like(parameter)
-                mark_used(parameter.grad)
+                self._used.add(id(parameter))
 
 
 class Generators:

@@ -89,7 +89,7 @@ def train_parts(ctx: jobkit.Context) -> dict[str, Any]:
     """Nothing is forgotten: objects tracked in turn, a parameter that some steps use, whose gradient is zero in others;
     an optimizer that steps more rarely, a layer that is trained later, buffers that training makes, values of other
     kinds than at first."""
-    first, second = Growing(), nn.Linear(1, 1)
+    first, second = Growing(), ctx.parallelize(nn.Linear(1, 1))
     for parameter in first.layers[0].parameters():
         parameter.requires_grad_(False)
     often, rarely = torch.optim.AdamW(first.parameters()), torch.optim.Adam(second.parameters())

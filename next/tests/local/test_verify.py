@@ -40,7 +40,7 @@ def test_objects_may_be_tracked_in_turn(tmp_path: Path) -> None:
 
 
 def test_what_training_makes_comes_back(tmp_path: Path) -> None:
-    code, report = verify(tmp_path, "checkpoint.weights=trainable", task="train_parts")
+    code, report = verify(tmp_path, "checkpoint.weights=trainable", task="train_parts", ranks=2)
     assert (code, report["equal"]) == (0, True), report
 
 
