@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobkit.errors import EXIT_FINISHED, EXIT_RESUMABLE, InputError
-from jobkit.usage import Parser, exit_code, program, show_examples, to_continue, to_type
+from jobkit.usage import Parser, enter_folder, exit_code, program, show_examples, to_continue, to_type
 
 if TYPE_CHECKING:
     from jobkit.run.load import Loaded
@@ -118,8 +117,7 @@ def resume(run: RunDir, manner: Manner) -> int:
         raise InputError(f"jobkit does not start its ranks: {to_continue(run.path, submitted)}", key=run.name)
     loaded = load(run.config_file)
     place = target(loaded.config, local=False, cluster=submitted.entry if submitted is not None else None)
-    if submitted is not None and submitted.folder:
-        os.chdir(submitted.folder)  # relative paths of the config mean files there
+    enter_folder(submitted)
     return _start(plan_of(loaded, run.path.parent, place, run.code).at(run), None, "this", manner)
 
 

@@ -50,6 +50,17 @@ def to_continue(run: Path, submitted: Submitted | None) -> str:
     return to_type("resume", run)
 
 
+def enter_folder(submitted: Submitted | None) -> None:
+    """Go to the folder that a run was submitted from: relative paths of its config mean files there."""
+    if submitted is None or not submitted.folder:
+        return
+    try:
+        os.chdir(submitted.folder)
+    except FileNotFoundError:
+        note = f"{submitted.folder} is gone: relative paths of the config mean files in {Path.cwd()}"
+        print(f"jobkit: {note}", file=sys.stderr)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's, except that a mistake takes a line or two, with the nearest option, and no page of usage.
 

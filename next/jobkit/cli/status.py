@@ -113,7 +113,9 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         lines.append(f"result: {json.dumps(status.result)}")
     lines.append(f"run directory: {run.path}")
     if state in ("interrupted", "failed", "cancelled", LOST):
-        lines.append(f"to continue it, with the code as it was submitted: {to_continue(run.path, status.submitted)}")
+        is_ours = status.submitted is None or status.submitted.launcher is None
+        how = ", with the code as it was submitted" if is_ours else ""
+        lines.append(f"to continue it{how}: {to_continue(run.path, status.submitted)}")
     elif not view.is_over:
         lines.append(f"its output: {to_type('logs', run.path, '-f')}")
     return lines

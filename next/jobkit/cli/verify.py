@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from jobkit.run.rundir import RunDir
 from jobkit.run.runs import find, runs_dir_of
 from jobkit.submission import checks
 from jobkit.submission.plan import make_plan, target
-from jobkit.usage import show_examples
+from jobkit.usage import enter_folder, show_examples
 
 MIN_STEPS = 6
 """With fewer there is no place for an interruption."""
@@ -66,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in [] if arguments.json else checks.check(plan, Path.cwd() if source is None else source.code):
         print(line, file=sys.stderr)
     folder = Path.cwd() if source is None else source.code.resolve()
-    if submitted is not None and submitted.folder:
-        os.chdir(submitted.folder)  # relative paths of the config mean files there
+    enter_folder(submitted)
     verification = runs.Verification(
         loaded=loaded,
         folder=folder,

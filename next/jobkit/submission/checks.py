@@ -88,7 +88,7 @@ def _find(module: str, folder: Path, key: str) -> ModuleSpec:
     spec: ModuleSpec | None = None
     for part in module.split("."):
         spec = PathFinder.find_spec(part, path)
-        if spec is None and path[0] == str(folder):
+        if spec is None and path[:1] == [str(folder)]:
             spec = importlib.util.find_spec(part)  # an editable install has a finder of its own
         if spec is None:
             break

@@ -64,7 +64,15 @@ def _run_program(rank: Rank) -> Any:
 
 def finish_task(context: Context, function: Callable[[Any], Any]) -> Any:
     """Return the result of a training function; it is not called where only its end was lost."""
-    return context.finish_again() if context.is_done else context.finish(function(context))
+    if context.is_done:
+        return context.finish_again()
+    try:
+        result = function(context)
+    except SystemExit as error:
+        if error.code in (None, 0):  # else half a training would count as finished
+            raise UsageError("the training function called sys.exit: it has finished where it returns") from error
+        raise
+    return context.finish(result)
 
 
 def _import(module: str) -> ModuleType:

@@ -89,6 +89,9 @@ def a_float(ctx):
 def lazy(ctx):
     ctx.track(model=ctx.parallelize(nn.LazyLinear(1)))
 
+def exits(ctx):
+    raise SystemExit(0)
+
 def two_loops(ctx):
     model, optimizer, loader = parts(ctx)
     ctx.track(model=model, optimizer=optimizer, loader=loader)
@@ -147,6 +150,7 @@ MISTAKES = {
     "a_loader": "ctx.batches(loader)",
     "a_float": "ctx.values(best=...)",
     "lazy": "model.weight has no values yet",
+    "exits": "the training function called sys.exit",
     "two_loops": "one loop",
 }
 

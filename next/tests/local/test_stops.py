@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 
@@ -76,6 +77,19 @@ def test_preempt_continues_by_itself_and_cancel_does_not(project: Project) -> No
     assert launch.causes[2:] == ["cancelled"]
     progress = launch.run.progress()
     assert progress is not None and progress.first_step == saved
+
+
+def test_a_moved_project_resumes(project: Project) -> None:
+    launch = project.submit("--local", "--detach", steps=100_000).wait_for_step(10)
+    project.jobkit("cancel", "-y", launch.run.name)
+    wait_until(lambda: not launch.run.alive_lock().is_held(), "the job script to end")
+    moved = Project(project.folder.with_name("moved"), project.environment)
+    (project.folder / "runs").rename(moved.folder / "runs")
+    shutil.rmtree(project.folder)
+    again = moved.launch(moved.folder / "runs" / launch.run.name)
+    assert str(project.folder) in moved.jobkit("resume", launch.run.name, "--detach").stderr
+    again.wait_for_attempt(2).end_training().wait_until_over()
+    assert again.causes == ["cancelled", "finished"]
 
 
 def test_a_rank_that_swallows_a_stop_is_stopped_all_the_same(project: Project) -> None:

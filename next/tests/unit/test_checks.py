@@ -71,6 +71,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [  # config, key, found, p
     ({"task": "mytsk:train"}, "task", "mytsk", "'mytask'"),
     ({"task": "mytask:trian"}, "task", "trian", "'train'"),
     ({"task": "package.iner:Task"}, "task", "package.iner", ""),
+    ({"task": "mytask.py:train"}, "task", "mytask.py", ""),
     ({"task": "package:Task"}, "task", "Task", ""),
     ({"task": "data:train"}, "task", "the folder data", ""),
     ({"command": ["pyhton", "train.py"]}, "command", "pyhton", "'python'"),
