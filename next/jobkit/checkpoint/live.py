@@ -181,8 +181,10 @@ class _ModuleWalker(Walker):
             for holder, skipped in ((parameters, ()), (buffers, module._non_persistent_buffers_set)):
                 for key, tensor in holder.items():
                     name = f"{prefix}.{key}" if prefix else key
+                    if key in skipped:
+                        continue
                     slots.add(holder, key)
-                    if tensor is None or key in skipped:
+                    if tensor is None:
                         continue
                     if name in self._frozen and not tensor.requires_grad:
                         self._left_out.append(tensor)
