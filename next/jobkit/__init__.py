@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jobkit.errors import UsageError as UsageError
     from jobkit.train import optim as optim
     from jobkit.train import schedule as schedule
+    from jobkit.train.pipeline import Blocks as Blocks
     from jobkit.train.seeds import derive_seed as derive_seed
     from jobkit.worker.context import Context as Context
     from jobkit.worker.script import init as init
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _LAZY = {
+    "Blocks": "jobkit.train.pipeline",
     "Context": "jobkit.worker.context",
     "OpenedRun": "jobkit.checkpoint.export",
     "UsageError": "jobkit.errors",

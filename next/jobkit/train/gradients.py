@@ -13,12 +13,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Tensor:
     """Return the 2-norm (a float32 scalar, the same on every rank) of all gradients, each element counted once.
 
     Gradients may be plain tensors, of which every rank has the whole, and DTensors over any mesh. `stages`: the group
-    of a pipeline's stages, which have parameters of their own.
+    of a pipeline's stages, which have parameters of their own. A stage without gradients adds a zero on `device`, its
+    first parameter's by default.
     """
+    parameters = list(parameters)
     shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -26,7 +30,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
             if local.dtype.itemsize < 4:  # get_total_norm rounds each norm to the gradient's type: fp16 ends at 65504
                 local = torch.linalg.vector_norm(local, dtype=torch.float32)
             shards[groups].append(local)
-    total = torch.zeros(())
+    total = torch.zeros((), device=device or (parameters[0].device if parameters else None))
     for groups, tensors in shards.items():
         # Of DTensors get_total_norm would sum once for each tensor and mesh axis; of their shards once for each axis.
         part = get_total_norm(tensors).float().square()
