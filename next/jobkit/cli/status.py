@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import statistics
 import time
 from typing import Any
 
@@ -26,6 +28,9 @@ from jobkit.usage import show_examples, to_continue, to_type
 
 SAMPLES_SHOWN = 8
 """How many ids of a failed rank's batch are printed: a person looks one or two up."""
+
+SLOW_FACTOR, SLOW_SHARE = 1.5, 0.1
+"""A slow rank needs this many times the median rank's time, and this part of a step more than it."""
 
 LINES_OF_LOG = 10
 """How much is shown of the output of a job that could not begin, as for a `setup` line that fails."""
@@ -61,10 +66,27 @@ def _values(view: View) -> dict[str, Any]:
         "answered": view.answered,
         "checkpoint": view.run.durable_step(),
         "progress": records.plain(progress) if progress is not None else None,
+        "slow_ranks": slow_ranks(view, progress),
         "verified": verified(view),
         "accounts": [dataclasses.asdict(account) for account in spent],
         "goodput": goodput(spent),
     }
+
+
+def slow_ranks(view: View, progress: Progress | None) -> list[dict[str, Any]]:
+    """Return {rank, node, seconds, median} of the ranks of a running attempt that hold the others up."""
+    began = view.status.attempt.began if view.status.attempt is not None else None
+    if began is None or view.is_over or progress is None or progress.attempt != began.attempt:
+        return []
+    seconds = progress.rank_seconds or []
+    median = statistics.median_low(seconds) if seconds else 0.0  # of two ranks the faster one
+    least = max(SLOW_FACTOR * median, median + SLOW_SHARE / (progress.steps_per_second or math.inf))
+    nodes = began.nodes or [began.host]
+    return [
+        {"rank": rank, "node": nodes[rank * len(nodes) // len(seconds)], "seconds": value, "median": median}
+        for rank, value in enumerate(seconds)
+        if value > least
+    ]
 
 
 def verified(view: View) -> dict[str, Any] | None:
@@ -94,6 +116,9 @@ def describe(view: View, progress: Progress | None, now: float) -> list[str]:
         lines += _attempt_lines(attempt, account, is_running=attempt is status.open_attempt and not view.is_over)
     if status.excluded_nodes:
         lines.append(f"excluded nodes: {', '.join(status.excluded_nodes)} (they failed under this run)")
+    for slow in slow_ranks(view, progress):
+        times = f"{slow['seconds']:.3g} s a step before it waits for others, the median rank {slow['median']:.3g} s"
+        lines.append(f"slow: rank {slow['rank']} on {slow['node']} needs {times}")
     lines += [f"warning: {warning}" for warning in (progress.warnings if progress is not None else [])]
     share = goodput(spent)
     if share is not None:

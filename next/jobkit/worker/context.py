@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from jobkit.checkpoint import framework_files
 from jobkit.checkpoint.checkpointer import Checkpointer
@@ -37,6 +38,7 @@ from jobkit.worker.evaluation import Evaluator
 from jobkit.worker.health import Health
 from jobkit.worker.join import Joined
 from jobkit.worker.loop import Every, Loop
+from jobkit.worker.own_time import OwnTime
 from jobkit.worker.rank import Rank
 from jobkit.worker.repeats import Repeats
 from jobkit.worker.reporter import Reporter
@@ -105,6 +107,7 @@ class Context:
             self._reporter,
             self._health,
             timing,
+            OwnTime(joined.device, rank.rank, rank.world_size),
             on_begin=self._begin_loop,
         )
         self._before = page_before(environ)
@@ -167,7 +170,9 @@ class Context:
         `init_weights()` or `reset_parameters()`. Options are DDP's: find_unused_parameters, static_graph,
         broadcast_buffers, gradient_as_bucket_view. Raises UsageError for a module that cannot be spread.
         """
-        return self._spread.parallelize(module, **options)
+        module = self._spread.parallelize(module, **options)
+        self._loop.own_time.watch(module)
+        return module
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
@@ -223,6 +228,8 @@ class Context:
         unless `global_batch_size` gives the samples on all ranks together. Raises UsageError where sizes do not fit.
         """
         sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": global_batch_size}
+        if not isinstance(model, DistributedDataParallel):
+            self._loop.own_time.waits()
         mean = self._step.backward(model, batch, loss, **sizes)
         self._health.see(self.step, mean, self._sample_ids)
         return mean

@@ -197,7 +197,9 @@ class Epochs:
             self._is_held = True
             yield batch[0] if len(loaders) == 1 else batch
             self._taken += 1
+            loop.own_time.begin(is_step=False)
             batch = self._next(iterators)
+            loop.own_time.ends()
             if batch is not _END:
                 self._end_step()
 

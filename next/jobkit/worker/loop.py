@@ -28,6 +28,7 @@ from jobkit.run.slots import Phase
 from jobkit.worker.checkpoints import Boundary, Checkpoints
 from jobkit.worker.decide import Decision, Wish, decide
 from jobkit.worker.health import Health, NotFinite
+from jobkit.worker.own_time import OwnTime
 from jobkit.worker.rank import Rank
 from jobkit.worker.reporter import Reporter
 from jobkit.worker.timing import Timing
@@ -51,6 +52,7 @@ class Loop:
         reporter: Reporter,
         health: Health,
         timing: Timing,
+        own_time: OwnTime,
         *,
         on_begin: Callable[[], None],
     ) -> None:
@@ -65,6 +67,7 @@ class Loop:
         self.stopped: Stopped | None = None
         self.last_values: dict[str, float] = {}
         """Results of the `every=` functions after the last step: the last checkpoint's metrics."""
+        self.own_time = own_time
         self.drill = rank.run.drill()
         self.trace = Trace(rank, self.drill) if self.drill is not None else None
         self._rank, self._ranks, self._tracked = rank, ranks, tracked
@@ -122,6 +125,7 @@ class Loop:
         """A step begins."""
         self.is_in_step = True
         self._tracked.begin_step()
+        self.own_time.begin()
 
     def end_step(self, boundary: Boundary, *, is_last: bool = False, due: bool = False) -> None:
         """The step is done: agree where it is time, save, stop.
@@ -132,6 +136,7 @@ class Loop:
             due: functions follow at this boundary
         """
         step = boundary.step
+        self.own_time.close()
         self.boundary, self.is_in_step = boundary, False
         self._ordinal += 1
         self._rank.page.beat(self._rank.attempt, Phase.STEPPING, step)
@@ -195,7 +200,9 @@ class Loop:
             complete=self._checkpoints.checkpointer.snapshots.complete,
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
-        decision = decide(self._ranks.maximum(*wish.vector()))
+        vector = wish.vector()
+        maximum = self._ranks.maximum(*vector, *self.own_time.share())
+        decision = decide(maximum[: len(vector)])
         self._agree_at = self._ordinal + decision.steps_to_next
         if decision.apart is not None:
             least, greatest = decision.apart
@@ -207,7 +214,12 @@ class Loop:
             self._fail()
         self._checkpoints.look()
         self._timing.report(step)
-        self._reporter.update(step=step, steps_per_second=self._timing.steps_per_second, peak_bytes=decision.peak_bytes)
+        self._reporter.update(
+            step=step,
+            steps_per_second=self._timing.steps_per_second,
+            peak_bytes=decision.peak_bytes,
+            rank_seconds=self.own_time.median(maximum[len(vector) :]),
+        )
         return decision
 
     def _fail(self) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from harness.journals import START, TOKEN, began, ended, finished, make_run, sub
 
 from jobkit.cli import cancel, preempt
 from jobkit.cli.main import VERBS, main
-from jobkit.cli.status import describe
+from jobkit.cli.status import describe, slow_ranks
 from jobkit.errors import SchedulerTimeout
 from jobkit.run import records
 from jobkit.run.journal import Journal, read_status
@@ -168,6 +169,26 @@ def test_status_of_a_running_run_has_its_warnings(tmp_path: Path) -> None:
         lines = describe(view(run), progress, START + 20)
         assert lines[0] == f"{NAME}: running, step 7 of 9" and "warning: one GPU is slow" in lines
         assert "slow" not in str(describe(view(run), Progress(attempt=9, time=0, warnings=["slow"]), START))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow"),
+    [
+        ([0.4, 0.4, 1.0, 0.4], [(2, "b")]),
+        ([1.0, 0.4], [(0, "a")]),
+        ([0.4, 0.5, 0.55, 0.4], []),  # below the factor
+        ([0.01, 0.01, 0.05, 0.01], []),  # a small part of a step
+        (None, []),
+    ],
+)
+def test_a_slow_rank_is_named_with_its_node(
+    tmp_path: Path, seconds: list[float] | None, slow: list[tuple[int, str]]
+) -> None:
+    run = make_run(tmp_path, NAME, submitted(), began(nodes=["a", "b"]))
+    progress = Progress(attempt=1, time=START, rank_seconds=seconds, steps_per_second=0.9)
+    with run.alive_lock():
+        assert [(named["rank"], named["node"]) for named in slow_ranks(view(run), progress)] == slow
+        assert slow_ranks(view(run), replace(progress, attempt=2)) == []
 
 
 # logs
