@@ -90,8 +90,8 @@ class OwnTime:
         return [seconds if rank == self._rank and steps else 0.0 for rank in range(self._world_size)]
 
     def median(self, shares: Sequence[float]) -> list[float] | None:
-        """Return each rank's median time, with a new reading: the maximum of all ranks' shares; None without any."""
-        if shares and min(shares) > 0:
+        """Return, on rank 0, each rank's median time with a new reading: the maximum of all ranks' shares."""
+        if self._rank == 0 and min(shares) > 0:
             self._readings.append(shares)
         return np.median(self._readings, axis=0).round(6).tolist() if len(self._readings) == WINDOW else None
 

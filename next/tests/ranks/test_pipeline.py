@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,33 +29,19 @@ class Conditioned(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.linear, self.embed = nn.Linear(WIDTH, WIDTH), nn.Embedding(4, WIDTH)
+        self.number, self.linear, self.embed = number, nn.Linear(WIDTH, WIDTH), nn.Embedding(4, WIDTH)
         self.deepen = nn.Linear(WIDTH, WIDTH) if number == 0 else nn.Identity()
 
-    def forward(self, x: Tensor, condition: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Any, condition: Any = None, ids: Any = None, mask: Any = None) -> Any:
+        x, condition, ids, mask = x if isinstance(x, tuple) else (x, condition, ids, mask)
         condition = self.deepen(condition)
         changed = torch.tanh(self.linear(x) + condition + self.embed(ids)).masked_fill(mask, 0.0)
-        return x + changed, condition, ids, mask
-
-
-class First(nn.Module):
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
-        return x
-
-
-class TakesTuple(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Any:
-        return self.block(*inputs)
+        return (x + changed, condition, ids, mask) if self.number < 2 else x + changed
 
 
 def conditioned(spreads: bool) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks: list[nn.Module] = [*(Conditioned(number) for number in range(3)), First()]
-    return jobkit.Blocks(*blocks) if spreads else nn.Sequential(*map(TakesTuple, blocks))
+    return (jobkit.Blocks if spreads else nn.Sequential)(*map(Conditioned, range(3)))
 
 
 def plain(dropout: float = 0.0, freezes: bool = False) -> nn.Sequential:
@@ -188,45 +175,38 @@ class OwnForward(nn.Sequential):
         return {"x": x}
 
 
-REFUSED: list[tuple[nn.Module, int, str]] = [
-    (nn.Linear(2, 2), 2, "Linear is no nn.Sequential"),
-    (OwnForward(nn.Tanh(), nn.Tanh()), 2, "OwnForward has a forward of its own"),
-    (nn.Sequential(*[nn.Linear(2, 2)] * 2), 2, "0.weight and 1.weight are one parameter"),
-    (plain(), 9, "8 block\\(s\\) cannot be cut into 9 stages"),
-]
-
-
-@pytest.mark.parametrize(("model", "stages", "said"), REFUSED)
+@pytest.mark.parametrize(
+    ("model", "stages", "said"),
+    [
+        (nn.Linear(2, 2), 2, "is no nn.Sequential"),
+        (OwnForward(nn.Tanh(), nn.Tanh()), 2, "has a forward of its own"),
+        (nn.Sequential(*[nn.Linear(2, 2)] * 2), 2, "0.weight and 1.weight"),
+        (plain(), 9, "8 block.* 9 stages"),
+    ],
+)
 def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, stages: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         stage_of(model, 0, stages)
 
 
-def refusals(ranks: RankGroup) -> list[str]:
+def refusals(ranks: RankGroup) -> None:
     pipeline, fixed = make(ranks, plain()), make(ranks, plain(), microbatches=5)
     wrong = make(ranks, nn.Sequential(OwnForward(), nn.Tanh()))
-    calls: list[Callable[[], Any]] = [
-        lambda: pipeline(X),
-        lambda: fixed.backward(X, mean_square, Y),
-        lambda: pipeline.backward(X[:1], mean_square, Y[:1]),
-        lambda: pipeline.backward((X, 3), mean_square, Y),
-        lambda: pipeline.backward(X, mean_square, Y[:3]),
-        lambda: wrong.backward(X, mean_square, Y) if ranks.rank == 0 else pipeline(X),
-    ]
-    said = []
-    for refused in calls:
-        with pytest.raises(UsageError) as error:
+    calls: dict[str, Callable[[], Any]] = {
+        "no gradients": lambda: pipeline(X),
+        "share of 12": lambda: fixed.backward(X, mean_square, Y),
+        "share of 1 ": lambda: pipeline.backward(X[:1], mean_square, Y[:1]),
+        "a int": lambda: pipeline.backward((X, 3), mean_square, Y),
+        "[3, 1]": lambda: pipeline.backward(X, mean_square, Y[:3]),
+        "a dict" if ranks.rank == 0 else "": lambda: (wrong.backward if ranks.rank == 0 else wrong)(X, mean_square, Y),
+    }
+    for said, refused in calls.items():
+        with pytest.raises(UsageError, match=re.escape(said)):
             refused()
-        said.append(str(error.value))
-    return said
 
 
 def test_what_a_schedule_cannot_compute_is_refused_on_all_stages() -> None:
-    first, second = run_ranks(refusals, 2)
-    assert first[:5] == second[:5]
-    words = ["no gradients", "share of 12", "share of 1 sample(s)", "an input is a int", "[3, 1]", "0 returns a dict"]
-    for text, word in zip(first, words, strict=True):
-        assert word in text
+    run_ranks(refusals, 2)
 
 
 def test_the_largest_stage_is_as_small_as_possible() -> None:
