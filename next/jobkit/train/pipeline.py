@@ -156,24 +156,23 @@ class Pipeline(nn.Module):
         self._plain.names = self._names if self.index == 0 else ()
         return _checked((*inputs, *named.values()), "an input is")
 
-    def _through(self, value: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Any]:
+    def _through(self, value: Any) -> tuple[Any, Any, Any]:
         """Compute the model stage after stage; returns this stage's inputs and outputs, and the whole's output."""
-        before: tuple[Tensor, ...] = ()
-        after: tuple[Tensor, ...] = ()
+        before, after = (), ()
         for number in range(self.stages):
             if number == self.index:
                 before = _tensors(value)
                 value = self._plain(*before)
                 after = _tensors(value)
-            parts = _tensors(value)
+            parts: Sequence[Tensor] = _tensors(value)
             box: list[Any] = [isinstance(value, tuple), [(x.shape, x.dtype, x.requires_grad) for x in parts]]
             dist.broadcast_object_list(box, group=self.group, group_src=number)
             if number != self.index:
-                parts = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in box[1])
-            for part, (_, _, requires_grad) in zip(parts, box[1], strict=True):
+                parts = [torch.empty(form[0], dtype=form[1], device=self.device) for form in box[1]]
+            for part, form in zip(parts, box[1], strict=True):
                 dist.broadcast(part.detach(), group=self.group, group_src=number)
-                part.requires_grad_(requires_grad)
-            value = parts if box[0] else parts[0]
+                part.requires_grad_(form[2])
+            value = tuple(parts) if box[0] else parts[0]
         return before, after, value
 
     def backward(

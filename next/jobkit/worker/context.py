@@ -111,7 +111,7 @@ class Context:
             on_begin=self._begin_loop,
         )
         self._before = page_before(environ)
-        self._generators = Generators(config.seed, rank.rank, rank.world_size, self._devices)
+        self._generators = Generators(config.seed, self._spread.data_rank, rank.world_size, self._devices)
         self._epochs = Epochs(self._loop, self._restore_again, self._devices, rank.rank, rank.world_size)
         self._evaluator = Evaluator(rank, self._spread, self._tracked, self._reporter, self._loop)
         self._values: Values | None = None

@@ -283,7 +283,8 @@ class PendingGradients:
 class Generators:
     """The states of Python's, NumPy's and torch's generators on this rank.
 
-    On another number of ranks they are seeded anew, by the seed, the step and the rank.
+    On another number of ranks they are seeded anew, by the seed, the step and the rank. `rank` counts shares of the
+    data: ranks that compute one share together draw alike.
     """
 
     def __init__(self, seed: int | None, rank: int, world_size: int, devices: tuple[torch.device, ...]) -> None:
