@@ -64,12 +64,12 @@ class OwnTime:
 
     def ends(self, *_: Any) -> None:
         """It ends here, if it does not end later in this step."""
-        if self._begin is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._begin is not None:  # a clock would break a compiled graph
             self._end = self._now()
 
     def waits(self, *_: Any) -> None:
         """It ends here, if it has not ended before."""
-        if self._end is None:
+        if not torch.compiler.is_compiling() and self._end is None:
             self.ends()
 
     def close(self) -> None:
