@@ -93,9 +93,9 @@ def walker_of(entry: Entry, names: Mapping[int, str]) -> Walker:
         return _OptimizerWalker(live.local_optimizer, names, live)
     if isinstance(live, nn.Module) and type(live).state_dict is nn.Module.state_dict:
         return _ModuleWalker(live, entry.frozen)
-    if isinstance(live, Optimizer) and type(live).state_dict is Optimizer.state_dict:
-        if type(live).load_state_dict is Optimizer.load_state_dict or hasattr(live, "has_plain_state"):
-            return _OptimizerWalker(live, names)
+    is_plain = isinstance(live, Optimizer) and type(live).state_dict is Optimizer.state_dict
+    if is_plain and (type(live).load_state_dict is Optimizer.load_state_dict or hasattr(live, "has_plain_state")):
+        return _OptimizerWalker(live, names)
     return _StateWalker(entry.name, live)
 
 

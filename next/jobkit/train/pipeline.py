@@ -142,6 +142,11 @@ class Pipeline(nn.Module):
         """The stage without DDP, whose forward would wait for a backward pass."""
         return self.stage.module if isinstance(self.stage, DistributedDataParallel) else self.stage
 
+    @property
+    def own_stage(self) -> nn.Module:
+        """The stage as it is spread: for a checkpoint it is the model on this rank."""
+        return self.stage
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the whole model's output on every rank of the pipeline. Raises UsageError where gradients are on."""
         if torch.is_grad_enabled():
