@@ -19,7 +19,7 @@ from jobkit.errors import Stopped
 from jobkit.group import RankGroup
 from jobkit.run import records
 from jobkit.run.records import Lease
-from jobkit.run.schema import CheckpointConfig, Config, ParallelConfig
+from jobkit.run.schema import CheckpointConfig, CommConfig, Config, ParallelConfig
 from jobkit.run.slots import SLOTS_VARIABLE
 from jobkit.worker.context import Context
 from jobkit.worker.join import Joined
@@ -77,7 +77,7 @@ class Attempt:
         environ = {} if slots is None else {SLOTS_VARIABLE: f"{slots[0]},{slots[1]}"}
         self.ctx = Context(self.rank, Joined(torch.device("cpu"), RankGroup.of_world()), environ)
 
-    def train(self, *, stop_at: int = STEPS, die_at: int = STEPS) -> Weights | None:
+    def train(self, *, stop_at: int = 0, die_at: int = 0, steps: int = STEPS) -> Weights | None:
         """Return the final weights on rank 0; None where the attempt was stopped, or left as by a kill."""
         ctx = self.ctx
         torch.manual_seed(0)
@@ -87,8 +87,8 @@ class Attempt:
         ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
         share, ranks = ctx._spread.data_rank, ctx._spread.data_size
         try:
-            for step in ctx.steps(STEPS):
-                if step == die_at:
+            for step in ctx.steps(steps):
+                if die_at and step == die_at:
                     ctx._checkpointer.snapshots.wait()
                     return None
                 generator = torch.Generator().manual_seed(step)
@@ -123,8 +123,16 @@ def _whole(ctx: Context, model: nn.Module) -> dict[str, Tensor]:
 
 
 def config_of(case: dict[str, Any], every: Any = "off", memory: Any = "off") -> Config:
-    checkpoint = CheckpointConfig(every=every, memory=memory)
-    return Config(name="test", task="m:f", seed=1, parallel=ParallelConfig(**case), checkpoint=checkpoint)
+    parallel = ParallelConfig(**{key: value for key, value in case.items() if key not in ("comm", "precision")})
+    return Config(
+        name="test",
+        task="m:f",
+        seed=1,
+        parallel=parallel,
+        comm=CommConfig(**case.get("comm", {})),
+        precision=case.get("precision", "fp32"),
+        checkpoint=CheckpointConfig(every=every, memory=memory),
+    )
 
 
 def difference(left: Weights, right: Weights) -> float:
@@ -132,26 +140,29 @@ def difference(left: Weights, right: Weights) -> float:
     return max(float(abs(left[name] - right[name]).max()) for name in left)
 
 
-def straight_and_interrupted(ranks: RankGroup, cases: dict[str, Any], root: Path, slots: Any) -> dict[str, Any]:
+def straight_and_interrupted(
+    ranks: RankGroup, cases: dict[str, Any], root: Path, slots: Any, steps: int = STEPS
+) -> dict[str, Any]:
     """Return of each case the weights without interruption, after one on disk, and after one in memory."""
-    answers = {}
+    answers, half = {}, steps // 2
     for name, case in cases.items():
-        straight = Attempt(ranks, root / name / "straight", config_of(case)).train()
+        straight = Attempt(ranks, root / name / "straight", config_of(case)).train(steps=steps)
         stopped = root / name / "stopped"
-        assert Attempt(ranks, stopped, config_of(case, every=3)).train(stop_at=3) is None
+        assert Attempt(ranks, stopped, config_of(case, every=half)).train(stop_at=half, steps=steps) is None
         if ranks.is_main:
             shutil.copytree(stopped, root / name / "half", symlinks=True)
             shutil.copytree(stopped, root / name / "other", symlinks=True)
         ranks.barrier()
         resumed = Attempt(ranks, stopped, config_of(case))
-        assert resumed.ctx.step == 3
-        from_disk = resumed.train()
+        assert resumed.ctx.step == half
+        from_disk = resumed.train(steps=steps)
         in_memory = config_of(case, memory=1)
-        assert Attempt(ranks, root / name / "memory", in_memory, slots[ranks.rank]).train(die_at=4) is None
+        died = Attempt(ranks, root / name / "memory", in_memory, slots[ranks.rank])
+        assert died.train(die_at=half + 1, steps=steps) is None
         ranks.barrier()
         resumed = Attempt(ranks, root / name / "memory", in_memory, slots[ranks.rank])
-        assert resumed.ctx.step == 4
-        answers[name] = straight, from_disk, resumed.train()
+        assert resumed.ctx.step == half + 1
+        answers[name] = straight, from_disk, resumed.train(steps=steps)
         for slot in slots[ranks.rank]:
             os.ftruncate(slot, 0)
     return answers
@@ -203,3 +214,25 @@ def test_a_checkpoint_serves_another_strategy(trained: Trained) -> None:
     answers = run_ranks(resume, 2, others, root, "other")[0]
     differences = {name: difference(weights, reference) for name, weights in answers.items()}
     assert max(differences.values()) < TOLERANCE, differences
+
+
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "fp16 hook": {"comm": {"hook": "fp16"}},
+    "powersgd": {"comm": {"hook": "powersgd", "powersgd_rank": 2}},
+    "local sgd": {"comm": {"local_sgd": 4}},
+    "fp16": {"precision": "fp16"},
+    "bf16 sharded": {"data": "zero3", "precision": "bf16"},
+    "fp16 sharded": {"data": "zero2", "precision": "fp16"},
+}
+FAR = 0.06
+"""Largest difference of a weight after 24 steps of 1e-2 where numbers are rounded, or replicas drift."""
+
+
+def test_gradients_and_numbers_of_fewer_bits_train_alike_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    slots = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(2)]
+    (reference,) = run_ranks(straight_and_interrupted, 1, {"alone": {}}, tmp_path, slots, 24)
+    answers = run_ranks(straight_and_interrupted, 2, EXCHANGES, tmp_path, slots, 24)[0]
+    for name, (straight, from_disk, from_memory) in answers.items():
+        assert difference(straight, from_disk) == 0.0, name
+        assert difference(straight, from_memory) == 0.0, name
+        assert 0.0 < difference(straight, reference["alone"][0]) < FAR, name
