@@ -35,6 +35,9 @@ class Spread:
     spread.data_rank, spread.data_size      # this rank's part of a global batch
     """
 
+    forward_is_collective = False
+    """True where all ranks make a forward together, as of sharded weights: they evaluate as many batches each."""
+
     def __init__(self, config: Config, device: torch.device, ranks: RankGroup) -> None:
         parallel = config.parallel
         others = {

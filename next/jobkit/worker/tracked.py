@@ -24,6 +24,7 @@ from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
 from jobkit.errors import CheckpointError, UsageError
+from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators
 from jobkit.worker.values import Values
 
@@ -92,6 +93,7 @@ class Tracked:
         if isinstance(value, torch.Generator):
             return Entry(name=name, live=_TorchGenerator(value), scope="rank")
         if not isinstance(module, nn.Module):
+            per_rank = per_rank or (isinstance(value, Loader) and value.stream is not None)
             return Entry(name=name, live=value, scope="rank" if per_rank else "shared")
         # Each rank's buffers are its own: BatchNorm's averages differ between ranks at a boundary, also under DDP,
         # which broadcasts rank 0's before the next forward.

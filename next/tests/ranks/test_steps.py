@@ -63,9 +63,9 @@ def evaluation(ranks: RankGroup, batch_size: int) -> tuple[float, int, list[int]
 
     results = {}
     with independent_forwards([model]):
-        for number, value in computed(error, batches, HandOut(len(batches), store, "key"), spread.device):
+        for number, value in computed(error, batches, HandOut(range(len(batches)), store, "key"), spread.device):
             results[number] = as_values(value, len(batches.ids(number)))
-    parts = in_order(ranks.gather(results), len(batches))
+    parts = in_order(ranks.gather(results))
     model.train()
     model(X).sum().backward()  # ranks that computed no batch meet the others in DDP's collectives
     return mean(torch.cat([part[""] for part in parts])), len(results), seen

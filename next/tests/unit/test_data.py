@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import random
@@ -26,11 +27,10 @@ from torch.utils.data import (
 )
 
 from jobkit.errors import UsageError
-from jobkit.train.foreign_loader import Pass, draw_base
+from jobkit.train.foreign_loader import Pass, draw_base, length_of
 from jobkit.train.loader import Loader
 from jobkit.train.order import SampleOrder, feistel, permuted
 from jobkit.train.seeds import generator_state, load_generator_state, preserved_generators, seed_generators
-from jobkit.worker.epochs import length_of
 
 
 class Noisy(Dataset[Tensor]):
@@ -68,9 +68,9 @@ def test_a_network_of_any_size_is_a_permutation() -> None:
 def test_ranks_divide_the_same_global_batch(world_size: int) -> None:
     order = SampleOrder(37, 10, 0)
     for number in range(8):
-        parts = [order.share(number, rank, world_size) for rank in range(world_size)]
-        assert [pair for part in parts for pair in part] == order.share(number)
-    counts = Counter(sample for number in range(37) for _, sample in order.share(number))
+        parts = [order.share(10 * number, rank, world_size) for rank in range(world_size)]
+        assert [pair for part in parts for pair in part] == order.share(10 * number)
+    counts = Counter(sample for number in range(37) for _, sample in order.share(10 * number))
     assert set(counts.values()) == {10}
 
 
@@ -113,7 +113,7 @@ def test_the_codes_batch_size_counts_and_the_change_is_said(caplog: pytest.LogCa
     logging.getLogger("jobkit").propagate = True
     second.load_state_dict(first.state_dict())
     assert "global_batch_size" in caplog.text
-    assert second.position == 10
+    assert second.done == 40
     assert len(next(second)) == 4
 
 
@@ -183,9 +183,14 @@ def test_a_pass_goes_on_after_any_batch(name: str) -> None:
     seed_generators(5)
     loader, base = LOADERS[name](), draw_base()
     list(Pass(loader, 3))
-    whole = list(Pass(loader, base))
+    whole, state = [], {}
+    part = Pass(loader, base)
+    for batch in part:
+        state = state or (copy.deepcopy(part.state_dict()) if part.taken == 3 else {})
+        whole.append(batch)
+        part.taken += 1
     seed_generators(99)
-    rest = list(Pass(LOADERS[name](), base, first=3))
+    rest = list(Pass(LOADERS[name](), base, state))
     assert len(rest) == len(whole) - 3
     for batch, other in zip(rest, whole[3:], strict=True):
         assert torch.equal(torch.as_tensor(batch), torch.as_tensor(other))
@@ -237,7 +242,7 @@ def test_a_samplers_own_state_is_saved_as_it_was_when_its_pass_began() -> None:
     second = Pass(loader, 2)
     whole = list(second)
     again = DataLoader(Noisy(), batch_size=4, sampler=StatefulSampler(20))
-    rest = list(Pass(again, 2, 2, second.sampler_state))
+    rest = list(Pass(again, 2, second.state_dict() | {"taken": 2}))
     assert all(torch.equal(a, b) for a, b in zip(rest, whole[2:], strict=True))
 
 
