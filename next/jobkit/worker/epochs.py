@@ -58,6 +58,8 @@ class Epochs:
         """True where a step is done whose boundary has not come."""
 
     def state_dict(self) -> dict[str, Any]:
+        if self._resumed is not None:
+            return dict(self._resumed)
         return {
             "world_size": self._world_size,
             "bases": self._bases,

@@ -109,6 +109,7 @@ class Evaluator:
         batches = Batches(dataset, batch_size, self._rank.config.seed or 0, collate_fn)
         spread, ranks = self._spread, self._spread.ranks
         numbers = [number for number in range(len(batches)) if number not in done]
+        total = min(len(dataset), len(numbers) * batch_size)
         self._count += 1
         together = spread.forward_is_collective and ranks.world_size > 1
         hand_out: HandOut | Rounds = Rounds(numbers, spread.data_rank, spread.data_size)
@@ -121,8 +122,7 @@ class Evaluator:
             for number, result in computed(function, batches, hand_out, spread.device, **options):
                 results[number] = result
                 self._rank.beat(self._loop.boundary.step, self._rank.page.read().phase)
-                progress = {"done": hand_out.taken * batch_size, "total": len(numbers) * batch_size}
-                self._reporter.update(evaluation=progress)
+                self._reporter.update(evaluation={"done": min(total, hand_out.taken * batch_size), "total": total})
                 if self._loop.may_be_interrupted:
                     stops = self._loop.wants_stop()
                     if ranks.anywhere(stops) if together else stops:
