@@ -114,7 +114,6 @@ class Loader:
         global_batch_size: int,
         shuffle: bool | None = None,
         weights: Sequence[float] | torch.Tensor | None = None,
-        sharded: bool = False,
         name: str = "0",
         rank: int = 0,
         world_size: int = 1,
@@ -128,7 +127,7 @@ class Loader:
             raise UsageError("weights of ctx.loader draw samples at random: leave shuffle out, or the weights")
         self.dataset, self.global_batch_size, self.name = dataset, global_batch_size, name
         self.done = 0
-        """Samples handed out on all ranks together; of a stream that ranks have divided themselves, on this rank."""
+        """Samples handed out, on all ranks together."""
         self._seed = derive_seed(seed, "loader", name)
         collate_fn = options.pop("collate_fn", None)
         self._rank, self._world_size, self._options = rank, world_size, options
@@ -140,12 +139,10 @@ class Loader:
         if is_stream(dataset):
             if shuffle or weights is not None:
                 raise UsageError("ctx.loader: a stream has the order in which it is read: let the stream shuffle")
-            self.stream = Stream(dataset, global_batch_size, rank, world_size, self._seed, collate_fn, sharded, gather)
-            self.size = self.stream.size
+            self.stream = Stream(dataset, global_batch_size, rank, world_size, self._seed, collate_fn, gather)
         else:
             self._order = SampleOrder(len(dataset), global_batch_size, self._seed, shuffle is not False, weights)
             self._batches = SeededBatches(dataset, self._seed, collate_fn)
-            self.size = global_batch_size
 
     @property
     def epoch(self) -> float:
@@ -155,9 +152,11 @@ class Loader:
     @property
     def sample_ids(self) -> list[int]:
         """Ids of this rank's samples in the batch that was handed out last; empty before the first, and for streams."""
-        if self.done < self.size or self.stream is not None:
+        if self.done < self.global_batch_size or self.stream is not None:
             return []
-        return [sample for _, sample in self._order.share(self.done - self.size, self._rank, self._world_size)]
+        return [
+            sample for _, sample in self._order.share(self.done - self.global_batch_size, self._rank, self._world_size)
+        ]
 
     def __iter__(self) -> Loader:
         return self
@@ -170,7 +169,7 @@ class Loader:
         else:
             with nullcontext() if self._options.get("num_workers") else preserved_generators():
                 batch = self.stream.take(next(self._iterator))
-        self.done += self.size
+        self.done += self.global_batch_size
         return to_device(batch, self._device)
 
     def _begin(self) -> Iterator[Any]:
@@ -199,7 +198,7 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the samples that are done. Where the code has another batch size or length now, the code's
-        counts. Raises UsageError for a stream that was divided in another way, and can only be read so."""
+        counts. Raises UsageError where a stream was none before."""
         self.done, self._iterator = int(state["samples"]), None
         before, size = state["global_batch_size"], self.global_batch_size
         if before != size:
@@ -226,7 +225,7 @@ def _check(global_batch_size: Any, world_size: int, options: Mapping[str, Any]) 
         if name in INSTEAD:
             raise UsageError(f"ctx.loader takes no {name}: {INSTEAD[name]}")
         if name not in OPTIONS:
-            hint = nearest(name, [*OPTIONS, "global_batch_size", "shuffle", "weights", "sharded", "name"])
+            hint = nearest(name, [*OPTIONS, "global_batch_size", "shuffle", "weights", "name"])
             raise UsageError(f"ctx.loader takes no {name}{f': {hint}' if hint else ''}")
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
         raise UsageError(

@@ -58,9 +58,7 @@ class Stream:
     for item in DataLoader(stream.reader(done=0), batch_size=None):
         batch = stream.take(item)      # 64 samples, collated
 
-    Args:
-        sharded: the stream gives each rank other samples by itself. It goes on only on as many ranks
-        gather: gives the values of all ranks, to compare what they read; None on a single rank
+    `gather` gives the values of all ranks, to compare what they read.
     """
 
     def __init__(
@@ -71,23 +69,19 @@ class Stream:
         world_size: int,
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        sharded: bool = False,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
-        self.world_size, self.sharded = world_size, sharded
-        self.seed = derive_seed(seed, "stream", rank if sharded else "all")
-        self.parts = 1 if sharded else _parts_of(dataset, global_batch_size)
-        share = share_of(global_batch_size, rank, world_size)
-        self.size = share.stop - share.start if sharded else global_batch_size
-        """Samples that a batch takes of the parts."""
-        is_divided = not sharded and self.parts % world_size == 0
+        self.global_batch_size, self.world_size, self.seed = global_batch_size, world_size, derive_seed(seed, "stream")
+        self.parts = _parts_of(dataset, global_batch_size)
+        is_divided = self.parts % world_size == 0
         """True if each rank reads parts of its own."""
         self.numbers = range(self.parts)[share_of(self.parts, rank, world_size)] if is_divided else range(self.parts)
         """The parts that this rank reads."""
-        self.kept = range(self.size) if is_divided or sharded else range(global_batch_size)[share]
+        places = range(global_batch_size)
+        self.kept = places if is_divided else places[share_of(global_batch_size, rank, world_size)]
         """Of the samples of a batch that this rank reads, those that are its share, by their place in the batch."""
-        self._gather = None if is_divided or sharded else gather
+        self._gather = None if is_divided else gather
         self.states: dict[int, Any] = {}
         """Of each part that this rank reads, its state after the batch that was handed out last."""
         self.epoch = 0.0
@@ -109,20 +103,14 @@ class Stream:
             if len(set(firsts)) > 1:
                 raise UsageError(
                     "ctx.loader: each rank reads all of this stream and keeps its share, and the ranks read different "
-                    "samples: let the stream give all of them to each, or say sharded=True where it divides itself"
+                    "samples: let it give all of them to each; a stream that divides itself is for ctx.batches"
                 )
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("parts", "sharded", "world_size", "epoch", "states")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("parts", "world_size", "epoch", "states")}
 
     def load_state_dict(self, state: Mapping[str, Any], done: int, say: Say) -> None:
-        if state["sharded"] != self.sharded or (self.sharded and state["world_size"] != self.world_size):
-            raise UsageError(
-                f"ctx.loader: a stream that divides itself goes on with as many ranks: it was read with sharded="
-                f"{state['sharded']} by {state['world_size']}, and now with sharded={self.sharded} by {self.world_size}"
-            )
         self.epoch, states = state["epoch"], state["states"]
         if state["parts"] != self.parts:
             say("number of parts", state["parts"], self.parts, f"it is read to sample {done} in another order")
@@ -159,7 +147,7 @@ class _Reader(IterableDataset[Any]):
         while True:
             is_mine = turn % workers == worker
             samples, first = [], ""
-            for place in range(stream.size):
+            for place in range(stream.global_batch_size):
                 part = parts.get((done + place) % count)
                 if part is None:
                     continue
@@ -168,7 +156,7 @@ class _Reader(IterableDataset[Any]):
                     samples.append(sample)
                 if turn < workers and not first:
                     first = _digest(sample)
-            done, turn = done + stream.size, turn + 1
+            done, turn = done + stream.global_batch_size, turn + 1
             if is_mine:
                 seed_cpu_generators(derive_seed(stream.seed, "collate", done))
                 states = {number: state for number, part in parts.items() if (state := part.state()) is not None}

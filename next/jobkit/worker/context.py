@@ -183,9 +183,8 @@ class Context:
 
         Options: shuffle, weights, name, and DataLoader's num_workers, collate_fn, prefetch_factor ... The order is the
         same on any number of ranks. A dataset without a length is a stream: with `num_shards` and `shard(num_shards,
-        index)` ranks divide its shards, else each rank reads all of it and keeps its share; `sharded=True` says that it
-        gives each rank other samples by itself. A restart reads it again up to where it was, unless it has state_dict
-        and load_state_dict. Raises UsageError for options that do not fit.
+        index)` ranks divide its shards, else each rank reads all of it and keeps its share. A restart reads it again up
+        to where it was, unless it has state_dict and load_state_dict. Raises UsageError for options that do not fit.
         """
         if self._loop.call:
             raise UsageError("ctx.loader comes before the loop: no attempt would restore one that is made later")
