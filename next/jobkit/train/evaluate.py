@@ -3,7 +3,8 @@
     rank 0's store: a counter --next batch number--> the rank that is free --function(batch, ids)--> values [n]
     all ranks' values --gather--> in the order of the samples --> mean, exactly rounded
 
-A slow rank computes fewer batches, and holds the others up by one batch at most. worker/evaluation.py calls this.
+A slow rank computes fewer batches, and holds the others up by one batch at most. Where a forward is a collective, as
+of sharded weights, the ranks take batches in rounds instead (`Rounds`). worker/evaluation.py calls this.
 """
 
 from __future__ import annotations
@@ -57,27 +58,46 @@ class HandOut(Sampler[int]):
     rank's. Workers ask ahead: each holds a batch or two.
     """
 
-    def __init__(self, count: int, store: Store | None, key: str) -> None:
-        self.count, self._store, self._key = count, store, key
+    def __init__(self, numbers: Sequence[int], store: Store | None, key: str) -> None:
+        self.numbers, self._store, self._key = numbers, store, key
         self.taken = 0
         """Handed out over all ranks, when this rank last asked."""
 
     def __iter__(self) -> Iterator[int]:
         while True:
             turn = self.taken if self._store is None else self._store.add(self._key, 1) - 1
-            self.taken = min(turn + 1, self.count)
-            if turn >= self.count:
+            self.taken = min(turn + 1, len(self.numbers))
+            if turn >= len(self.numbers):
                 return
-            yield turn
+            yield self.numbers[turn]
 
     def stop(self) -> None:
         """Hand out no more, on any rank."""
         if self._store is not None:
-            self._store.add(self._key, self.count)
+            self._store.add(self._key, len(self.numbers))
+
+
+class Rounds(Sampler[int]):
+    """The numbers of the batches for this rank where all ranks make a forward together: as many on each.
+
+    The last round is filled up with the first batches, whose results are there already.
+    """
+
+    def __init__(self, numbers: Sequence[int], rank: int, world_size: int) -> None:
+        self.numbers, self._rank, self._world_size = numbers, rank, world_size
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, len(self.numbers), self._world_size):
+            self.taken = min(begin + self._world_size, len(self.numbers))
+            yield self.numbers[(begin + self._rank) % len(self.numbers)]
+
+    def stop(self) -> None:
+        """Do nothing: the ranks stop together."""
 
 
 def computed(
-    function: PerSample, batches: Batches, hand_out: HandOut, device: torch.device, **options: Any
+    function: PerSample, batches: Batches, hand_out: HandOut | Rounds, device: torch.device, **options: Any
 ) -> Iterator[tuple[int, Any]]:
     """Yield (number, `function(batch, ids)`) of this rank's batches, without gradients.
 
@@ -112,10 +132,10 @@ def as_values(result: Any, count: int) -> dict[str, Tensor]:
     return {name: values.detach().cpu().to(torch.float64) for name, values in named.items()}
 
 
-def in_order(parts: Sequence[Mapping[int, Any]], count: int) -> list[Any]:
-    """Return the results of all batches, from the ranks' {number: result}, in the order of their numbers."""
+def in_order(parts: Sequence[Mapping[int, Any]]) -> list[Any]:
+    """Return the results of all batches, each once, from the ranks' {number: result}, in the order of their numbers."""
     results = {number: result for part in parts for number, result in part.items()}
-    return [results[number] for number in range(count)]
+    return [results[number] for number in sorted(results)]
 
 
 def mean(values: Tensor) -> float:

@@ -3,19 +3,21 @@
     base (drawn from torch's generator when the pass begins)
       --seeds--> the sampler's draws | each sample's draws, by (base, batch, place) | collate's, by (base, batch)
 
-A checkpoint holds (base, batches taken); batches that are done are skipped without loading. All of it happens on a copy
-of the loader. worker/epochs.py calls this. A dataset with a generator of its own draws what it draws: it is a limit.
+A checkpoint holds (base, batches taken); batches that are done are skipped without loading. A stream is read again, or
+goes on from its own state. All of it happens on a copy of the loader. worker/epochs.py calls this. A dataset with a
+generator of its own draws what it draws: it is a limit.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
 from jobkit.train.seeds import (
     derive_seed,
@@ -31,21 +33,66 @@ def draw_base() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
-class Pass:
-    """One pass over a loader, or over any iterable of batches, from batch number `first` on.
+class Form(NamedTuple):
+    """What the code may change between two attempts; None where nothing tells."""
 
-    for batch in Pass(loader, base=draw_base()): ...
+    batch_size: int | None
+    length: int | None
+    """Samples of the dataset."""
+
+
+def form_of(loader: Any) -> Form:
+    """Return the batch size of a loader, and its dataset's length."""
+    if not isinstance(loader, DataLoader):
+        return Form(getattr(loader, "batch_size", None), None)
+    dataset: Any = loader.dataset
+    is_sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    # batch_size is None as well where the script gave a batch sampler of its own.
+    return Form(1 if loader.batch_sampler is None else loader.batch_size, len(dataset) if is_sized else None)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return a loader's number of batches; None where its sampler has no length, or for the guess of a stream."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class Pass:
+    """One pass over a loader, or over any iterable of batches; with the state of another pass, from where that was.
+
+    for batch in Pass(loader, draw_base()): ...
     """
 
-    def __init__(self, loader: Any, base: int, first: int = 0, sampler_state: Any = None) -> None:
-        self.base, self.first = base, first
-        self._loader = loader
+    def __init__(self, loader: Any, base: int, state: Mapping[str, Any] | None = None) -> None:
+        self.base = base
+        self.skipped: int = 0 if state is None else state["skipped"]
+        """Samples that are left out: they were done with another batch size, or on another number of ranks."""
+        self.taken: int = 0 if state is None else state["taken"]
+        """Batches that are done, after the samples left out."""
+        self._loader, self._first = loader, self.taken
         self._ids: dict[int, list[int]] = {}
-        sampler = _sampler_of(loader)
-        if sampler_state is not None:
-            sampler.load_state_dict(sampler_state)
-        self.sampler_state = sampler.state_dict() if callable(getattr(sampler, "state_dict", None)) else None
-        """The state of a sampler that has one, as it was when the pass began."""
+        self._sampler, self._is_resumed = _sampler_of(loader), state is not None
+        self._sampler_state = None if state is None else state["sampler"]
+        if state is None and callable(getattr(self._sampler, "state_dict", None)):
+            self._sampler_state = copy.deepcopy(self._sampler.state_dict())
+        self._stream_state: Any = None if state is None else state["stream"]
+        self._draws = derive_seed(base, "after", self.skipped) if self.skipped else base
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the pass is, the sampler's state as it was when the pass began, and the stream's state.
+
+        The batch after this place has been read already: the stream's state is the state before that.
+        """
+        return {
+            "taken": self.taken,
+            "skipped": self.skipped,
+            "sampler": self._sampler_state,
+            "stream": self._stream_state,
+        }
 
     def ids(self, number: int) -> list[int]:
         """Return the ids of a batch's samples, where the sampler gives numbers; ids of earlier batches are gone."""
@@ -53,10 +100,21 @@ class Pass:
             del self._ids[old]
         return self._ids.get(number, [])
 
+    def batches_left(self) -> int | None:
+        """Return how many batches are to come; None where nothing tells."""
+        length = length_of(self._loader)
+        if length is None or not self.skipped:
+            return length if length is None else length - self.taken
+        samples = len(self._sampler) - self.skipped
+        size = self._loader.batch_size or 1
+        return (samples // size if self._loader.drop_last else -(-samples // size)) - self.taken
+
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader
+        if self._is_resumed and self._sampler_state is not None:
+            self._sampler.load_state_dict(copy.deepcopy(self._sampler_state))
         if not isinstance(loader, DataLoader):
-            return self._read_again(loader)
+            return self._read(loader)
         for owner in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(derive_seed(self.base, "generator"))
@@ -68,33 +126,68 @@ class Pass:
         }
         is_stream = isinstance(loader.dataset, IterableDataset)
         vars(clone).update(changes if is_stream else changes | self._by_place(loader))  # DataLoader's own are read-only
-        return self._read_again(clone) if is_stream else iter(clone)
+        return self._read(clone) if is_stream else iter(clone)
 
     def _by_place(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return the parts of a loader whose sampler, dataset and collate draw by place."""
         by_batch = loader.batch_sampler is not None
-        places = _Places(loader.batch_sampler if by_batch else loader.sampler, self.base, self.first, self._ids)
+        sampler: Any = loader.batch_sampler if by_batch else loader.sampler
+        if self.skipped:
+            rest = _After(loader.sampler, self.skipped)
+            sampler = BatchSampler(rest, loader.batch_size or 1, loader.drop_last) if by_batch else rest
         return {
-            "dataset": _SeededDataset(loader.dataset, self.base),
-            "batch_sampler" if by_batch else "sampler": places,
-            "collate_fn": _SeededCollate(loader.collate_fn, self.base),
+            "dataset": _SeededDataset(loader.dataset, self._draws),
+            "batch_sampler" if by_batch else "sampler": _Places(sampler, self.base, self._first, self._ids),
+            "collate_fn": _SeededCollate(loader.collate_fn, self._draws),
         }
 
-    def _read_again(self, loader: Any) -> Iterator[Any]:
-        """Yield batches of a stream, or of any iterable, under the pass's own generators; done ones are read again."""
-        generators = _OwnGenerators(derive_seed(self.base, "stream"))
-        with generators.inside():
-            iterator = iter(loader)
+    def _read(self, loader: Any) -> Iterator[Any]:
+        """Yield batches of a stream, or of any iterable, whose draws follow from (base, batch).
+
+        Done ones are read again, unless the loader, or a dataset that is read in this process, has a state.
+        """
+        dataset = getattr(loader, "dataset", None)
+        owners = [loader, dataset] if getattr(loader, "num_workers", 0) == 0 else [loader]
+        owner: Any = next(filter(_has_state, owners), None)
         number = 0
+        if owner is not None and self._stream_state is not None:
+            owner.load_state_dict(copy.deepcopy(self._stream_state))
+            number = self._first
+        with _drawing(self.base, "stream"):
+            iterator = iter(loader)
         while True:
-            with generators.inside():
+            if owner is not None and number >= self._first:
+                self._stream_state = copy.deepcopy(owner.state_dict())
+            with _drawing(self.base, "stream", number):
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
-            if number >= self.first:
+            if number >= self._first:
                 yield batch
             number += 1
+
+
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+@contextmanager
+def _drawing(*place: object) -> Iterator[None]:
+    """Within it, the generators draw by a place."""
+    with preserved_generators():
+        seed_cpu_generators(derive_seed(*place))
+        yield
+
+
+class _After:
+    """A sampler without its first samples."""
+
+    def __init__(self, sampler: Any, skipped: int) -> None:
+        self._sampler, self._skipped = sampler, skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._sampler), self._skipped, None)
 
 
 def _sampler_of(loader: Any) -> Any:

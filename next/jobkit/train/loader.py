@@ -1,9 +1,11 @@
 """ctx.loader: an endless, sharded, exactly resumable stream of global batches.
 
     SampleOrder --shares--> torch DataLoader (workers, collate) --this rank's part--> device
+    a stream --streams.py------^
 
-The state is a position and nothing else: batches that workers have loaded ahead are loaded again after a restart, and
-each sample's random numbers follow from (seed, epoch, sample) alone.
+The state is the number of samples that are done, and nothing else: batches that workers have loaded ahead are loaded
+again after a restart, and each sample's random numbers follow from (seed, epoch, sample) alone. A stream may add a
+state of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from jobkit.log import log
 from jobkit.train.batch import to_device
 from jobkit.train.order import SampleOrder
 from jobkit.train.seeds import derive_seed, preserved_generators, sample_seeds, seed_cpu_generators
+from jobkit.train.streams import Stream, is_stream
 
 AHEAD = 256
 """Samples whose order is computed at once."""
@@ -47,14 +50,15 @@ INSTEAD = {
 
 
 class _Shares(Sampler[list[tuple[int, int]]]):
-    def __init__(self, order: SampleOrder, first: int, rank: int, world_size: int) -> None:
-        self.order, self.first, self.rank, self.world_size = order, first, rank, world_size
+    def __init__(self, order: SampleOrder, begin: int, rank: int, world_size: int) -> None:
+        self.order, self.begin, self.rank, self.world_size = order, begin, rank, world_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        number, count = self.first, max(1, AHEAD * self.world_size // self.order.global_batch_size)
+        begin, size = self.begin, self.order.global_batch_size
+        count = max(1, AHEAD * self.world_size // size)
         while True:
-            yield from self.order.shares(number, count, self.rank, self.world_size)
-            number += count
+            yield from self.order.shares(begin, count, self.rank, self.world_size)
+            begin += count * size
 
 
 class SeededBatches(Dataset[Any]):
@@ -115,32 +119,44 @@ class Loader:
         world_size: int = 1,
         seed: int = 0,
         device: torch.device | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
         **options: Any,
     ) -> None:
-        _check(dataset, global_batch_size, world_size, options)
+        _check(global_batch_size, world_size, options)
         if weights is not None and shuffle is not None:
             raise UsageError("weights of ctx.loader draw samples at random: leave shuffle out, or the weights")
         self.dataset, self.global_batch_size, self.name = dataset, global_batch_size, name
-        self.position = 0
-        """Global batches handed out."""
+        self.done = 0
+        """Samples handed out, on all ranks together."""
         self._seed = derive_seed(seed, "loader", name)
-        self._order = SampleOrder(len(dataset), global_batch_size, self._seed, shuffle is not False, weights)
-        self._batches = SeededBatches(dataset, self._seed, options.pop("collate_fn", None))
+        collate_fn = options.pop("collate_fn", None)
         self._rank, self._world_size, self._options = rank, world_size, options
         self._device = device or torch.device("cpu")
         self._iterator: Iterator[Any] | None = None
+        self._said: set[tuple[str, Any]] = set()
+        self.stream: Stream | None = None
+        """How the stream is divided; None for a dataset with a length."""
+        if is_stream(dataset):
+            if shuffle or weights is not None:
+                raise UsageError("ctx.loader: a stream has the order in which it is read: let the stream shuffle")
+            self.stream = Stream(dataset, global_batch_size, rank, world_size, self._seed, collate_fn, gather)
+        else:
+            self._order = SampleOrder(len(dataset), global_batch_size, self._seed, shuffle is not False, weights)
+            self._batches = SeededBatches(dataset, self._seed, collate_fn)
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset so far, with the fraction of the current one."""
-        return self.position * self.global_batch_size / self._order.length
+        """Passes over the dataset so far, with the fraction of the current one; of a stream whole passes."""
+        return self.stream.epoch if self.stream is not None else self.done / self._order.length
 
     @property
     def sample_ids(self) -> list[int]:
-        """Ids of this rank's samples in the batch that was handed out last; empty before the first."""
-        if self.position == 0:
+        """Ids of this rank's samples in the batch that was handed out last; empty before the first, and for streams."""
+        if self.done < self.global_batch_size or self.stream is not None:
             return []
-        return [sample for _, sample in self._order.share(self.position - 1, self._rank, self._world_size)]
+        return [
+            sample for _, sample in self._order.share(self.done - self.global_batch_size, self._rank, self._world_size)
+        ]
 
     def __iter__(self) -> Loader:
         return self
@@ -148,19 +164,26 @@ class Loader:
     def __next__(self) -> Any:
         if self._iterator is None:
             self._iterator = self._begin()
-        batch = next(self._iterator)
-        self.position += 1
+        if self.stream is None:
+            batch = next(self._iterator)
+        else:
+            with nullcontext() if self._options.get("num_workers") else preserved_generators():
+                batch = self.stream.take(next(self._iterator))
+        self.done += self.global_batch_size
         return to_device(batch, self._device)
 
     def _begin(self) -> Iterator[Any]:
-        shares = _Shares(self._order, self.position, self._rank, self._world_size)
         pin = self._options.get("pin_memory")
+        if self.stream is None:
+            shares = _Shares(self._order, self.done, self._rank, self._world_size)
+            source: dict[str, Any] = {"dataset": self._batches, "batch_sampler": shares}
+        else:
+            source = {"dataset": self.stream.reader(self.done), "batch_size": None}
         loader = DataLoader(
-            self._batches,
-            batch_sampler=shares,
             collate_fn=_as_it_is,
             # A generator of its own: DataLoader would draw the seed of its workers from the training's.
-            generator=torch.Generator().manual_seed(derive_seed(self._seed, "workers", self._rank, self.position)),
+            generator=torch.Generator().manual_seed(derive_seed(self._seed, "workers", self._rank, self.done)),
+            **source,
             **{**self._options, "pin_memory": self._device.type == "cuda" if pin is None else pin},
         )
         try:
@@ -169,26 +192,35 @@ class Loader:
             raise UsageError(f"ctx.loader cannot start workers: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "global_batch_size": self.global_batch_size, "length": self._order.length}
+        state = {"samples": self.done, "global_batch_size": self.global_batch_size}
+        more = {"length": self._order.length} if self.stream is None else {"stream": self.stream.state_dict()}
+        return state | more
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position. Where the code has another batch size or length now, the code's counts, and the
-        samples done so far decide where the order goes on."""
-        done = int(state["position"]) * int(state["global_batch_size"])
-        for key, value in (("global_batch_size", self.global_batch_size), ("length", self._order.length)):
-            if state[key] != value:
-                what = "global_batch_size" if key == "global_batch_size" else "number of samples"
-                log.warning("the %s of loader %s was %s, and is %s now", what, self.name, state[key], value)
-        self.position = done // self.global_batch_size
-        self._iterator = None
+        """Continue after the samples that are done. Where the code has another batch size or length now, the code's
+        counts. Raises UsageError where a stream was none before."""
+        self.done, self._iterator = int(state["samples"]), None
+        before, size = state["global_batch_size"], self.global_batch_size
+        if before != size:
+            self._say("global_batch_size", before, size, f"it goes on after the {self.done} samples that are done")
+        if ("stream" in state) != (self.stream is not None):
+            raise UsageError(f"loader {self.name}: the checkpoint's dataset and the code's are not both streams")
+        if self.stream is not None:
+            self.stream.load_state_dict(state["stream"], self.done, self._say)
+        elif state["length"] != (length := self._order.length):
+            epoch, samples = divmod(self.done, int(state["length"]))
+            self.done = epoch * length + min(samples, length)
+            now = f"epoch {epoch} goes on after {min(samples, length)} samples, in another order"
+            self._say("number of samples", state["length"], length, now)
+
+    def _say(self, what: str, before: Any, now: Any, consequence: str) -> None:
+        """Warn on rank 0 that the code has changed, once: a state may be loaded several times."""
+        if self._rank == 0 and (what, before) not in self._said:
+            log.warning("the %s of loader %s was %s, and is %s now: %s", what, self.name, before, now, consequence)
+        self._said.add((what, before))
 
 
-def _check(dataset: Any, global_batch_size: Any, world_size: int, options: Mapping[str, Any]) -> None:
-    if not hasattr(dataset, "__len__"):
-        raise UsageError(
-            f"the {type(dataset).__name__} of ctx.loader has no length: give it __len__, or loop over a DataLoader of "
-            "it with ctx.epochs and ctx.batches"
-        )
+def _check(global_batch_size: Any, world_size: int, options: Mapping[str, Any]) -> None:
     for name in options:
         if name in INSTEAD:
             raise UsageError(f"ctx.loader takes no {name}: {INSTEAD[name]}")

@@ -1,6 +1,6 @@
 """The order of samples: a pure function of a position, in constant memory and time.
 
-    (seed, batch number, rank) --SampleOrder.shares--> (epoch, sample id) pairs
+    (seed, samples before, rank) --SampleOrder.shares--> (epoch, sample id) pairs
 
 loader.py calls it. The order does not depend on the number of ranks: each takes a part of the same global batch.
 """
@@ -76,13 +76,13 @@ def share_of(size: int, rank: int, world_size: int) -> slice:
 
 
 class SampleOrder:
-    """The samples of global batch number `n`: a pure function of the arguments.
+    """The samples of a global batch: a pure function of how many samples come before it.
 
     The stream is an endless chain of one permutation an epoch, cut into global batches. A batch may cross from one
     epoch into the next, so that no sample is dropped or repeated within an epoch. With `weights` each position draws a
     sample anew, with replacement, as torch's WeightedRandomSampler does.
 
-    SampleOrder(50_000, 256, seed=0).share(7, rank=1, world_size=4)      # 64 pairs of (epoch, sample id)
+    SampleOrder(50_000, 256, seed=0).share(7 * 256, rank=1, world_size=4)      # 64 pairs of (epoch, sample id)
     """
 
     def __init__(
@@ -98,15 +98,16 @@ class SampleOrder:
         self.length, self.global_batch_size, self.seed, self.shuffle = length, global_batch_size, seed, shuffle
         self._sums = None if weights is None else _running_sums(weights, length)
 
-    def share(self, number: int, rank: int = 0, world_size: int = 1) -> list[tuple[int, int]]:
-        """Return one rank's part of a global batch, as (epoch, sample id); with weights as (draw, sample id)."""
-        return self.shares(number, 1, rank, world_size)[0]
+    def share(self, begin: int, rank: int = 0, world_size: int = 1) -> list[tuple[int, int]]:
+        """Return one rank's part of the global batch that begins after `begin` samples, as (epoch, sample id); with
+        weights as (draw, sample id)."""
+        return self.shares(begin, 1, rank, world_size)[0]
 
-    def shares(self, first: int, count: int, rank: int, world_size: int) -> list[list[tuple[int, int]]]:
-        """Return the shares of `count` batches together: a number alone takes as long as a hundred."""
+    def shares(self, begin: int, count: int, rank: int, world_size: int) -> list[list[tuple[int, int]]]:
+        """Return the shares of `count` batches together: a batch alone takes as long as a hundred."""
         size = self.global_batch_size
         part = share_of(size, rank, world_size)
-        begins = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(size)
+        begins = np.uint64(begin) + np.arange(count, dtype=np.uint64)[:, None] * np.uint64(size)
         pairs = self._at((begins + np.arange(part.start, part.stop, dtype=np.uint64)).ravel())
         width = part.stop - part.start
         return [pairs[index * width : (index + 1) * width] for index in range(count)]

@@ -88,11 +88,8 @@ class Spread:
             self.data_group = (data if data is not None else self._mesh[axis]).get_group()
             if self.layout.pipeline > 1:
                 self.stages = self._mesh["pipeline"].get_group()
-
-    @property
-    def forward_is_collective(self) -> bool:
-        """True if ranks take part in each other's forwards."""
-        return self._mesh is not None
+        self.forward_is_collective = self._mesh is not None
+        """True where all ranks make a forward together, as of sharded weights: they evaluate as many batches each."""
 
     def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """Return the module on this rank's device, with rank 0's weights, spread over the ranks. All ranks call it.

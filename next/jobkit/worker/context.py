@@ -191,7 +191,9 @@ class Context:
         """Return an endless iterator over this rank's parts of global batches of a dataset.
 
         Options: shuffle, weights, name, and DataLoader's num_workers, collate_fn, prefetch_factor ... The order is the
-        same on any number of ranks. Raises UsageError for options that do not fit.
+        same on any number of ranks. A dataset without a length is a stream: with `num_shards` and `shard(num_shards,
+        index)` ranks divide its shards, else each rank reads all of it and keeps its share. A restart reads it again up
+        to where it was, unless it has state_dict and load_state_dict. Raises UsageError for options that do not fit.
         """
         if self._loop.call:
             raise UsageError("ctx.loader comes before the loop: no attempt would restore one that is made later")
@@ -206,6 +208,7 @@ class Context:
             world_size=self._spread.data_size,
             seed=self.seed,
             device=self.device,
+            gather=self._ranks.gather,
             **options,
         )
         self._step.loaders.append(loader)
@@ -307,7 +310,8 @@ class Context:
         """Return the batches of a DataLoader of the script's own, in an epoch of ctx.epochs; of several, tuples.
 
         They come as the loader makes them, where it puts them. Its order and random numbers continue exactly in another
-        attempt on as many ranks.
+        attempt on as many ranks. A stream is read again, or goes on from its state_dict where it, or its loader, has
+        one. An attempt within an epoch begins at its batch: `enumerate(ctx.batches(loader), ctx.batch)` numbers them.
         """
         return self._epochs.batches(loaders)
 

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from jobkit.errors import UsageError
 from jobkit.log import log
-from jobkit.train.foreign_loader import Pass, draw_base
+from jobkit.train.foreign_loader import Form, Pass, draw_base, form_of
 from jobkit.train.seeds import generator_state, load_generator_state
 from jobkit.worker.checkpoints import Boundary
 from jobkit.worker.loop import Loop
@@ -44,33 +44,34 @@ class Epochs:
         """The generators at the top of the epoch."""
         self._bases: list[list[int]] = []
         """Of each pass in the epoch so far, of each of its loaders: the number that it was drawn from."""
-        self._sampler_states: list[Any] = []
-        """Of the pass under way."""
-        self._taken = 0
-        """Batches of the pass under way that are done."""
+        self._forms: dict[int, list[Form]] = {}
+        """Of each pass, of each of its loaders: what the code may change between two attempts."""
+        self._passes: list[Pass] = []
+        """The pass under way: one for each loader."""
         self._resumed: Mapping[str, Any] | None = None
+        """The state that the attempt begins with, until the pass that was under way goes on."""
+        self._forms_before: dict[int, list[Form]] = {}
+        """Of passes that this attempt has not begun yet."""
         self._number = 0
         """Passes in the epoch that have begun."""
         self._is_held = False
         """True where a step is done whose boundary has not come."""
-        self._passes: list[Pass] = []
-        self._batch_sizes: list[int | None] = []
-        """Of the loaders of the pass under way."""
 
     def state_dict(self) -> dict[str, Any]:
+        if self._resumed is not None:
+            return dict(self._resumed)
         return {
-            "taken": self._taken,
             "world_size": self._world_size,
-            "batch_sizes": self._batch_sizes,
             "bases": self._bases,
-            "sampler_states": self._sampler_states,
+            "forms": {number: [tuple(form) for form in forms] for number, forms in self._forms.items()},
+            "passes": [part.state_dict() for part in self._passes] if self._bases else [],
             "top": self._top,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._taken, self._top = state["taken"], state["top"]
-        self._bases, self._sampler_states = state["bases"], state["sampler_states"]
-        self._batch_sizes = state["batch_sizes"]
+        self._top, self._bases = state["top"], state["bases"]
+        self._forms = {number: [Form(*form) for form in forms] for number, forms in state["forms"].items()}
+        self._forms_before = dict(self._forms)
         self._resumed = state if state["bases"] else None
 
     @property
@@ -85,8 +86,8 @@ class Epochs:
     @property
     def sample_ids(self) -> list[int]:
         """The ids of this rank's samples in the batch under way."""
-        number = max(0, self._taken - (not self._loop.is_in_step))
-        return [sample for part in self._passes for sample in part.ids(number)]
+        after = not self._loop.is_in_step
+        return [sample for part in self._passes for sample in part.ids(max(0, part.taken - after))]
 
     def epochs(self, total: int) -> Iterator[int]:
         loop = self._loop
@@ -96,7 +97,7 @@ class Epochs:
             if self._resumed is not None:
                 load_generator_state(self._resumed["top"], *self._devices)
             self._top = generator_state(*self._devices)
-            self._bases, self._number, self._taken = [], 0, 0
+            self._bases, self._number = [], 0
             try:
                 yield loop.boundary.epoch
             except GeneratorExit:
@@ -116,7 +117,7 @@ class Epochs:
         if self._resumed is not None:
             raise UsageError("the run continues within an epoch, and its body called no ctx.batches")
         epoch = loop.boundary.epoch + 1
-        self._bases, self._sampler_states, self._taken, self._top = [], [], 0, None
+        self._bases, self._passes, self._top = [], [], None
         step = loop.boundary.step + self._is_held
         self._is_held = False
         at_end = loop.drill is not None and step >= loop.drill.steps
@@ -137,52 +138,59 @@ class Epochs:
         if resumed is not None and number < len(resumed["bases"]) - 1:
             self._bases.append(resumed["bases"][number])
             return  # a pass that was done before the checkpoint
-        first, states = 0, [None] * len(loaders)
-        sizes = [getattr(loader, "batch_size", None) for loader in loaders]
-        if resumed is not None:
-            self._bases.append(resumed["bases"][number])
-            first, states = self._done_here(loaders, sizes, resumed), resumed["sampler_states"]
-        else:
+        forms = [form_of(loader) for loader in loaders]
+        before = self._forms_before.pop(number, forms)
+        if len(before) != len(loaders):
+            raise UsageError(f"ctx.batches: the checkpoint's pass is over {len(before)} loader(s), not {len(loaders)}")
+        states: list[dict[str, Any] | None] = [None] * len(loaders)
+        if resumed is None:
             self._bases.append([draw_base() for _ in loaders])
-        self._passes = [
-            Pass(loader, base, first, state)
-            for loader, base, state in zip(loaders, self._bases[-1], states, strict=True)
-        ]
-        self._sampler_states = [part.sampler_state for part in self._passes]
-        self._batch_sizes = sizes
+        else:
+            states = [self._continued(*each) for each in zip(loaders, before, forms, resumed["passes"], strict=True)]
+            self._bases.append(resumed["bases"][number])
+        self._say_changes(before, forms, states)
+        passes = [Pass(*each) for each in zip(loaders, self._bases[-1], states, strict=True)]
+        self._forms[number] = forms
         if resumed is not None:
             # The lines before ctx.batches, and the loader's first draws, have changed what was restored.
-            self._resumed = None
-            bases, passes, states = self._bases, self._passes, self._sampler_states
+            kept = self._bases, self._forms, self._forms_before
             self._restore_again()
             self._resumed = None
-            self._bases, self._passes, self._sampler_states, self._batch_sizes = bases, passes, states, sizes
-        self._taken = first
-        self._expect_last(loaders, first)
+            self._bases, self._forms, self._forms_before = kept
+        self._passes = passes
+        lengths = [length for part in passes if (length := part.batches_left()) is not None]
+        if lengths and self._loop.boundary.epoch + 1 == self._total:  # the loop saves one step before its end
+            self._loop.total = self._loop.boundary.step + self._is_held + max(0, min(lengths))
         yield from self._each(loaders)
 
-    def _done_here(self, loaders: Sequence[Any], sizes: Sequence[int | None], resumed: Mapping[str, Any]) -> int:
-        """Return how many batches of the pass under way are done, for this number of ranks.
+    def _continued(self, loader: Any, before: Form, now: Form, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return where a pass goes on: after as many samples, where the batch size or the number of ranks is another.
 
-        DistributedSampler deals samples out in turn: half as many ranks have done twice as many batches of a size.
+        DistributedSampler deals samples out in turn: half as many ranks have done twice as many each.
         """
-        taken, before = resumed["taken"], resumed["world_size"]
-        if before == self._world_size:
-            return int(taken)
-        samplers = [getattr(loader, "sampler", None) for loader in loaders]
-        old, new = resumed["batch_sizes"][0], sizes[0]
-        dealt = all(isinstance(sampler, DistributedSampler) for sampler in samplers) and bool(old and new)
-        first = taken * before * (old or 1) // (self._world_size * (new or 1)) if dealt else taken
-        if self._rank == 0:
-            done = f"its first {first} batches count as done on each" if dealt else "its samples are no longer exact"
-            log.warning("the epoch goes on with %d instead of %d ranks: %s", self._world_size, before, done)
-        return int(first)
+        assert self._resumed is not None
+        ranks, was_dealt = self._resumed["world_size"], isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        if ranks != self._world_size and not was_dealt and self._rank == 0:
+            log.warning("the epoch goes on with %d instead of %d ranks: inexactly", self._world_size, ranks)
+        is_equal = before.batch_size == now.batch_size and (ranks == self._world_size or not was_dealt)
+        if is_equal or before.batch_size is None or now.batch_size is None:
+            return dict(state)
+        done = state["skipped"] + state["taken"] * before.batch_size
+        if was_dealt:
+            done = done * ranks // self._world_size
+        if isinstance(getattr(loader, "dataset", None), IterableDataset):
+            return {**state, "taken": done // now.batch_size, "skipped": 0, "stream": None}
+        return {**state, "taken": 0, "skipped": done}
 
-    def _expect_last(self, loaders: Sequence[Any], first: int) -> None:
-        """Tell the loop where the last epoch ends, as far as lengths are known: it saves one step before."""
-        lengths = [length for length in map(length_of, loaders) if length is not None]
-        if lengths and self._loop.boundary.epoch + 1 == self._total:
-            self._loop.total = self._loop.boundary.step + self._is_held + min(lengths) - first
+    def _say_changes(self, before: Sequence[Form], now: Sequence[Form], states: Sequence[Any]) -> None:
+        """Warn on rank 0 of what the code has changed since the attempt before."""
+        for old, new, state in zip(before, now, states, strict=True):
+            done = 0 if state is None else state["skipped"] + state["taken"] * (new.batch_size or 1)
+            consequence = f"the epoch goes on after {done} samples of each rank" if done else "it counts from here on"
+            for what, was, is_now in zip(("batch size", "number of samples"), old, new, strict=True):
+                if was != is_now and self._rank == 0:
+                    words = "the %s of ctx.batches was %s, and is %s now: %s"
+                    log.warning(words, what, was, is_now, consequence)
 
     def _each(self, loaders: Sequence[Any]) -> Iterator[Any]:
         loop = self._loop
@@ -196,7 +204,8 @@ class Epochs:
             loop.begin_step()
             self._is_held = True
             yield batch[0] if len(loaders) == 1 else batch
-            self._taken += 1
+            for part in self._passes:
+                part.taken += 1
             loop.own_time.begin(is_step=False)
             batch = self._next(iterators)
             loop.own_time.ends()
@@ -211,20 +220,10 @@ class Epochs:
     def _next(self, iterators: Sequence[Iterator[Any]]) -> Any:
         """Return the next batch of each loader, as a tuple; _END where one of them has no more."""
         drill, done = self._loop.drill, self._loop.boundary.step + self._is_held
-        if drill is not None and (done >= drill.steps or (drill.shorten and self._taken >= drill.shorten)):
+        if drill is not None and (done >= drill.steps or (drill.shorten and self._passes[0].taken >= drill.shorten)):
             return _END
         batches = [next(iterator, _END) for iterator in iterators]
         return _END if any(batch is _END for batch in batches) else tuple(batches)
-
-
-def length_of(loader: Any) -> int | None:
-    """Return a loader's number of batches; None where its sampler has no length, or for the guess of a stream."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return None
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 class Batches:

@@ -2,12 +2,15 @@
 
     dataset --HandOut over all ranks--> function(batch, ids) --gather--> values in the order of the samples
 
-An evaluation that is interrupted is done again as a whole by the next attempt. train/evaluate.py has the pure parts.
+An evaluation that is interrupted is done again as a whole by the next attempt; of a map into a folder the files stay
+that are complete. train/evaluate.py has the pure parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+import json
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from jobkit.errors import UsageError
-from jobkit.train.evaluate import Batches, HandOut, PerSample, as_values, computed, in_order, mean
+from jobkit.run.files import write_atomic, write_json
+from jobkit.train.evaluate import Batches, HandOut, PerSample, Rounds, as_values, computed, in_order, mean
 from jobkit.train.spread import Spread, independent_forwards
 from jobkit.worker.loop import Loop
 from jobkit.worker.rank import Rank
@@ -54,8 +58,8 @@ class Evaluator:
     def map(self, function: PerSample, dataset: Any, *, to: str | Path = "main", **options: Any) -> Any:
         """Return `function`'s outputs of all samples, joined along the first dimension.
 
-        `to` is `main` (None on other ranks), `all`, or a folder: each rank writes its batches there, as
-        `batch_<number>.pt`.
+        `to` is `main` (None on other ranks), `all`, or a folder that all ranks see: each rank writes its batches there,
+        as `batch_<number>.pt`, each whole or not at all.
         """
         if to not in ("main", "all"):
             return self._to_folder(function, dataset, Path(to), options)
@@ -63,17 +67,29 @@ class Evaluator:
         return _joined(parts) if parts else None
 
     def _to_folder(self, function: PerSample, dataset: Any, folder: Path, options: dict[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         size = options.get("batch_size", 1)
+        place = {"run": self._rank.run.name, "step": self._loop.boundary.step, "batches": [len(dataset), size]}
 
-        def write(batch: Any, ids: Tensor) -> int:
-            number = int(ids[0]) // size
-            whole, part = folder / f"batch_{number:08d}.pt", folder / f".batch_{number:08d}.pt.{self._rank.rank}"
-            torch.save(tree_map(_on_cpu, function(batch, ids)), part)
-            part.replace(whole)
-            return int(number)
+        def file_of(number: int) -> Path:
+            return folder / f"batch_{number:08d}.pt"
 
-        self._run(write, dataset, to_all=False, **options)
+        def begin() -> set[int]:
+            """Return the batches that an attempt before has left here; remove the files of other maps."""
+            folder.mkdir(parents=True, exist_ok=True)
+            marker = folder / ".jobkit.json"
+            before = json.loads(marker.read_text()) if marker.exists() else {}
+            if before.pop("attempt", self._rank.attempt) == self._rank.attempt or before != place:
+                for old in folder.glob("batch_*.pt"):
+                    old.unlink()
+            write_json(marker, {**place, "attempt": self._rank.attempt})
+            return {number for number in range(-(-len(dataset) // size)) if file_of(number).exists()}
+
+        def write(batch: Any, ids: Tensor) -> None:
+            output = io.BytesIO()
+            torch.save(tree_map(_on_cpu, function(batch, ids)), output)
+            write_atomic(file_of(int(ids[0]) // size), output.getvalue())
+
+        self._run(write, dataset, to_all=False, done=self._spread.ranks.on_main(begin), **options)
 
     def _run(
         self,
@@ -83,43 +99,54 @@ class Evaluator:
         *,
         batch_size: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        done: Collection[int] = (),
         **options: Any,
     ) -> list[Any]:
-        """Return the results of all batches, in order; on other ranks than 0 only where they are `to_all`."""
+        """Return the results of all batches but the `done` ones, in order; on other ranks than 0 where they are
+        `to_all`."""
         if not hasattr(dataset, "__len__") or len(dataset) == 0:
             raise UsageError(f"ctx.evaluate: a {type(dataset).__name__} without samples, expected a dataset with some")
         batches = Batches(dataset, batch_size, self._rank.config.seed or 0, collate_fn)
-        ranks, total = self._spread.ranks, len(dataset)
+        spread, ranks = self._spread, self._spread.ranks
+        numbers = [number for number in range(len(batches)) if number not in done]
+        total = min(len(dataset), len(numbers) * batch_size)
         self._count += 1
-        store = dist.distributed_c10d._get_default_store() if ranks.world_size > 1 else None
-        hand_out = HandOut(len(batches), store, f"jobkit/evaluation/{self._count}")
+        together = spread.forward_is_collective and ranks.world_size > 1
+        hand_out: HandOut | Rounds = Rounds(numbers, spread.data_rank, spread.data_size)
+        if not together:
+            store = dist.distributed_c10d._get_default_store() if ranks.world_size > 1 else None
+            hand_out = HandOut(numbers, store, f"jobkit/evaluation/{self._count}")
         results: dict[int, Any] = {}
 
-        def compute() -> bool:
-            for number, result in computed(function, batches, hand_out, self._spread.device, **options):
+        def compute() -> None:
+            for number, result in computed(function, batches, hand_out, spread.device, **options):
                 results[number] = result
                 self._rank.beat(self._loop.boundary.step, self._rank.page.read().phase)
                 self._reporter.update(evaluation={"done": min(total, hand_out.taken * batch_size), "total": total})
-                if self._loop.may_be_interrupted and self._loop.wants_stop():
-                    hand_out.stop()
-                    return False
-            return True
+                if self._loop.may_be_interrupted:
+                    stops = self._loop.wants_stop()
+                    if ranks.anywhere(stops) if together else stops:
+                        hand_out.stop()
+                        return
 
-        def or_stop() -> bool:
+        def or_stop() -> None:
             try:
-                return compute()
+                compute()
             except BaseException:
                 hand_out.stop()
                 raise
 
         # A tracked module that ctx.parallelize did not make may be an average of the weights, with averaged buffers.
         with independent_forwards([*self._spread.modules, *self._tracked.shared_modules]):
-            ranks.all_or_none(or_stop)
+            if together:  # the other ranks wait in a forward: an error of this one ends the attempt
+                compute()
+            else:
+                ranks.all_or_none(or_stop)
         self._reporter.update(evaluation=None)
         if self._loop.may_be_interrupted:
             self._loop.look()
         parts: Sequence[dict[int, Any]] = ranks.gather(results) if to_all else ranks.gather_on_main(results)
-        return in_order(parts, len(batches)) if parts else []
+        return in_order(parts)
 
 
 def _on_cpu(value: Any) -> Any:

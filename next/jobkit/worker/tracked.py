@@ -25,6 +25,7 @@ from jobkit.checkpoint.checkpointer import Checkpointer
 from jobkit.checkpoint.live import Entry, plain_module
 from jobkit.checkpoint.replicas import check_replicas
 from jobkit.errors import CheckpointError, UsageError
+from jobkit.train.loader import Loader
 from jobkit.train.seeds import derive_seed, generator_state, load_generator_state, seed_generators
 from jobkit.worker.values import Values
 
@@ -97,6 +98,7 @@ class Tracked:
         # With local SGD replicas differ between two averages.
         per_rank = per_rank or (self._drifts and isinstance(module, (nn.Module, torch.optim.Optimizer)))
         if not isinstance(module, nn.Module):
+            per_rank = per_rank or (isinstance(value, Loader) and value.stream is not None)
             return Entry(name=name, live=value, scope="rank" if per_rank else "shared")
         # Each rank's buffers are its own: BatchNorm's averages differ between ranks at a boundary, also under DDP,
         # which broadcasts rank 0's before the next forward.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from training_task import Points
 
 import jobkit
@@ -117,12 +118,38 @@ def train_parts(ctx: jobkit.Context) -> dict[str, Any]:
     return {"best": state.best.item()}
 
 
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Points in shards, with noise; it goes on from its state."""
+
+    num_shards, place = 4, 0
+
+    def __init__(self, samples: range = range(96)) -> None:
+        self.samples = samples
+
+    def shard(self, num_shards: int, index: int) -> Stream:
+        return Stream(self.samples[index::num_shards])
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        points = Points()
+        while self.place < len(self.samples):
+            self.place += 1
+            yield points[self.samples[self.place - 1]]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
+    """Nothing is forgotten: persistent workers, and beside them a stream."""
     model = ctx.parallelize(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader, other = (DataLoader(Points(), batch_size=8, shuffle=True) for _ in range(2))
+    loader = DataLoader(Points(), batch_size=8, shuffle=True, num_workers=1, persistent_workers=True)
     for _ in ctx.epochs(100, model=model, optimizer=optimizer):
-        for (x, y), (noise, _) in ctx.batches(loader, other):
+        for (x, y), (noise, _) in ctx.batches(loader, DataLoader(Stream(), batch_size=8)):
             x = x + 0.01 * noise
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
@@ -130,3 +157,31 @@ def train_epochs(ctx: jobkit.Context) -> dict[str, Any]:
             optimizer.step()
             ctx.log({"train/loss": loss})
     return {"loss": loss.item()}
+
+
+def train_stream(ctx: jobkit.Context) -> dict[str, Any]:
+    """Nothing is forgotten: a stream of ctx.loader whose shards the ranks divide, and one that is read again."""
+    model = ctx.parallelize(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    optimizer = jobkit.optim.EmaAdamW(model.parameters(), lr=0.01)
+    stream = ctx.loader(Stream(), global_batch_size=8, num_workers=1)
+    other = ctx.loader(Once(), global_batch_size=8)
+    ctx.track(model=model, optimizer=optimizer, stream=stream, other=other)
+
+    def validate() -> dict[str, float]:
+        with ctx.evaluating(model, optimizer):
+            return {"validation/loss": ctx.evaluate(lambda batch, ids: model(batch[0])[:, 0], Points(), batch_size=10)}
+
+    for _ in ctx.steps(ctx.params.steps, every={validate: 20}):
+        (x, y), (noise, _) = next(stream), next(other)
+        loss = ctx.backward(model, (x + 0.01 * noise, y), nn.functional.mse_loss, global_batch_size=8)
+        ctx.update(optimizer)
+        ctx.log({"train/loss": loss})
+    return {"loss": loss.item()}
+
+
+class Once(IterableDataset[Any]):
+    """All points in an order of its own, from their beginning on."""
+
+    def __iter__(self) -> Iterator[Any]:
+        points = Points()
+        return (points[index] for index in random.sample(range(96), 50))

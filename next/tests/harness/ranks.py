@@ -21,9 +21,13 @@ import torch
 import torch.distributed as dist
 
 from jobkit.group import RankGroup
+from jobkit.run import records
+from jobkit.run.records import Lease
 from jobkit.run.rundir import RunDir
 from jobkit.run.schema import Config
 from jobkit.run.slots import Page
+from jobkit.worker.context import Context
+from jobkit.worker.join import Joined
 from jobkit.worker.rank import Rank
 
 PATIENCE = 300.0
@@ -95,3 +99,13 @@ def make_rank(folder: Path, config: Config | None = None, rank: int = 0, world_s
     )
     made.config = config or Config(name="test", task="module:function")
     return made
+
+
+def make_context(folder: Path, ranks: RankGroup, config: Config | None = None, attempt: int = 1) -> Context:
+    """Return a Context, as an attempt has it that begins in a run directory; the one before is over."""
+    rank = make_rank(folder, config, ranks.rank, ranks.world_size)
+    rank.attempt = attempt
+    if ranks.is_main:
+        records.write(rank.run.lease_file, Lease(attempt=attempt, writer="w", token="t", job_id="1"))
+    ranks.barrier()
+    return Context(rank, Joined(torch.device("cpu"), ranks), {})

@@ -44,7 +44,12 @@ def test_what_training_makes_comes_back(tmp_path: Path) -> None:
     assert (code, report["equal"]) == (0, True), report
 
 
-def test_epochs_over_a_foreign_loader_are_exact(tmp_path: Path) -> None:
+def test_streams_of_a_loader_are_exact(tmp_path: Path) -> None:
+    code, report = verify(tmp_path, task="train_stream", ranks=2)
+    assert (code, report["missing"]) == (0, ["epoch end"]), report
+
+
+def test_epochs_over_foreign_loaders_are_exact(tmp_path: Path) -> None:
     code, report = verify(tmp_path, task="train_epochs", ranks=2)
     assert (code, report["missing"]) == (0, ["evaluation"]), report
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
 import torch
 from harness.ranks import run_ranks
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from jobkit.group import RankGroup
 from jobkit.run.schema import Config
-from jobkit.train.evaluate import Batches, HandOut, as_values, computed, in_order, mean
 from jobkit.train.spread import Spread, independent_forwards
 from jobkit.train.step import Step
 
@@ -44,44 +39,6 @@ def test_gradients_are_the_global_batchs(world_size: int, micro_batch_size: int 
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         for value, other in zip(values, expected, strict=True):
             assert value == pytest.approx(other, rel=1e-9)
-
-
-def evaluation(ranks: RankGroup, batch_size: int) -> tuple[float, int, list[int]]:
-    torch.manual_seed(0)
-    spread = Spread(CONFIG, torch.device("cpu"), ranks)
-    model = spread.parallelize(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
-    model.eval()
-    batches = Batches(TensorDataset(X, Y), batch_size, 0, None)
-    store = torch.distributed.distributed_c10d._get_default_store() if ranks.world_size > 1 else None
-    seen: list[int] = []
-
-    def error(batch: Any, ids: torch.Tensor) -> torch.Tensor:
-        seen.extend(ids.tolist())
-        if ranks.rank == 1:
-            time.sleep(0.05)  # a slow rank does less
-        return (model(batch[0] + 0.1 * torch.rand(1)) - batch[1]).square().mean(1)
-
-    results = {}
-    with independent_forwards([model]):
-        for number, value in computed(error, batches, HandOut(len(batches), store, "key"), spread.device):
-            results[number] = as_values(value, len(batches.ids(number)))
-    parts = in_order(ranks.gather(results), len(batches))
-    model.train()
-    model(X).sum().backward()  # ranks that computed no batch meet the others in DDP's collectives
-    return mean(torch.cat([part[""] for part in parts])), len(results), seen
-
-
-def test_an_evaluation_has_the_same_bits_on_any_number_of_ranks() -> None:
-    expected = run_ranks(evaluation, 1, 4)[0][0]
-    for world_size in (2, 3, 5):
-        answers = run_ranks(evaluation, world_size, 4)
-        assert {value for value, _, _ in answers} == {expected}
-        assert sorted(sample for _, _, seen in answers for sample in seen) == list(range(24))
-
-
-def test_training_goes_on_where_a_rank_computed_no_batch() -> None:
-    counts = [count for _, count, _ in run_ranks(evaluation, 3, 24)]
-    assert sorted(counts) == [0, 0, 1]
 
 
 def averages_alone(ranks: RankGroup) -> float:

@@ -1,0 +1,327 @@
+"""Loaders and streams in attempts that are broken off: together they see what one uninterrupted attempt sees."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.ranks import make_context, run_ranks
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
+
+from jobkit.errors import Stopped, UsageError
+from jobkit.group import RankGroup
+from jobkit.log import log
+from jobkit.train.loader import Loader
+from jobkit.worker.context import Context
+
+LENGTH = 22
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), torch.rand(()).item()])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Noisy samples of some numbers; `shard` as Hugging Face's streams have it."""
+
+    def __init__(self, numbers: range = range(LENGTH), num_shards: int = 1) -> None:
+        self.numbers, self.num_shards = numbers, num_shards
+
+    def shard(self, num_shards: int, index: int) -> Stream:
+        return type(self)(self.numbers[index::num_shards], self.num_shards // num_shards)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in self.numbers:
+            yield torch.tensor([number, random.random(), torch.rand(()).item()])
+
+
+class Resumable(Stream):
+    """A stream that goes on from its state."""
+
+    place, read = 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.place < len(self.numbers):
+            self.place, self.read = self.place + 1, self.read + 1
+            yield torch.tensor([self.numbers[self.place - 1], random.random()])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class InTurn:
+    """A sampler with a state, which goes on where the pass before ended."""
+
+    offset = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(LENGTH):
+            self.offset += 5
+            yield self.offset % LENGTH
+
+    def state_dict(self) -> dict[str, int]:
+        return {"offset": self.offset}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.offset = state["offset"]
+
+
+def noisy_collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + random.random()
+
+
+def distributed(ranks: RankGroup) -> Any:
+    return DistributedSampler(Noisy(), ranks.world_size, ranks.rank)
+
+
+# Loaders of a script
+
+
+LOADERS: dict[str, Callable[[RankGroup], list[Any]]] = {
+    "random": lambda ranks: [DataLoader(Noisy(), 4, shuffle=True)],
+    "weighted": lambda ranks: [DataLoader(Noisy(), 4, sampler=WeightedRandomSampler([1, 2] * 11, 25))],
+    "subset": lambda ranks: [DataLoader(Noisy(), 4, sampler=SubsetRandomSampler(range(3, LENGTH)), drop_last=True)],
+    "set_epoch": lambda ranks: [DataLoader(Noisy(), 3, sampler=distributed(ranks))],
+    "a sampler of batches": lambda ranks: [
+        DataLoader(Noisy(), batch_sampler=BatchSampler(RandomSampler(Noisy()), 4, False), collate_fn=noisy_collate)
+    ],
+    "no batches": lambda ranks: [DataLoader(Noisy(), batch_size=None, sampler=RandomSampler(range(9)))],  # type: ignore[arg-type]
+    "a sampler with a state": lambda ranks: [DataLoader(Noisy(), 4, sampler=InTurn())],
+    "persistent workers": lambda ranks: [
+        DataLoader(Noisy(), 4, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=noisy_collate)
+    ],
+    "a generator": lambda ranks: [DataLoader(Noisy(), 4, True, generator=torch.Generator().manual_seed(1))],
+    "an iterable": lambda ranks: [range(6)],
+    "two loaders": lambda ranks: [DataLoader(Noisy(), 4, shuffle=True), DataLoader(Stream(), 3)],
+    "a stream": lambda ranks: [DataLoader(Stream(), 4, num_workers=1, persistent_workers=True)],
+    "a stream with a state": lambda ranks: [DataLoader(Resumable(), 4)],
+    "a stateful loader": lambda ranks: [StatefulDataLoader(Noisy(), 4, shuffle=True, num_workers=1)],
+    "a stateful loader of a stream": lambda ranks: [StatefulDataLoader(Resumable(), 4)],
+}
+
+
+def epochs(ranks: RankGroup, folder: Path, name: str, attempt: int, stop: int | None) -> list[Any]:
+    """Return the batches of an attempt, and a number drawn beside each; the attempt is broken off after a step."""
+    ctx = make_context(folder, ranks, attempt=attempt)
+    loaders = LOADERS[name](ranks)
+    sampler = getattr(loaders[0], "sampler", None)
+    tracked = {"sampler": sampler} if isinstance(sampler, InTurn) else {}
+    seen = []
+    try:
+        for epoch in ctx.epochs(2, model=nn.Linear(1, 1), **tracked):
+            if isinstance(sampler, DistributedSampler):
+                sampler.set_epoch(epoch)
+            for number, batch in enumerate(tqdm(ctx.batches(*loaders), disable=True), ctx.batch):
+                parts = batch if isinstance(batch, tuple) else (batch,)
+                seen.append((epoch, number, [torch.as_tensor(part).tolist() for part in parts], torch.rand(()).item()))
+                if ranks.is_main and ctx.step == stop:
+                    ctx._rank.page.ask_to_stop()
+                time.sleep(0.1 * (ranks.world_size - 1))  # several ranks agree now and then
+    except Stopped:
+        pass
+    else:
+        ctx.finish()
+    ctx._tracked.close()
+    return seen
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_an_epoch_that_is_broken_off_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
+    ranks = 2 if name == "set_epoch" else 1
+    whole = run_ranks(epochs, ranks, tmp_path / "whole", name, 1, None)
+    per_epoch = Counter(epoch for epoch, *_ in whole[0])[0]
+    stops = [1, per_epoch - 1, per_epoch + 2, None]  # within an epoch, at its end, within the next
+    attempts = [run_ranks(epochs, ranks, tmp_path / "stops", name, n, stop) for n, stop in enumerate(stops, 1)]
+    lengths = [len(attempt[0]) for attempt in attempts[:3]]
+    assert lengths == [2, per_epoch - 2, 3] or (ranks == 2 and 0 < lengths[0] < len(whole[0]))
+    for rank in range(ranks):
+        assert list(itertools.chain.from_iterable(attempt[rank] for attempt in attempts)) == whole[rank]
+
+
+def test_a_stream_with_a_state_is_not_read_again() -> None:
+    from jobkit.train.foreign_loader import Pass
+
+    for make in (DataLoader, StatefulDataLoader):
+        stream = Resumable()
+        part = Pass(make(stream, batch_size=4), 1, {"taken": 2, "skipped": 0, "sampler": None, "stream": None})
+        first = next(iter(part))
+        again = Resumable()
+        following = next(iter(Pass(make(again, batch_size=4), 1, part.state_dict())))
+        assert torch.equal(first, following)
+        assert (stream.read, again.read) == (12, 4)
+
+
+def sized(
+    ranks: RankGroup, folder: Path, attempt: int, stop: int | None, size: int, length: int
+) -> tuple[list[list[int]], list[tuple[Any, ...]]]:
+    """Return the batches of an attempt, and what it warns of: what has changed, the old and the new value."""
+    ctx = make_context(folder, ranks, attempt=attempt)
+    seen: list[list[int]] = []
+    records: list[Any] = []
+    log.addFilter(lambda record: records.append(record) or True)
+    try:
+        for _ in ctx.epochs(1, model=nn.Linear(1, 1)):
+            batches = ctx.batches(DataLoader(range(length), batch_size=size, shuffle=True))  # type: ignore[arg-type]
+            assert len(batches) == -(-length // size)
+            for batch in batches:
+                seen.append(batch.tolist())
+                if ctx.step == stop:
+                    ctx._rank.page.ask_to_stop()
+    except Stopped:
+        pass
+    ctx._tracked.close()
+    return seen, [record.args[:3] for record in records if record.levelno == logging.WARNING]
+
+
+def test_with_another_batch_size_an_epoch_has_each_sample_once(tmp_path: Path) -> None:
+    plan = [(1, 4), (3, 5), (None, 3)]
+    attempts = [run_ranks(sized, 1, tmp_path, n, stop, size, LENGTH)[0] for n, (stop, size) in enumerate(plan, 1)]
+    batches = [batch for seen, _ in attempts for batch in seen]
+    assert [len(batch) for batch in batches] == [4, 4, 5, 5, 3, 1]
+    assert sorted(itertools.chain.from_iterable(batches)) == list(range(LENGTH))
+    assert [said for _, said in attempts] == [[], [("batch size", 4, 5)], [("batch size", 5, 3)]]
+
+
+def test_another_length_of_the_dataset_is_said(tmp_path: Path) -> None:
+    first, _ = run_ranks(sized, 1, tmp_path, 1, 2, 4, LENGTH)[0]
+    second, said = run_ranks(sized, 1, tmp_path, 2, None, 4, 30)[0]
+    assert (sum(map(len, first)), sum(map(len, second))) == (12, 18)
+    assert said == [("number of samples", LENGTH, 30)]
+
+
+# Streams of ctx.loader
+
+
+def read(count: int, state: Any = None, **options: Any) -> tuple[list[list[list[float]]], Any]:
+    """Return batches of a loader that goes on from a state, and its state after them."""
+    loader = Loader(options.pop("dataset"), global_batch_size=8, seed=3, **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    return [next(loader).tolist() for _ in range(count)], loader.state_dict()
+
+
+SHARDED = {"whole": Stream(), "4 shards": Stream(range(40), 4), "with a state": Resumable(range(40), 4)}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_stream_gives_the_same_samples_on_any_ranks_and_workers_and_after_a_restart(name: str) -> None:
+    dataset = SHARDED[name]
+    whole, _ = read(12, dataset=dataset)
+    assert len({tuple(sample) for batch in whole for sample in batch}) == 96  # each with noise of its own
+    states: list[Any] = [None, None]
+    for begin, workers, world_size in ((0, 0, 2), (4, 2, 2), (8, 1, 4)):
+        kept = states[0] if world_size != len(states) else None
+        parts = [
+            read(4, kept or states[rank], dataset=dataset, rank=rank, world_size=world_size, num_workers=workers)
+            for rank in range(world_size)
+        ]
+        states = [state for _, state in parts]
+        for number in range(4):
+            together = sorted(sample for batches, _ in parts for sample in batches[number])
+            assert together == sorted(whole[begin + number])
+
+
+def test_ranks_divide_the_shards_and_a_state_is_not_read_again() -> None:
+    dataset = Resumable(range(40), 4)
+    loader = Loader(dataset, global_batch_size=8, rank=1, world_size=2)
+    assert loader.stream is not None
+    parts: list[Any] = []
+    make = loader.stream.part
+    loader.stream.part = lambda number: parts.append((number, make(number))) or parts[-1][1]  # type: ignore[method-assign]
+    _, state = read(30, dataset=dataset, rank=1, world_size=2)
+    loader.load_state_dict(state)
+    next(loader)
+    assert [(number, part.read) for number, part in parts] == [(2, 2), (3, 2)]
+
+
+def read_apart(ranks: RankGroup) -> None:
+    mine = Stream(range(ranks.rank, 40, ranks.world_size))
+    with pytest.raises(UsageError, match="different samples"):
+        next(Loader(mine, global_batch_size=8, rank=ranks.rank, world_size=2, gather=ranks.gather))
+
+
+def test_a_stream_that_divides_itself_is_refused() -> None:
+    run_ranks(read_apart, 2)
+
+
+def train_on_stream(ranks: RankGroup, folder: Path, attempt: int, stop: int | None) -> list[list[float]]:
+    ctx: Context = make_context(folder, ranks, attempt=attempt)
+    loader = ctx.loader(Resumable(range(40), 4), global_batch_size=8)
+    ctx.track(loader=loader)
+    seen = []
+    try:
+        for step in ctx.steps(12):
+            seen.append(next(loader)[:, 0].tolist())
+            if step == stop:
+                ctx._rank.page.ask_to_stop()
+    except Stopped:
+        pass
+    ctx._tracked.close()
+    return seen
+
+
+def test_a_checkpoint_keeps_each_ranks_place_in_a_stream(tmp_path: Path) -> None:
+    whole = run_ranks(train_on_stream, 2, tmp_path / "whole", 1, None)
+    first = run_ranks(train_on_stream, 2, tmp_path / "stops", 1, 6)
+    second = run_ranks(train_on_stream, 2, tmp_path / "stops", 2, None)
+    assert [a + b for a, b in zip(first, second, strict=True)] == whole
+    assert 0 < len(second[0]) < 12
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "stream has the order": (Stream(), {"shuffle": True}),
+    "no dataset": (iter([1]), {}),
+    "ctx.batches it": (DataLoader(Noisy()), {}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_no_stream_is_refused(words: str) -> None:
+    dataset, options = REFUSED[words]
+    with pytest.raises(UsageError, match=words):
+        Loader(dataset, global_batch_size=4, **options)
+
+
+@pytest.mark.parametrize(("size", "length", "position"), [(12, 37, 40), (8, 50, 53), (8, 20, 23)])
+def test_a_loader_goes_on_after_the_samples_that_are_done(size: int, length: int, position: int) -> None:
+    first = Loader(range(37), global_batch_size=8)  # type: ignore[arg-type]
+    for _ in range(5):
+        next(first)
+    second = Loader(range(length), global_batch_size=size)  # type: ignore[arg-type]
+    second.load_state_dict(first.state_dict())
+    assert second.done == position
+    rest = itertools.chain.from_iterable(next(second).tolist() for _ in range(6))
+    if length == 37:  # no sample of the epoch under way is left out, none comes twice
+        done = Loader(range(37), global_batch_size=40)  # type: ignore[arg-type]
+        assert sorted([*next(done).tolist()[37:], *itertools.islice(rest, 34)]) == list(range(37))
