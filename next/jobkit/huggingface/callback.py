@@ -1,7 +1,7 @@
 """JobkitCallback: a Trainer's training in a run of jobkit's.
 
     Trainer --on_train_begin--> ctx.track(model, optimizer, scheduler, scaler, Progress): restored in place
-            --on_step_begin---> ctx.boundary: saves and stops
+            --on_step_begin---> ctx.boundary: saves, stops, and restores the generators at the first one
             --on_log----------> ctx.log
 
 An evaluation belongs to the step before it: a stop within it goes back to the boundary before that step.
@@ -10,7 +10,6 @@ An evaluation belongs to the step before it: a stop within it goes back to the b
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from jobkit.errors import UsageError
 from jobkit.huggingface.data import Places, seed_batches
 from jobkit.log import log
 from jobkit.train.gradient_order import GradientOrder
-from jobkit.train.seeds import generator_state, load_generator_state
 from jobkit.worker.context import Context
 
 TIMES = ("_runtime", "_per_second", "_preparation_time")
@@ -69,8 +67,6 @@ class JobkitCallback(transformers.TrainerCallback):
         self._places: Places | None = None
         self._ids: list[int] = []
         """Samples of the step under way."""
-        self._generators: Any = None
-        """The generators of the attempt's first step, until it begins."""
         trainer.remove_callback(TensorBoardCallback)
         self._train, self._trainer._inner_training_loop = self._trainer._inner_training_loop, self._resuming
         self._make, self._trainer.get_train_dataloader = trainer.get_train_dataloader, self._train_loader
@@ -137,8 +133,6 @@ class JobkitCallback(transformers.TrainerCallback):
             state.eval_steps = min(state.eval_steps, drill.shorten)
         if self._loop.trace is not None:
             self._loop.trace.samples = lambda: self._ids
-        self._boundary(args, state)
-        self._generators = generator_state(ctx.device)
 
     def _choose_saving(self, args: Any) -> None:
         if args.load_best_model_at_end:
@@ -148,28 +142,20 @@ class JobkitCallback(transformers.TrainerCallback):
             if self.ctx.is_main:
                 log.info("Trainer's own checkpoints are off: the run's take their place (checkpoint.every in a YAML)")
 
-    def _boundary(self, args: Any, state: Any) -> None:
-        step, epoch = state.global_step, int(state.epoch or 0)
-        evaluates = args.eval_strategy == "steps" and (step + 1) % state.eval_steps == 0
-        if args.eval_strategy != "no" and not evaluates:
-            # Also after the last step, and at the end of an epoch, as far as its length is known.
-            per_epoch = math.ceil(state.max_steps / max(1, state.num_train_epochs))
-            evaluates = step + 1 == self._total or (args.eval_strategy == "epoch" and (step + 1) % per_epoch == 0)
-        self.ctx.boundary(step, total=self._total, epoch=epoch, evaluates=evaluates)
-
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._places is not None:
             self._places.begin_epoch(int(state.epoch or 0))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save and stop between two steps; the samples of the next one are loaded."""
-        if self._generators is None:
-            self._boundary(args, state)
-        else:  # what loaders drew since the beginning of this attempt is no part of the training
-            load_generator_state(self._generators, self.ctx.device)
-            self._generators = None
-        if self._places is not None:
-            self._ids = self._places.ids(state.global_step, args.gradient_accumulation_steps)
+        """Save and stop between two steps. The batches of the next one are loaded; generators are restored here."""
+        step, places = state.global_step, self._places
+        evaluates = args.eval_strategy == "steps" and (step + 1) % state.eval_steps == 0
+        if args.eval_strategy == "epoch" and places is not None:
+            evaluates = (step + 1) % places.steps_of(args.gradient_accumulation_steps) == 0
+        evaluates = evaluates or (args.eval_strategy != "no" and step + 1 == self._total)
+        self.ctx.boundary(step, total=self._total, epoch=int(state.epoch or 0), evaluates=evaluates)
+        if places is not None:
+            self._ids = places.ids(step, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the training of `jobkit verify` after its steps."""
@@ -183,7 +169,7 @@ class JobkitCallback(transformers.TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """An evaluation is a place at which `jobkit verify` interrupts."""
-        if self._trainer.is_in_train and self._has_begun:
+        if self._trainer.is_in_train and self._loop.call:
             self._loop.note_evaluation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:

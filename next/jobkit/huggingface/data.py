@@ -61,10 +61,13 @@ class Places:
                 seed = derive_seed(self._seed, "batch", epoch, self._rank, number)
                 yield [(seed, index) for index in batch]
 
+    def steps_of(self, batches_a_step: int) -> int:
+        """Return the number of steps of an epoch."""
+        return max(1, -(-len(self) // batches_a_step))
+
     def ids(self, step: int, batches_a_step: int) -> list[int]:
         """Return the ids of a step's samples; `step` counts all epochs."""
-        steps = max(1, -(-len(self) // batches_a_step))
-        first = step % steps * batches_a_step
+        first = step % self.steps_of(batches_a_step) * batches_a_step
         return [item for number in range(first, first + batches_a_step) for item in self._ids.get(number, [])]
 
 
