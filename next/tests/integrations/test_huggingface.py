@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from harness.ranks import free_port, make_rank, run_ranks
+from harness.runs import PATIENCE, Project, wait_until
+from harness.training import curve, points
 from harness.training_task import digest
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from jobkit.errors import Stopped
+from jobkit.errors import Stopped, UsageError
 from jobkit.group import RankGroup
 from jobkit.huggingface import JobkitCallback
 from jobkit.run import records
@@ -54,15 +61,20 @@ def make_trainer(folder: Path, **options: Any) -> Trainer:
     return Trainer(GPT2LMHeadModel(config), args, train_dataset=Texts(50), eval_dataset=Texts(10), callbacks=callbacks)
 
 
-def attempt(ranks: RankGroup, folder: Path, number: int, options: dict[str, Any]) -> Any:
-    """Train in one attempt of a run; returns its result, or None where it was stopped."""
+def context(ranks: RankGroup, folder: Path, number: int) -> Context:
+    """Return the context of an attempt."""
     # accelerate reads a launcher's variables, and makes a process group of a single rank, too.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), LOCAL_WORLD_SIZE=str(ranks.world_size))
     config = Config(name="test", task="module:function", seed=0, checkpoint=CheckpointConfig(every=NEVER, memory="off"))
     rank = make_rank(folder, config, ranks.rank, ranks.world_size)
     rank.attempt = number
     rank.check_lease = lambda: None  # type: ignore[method-assign]
-    ctx = Context(rank, Joined(torch.device("cpu"), ranks), {})
+    return Context(rank, Joined(torch.device("cpu"), ranks), {})
+
+
+def attempt(ranks: RankGroup, folder: Path, number: int, options: dict[str, Any]) -> Any:
+    """Train in one attempt of a run; returns its result, or None where it was stopped."""
+    ctx = context(ranks, folder, number)
     trainer = make_trainer(folder, **options)
     trainer.add_callback(JobkitCallback(trainer))
     try:
@@ -106,3 +118,78 @@ def test_a_trainer_that_is_stopped_anywhere_ends_with_the_same_bits(tmp_path: Pa
     assert first_difference(straight, trace) is None
     assert results == expected
     assert set(seen(straight)) >= {"samples", "logged values"}
+
+
+def trained_twice(ranks: RankGroup, folder: Path) -> str:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), LOCAL_WORLD_SIZE="1")
+    with pytest.raises(UsageError, match=r"jobkit\.init"):
+        JobkitCallback(make_trainer(folder))
+    ctx = context(ranks, folder, 1)
+    trainer = make_trainer(folder, max_steps=2, eval_strategy="no", report_to="tensorboard", save_strategy="steps")
+    trainer.add_callback(JobkitCallback(trainer))
+    trainer.train()
+    with pytest.raises(UsageError) as second:
+        trainer.train()
+    ctx.finish()
+    assert not list((folder / "output").iterdir())  # no checkpoints and no curves of its own
+    return str(second.value)
+
+
+def test_a_run_has_one_training(tmp_path: Path) -> None:
+    assert "second" in run_ranks(trained_twice, 1, tmp_path)[0]
+
+
+MARK = """\
+def mark(ctx):
+    import os
+    (ctx.run_dir / "outputs" / "ranks").mkdir(parents=True, exist_ok=True)
+    (ctx.run_dir / "outputs" / "ranks" / str(ctx.rank)).write_text(f"{ctx.attempt} {os.getpid()}")"""
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(folder: Path, name: str) -> Project:
+    shutil.copytree(EXAMPLES / name, folder)
+    made = Project(folder, {**os.environ, "OMP_NUM_THREADS": "1"}, plain=False)
+    made.yaml = folder / "train.yaml"
+    return made
+
+
+@pytest.mark.parametrize("name", ["huggingface", "accelerate"])
+def test_an_example_is_verified_on_two_ranks(tmp_path: Path, name: str) -> None:
+    """Through stops, kills with a snapshot and kills with a checkpoint; accelerate's ends its process group, too."""
+    made = example(tmp_path / name, name)
+    done = made.jobkit(
+        "verify", str(made.yaml), "resources.tasks_per_node=2", "--local", "--steps", "15", "--json", check=False
+    )
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["equal"]) == (0, True), report
+    assert set(report["missing"]) == (set() if name == "huggingface" else {"evaluation", "epoch end"})
+
+
+def test_a_script_under_torchrun_is_stopped_killed_and_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
+    launches = []
+    for name in ("straight", "interrupted"):
+        made = example(tmp_path / name, "huggingface")
+        script = (made.folder / "train.py").read_text().replace('"steps": 300', '"steps": 40')
+        script = script.replace("logging_steps=5", "logging_steps=1").replace("    text =", "    mark(ctx)\n    text =")
+        made.write("train.py", script.replace("LENGTH = 64", f"LENGTH = 64\n{MARK}"))
+        process = subprocess.Popen(words, cwd=made.folder, env=made.environment)
+        find = functools.partial(lambda folder: next((folder / "runs").glob("*-*"), None), made.folder)
+        launch = made.launch(wait_until(find, "a run directory"))
+        launches.append(launch)
+        if name == "interrupted":
+            launch.wait_for_step(5).project.jobkit("preempt", str(launch.run.path), "-y")
+            process.wait(PATIENCE)
+            process = subprocess.Popen(words, cwd=made.folder, env=made.environment)
+            launch.wait_for_attempt(2).wait_for_step(launch.ends[0].last_step + 3)  # type: ignore[operator]
+            launch.kill_rank(1)
+            process.wait(PATIENCE)
+            process = subprocess.Popen(words, cwd=made.folder, env=made.environment)
+        assert process.wait(PATIENCE) == 0
+    straight, interrupted = launches
+    assert interrupted.causes[0] == "preempted" and interrupted.causes[-1] == "finished"
+    assert len(interrupted.causes) == 3
+    assert interrupted.status.result == straight.status.result
+    assert curve(interrupted, "train/loss") == curve(straight, "train/loss")
+    assert points(straight, "train/loss") == list(range(40))
