@@ -3,7 +3,8 @@
     checkpoint/, train/, worker/ --small values, bytes--> RankGroup --gloo--> the other ranks
 
 Every method is collective: all ranks of the group call it, in the same order. An agreement never waits for a GPU, and
-never meets the training's collectives.
+never meets the training's collectives. The group's own methods are called, not those of torch.distributed: it outlives
+a program that takes torch's process groups apart before ctx.finish, as accelerate's end_training does.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class RankGroup:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         """None for a process that is the only rank."""
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
 
     @classmethod
     def alone(cls) -> RankGroup:
@@ -82,9 +83,12 @@ class RankGroup:
         """Return rank 0's value on every rank."""
         if self.group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+        data = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
+        size = torch.tensor([len(data)])
+        self.group.broadcast(size, 0).wait()
+        message = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+        self.group.broadcast(message, 0).wait()
+        return value if self.rank == 0 else pickle.loads(message.numpy().tobytes())
 
     def all_or_none(self, action: Callable[[], T]) -> T:
         """Return the action's value on this rank; if it raises on any rank, it raises on all.
@@ -125,7 +129,7 @@ class RankGroup:
         if self.group is None:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        self.group.allreduce([tensor], dist.ReduceOp.MAX).wait()
         return [float(value) for value in tensor.tolist()]
 
     def anywhere(self, flag: bool) -> bool:
@@ -144,9 +148,10 @@ class RankGroup:
         return self._swap(tensor, target, into, source)
 
     def _swap(self, tensor: torch.Tensor, target: int, into: torch.Tensor, source: int) -> torch.Tensor:
+        assert self.group is not None
         work = [
-            dist.isend(tensor, group=self.group, group_dst=target) if tensor.numel() else None,
-            dist.irecv(into, group=self.group, group_src=source) if into.numel() else None,
+            self.group.send([tensor], target, 0) if tensor.numel() else None,
+            self.group.recv([into], source, 0) if into.numel() else None,
         ]
         for item in work:
             if item is not None:
@@ -155,16 +160,18 @@ class RankGroup:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a contiguous CPU tensor to a rank, which calls `receive`."""
-        dist.send(tensor, group=self.group, group_dst=to)
+        assert self.group is not None
+        self.group.send([tensor], to, 0).wait()
 
     def receive(self, into: torch.Tensor, source: int) -> None:
         """Overwrite a contiguous CPU tensor with the tensor that a rank sends."""
-        dist.recv(into, group=self.group, group_src=source)
+        assert self.group is not None
+        self.group.recv([into], source, 0).wait()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.group is not None:
-            dist.barrier(group=self.group)
+            self.group.barrier().wait()
 
 
 def describe(error: BaseException) -> str:
@@ -184,7 +191,7 @@ def _gather(group: dist.ProcessGroup, value: Any, *, on_main: bool = False) -> l
     tails = [b""] * len(heads)
     if (most := max(lengths) - TOGETHER) > 0:
         tails = _gather_bytes(group, message[TOGETHER:].ljust(most, b"\0"), on_main=on_main)
-    if on_main and dist.get_rank(group) != 0:
+    if on_main and group.rank() != 0:
         return []
     return [pickle.loads((head + tail)[8:end]) for head, tail, end in zip(heads, tails, lengths, strict=True)]
 
@@ -198,19 +205,19 @@ def _gather_bytes(group: dist.ProcessGroup, message: bytes, *, on_main: bool = F
     If rank 0 loses a rank, it says so to the ranks that wait for its answer: gloo knows messages by the number of
     collectives before them, so they would take rank 0's next message for that answer.
     """
-    is_main, size = dist.get_rank(group) == 0, dist.get_world_size(group)
+    is_main, size = group.rank() == 0, group.size()
     answer = torch.zeros((size if is_main or not on_main else 0) * len(message) + 1, dtype=torch.uint8)
     messages, is_lost = answer[:-1].view(-1, len(message)), answer[-1]
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     lost: RuntimeError | None = None
     try:
-        dist.gather(mine, list(messages) if is_main else None, group=group, group_dst=0)
+        group.gather(list(messages) if is_main else [], mine, 0).wait()
     except RuntimeError as error:  # gloo's
         lost = error
         is_lost.fill_(1)
     if not on_main:
         with suppress(RuntimeError) if lost is not None else nullcontext():
-            dist.broadcast(answer, group=group, group_src=0)
+            group.broadcast(answer, 0).wait()
     if lost is not None:
         raise lost
     if is_lost:

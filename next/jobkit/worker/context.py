@@ -315,14 +315,24 @@ class Context:
         """
         return self._epochs.batches(loaders)
 
-    def boundary(self, step: int, save: Callable[[Path], object] | None = None, *, total: int | None = None) -> None:
+    def boundary(
+        self,
+        step: int,
+        save: Callable[[Path], object] | None = None,
+        *,
+        total: int | None = None,
+        epoch: int = 0,
+        evaluates: bool = False,
+    ) -> None:
         """Between two steps of a loop that is not jobkit's: `step` of them are done.
 
         The first call is at the step where the run stands, ctx.step, before the next one. Each later call saves and
         stops as ctx.steps does. `save(folder)` is called on all ranks where a checkpoint is written; another attempt
-        finds its files in ctx.checkpoint. Raises Stopped, and UsageError where steps go down.
+        finds its files in ctx.checkpoint. `evaluates`: an evaluation is part of the next step; a stop within it, at
+        another call with this `step`, goes back to here. Raises Stopped, and UsageError where steps go down.
         """
         step = int(step)
+        is_last = total is not None and step >= total
         self._checkpoints.write_files = save
         self._tracked.has_files = save is not None
         if not self._loop.call:
@@ -332,13 +342,18 @@ class Context:
                     f"and call ctx.boundary({self.step}) before the next step"
                 )
             self._loop.begin("ctx.boundary", total)
+            if evaluates:
+                self._loop.hold()
         elif step < self.step:
             raise UsageError(f"ctx.boundary({step}): {self.step} steps are done; steps only go up")
         elif step > self.step:
-            self._loop.end_step(Boundary(step), is_last=total is not None and step >= total)
+            self._loop.end_step(Boundary(step, epoch), is_last=is_last, due=evaluates)
         else:
             self._loop.look()
-        self._loop.begin_step()
+        if is_last:
+            self._loop.end()
+        else:
+            self._loop.begin_step()
 
     def _begin_loop(self) -> None:
         """Before the first step: check that everything is tracked, and restore jobkit's own state last."""

@@ -308,10 +308,19 @@ class Loop:
         """Call the functions that are due at this boundary, in order."""
         due = [function for function, interval in calls.items() if self.boundary.step % interval == 0]
         if due and self._pending is None:  # the first boundary of an attempt
-            self._pending = self._checkpoints.stage(self.boundary)
-            restored = self._checkpoints.checkpointer.durable_step
-            self._pending.is_written = restored == self.boundary.step
+            self.hold()
         self._run(due, is_last=False)
+
+    def hold(self) -> None:
+        """Copy the state of the attempt's first boundary, for a stop within what follows."""
+        self._pending = self._checkpoints.stage(self.boundary)
+        self._pending.is_written = self._checkpoints.checkpointer.durable_step == self.boundary.step
+
+    def note_evaluation(self) -> None:
+        """An evaluation that is part of the step under way is done."""
+        if self.trace is not None:
+            self.trace.take(self._reporter)
+            self.trace.write(self.boundary, "evaluated", self._state())
 
     def _run(self, due: Sequence[Call], *, is_last: bool) -> None:
         if not due:
@@ -367,7 +376,7 @@ class Loop:
         if item is None or item.kind not in ("memory", "disk"):
             return
         if item.at - 1 == self.boundary.step:
-            if item.kind == "disk":
+            if item.kind == "disk" or self._checkpoints.write_files is not None:
                 self._checkpoints.write(self._checkpoints.stage(self.boundary), wait=True)
             else:
                 self._checkpoints.snapshot(self.boundary, decision.least_complete)

@@ -1,0 +1,11 @@
+"""Hugging Face's Trainer under jobkit: `trainer.add_callback(JobkitCallback(trainer))`."""
+
+try:
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"jobkit.huggingface needs {error.name}: pip install transformers accelerate") from error
+
+from jobkit.huggingface.callback import JobkitCallback
+
+__all__ = ["JobkitCallback"]
