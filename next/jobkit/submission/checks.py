@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from jobkit.errors import InputError, nearest
-from jobkit.run import disk
+from jobkit.run import disk, layout
 from jobkit.run.files import foreign_owner
 from jobkit.run.rundir import RunDir
 from jobkit.submission.plan import LaunchPlan
@@ -32,6 +32,7 @@ def check(plan: LaunchPlan, folder: Path) -> list[str]:
     _check_runs_dir(plan)
     if not is_installed():
         raise InputError(f"jobkit is not installed in {sys.executable}: no job of it would start", hint="pip install")
+    layout.check(config, config.resources.world_size, config.resources.ranks_per_node)
     for path in config.inputs:
         if not Path(path).exists():
             hint = "`~` is not expanded: write the whole path" if path.startswith("~") else ""

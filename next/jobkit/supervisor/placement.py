@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from jobkit.run.schema import ALL, AUTO, Config
+from jobkit.errors import InputError
+from jobkit.run.layout import factor
+from jobkit.run.schema import Config
 
 
 def nodes_to_use(config: Config, usable: int) -> int:
@@ -16,13 +18,10 @@ def nodes_to_use(config: Config, usable: int) -> int:
 
 
 def _can_be_divided(config: Config, ranks: int) -> bool:
-    """Whether the degrees of `parallel:` divide so many ranks."""
-    for degree in (config.parallel.tensor, config.parallel.pipeline, config.parallel.shards):
-        if degree in (ALL, AUTO):
-            continue
-        if ranks % int(degree):
-            return False
-        ranks //= int(degree)
+    try:
+        factor(config, ranks, config.resources.ranks_per_node)
+    except InputError:
+        return False
     return True
 
 
