@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def write_final(
 
     On a full disk `make_room` deletes an older checkpoint; it returns None if there is none to give.
     """
-    weights = {name: whole_weights(module) for name, module in modules.items()}
+    weights = {name: whole_weights(module, ranks) for name, module in modules.items()}
 
     def write() -> None:
         check_lease()
@@ -68,8 +69,11 @@ def write_final(
     ranks.on_main(write)
 
 
-def whole_weights(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a module's parameters and buffers, unsharded, on the CPU; and of tied weights {other name: first name}."""
+def whole_weights(module: nn.Module, ranks: RankGroup) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a module's parameters and buffers, unsharded, on the CPU; and of tied weights {other name: first name}.
+
+    All ranks call it; those of other stages of a pipeline come to rank 0 alone.
+    """
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -82,6 +86,16 @@ def whole_weights(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
         tensor = value.detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         tensors[name] = whole.cpu().contiguous().clone()
+    forms = ranks.gather({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    here = set(forms[0])
+    for source, other in enumerate(forms):
+        for name in sorted(other.keys() - here):
+            here.add(name)
+            if ranks.rank == source:
+                ranks.send(tensors[name], to=0)
+            elif ranks.is_main:
+                shape, dtype = other[name]
+                ranks.receive(tensors.setdefault(name, torch.empty(shape, dtype=dtype)), source)
     return tensors, tied
 
 

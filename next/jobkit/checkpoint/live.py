@@ -23,6 +23,9 @@ from torch.optim import Optimizer
 from jobkit.checkpoint.tree import Tree, flatten, order_of, placed, rebuild
 from jobkit.errors import CheckpointError
 
+KERNELS = ("foreach", "fused", "capturable")
+"""Options of an optimizer's group that choose its kernels, as the device and the code have them now."""
+
 Scope = Literal["shared", "rank"]
 
 
@@ -86,18 +89,20 @@ class Walker:
 def walker_of(entry: Entry, names: Mapping[int, str]) -> Walker:
     """Return the walker for an entry. `names` has the names of parameters, by id."""
     live = plain_module(entry.live)
+    if isinstance(live, Optimizer) and hasattr(live, "local_optimizer"):
+        return _OptimizerWalker(live.local_optimizer, names, live)
     if isinstance(live, nn.Module) and type(live).state_dict is nn.Module.state_dict:
         return _ModuleWalker(live, entry.frozen)
-    is_plain = isinstance(live, Optimizer) and type(live).state_dict is Optimizer.state_dict
-    if is_plain and type(live).load_state_dict is Optimizer.load_state_dict:
-        return _OptimizerWalker(live, names)
+    if isinstance(live, Optimizer) and type(live).state_dict is Optimizer.state_dict:
+        if type(live).load_state_dict is Optimizer.load_state_dict or hasattr(live, "has_plain_state"):
+            return _OptimizerWalker(live, names)
     return _StateWalker(entry.name, live)
 
 
 def plain_module(value: Any) -> Any:
-    """Return the module within DDP's and torch.compile's; any other value as it is."""
+    """Return the module within DDP's, torch.compile's and a pipeline's; any other value as it is."""
     while isinstance(value, nn.Module):
-        inner = getattr(value, "_orig_mod", None)
+        inner = getattr(value, "_orig_mod", None) or getattr(value, "own_stage", None)
         if inner is None and isinstance(value, nn.parallel.DistributedDataParallel):
             inner = value.module
         if inner is None:
@@ -229,8 +234,10 @@ def _is_extra(name: str) -> bool:
 class _OptimizerWalker(Walker):
     """The state of a torch optimizer: `state/<parameter>/<key>`, its other state, and the options of its groups."""
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], outer: Optimizer | None = None) -> None:
         self.optimizer, self._names = optimizer, names
+        self._outer = outer or optimizer
+        """The optimizer whose options a schedule changes: zero1's, which gives them to its local one."""
         self._slots: _Slots | None = None
         self._leaves: dict[str, torch.Tensor] = {}
         self._orders: dict[str, list[int]] = {}
@@ -247,9 +254,7 @@ class _OptimizerWalker(Walker):
         if self._slots is None or not self._slots.are_same() or not is_known:
             self._walk()
             self.version += 1
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._outer.param_groups]
         state = self.optimizer.state
         tree = flatten(
             {
@@ -294,8 +299,8 @@ class _OptimizerWalker(Walker):
                 continue
             name, _, key = path.removeprefix("state/").rpartition("/")
             parameter = parameters.get(name)
-            if parameter is None:
-                raise CheckpointError(f"the checkpoint has {path}, and the optimizer has no parameter {name}")
+            if parameter is None:  # another rank's, or no longer a parameter: the reader compares all ranks
+                continue
             state = self.optimizer.state[parameter]
             if not isinstance(state.get(key), torch.Tensor) or state[key].shape != shape or state[key].dtype != dtype:
                 state[key] = self._made_like(parameter, key, dtype, shape)
@@ -312,7 +317,7 @@ class _OptimizerWalker(Walker):
             on_device = group.get("capturable") or group.get("fused")
             return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
         if tuple(parameter.shape) == tuple(shape):
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)  # also a part of a sharded one
         return torch.empty(shape, dtype=dtype, device=parameter.device)
 
     def finish(self, skeleton: Any, leaves: Mapping[str, torch.Tensor], *, may_unpickle: bool) -> None:
@@ -322,19 +327,20 @@ class _OptimizerWalker(Walker):
         orders = {
             path: placed(leaves[path], order)
             for path, order in values["orders"].items()
-            if order_of(leaves[path]) != order
+            if path in leaves and order_of(leaves[path]) != order
         }
         for path, value in [*values["state"].items(), *orders.items()]:
             name, _, key = path.removeprefix("state/").rpartition("/")
-            self.optimizer.state[parameters[name]][key] = value
+            if name in parameters:  # on other ranks than before another stage may have it
+                self.optimizer.state[parameters[name]][key] = value
         self.optimizer.state.update(values["other"])
-        groups = self.optimizer.param_groups
+        groups = self._outer.param_groups
         if len(values["groups"]) != len(groups):
             raise CheckpointError(
                 f"the checkpoint's optimizer has {len(values['groups'])} groups of parameters, this one {len(groups)}"
             )
         for group, saved in zip(groups, values["groups"], strict=True):
-            group.update(saved)
+            group.update({key: value for key, value in saved.items() if key not in KERNELS})
 
 
 class _StateWalker(Walker):

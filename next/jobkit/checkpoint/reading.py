@@ -19,7 +19,6 @@ from io import FileIO
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from jobkit.checkpoint.shard import BLOCK, ShardInfo, Stored
 from jobkit.checkpoint.staging import Piece
@@ -161,19 +160,25 @@ def _filled(buffers: list[memoryview], filled: int, number: int, size: int) -> l
 
 
 class Sink:
-    """A live leaf that is being read: CPU memory of its bytes, or a buffer that is copied over at the end."""
+    """A live leaf that is being read: CPU memory of its bytes, or a buffer that is copied over at the end.
+
+    Of a sharded tensor it is this rank's box of it, `offset` and the local shape; of any other the whole.
+    """
 
     def __init__(self, name: str, leaf: torch.Tensor) -> None:
         self.name, self.leaf = name, leaf
         self.local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
         direct = self.local.device.type == "cpu" and self.local.is_contiguous()
-        self._buffer = self.local.detach() if direct else torch.empty(self.local.shape, dtype=self.local.dtype)
-        self._memory = self._buffer.view(-1).view(torch.uint8).numpy().data if self._buffer.numel() else memoryview(b"")
+        self.buffer = self.local.detach() if direct else torch.empty(self.local.shape, dtype=self.local.dtype)
+        self._memory = self.buffer.view(-1).view(torch.uint8).numpy().data if self.buffer.numel() else memoryview(b"")
         self._is_direct = direct
+        self.filled = 0
+        """Bytes that pieces have for it."""
         self.offset: tuple[int, ...] | None = None
+        """Where this rank's box begins in each dimension; None for a whole leaf."""
         if isinstance(leaf, DTensor):
-            _, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
-            self.offset = tuple(offset)
+            box = next(iter(leaf.__create_chunk_list__()), None)  # type: ignore[no-untyped-call]
+            self.offset = (0,) * leaf.dim() if box is None else tuple(box.offsets)
 
     def check(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise CheckpointError where the checkpoint's leaf has another shape or dtype."""
@@ -184,48 +189,88 @@ class Sink:
             )
 
     def part(self, piece: Piece) -> torch.Tensor:
-        """Return the memory of a range of a whole leaf, flat."""
-        flat = self._buffer.view(-1)
+        """Return the memory of a piece of a whole leaf: a range of its elements, or a box."""
+        if piece.offset is not None:
+            return self.buffer[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
+        flat = self.buffer.view(-1)
         return flat if piece.whole is None else flat[piece.begin : piece.begin + piece.shape[0]]
+
+    def has_same_box(self, piece: Piece) -> bool:
+        """Return whether a piece is exactly what this rank has of the leaf."""
+        is_whole = piece.whole is None and self.offset is None
+        return tuple(self.buffer.shape) == piece.shape and (is_whole or self.offset == piece.offset)
 
     def target(self, stored: Stored) -> list[Target]:
         """Return the parts of a piece that belong here, and their memory."""
+        targets = self._targets(stored)
+        self.filled += sum(len(target.memory) for target in targets)
+        return targets
+
+    def needs(self, stored: Stored) -> bool:
+        """Return whether a part of a piece belongs here."""
+        return any(target.memory for target in self._targets(stored))
+
+    def _targets(self, stored: Stored) -> list[Target]:
         piece, size = stored.piece, stored.piece.dtype.itemsize
-        if not self._buffer.numel():
+        if not self.buffer.numel():
             return []
         if self.offset is None and piece.offset is None:
             begin = piece.begin * size
             return [Target(stored.begin, self._memory[begin : begin + piece.nbytes])]
-        return list(self._box_targets(stored))
-
-    def _box_targets(self, stored: Stored) -> Iterator[Target]:
-        """Yield the rows that a piece and this rank's part have in common, each of contiguous bytes in both."""
-        piece = stored.piece
         if piece.offset is None and piece.whole is not None:
-            raise CheckpointError(f"{self.name}: it was saved in ranges, and is now a part of a sharded tensor")
-        shape = self.leaf.shape
-        here, origin = self.offset or (0,) * len(shape), piece.offset or (0,) * len(shape)
+            return list(self._of_range(stored))
+        return list(self._of_box(stored))
+
+    def _of_box(self, stored: Stored) -> Iterator[Target]:
+        """Yield the runs of bytes that a box and this rank's part have in common, contiguous in both."""
+        piece, size = stored.piece, stored.piece.dtype.itemsize
+        shape, zeros = self.buffer.shape, (0,) * self.buffer.dim()
+        here, origin = self.offset or zeros, piece.offset or zeros
         low = [max(a, b) for a, b in zip(here, origin, strict=True)]
-        ends = zip(here, self._buffer.shape, origin, piece.shape, strict=True)
-        high = [min(a + n, b + m) for a, n, b, m in ends]
+        high = [min(a + n, b + m) for a, n, b, m in zip(here, shape, origin, piece.shape, strict=True)]
         if any(begin >= end for begin, end in zip(low, high, strict=True)):
             return
-        memory, size = self._memory, piece.dtype.itemsize
-        if not shape:
-            yield Target(stored.begin, memory)
-            return
-        length = high[-1] - low[-1]
-        for index in itertools.product(*map(range, low[:-1], high[:-1])):
-            position = [*index, low[-1]]
-            source = _flat([p - o for p, o in zip(position, origin, strict=True)], piece.shape) * size
-            begin = _flat([p - o for p, o in zip(position, here, strict=True)], self._buffer.shape) * size
-            yield Target(stored.begin + source, memory[begin : begin + length * size])
+        for index, length in _runs(low, high, shape, piece.shape):
+            source = _flat([i - o for i, o in zip(index, origin, strict=True)], piece.shape) * size
+            begin = _flat([i - o for i, o in zip(index, here, strict=True)], shape) * size
+            yield Target(stored.begin + source, self._memory[begin : begin + length * size])
+
+    def _of_range(self, stored: Stored) -> Iterator[Target]:
+        """Yield the runs of this rank's box that lie within a range of the whole's elements."""
+        piece, size = stored.piece, stored.piece.dtype.itemsize
+        assert self.offset is not None
+        assert piece.whole is not None
+        low, shape = list(self.offset), self.buffer.shape
+        high = [o + n for o, n in zip(low, shape, strict=True)]
+        begin_of_run = 0
+        for index, length in _runs(low, high, shape, piece.whole):
+            first = _flat(index, piece.whole)
+            start, stop = max(first, piece.begin), min(first + length, piece.begin + piece.shape[0])
+            if start < stop:
+                begin = (begin_of_run + start - first) * size
+                source = stored.begin + (start - piece.begin) * size
+                yield Target(source, self._memory[begin : begin + (stop - start) * size])
+            begin_of_run += length
 
     def finish(self) -> None:
         """Copy a buffer to the device."""
         if not self._is_direct:
             with torch.no_grad():
-                self.local.copy_(self._buffer)
+                self.local.copy_(self.buffer)
+
+
+def _runs(low: Sequence[int], high: Sequence[int], *shapes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield (first index, length) of the runs of a box from `low` to `high` that are contiguous in arrays of all
+    `shapes`: whole rows, and whole planes where the box has them whole in every array."""
+    cut, length = len(low), 1
+    while cut > 0:
+        cut -= 1
+        extent = high[cut] - low[cut]
+        length *= extent
+        if any(shape[cut] != extent for shape in shapes):
+            break
+    for index in itertools.product(*map(range, low[:cut], high[:cut])):
+        yield (*index, *low[cut:]), length
 
 
 def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:

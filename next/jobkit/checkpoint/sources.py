@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ from jobkit.checkpoint.store import Manifest
 from jobkit.errors import CheckpointError
 from jobkit.group import RankGroup
 from jobkit.run.files import foreign_owner
+
+T = TypeVar("T")
 
 BUCKET = 32 << 20
 """Bytes of tensors that one broadcast takes along."""
@@ -70,32 +73,31 @@ class Source:
 
         `ranks` share the disk, or the memory, that is read from.
         """
-        problem: tuple[str, str] | None = None
-        try:
-            with _without_collections():
-                reading = _Reading(self, entries, stager, ranks)
-                reading.read_checked()
-        except Damaged as error:
-            problem = "damaged", str(error)
-        except (CheckpointError, OSError) as error:
-            problem = "damaged" if isinstance(error, OSError) else "unfit", str(error)
-        problems = [other for other in ranks.gather(problem) if other is not None]
-        for kind, error_type in (("damaged", Damaged), ("unfit", CheckpointError)):
-            for other_kind, text in problems:
-                if kind == other_kind:
-                    raise error_type(text)
+        with _without_collections():
+            reading = _agreed(ranks, lambda: _Reading(self, entries, stager, ranks))
+            reading.compare_ranks()
+            _agreed(ranks, reading.read_checked)
         reading.share()
-        problem = None
-        try:
-            reading.finish()
-        except Exception as error:  # of a load_state_dict of the user's
-            problem = (
-                "unfit",
-                f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error),
-            )
-        for other in ranks.gather(problem):
-            if other is not None:
-                raise CheckpointError(other[1])
+        _agreed(ranks, reading.finish)
+
+
+def _agreed(ranks: RankGroup, action: Callable[[], T]) -> T:
+    """Return the value of an action; where it raises on any rank, raise Damaged, or else CheckpointError, on all."""
+    problem, value = None, None
+    try:
+        value = action()
+    except Damaged as error:
+        problem = True, str(error)
+    except OSError as error:
+        problem = True, str(error)
+    except CheckpointError as error:
+        problem = False, str(error)
+    except Exception as error:  # of a load_state_dict of the user's
+        problem = False, f"{type(error).__name__}: {error}"
+    problems = [other for other in ranks.gather(problem) if other is not None]
+    for is_damage, text in sorted(problems, key=lambda pair: not pair[0]):
+        raise (Damaged if is_damage else CheckpointError)(text)
+    return value  # type: ignore[return-value]
 
 
 @contextmanager
@@ -169,12 +171,18 @@ class _Reading:
         self.sinks: dict[str, Sink] = {}
         self.leaves: dict[str, dict[str, torch.Tensor]] = {}
         self._shapes = self._all_shapes()
+        self._others: list[str] = []
+        """Leaves of the checkpoint that this rank has not: another stage's, or of zero1's other ranks."""
+        self._partial: set[str] = set()
+        """Leaves that some ranks alone have."""
+        self._missing: set[tuple[int, str]] = set()
+        """Pieces that this rank needs and cannot open: (number of the file, key)."""
         for entry, walker in self.walkers:
             self._adopt(entry, walker)
         self.skeletons: dict[str, Any] = {}
 
     def _all_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        shapes = {}
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for pieces in self.pieces.values():
             for stored in pieces:
                 piece = stored.piece
@@ -187,19 +195,34 @@ class _Reading:
         for is_own in (False, True):
             prefix = leaf_name(entry.name, "", self.counterpart if is_own else None)
             saved |= {name[len(prefix) :]: name for name in self._shapes if name.startswith(prefix)}
+        if entry.scope == "shared" and self.place.world_size != self.source.manifest.world_size:
+            for name in self._shapes:  # buffers of a stage that rank 0 has not
+                rank, _, path = name.partition(f":{entry.name}/")
+                if path and rank.isdigit():
+                    saved.setdefault(path, name)
         live = walker.adopt(None, {path: self._shapes[name] for path, name in saved.items()})
         if missing := [path for path in live.leaves if path not in saved]:
             raise CheckpointError(f"{entry.name}: the checkpoint of step {self.source.step} has no {_some(missing)}")
-        if extra := [path for path in saved if path not in live.leaves]:
-            raise CheckpointError(
-                f"{entry.name}: the checkpoint of step {self.source.step} has {_some(extra)}, and the code does not"
-            )
+        self._others += [name for path, name in saved.items() if path not in live.leaves]
         self.leaves[entry.name] = live.leaves
         for path, leaf in live.leaves.items():
             sink = Sink(saved[path], leaf)
             dtype, shape = self._shapes[saved[path]]
             sink.check(dtype, shape)
             self.sinks[saved[path]] = sink
+
+    def compare_ranks(self) -> None:
+        """Find out which leaves some ranks alone have. Raises CheckpointError for one that none has. Collective."""
+        if not self.ranks.anywhere(bool(self._others)):
+            return
+        present = [set(names) for names in self.ranks.gather(list(self.sinks))]
+        unknown = sorted(set(self._others).difference(*present))
+        if self.ranks.anywhere(bool(unknown)):
+            names = next(names for names in self.ranks.gather(unknown) if names)
+            raise CheckpointError(
+                f"the checkpoint of step {self.source.step} has {_some(names)}, and the code does not"
+            )
+        self._partial = set().union(*present) - set.intersection(*present)
 
     def read_checked(self) -> None:
         """Read this rank's part of the files. Raises Damaged."""
@@ -219,17 +242,45 @@ class _Reading:
                 if not targets:
                     continue
                 if self.source.local is not None and name not in self.source.local:
-                    raise CheckpointError(f"a snapshot in memory keeps {name} on another rank")
+                    self._note_missing(number, name, wanted)
+                    continue
                 info: ShardInfo = self.source.manifest.shards[name]
                 with self.source.open(name) as file:
                     read_targets(file, f"step_{self.source.step:08d}/{name}", info, targets, pool)
                 if text:
                     self.skeletons = json.loads(text)
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Raise Damaged for a leaf of which a part is in no file: on another disk, or with a rank that is gone."""
+        stored: dict[str, dict[str, int]] = {}
+        for pieces in self.pieces.values():
+            for piece in (item.piece for item in pieces):
+                if piece.whole is not None:
+                    stored.setdefault(piece.name, {})[piece.key] = math.prod(piece.shape)
+        for name, sink in self.sinks.items():
+            if self._is_shared(name):
+                is_whole = name not in stored or sum(stored[name].values()) >= sink.buffer.numel()
+            else:
+                is_whole = sink.filled >= sink.buffer.nbytes
+            if not is_whole:
+                raise Damaged(f"the checkpoint of step {self.source.step} has only a part of {name} here")
+
+    def _note_missing(self, number: int, name: str, wanted: Mapping[str, Sink]) -> None:
+        """Note the pieces that another rank's memory has, where this rank has the same part as that rank."""
+        for stored in self.pieces[name]:
+            sink = wanted.get(stored.piece.name)
+            if sink is None or not sink.needs(stored):
+                continue
+            if not sink.has_same_box(stored.piece):
+                raise Damaged(f"the snapshot of step {self.source.step} divides {stored.piece.name} in another way")
+            self._missing.add((number, stored.piece.key))
 
     def _is_shared(self, name: str) -> bool:
         """True for a leaf that every rank has whole: one rank reads it, and gives it to the others."""
         is_own = name.partition("/")[0].count(":") > 0
-        return self.ranks.world_size > 1 and not is_own and self.sinks[name].offset is None
+        is_whole = name not in self._partial and self.sinks[name].offset is None
+        return self.ranks.world_size > 1 and not is_own and is_whole
 
     def _reader(self, number: int) -> int:
         return number % self.ranks.world_size
@@ -244,18 +295,31 @@ class _Reading:
             ]
             for bucket in _buckets(parts):
                 self._broadcast(bucket, self._reader(number))
+        if self.source.local is not None:
+            self._share_copies()
+
+    def _share_copies(self) -> None:
+        """In memory each part is with one rank: give it to the other ranks that have a copy of it (hsdp, zero1)."""
+        for number, key in sorted(set().union(*self.ranks.gather(self._missing))):
+            (piece,) = [stored.piece for stored in self.pieces[self.files[number]] if stored.piece.key == key]
+            sink = self.sinks.get(piece.name)
+            if sink is not None and sink.has_same_box(piece):
+                part = sink.buffer
+            else:
+                part = torch.empty(piece.shape, dtype=piece.dtype)
+            self._broadcast([part], number)
 
     def _broadcast(self, parts: list[torch.Tensor], source: int) -> None:
-        if len(parts) == 1:
+        if len(parts) == 1 and parts[0].is_contiguous():
             dist.broadcast(parts[0], group=self.ranks.group, group_src=source)
             return
-        flat = torch.cat([part.view(torch.uint8) for part in parts])
+        flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
         dist.broadcast(flat, group=self.ranks.group, group_src=source)
         if self.ranks.rank != source:
             begin = 0
             for part in parts:
                 end = begin + part.numel() * part.itemsize
-                part.view(torch.uint8).copy_(flat[begin:end])
+                part.copy_(flat[begin:end].view(part.dtype).view(part.shape))  # a box of a whole tensor has gaps
                 begin = end
 
     def finish(self) -> None:

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from jobkit.checkpoint.live import Entry, Live, Walker, names_of, walker_of
 from jobkit.errors import CheckpointError
@@ -284,7 +283,9 @@ class Stager:
         for name, leaf in shared.items():
             if name in holders and min(set(holders[name]) & set(peers)) == self.place.rank:
                 pieces.append(Piece(name, leaf.dtype, tuple(leaf.shape)))
-        pieces += [piece for name, leaf, _ in leaves if isinstance(leaf, DTensor) for piece in _box(name, leaf)]
+        boxes = [piece for name, leaf, _ in leaves if isinstance(leaf, DTensor) for piece in boxes_of(name, leaf)]
+        writers = self._writers([piece.key for piece in boxes])
+        pieces += [piece for piece in boxes if writers[piece.key] == self.place.rank]
         pieces += [
             Piece(name, leaf.dtype, tuple(leaf.shape))
             for name, leaf, is_own in leaves
@@ -300,6 +301,16 @@ class Stager:
             self._numbers.setdefault(piece.name, []).append(number)
         self._target = None
         self._prefix, self._tensor_bytes = _described(self._pieces)
+
+    def _writers(self, keys: list[str]) -> dict[str, int]:
+        """Return, of the parts of sharded tensors that ranks have, which rank of this disk writes each."""
+        if not self.ranks.anywhere(bool(keys)):
+            return {}
+        writers: dict[str, int] = {}
+        for rank, present in enumerate(self.ranks.gather(keys)):
+            if rank in self.place.peers:
+                writers = {**dict.fromkeys(present, rank), **writers}
+        return writers
 
     def _holders(self, names: list[str]) -> tuple[list[str], dict[str, list[int]]]:
         """Return the names that all ranks have, in rank 0's order, and for the others the ranks that have them."""
@@ -353,17 +364,11 @@ def _range(name: str, leaf: torch.Tensor, begin: int, end: int) -> Piece:
     return Piece(name, leaf.dtype, (end - begin,), begin, tuple(leaf.shape))
 
 
-def _box(name: str, leaf: DTensor) -> Iterator[Piece]:
-    """Yield this rank's part of a DTensor; nothing where another rank of its mesh writes the same part."""
-    coordinate = leaf.device_mesh.get_coordinate()
-    if coordinate is None or any(
-        position and isinstance(placement, Replicate)
-        for position, placement in zip(coordinate, leaf.placements, strict=True)
-    ):
-        return
-    shape, offset = compute_local_shape_and_global_offset(leaf.shape, leaf.device_mesh, leaf.placements)
-    if math.prod(shape):
-        yield Piece(name, leaf.dtype, tuple(shape), whole=tuple(leaf.shape), offset=tuple(offset))
+def boxes_of(name: str, leaf: DTensor) -> Iterator[Piece]:
+    """Yield this rank's part of a sharded tensor; nothing where that part is empty."""
+    for chunk in leaf.__create_chunk_list__():  # type: ignore[no-untyped-call]
+        if math.prod(chunk.sizes):
+            yield Piece(name, leaf.dtype, tuple(chunk.sizes), whole=tuple(leaf.shape), offset=tuple(chunk.offsets))
 
 
 # The header of a shard

@@ -125,6 +125,9 @@ class EmaAdamW(torch.optim.AdamW):
                     _local(parameter).copy_(value)
                 self._trained = None
 
+    has_plain_state = True
+    """For the checkpoint: tensors by parameter and options by group are all of the state."""
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`, of an optimizer with or without the fused kernel."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
