@@ -95,6 +95,13 @@ class GradientOrder:
             model.static_graph = False
             model._set_static_graph()
 
+    def settle_in_reverse(self) -> None:
+        """Lay the buckets of a pipeline's stage out before its first step: a schedule runs in between DDP's own looks.
+
+        The blocks of a stage are computed in the order of registration. Collective.
+        """
+        self.settle(list(_reduced(self.model))[::-1])
+
     def _ready(self, name: str, _: Tensor) -> None:
         if self._order is None and self.model.require_backward_grad_sync:  # of what is only accumulated DDP takes none
             self._seen.append(name)

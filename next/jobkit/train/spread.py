@@ -1,30 +1,46 @@
 """How the YAML's `parallel:` and `comm:` spread a model over the ranks.
 
-    module --weights.py--> the same weights on all ranks --DDP--> the module that the training function calls
+    Layout --> mesh: pipeline x replica x shard x tensor
+    module --stage, tensor_plan, fully_shard--> parts of it  --DDP, Pipeline--> the module that the function calls
+           --weights.py--> rank 0's weights
 
-context.py calls this. This edition spreads by DDP; on a single rank a module stays as it is.
+context.py and step.py call this. What is not spread stays as it is: on a single rank that is everything.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from jobkit.checkpoint.live import plain_module
 from jobkit.errors import UsageError
 from jobkit.group import RankGroup
-from jobkit.run.schema import Config
+from jobkit.run import layout
+from jobkit.run.layout import SHARDED
+from jobkit.run.schema import AUTO, Config
+from jobkit.train.devices import AUTOCAST, group_backend
 from jobkit.train.gradient_order import GradientOrder
+from jobkit.train.gradients import gradient_norm
 from jobkit.train.weights import broadcast, check_same_module, materialise
+
+if TYPE_CHECKING:
+    from jobkit.train.compression import Compression
 
 OPTIONS = ("find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view")
 """DDP's options that ctx.parallelize passes on."""
+
+AXES = ("pipeline", "replica", "shard", "tensor")
 
 
 class Spread:
@@ -35,59 +51,174 @@ class Spread:
     spread.data_rank, spread.data_size      # this rank's part of a global batch
     """
 
-    def __init__(self, config: Config, device: torch.device, ranks: RankGroup) -> None:
-        parallel = config.parallel
-        others = {
-            "parallel.data": parallel.data != "ddp",
-            "parallel.tensor": parallel.tensor not in (1, "all") or (parallel.tensor == "all" and ranks.world_size > 1),
-            "parallel.pipeline": parallel.pipeline not in (1, "all")
-            or (parallel.pipeline == "all" and ranks.world_size > 1),
-            "comm.hook": config.comm.hook != "none",
-            "comm.local_sgd": config.comm.local_sgd > 0,
-        }
-        if unknown := next((key for key, is_used in others.items() if is_used), None):
-            raise UsageError(f"{unknown}: this edition spreads models by ddp alone")
+    def __init__(self, config: Config, device: torch.device, ranks: RankGroup, ranks_per_node: int = 0) -> None:
+        self.layout = layout.check(config, ranks.world_size, ranks_per_node or ranks.world_size)
         self.device, self.ranks = device, ranks
-        self.data_rank, self.data_size = ranks.rank, ranks.world_size
+        self.data_rank, self.data_size = self.layout.data_rank(ranks.rank), self.layout.data
         self.modules: list[nn.Module] = []
         """The modules that `parallelize` returned."""
         self.optimizers: list[torch.optim.Optimizer] = []
         """The optimizers that `optimizer` returned."""
         self.orders = GradientOrders()
         """The order in which DDP's gradients become ready: a part of the state of a run on several ranks."""
-        self._bucket_cap_mb, self._seed = config.comm.bucket_cap_mb, config.seed or 0
+        self.compressions: list[Compression] = []
+        """The hooks of comm.hook: a part of the state of each rank."""
+        self._config, self._seed = config, config.seed or 0
+        self.drifts = config.comm.local_sgd > 1 and self.data_size > 1
+        """True if replicas differ between two averages (local SGD)."""
+        parallel = config.parallel
+        # DDP takes no DTensors: with `tensor`, ddp is fully_shard over shards of a single rank.
+        self._is_sharded = parallel.offload or (
+            (parallel.data in SHARDED or self.layout.tensor > 1) and self.data_size > 1
+        )
+        self._mesh: DeviceMesh | None = None
+        self.data_group: dist.ProcessGroup | None = None
+        """The ranks with other samples, beside this one; None for all ranks."""
+        self.stages: dist.ProcessGroup | None = None
+        """The ranks with the stages of one copy of the model."""
+        if parallel.offload and not dist.is_initialized():  # a single rank, whose mesh needs a group all the same
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(group_backend(device), store=store, rank=0, world_size=1)
+        if self._is_sharded or self.layout.tensor > 1 or self.layout.pipeline > 1:
+            shape = (self.layout.pipeline, self.layout.replicas, self.layout.shards, self.layout.tensor)
+            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+            both = self.layout.replicas > 1 and self.layout.shards > 1
+            data = self._mesh["replica", "shard"]._flatten("data") if both else None
+            axis = "shard" if self.layout.replicas == 1 else "replica"
+            self.data_group = (data if data is not None else self._mesh[axis]).get_group()
+            if self.layout.pipeline > 1:
+                self.stages = self._mesh["pipeline"].get_group()
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """True if ranks take part in each other's forwards."""
+        return self._mesh is not None
 
     def parallelize(self, module: nn.Module, **options: bool) -> nn.Module:
         """Return the module on this rank's device, with rank 0's weights, spread over the ranks. All ranks call it.
 
-        Raises UsageError for a module that differs between ranks, and for options that are not DDP's.
+        Raises UsageError for a module that differs between ranks or cannot be spread so, and for options that are not
+        DDP's.
         """
         if unknown := next((name for name in options if name not in OPTIONS), None):
             raise UsageError(f"ctx.parallelize takes no {unknown}; it takes {', '.join(OPTIONS)}")
-        module = materialise(module, self.device, self._seed)
+        # A model that is sharded may be too large for a device: fully_shard puts the shards there.
+        module = materialise(module, torch.device("cpu") if self._is_sharded else self.device, self._seed)
         if self.ranks.world_size > 1:
             check_same_module(module, self.ranks)
             broadcast(module, self.ranks)
-            if any(parameter.requires_grad for parameter in module.parameters()):
-                module = self._ddp(module, options)
+        if self.ranks.world_size > 1 or self._is_sharded:
+            module = self._spread(module, options)
         self.modules.append(module)
         return module
+
+    def _spread(self, module: nn.Module, options: dict[str, bool]) -> nn.Module:
+        inner = plain_module(module)
+        plan = self._tensor_plan(inner) if self.layout.tensor > 1 else {}  # of the whole module: a stage has none
+        if self.stages is not None:
+            module = inner = self._stage_of(inner)
+        if plan:
+            self._divide_layers(inner, plan)
+        has_gradients = any(parameter.requires_grad for parameter in inner.parameters())
+        if self._is_sharded and has_gradients:
+            self._shard(inner)
+        elif self.data_size > 1 and not self._is_sharded and not self.drifts and has_gradients:
+            module = self._ddp(module, options)
+        else:
+            module = module.to(self.device)
+        if self.stages is None:
+            return module
+        from jobkit.train.pipeline import Pipeline
+
+        microbatches = self._config.parallel.microbatches
+        return Pipeline(module, self.stages, self.device, None if microbatches == AUTO else int(microbatches))
+
+    def _stage_of(self, module: nn.Module) -> nn.Module:
+        from jobkit.train.pipeline import stage_of  # here: few runs need torch's pipelining
+
+        try:
+            return stage_of(module, self.layout.stage(self.ranks.rank), self.layout.pipeline)
+        except ValueError as error:
+            raise UsageError(f"parallel.pipeline: {error}") from None
 
     def _ddp(self, module: nn.Module, options: dict[str, bool]) -> nn.Module:
         device_ids = None if self.device.type == "cpu" else [self.device]
         # gradient_as_bucket_view saves a copy of all gradients.
         chosen: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": False, **options}
-        model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=self._bucket_cap_mb, **chosen)
-        self.orders.add(GradientOrder(model))
+        model = DistributedDataParallel(
+            module,
+            device_ids=device_ids,
+            process_group=self.data_group,
+            bucket_cap_mb=self._config.comm.bucket_cap_mb,
+            **chosen,
+        )
+        if self._config.comm.hook != "none":
+            from jobkit.train.compression import Compression
+
+            self.compressions.append(Compression(model, self._config.comm))
+        order = GradientOrder(model)
+        if self.stages is None:
+            self.orders.add(order)
+        else:
+            order.settle_in_reverse()
         return model
+
+    def _shard(self, module: nn.Module) -> None:
+        from jobkit.train.sharding import shard
+
+        assert self._mesh is not None
+        parallel = self._config.parallel
+        is_hybrid = self.layout.replicas > 1 or parallel.data == "ddp"
+        shard(
+            module,
+            self._mesh["replica", "shard"] if is_hybrid else self._mesh["shard"],
+            reshard_after_forward=parallel.data in ("zero3", "hsdp"),
+            dtype=AUTOCAST.get(self._config.precision),
+            offload=parallel.offload,
+        )
+
+    def _tensor_plan(self, module: nn.Module) -> dict[str, Any]:
+        if not hasattr(module, "tensor_plan"):
+            raise UsageError(
+                f"parallel.tensor: {type(module).__name__} has no tensor_plan() that says how its layers are divided; "
+                'return {"layer.name": ColwiseParallel(), ...} (torch.distributed.tensor.parallel)'
+            )
+        plan: dict[str, Any] = module.tensor_plan()  # type: ignore[operator]
+        return plan
+
+    def _divide_layers(self, module: nn.Module, plan: Mapping[str, Any]) -> None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        assert self._mesh is not None
+        children = [name for name, _ in module.named_children()]  # a stage has some of them
+        here = {key: style for key, style in plan.items() if any(fnmatch(n, key.split(".")[0]) for n in children)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a path that names nothing is a mistake in the plan
+            try:
+                parallelize_module(module, self._mesh["tensor"], here)
+            except (UserWarning, ValueError, NotImplementedError) as error:
+                raise UsageError(f"parallel.tensor: {type(module).__name__}.tensor_plan(): {error}") from None
 
     def optimizer(
         self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
-        """Return `make(parameters, **options)` for the model's trainable parameters. Raises UsageError."""
+        """Return `make(parameters, **options)` for the model's trainable parameters. Raises UsageError.
+
+        torch's kernels for many tensors take DTensors of one mesh at a time: each mesh has a group of parameters, the
+        same groups on all stages.
+        """
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        meshes = sorted({_mesh_of(parameter) for parameter in trainable})
+        if self.stages is not None:
+            meshes = sorted({mesh for other in self.ranks.gather(meshes) for mesh in other})
+        groups = [{"params": [p for p in trainable if _mesh_of(p) == mesh]} for mesh in meshes]
         try:
-            optimizer = make(trainable, **options)
+            if self._config.parallel.data == "zero1" and self.data_size > 1:
+                from jobkit.train.zero1 import Zero1
+
+                optimizer: torch.optim.Optimizer = Zero1(groups, make, self.data_group, options)
+            else:
+                optimizer = make(groups if len(groups) > 1 else trainable, **options)
         except (TypeError, ValueError) as error:
             name = getattr(make, "__name__", type(make).__name__)
             takes = ", ".join(list(inspect.signature(make).parameters)[1:])
@@ -95,10 +226,70 @@ class Spread:
         self.optimizers.append(optimizer)
         return optimizer
 
-    @staticmethod
-    def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on this rank."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+    def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Raise UsageError for an optimizer that would not train the spread model, or not as the YAML says."""
+        present = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        for optimizer in optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            is_zero1 = self._config.parallel.data == "zero1" and self.data_size > 1
+            if is_zero1 and optimizer not in self.optimizers:
+                raise UsageError(
+                    "parallel.data: zero1 divides an optimizer's state: make it by ctx.optimizer(model, ...)"
+                )
+            if self._is_sharded and parameters and not any(id(parameter) in present for parameter in parameters):
+                raise UsageError(
+                    "an optimizer has the parameters from before ctx.parallelize, which put shards in their place: "
+                    "make it by ctx.optimizer(model, ...), or of the parameters of the model that came back"
+                )
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the 2-norm of all gradients of the model, a float32 scalar, the same on every rank."""
+        return gradient_norm(parameters, self.stages)
+
+    @contextmanager
+    def unsynchronised(self, model: nn.Module) -> Iterator[None]:
+        """Within it, gradients stay on this rank."""
+        inner = plain_module(model)
+        if hasattr(inner, "set_requires_gradient_sync"):  # fully_shard's
+            inner.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                inner.set_requires_gradient_sync(True)
+            return
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            yield
+
+    def average(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Replace all replicas by their mean: local SGD (arXiv:1805.09767). All ranks call it."""
+        for tensor in self._drifting(optimizers):
+            mean = tensor.contiguous()
+            dist.all_reduce(mean)
+            tensor.copy_(mean / self.data_size)
+
+    @contextmanager
+    def mean_replicas(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+        """Within it, all replicas are their mean. All ranks call it."""
+        optimizers = [] if optimizer is None else [optimizer]
+        tensors = self._drifting(optimizers)
+        kept = [tensor.clone() for tensor in tensors]
+        self.average(optimizers)
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+
+    def _drifting(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+        tensors = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors += [state["ema"] for item in optimizers for state in item.state.values() if "ema" in state]
+        return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+
+
+def _mesh_of(parameter: nn.Parameter) -> tuple[str, ...]:
+    """Return the axes of the mesh that a parameter is spread over; none for a plain tensor."""
+    data = parameter.data
+    return tuple(data.device_mesh.mesh_dim_names or ()) if isinstance(data, DTensor) else ()
 
 
 class GradientOrders:

@@ -20,7 +20,7 @@ from jobkit.run.schema import Config
 from jobkit.train.accumulation import Loss, backward
 from jobkit.train.batch import batch_size
 from jobkit.train.devices import AUTOCAST
-from jobkit.train.gradients import LossScaler, clip_gradients, gradient_norm, scale_gradients
+from jobkit.train.gradients import LossScaler, clip_gradients, scale_gradients
 from jobkit.train.loader import Loader
 from jobkit.train.order import share_of
 from jobkit.train.spread import Spread
@@ -61,7 +61,11 @@ class Step:
         inputs, target = batch
         if global_batch_size is None:
             global_batch_size = self._loaders_batch_size(batch_size(inputs))
-        several = self.spread.data_size > 1
+        scale = self.scaler.begin(lambda: _has_gradients(model)) if self.scaler is not None else 1.0
+        if self.spread.stages is not None and hasattr(model, "stage"):
+            return self._pipelined(model, inputs, loss, target, micro_batch_size, global_batch_size, scale)
+        adds_up = self.spread.data_size > 1 and not self.spread.drifts
+        group = self.spread.data_group
         return backward(
             model,
             inputs,
@@ -72,9 +76,24 @@ class Step:
             micro_batch_size=micro_batch_size,
             autocast=self.autocast,
             unsynchronised=lambda: self.spread.unsynchronised(model),
-            scale=self.scaler.begin(lambda: _has_gradients(model)) if self.scaler is not None else 1.0,
-            add_up=(lambda tensor: dist.all_reduce(tensor, async_op=True)) if several else None,
+            scale=scale,
+            add_up=(lambda tensor: dist.all_reduce(tensor, group=group, async_op=True)) if adds_up else None,
         )
+
+    def _pipelined(
+        self, model: Any, inputs: Any, loss: Loss, target: Any, micro: int | None, total: int, scale: float
+    ) -> Tensor:
+        size, ranks = batch_size(inputs), self.spread.data_size
+        if size * ranks != total:
+            raise UsageError(
+                f"parallel.pipeline: a share of {size} of a global batch of {total} on {ranks} data-parallel rank(s): "
+                "their schedules need equal shares; choose a global_batch_size that they divide"
+            )
+        options = {"weight": scale, "micro_batch_size": micro, "autocast": self.autocast}
+        mean: Tensor = model.backward(inputs, loss, target, **options)
+        if ranks > 1:
+            dist.all_reduce(mean, group=self.spread.data_group)
+        return mean / ranks
 
     def _loaders_batch_size(self, given: int) -> int:
         """Return the loader's global batch size, of which `given` samples must be this rank's share."""
@@ -98,11 +117,11 @@ class Step:
         norm: Tensor | None = None
         accepted = True
         if self.scaler is not None:
-            norm = gradient_norm(parameters) / self.scaler.used
+            norm = self.spread.norm(parameters) / self.scaler.used
             accepted = self.scaler.accepts(norm)
             scale_gradients(parameters, 1 / self.scaler.used)
         elif max_norm is not None:
-            norm = gradient_norm(parameters)
+            norm = self.spread.norm(parameters)
         if accepted:
             if norm is not None and max_norm is not None:
                 clip_gradients(parameters, max_norm, norm)
@@ -112,10 +131,14 @@ class Step:
 
     @contextmanager
     def averaged(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-        """Within it, the parameters are their moving averages, where the optimizer keeps any."""
+        """Within it, the parameters are their moving averages, where the optimizer keeps any; with local SGD those of
+        all replicas."""
         swap: Callable[[], AbstractContextManager[None]] | None = getattr(optimizer, "averaged", None)
-        with swap() if swap is not None else nullcontext():
+        mean = self.spread.mean_replicas(optimizer) if self.spread.drifts else nullcontext()
+        with mean, swap() if swap is not None else nullcontext():
+            torch.clear_autocast_cache()  # within autocast it holds the weights in another type
             yield
+        torch.clear_autocast_cache()
 
 
 def _has_gradients(model: nn.Module) -> bool:

@@ -92,9 +92,9 @@ class Context:
         restored = self._checkpointer.restored
         self._reporter = Reporter(rank)
         self._health = Health(ignores=config.on_nan == "ignore")
-        self._spread = Spread(config, joined.device, joined.ranks)
+        self._spread = Spread(config, joined.device, joined.ranks, rank.local_world_size)
         self._step = Step(config, self._spread)
-        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights)
+        self._tracked = Tracked(self._checkpointer, config.checkpoint.weights, drifts=self._spread.drifts)
         self._checkpoints = Checkpoints(rank, self._checkpointer, self._tracked, self._reporter)
         timing = Timing(self._reporter, joined.device, self._step.loaders, self._spread.optimizers)
         self._loop = Loop(
@@ -108,7 +108,11 @@ class Context:
             on_begin=self._begin_loop,
         )
         self._before = page_before(environ)
-        self._generators = Generators(config.seed, rank.rank, rank.world_size, self._devices)
+        # Ranks that compute the same samples together draw the same numbers.
+        self._generators = Generators(config.seed, self._spread.data_rank, rank.world_size, self._devices)
+        self._averaged_step = 0
+        if self._spread.drifts:
+            self._loop.before_boundary = self._average_replicas
         self._epochs = Epochs(self._loop, self._restore_again, self._devices, rank.rank, rank.world_size)
         self._evaluator = Evaluator(rank, self._spread, self._tracked, self._reporter, self._loop)
         self._values: Values | None = None
@@ -335,11 +339,14 @@ class Context:
         made += [("the optimizer of ctx.optimizer", optimizer) for optimizer in self._spread.optimizers]
         made += [("the loader of ctx.loader", loader) for loader in self._step.loaders]
         self._tracked.check_made(made)
+        self._spread.check_optimizers(self._tracked.optimizers)
         restored = self._checkpointer.restored
         if self._step.scaler is not None:
             self._tracked.add_own("scaler", self._step.scaler)
         if self.world_size > 1:
             self._tracked.add_own("gradient_order", self._spread.orders)
+        for number, compression in enumerate(self._spread.compressions):
+            self._tracked.add_own(f"compression{number}", compression)
         self._tracked.add_own("gradients", PendingGradients(self._tracked))
         if restored is None:
             self._generators.begin()
@@ -350,6 +357,11 @@ class Context:
         if not self._epochs.restores_again:
             self._tracked.check_names()
         self._begin_reports(restored, Repeats(self._rank.page, self._before, self.step))
+
+    def _average_replicas(self, step: int, is_last: bool) -> None:
+        if is_last or step % self._rank.config.comm.local_sgd == 0:
+            self._spread.average(self._tracked.optimizers)
+            self._averaged_step = step
 
     def _begin_reports(self, restored: Source | None, repeats: Repeats | None) -> None:
         position = None if restored is None else restored.manifest.extra["tensorboard"]
@@ -426,6 +438,8 @@ class Context:
             if not self._loop.is_over:
                 self._loop.end()
             self._rank.beat(self.step, Phase.ENDING)
+            if self._spread.drifts and self._averaged_step != self.step:
+                self._average_replicas(self.step, is_last=True)
             # final/ first: an attempt that begins with the last checkpoint finds the result there (`is_done`).
             modules = {name: value for name, value in self._tracked.objects.items() if isinstance(value, nn.Module)}
             make_room = self._checkpointer.make_room

@@ -75,6 +75,8 @@ class Loop:
         self._pending: Pending | None = None
         """The copy of the state at this boundary, while functions run that a stop may interrupt."""
         self._is_alone = ranks.world_size == 1
+        self.before_boundary: Callable[[int, bool], None] | None = None
+        """Called with the steps done, and whether they are all, before each boundary: local SGD averages."""
 
     # The beginning and the end
 
@@ -132,6 +134,8 @@ class Loop:
             due: functions follow at this boundary
         """
         step = boundary.step
+        if self.before_boundary is not None:
+            self.before_boundary(step, is_last)
         self.boundary, self.is_in_step = boundary, False
         self._ordinal += 1
         self._rank.page.beat(self._rank.attempt, Phase.STEPPING, step)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
@@ -39,12 +40,12 @@ class Tracked:
     tracked.entries
     """
 
-    def __init__(self, checkpointer: Checkpointer, weights: str = "all") -> None:
+    def __init__(self, checkpointer: Checkpointer, weights: str = "all", *, drifts: bool = False) -> None:
         self.entries: list[Entry] = []
         self.objects: dict[str, Any] = {}
         """The user's objects by name, in the order of tracking."""
         self.checkpointer = checkpointer
-        self._weights = weights
+        self._weights, self._drifts = weights, drifts
         self.stepped: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that stepped in the step under way."""
         self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
@@ -58,6 +59,8 @@ class Tracked:
         self._hook = register_optimizer_step_post_hook(self._note_step)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(getattr(other, "local_optimizer", None) is optimizer for other in self.optimizers):
+            return  # zero1's own, which steps within it
         self.stepped[id(optimizer)] = optimizer
         if self.on_step is not None:
             self.on_step(optimizer)
@@ -91,6 +94,8 @@ class Tracked:
         module = plain_module(value)
         if isinstance(value, torch.Generator):
             return Entry(name=name, live=_TorchGenerator(value), scope="rank")
+        # With local SGD replicas differ between two averages.
+        per_rank = per_rank or (self._drifts and isinstance(module, (nn.Module, torch.optim.Optimizer)))
         if not isinstance(module, nn.Module):
             return Entry(name=name, live=value, scope="rank" if per_rank else "shared")
         # Each rank's buffers are its own: BatchNorm's averages differ between ranks at a boundary, also under DDP,
@@ -263,7 +268,7 @@ class PendingGradients:
         for name, optimizer, parameter in parameters:
             gradient = parameter.grad
             if gradient is not None and not self._is_used(optimizer, parameter):
-                added[name] = gradient
+                added[name] = _local(gradient)
             elif gradient is not None and not gradient.is_sparse:
                 used.append(name)
         return {"added": added, "used": "all" if len(used) == len(parameters) else used}
@@ -274,10 +279,16 @@ class PendingGradients:
         for name, _, parameter in self._parameters():
             parameter.grad = None
             if name in added:
-                parameter.grad = added[name].to(parameter.device, parameter.dtype)
+                parameter.grad = torch.empty_like(parameter)
+                with torch.no_grad():
+                    _local(parameter.grad).copy_(added[name])
             elif names is None or name in names:
                 parameter.grad = torch.zeros_like(parameter)
                 self._used.add(id(parameter))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Generators:
