@@ -106,6 +106,7 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
     _check_same_run(loaded.config, run, joined.ranks)
     if rank.local_rank == 0 and (idle := machine.idle_devices(config, rank.local_world_size)):
         log.warning("%s", idle)
+    disks = _disks(rank, joined.ranks)
     launched = Launched(rank, joined, None, None, port)
 
     def start() -> int | None:
@@ -116,7 +117,7 @@ def begin(loaded: Loaded, run: RunDir, launch: Launch) -> Launched | None:
         leave()
         return None
     rank.attempt = number
-    _prepare_disks(rank, loaded, joined.ranks)
+    _prepare_disks(rank, loaded, joined.ranks, disks)
     os.environ.update(JOBKIT_RUN=str(run.path), JOBKIT_ATTEMPT=str(rank.attempt))
     take_stop_signals(page, ctrl_c=True)
     if launched.tenure is not None:
@@ -194,14 +195,27 @@ def _check_same_run(config: Config, run: RunDir, ranks: RankGroup) -> None:
             )
 
 
-def _prepare_disks(rank: Rank, loaded: Loaded, ranks: RankGroup) -> None:
-    """Write on the disk of each machine that shares none with rank 0 what its ranks read there."""
+def _disks(rank: Rank, ranks: RankGroup) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks by disk; nothing where all share a disk.
+
+    Raises InputError, on all ranks, where machines that share none would keep a part of the state each.
+    """
+    folder, spread = rank.run.path.parent, rank.config.parallel
     if rank.local_rank == 0:
-        rank.run.checkpoints.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     ranks.barrier()
-    disks = disks_of(rank.run.path, rank, ranks)
+    disks = disks_of(folder, rank, ranks)
+    if disks and (spread.data, spread.tensor, spread.pipeline) != ("ddp", 1, 1):
+        hint = f"let {folder} be one folder for all machines, or take ddp"
+        raise InputError("no machine would have the whole state on its disk", key="parallel", hint=hint)
+    return disks
+
+
+def _prepare_disks(rank: Rank, loaded: Loaded, ranks: RankGroup, disks: tuple[tuple[int, ...], ...]) -> None:
+    """Write on each disk that is not rank 0's what its ranks read there."""
     lease = ranks.broadcast(rank.run.lease() if ranks.is_main else None)
     if rank.rank in [disk[0] for disk in disks[1:]]:
+        rank.run.checkpoints.mkdir(parents=True, exist_ok=True)
         write_atomic(rank.run.config_file, yamlfile.dump(loaded.written))
         records.write(rank.run.lease_file, lease)
     if disks and ranks.is_main:

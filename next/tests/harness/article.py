@@ -24,7 +24,6 @@ from train_loop import train_one_epoch
 def init_distributed_mode(args):
     args.distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not args.distributed:
-        print("not using distributed mode")
         return
     args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     args.gpu, args.dist_backend = int(os.environ["LOCAL_RANK"]), "gloo"
@@ -66,30 +65,20 @@ class EMA(nn.Module):
         for shadow, parameter in zip(self.shadow, self.model.parameters()):
             shadow.lerp_(parameter, 1 - decay)
 
-class NativeScaler:
-    def __init__(self):
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+class NativeScaler(torch.amp.GradScaler):
     def __call__(self, loss, optimizer, parameters, update_grad):
-        self._scaler.scale(loss).backward()
+        self.scale(loss).backward()
         if update_grad:
-            self._scaler.unscale_(optimizer)
+            self.unscale_(optimizer)
             nn.utils.clip_grad_norm_(parameters, 1.0)
-            self._scaler.step(optimizer)
-            self._scaler.update()
-    def state_dict(self):
-        return self._scaler.state_dict()
-    def load_state_dict(self, state):
-        self._scaler.load_state_dict(state)
+            self.step(optimizer)
+            self.update()
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data_path", type=Path, required=True)
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--batch_size", type=int, default=4)
-parser.add_argument("--accum_iter", type=int, default=2)
-parser.add_argument("--lr", type=float, default=1e-2)
-parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--dist_url", default="env://")
-parser.add_argument("--world_size", type=int, default=1)
+DEFAULTS = dict(epochs=3, batch_size=4, accum_iter=2, lr=1e-2, seed=0, dist_url="env://", world_size=1)
+for name, value in DEFAULTS.items():
+    parser.add_argument(f"--{name}", type=type(value), default=value)
 parser.add_argument("--local-rank", "--local_rank", type=int, default=-1)
 args = parser.parse_args()
 init_distributed_mode(args)
@@ -105,7 +94,7 @@ torch.manual_seed(args.seed + rank)
 ddp = nn.parallel.DistributedDataParallel(model) if args.distributed else model
 optimizer = torch.optim.AdamW(model.model.parameters(), lr=args.lr, betas=(0.9, 0.95))
 lr_schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-3, total_iters=args.epochs)
-loss_scaler = NativeScaler()
+loss_scaler = NativeScaler("cpu", init_scale=2.0**10, growth_interval=3)
 stats = {"loss": 0.0}
 for epoch in range(args.epochs):
     sampler.set_epoch(epoch)
@@ -134,6 +123,8 @@ def train_one_epoch(ddp, model, loader, optimizer, lr_schedule, loss_scaler, sta
         if update:
             model.update_ema()
         stats["loss"] += loss.item() / len(loader)
+        while os.path.exists("hold"):
+            time.sleep(0.05)
         time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
     lr_schedule.step()
 """

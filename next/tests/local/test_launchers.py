@@ -16,6 +16,7 @@ import pytest
 from harness import article
 from harness.ranks import free_port
 from harness.runs import PATIENCE, Launch, Project, wait_until
+from slurmbox import Cluster
 
 EXPORT = "export IMAGENET_DIR=$PWD/data IMAGENET_RES=64 CUDA_VISIBLE_DEVICES=4,5; "
 DATA = " train.py --data_path=${IMAGENET_DIR}/train_${IMAGENET_RES}/box/"
@@ -97,10 +98,10 @@ def test_the_articles_commands_of_two_ranks_are_stopped_and_killed_and_go_on_exa
     tmp_path: Path, typed: Callable[..., subprocess.Popen[str]], result_of_two: Any
 ) -> None:
     article.write(tmp_path)
-    ctrl_c_at(4, typed(tmp_path, TORCHRUN, STEP_SECONDS="0.2"), tmp_path)
+    ctrl_c_at(4, typed(tmp_path, TORCHRUN, STEP_SECONDS="0.3"), tmp_path)
     launch = run_of(tmp_path)
     for attempt, line in enumerate((LAUNCH, TORCHRUN), start=2):
-        process = typed(tmp_path, line, STEP_SECONDS="0.2")
+        process = typed(tmp_path, line, STEP_SECONDS="0.3")
         launch.wait_for_attempt(attempt).wait_for_step((launch.ends[0].last_step or 0) + 2).kill_supervisor()
         ended(process, well=False)
     ended(typed(tmp_path, LAUNCH))
@@ -115,8 +116,13 @@ def test_the_articles_command_of_plain_python_goes_on_exactly(
         article.write(tmp_path / name)
     ended(typed(tmp_path / "straight", PYTHON))
     folder = tmp_path / "interrupted"
-    ctrl_c_at(4, typed(folder, PYTHON, STEP_SECONDS="0.1"), folder)
-    launch, process = run_of(folder), typed(folder, PYTHON, STEP_SECONDS="0.1")
+    first = typed(folder, PYTHON, STEP_SECONDS="0.3")
+    run_of(folder).wait_for_step(1)
+    (folder / "hold").touch()
+    assert "already" in ended(typed(folder, PYTHON), well=False)  # a second task, which takes itself for the only one
+    (folder / "hold").unlink()
+    ctrl_c_at(4, first, folder)
+    launch, process = run_of(folder), typed(folder, PYTHON, STEP_SECONDS="0.3")
     launch.wait_for_attempt(2).wait_for_step((launch.ends[0].last_step or 0) + 2).kill_supervisor()
     ended(process, well=False)
     ended(typed(folder, PYTHON))
@@ -192,3 +198,21 @@ def test_a_command_has_the_same_variables_under_every_launcher(
     assert [place["LOCAL_RANK"] for place in places["agent"]] == ["0", "1"]
     assert {place["CUDA_VISIBLE_DEVICES"] for place in places["agent"]} == {"4,5"}
     assert not any(place["jobkit"] for place in places["agent"])
+
+
+def test_srun_gives_its_ranks_the_same_variables_and_refuses_tasks_that_know_no_place(
+    slurm: Cluster, on_slurm: Callable[..., Project], typed: Callable[..., subprocess.Popen[str]]
+) -> None:
+    project = on_slurm(slurm)
+    project.write("probe.py", PROBE)
+    project.write("probe.yaml", "name: probe\ncommand: [python, probe.py, '${run_dir}/outputs']\n")
+    worker = f"{sys.executable} -m jobkit.worker probe.yaml"
+    output = ended(typed(project.folder, f"srun -n 2 env -u SLURM_PROCID {worker}", **slurm.env), well=False)
+    assert output.count("SLURM_STEP_NUM_TASKS=2") == 2, output
+    assert not list(project.folder.glob("runs/*-*"))
+    ended(typed(project.folder, f"srun -n 2 {worker}", **slurm.env))
+    (folder,) = project.folder.glob("runs/*-*")
+    places = [json.loads((folder / "outputs" / str(rank)).read_text()) for rank in range(2)]
+    assert [place["RANK"] for place in places] == ["0", "1"]
+    assert all(place["WORLD_SIZE"] == "2" and place["MASTER_ADDR"] for place in places)
+    assert len({place["MASTER_PORT"] for place in places}) == 1
