@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ MACHINE = (
     "torchrun --nnodes 2 --node_rank {} --master_addr 127.0.0.1 --master_port {} --nproc_per_node 1 train_pretrain.py"
     " --data_path=data/train_64/box/"
 )
-MPIRUN = "mpirun --oversubscribe -n 2 python"
+MPIRUN = "mpirun --allow-run-as-root --oversubscribe -n 2 python"
 
 PROBE = """\
 import json, os, sys
@@ -40,22 +40,17 @@ Path(sys.argv[1], place["RANK"]).write_text(json.dumps(place))
 """
 
 
-@pytest.fixture
-def typed(no_process_left: None) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """A function that types a line into a shell, in a folder; the terminal's Ctrl-C goes to its process group."""
+pytestmark = pytest.mark.usefixtures("no_process_left")
 
-    def start(folder: Path, line: str, **variables: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", **variables}
-        environment |= {
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
-        }
-        for name in ("JOBKIT_RUNS", "IMAGENET_DIR"):
-            environment.pop(name, None)
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(["bash", "-c", line], cwd=folder, env=environment, start_new_session=True, **pipe)  # type: ignore[call-overload, no-any-return]
 
-    yield start
+def typed(folder: Path, line: str, **variables: str) -> subprocess.Popen[str]:
+    """Type a line into a shell, in a folder; a terminal's Ctrl-C goes to its process group."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    for name in ("JOBKIT_RUNS", "IMAGENET_DIR"):
+        environment.pop(name, None)
+    pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(["bash", "-c", line], cwd=folder, env=environment, start_new_session=True, **pipe)
 
 
 def ended(process: subprocess.Popen[str], *, well: bool = True) -> str:
@@ -80,11 +75,10 @@ def result_of_two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The result of the article's script on two machines that share a disk, which nothing interrupts."""
     folder = tmp_path_factory.mktemp("straight")
     article.write(folder, "train_pretrain.py")
-    port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    lines = [MACHINE.format(node, port).split() for node in range(2)]
-    machines = [subprocess.Popen(line, cwd=folder, env=environment) for line in lines]
-    assert [machine.wait(PATIENCE) for machine in machines] == [0, 0]
+    port = free_port()
+    machines = [typed(folder, MACHINE.format(node, port)) for node in range(2)]
+    for machine in machines:
+        ended(machine)
     return run_of(folder).status.result
 
 
@@ -95,7 +89,7 @@ def test_a_script_needs_five_lines_and_one_for_a_plain_value() -> None:
 
 
 def test_the_articles_commands_of_two_ranks_are_stopped_and_killed_and_go_on_exactly(
-    tmp_path: Path, typed: Callable[..., subprocess.Popen[str]], result_of_two: Any
+    tmp_path: Path, result_of_two: Any
 ) -> None:
     article.write(tmp_path)
     ctrl_c_at(4, typed(tmp_path, TORCHRUN, STEP_SECONDS="0.3"), tmp_path)
@@ -109,9 +103,7 @@ def test_the_articles_commands_of_two_ranks_are_stopped_and_killed_and_go_on_exa
     assert launch.status.result == result_of_two
 
 
-def test_the_articles_command_of_plain_python_goes_on_exactly(
-    tmp_path: Path, typed: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_the_articles_command_of_plain_python_goes_on_exactly(tmp_path: Path) -> None:
     for name in ("straight", "interrupted"):
         article.write(tmp_path / name)
     ended(typed(tmp_path / "straight", PYTHON))
@@ -129,9 +121,7 @@ def test_the_articles_command_of_plain_python_goes_on_exactly(
     assert launch.status.result == run_of(tmp_path / "straight").status.result
 
 
-def test_two_machines_without_a_shared_disk_go_on_together_and_never_from_0(
-    tmp_path: Path, typed: Callable[..., subprocess.Popen[str]], result_of_two: Any
-) -> None:
+def test_two_machines_without_a_shared_disk_go_on_together_and_never_from_0(tmp_path: Path, result_of_two: Any) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         article.write(folder, "train_pretrain.py")
@@ -167,7 +157,7 @@ def test_two_machines_without_a_shared_disk_go_on_together_and_never_from_0(
     assert launch.status.result == result_of_two
 
 
-def test_machines_with_other_values_are_refused(tmp_path: Path, typed: Callable[..., subprocess.Popen[str]]) -> None:
+def test_machines_with_other_values_are_refused(tmp_path: Path) -> None:
     article.write(tmp_path, "train_pretrain.py")
     port = free_port()
     machines = [typed(tmp_path, f"{MACHINE.format(node, port)} --lr {node + 1}") for node in range(2)]
@@ -176,9 +166,7 @@ def test_machines_with_other_values_are_refused(tmp_path: Path, typed: Callable[
     assert not list(tmp_path.glob("runs/*-*"))
 
 
-def test_a_command_has_the_same_variables_under_every_launcher(
-    project: Project, typed: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_command_has_the_same_variables_under_every_launcher(project: Project) -> None:
     project.write("probe.py", PROBE)
     places = {}
     for name, launcher in {
@@ -201,7 +189,7 @@ def test_a_command_has_the_same_variables_under_every_launcher(
 
 
 def test_srun_gives_its_ranks_the_same_variables_and_refuses_tasks_that_know_no_place(
-    slurm: Cluster, on_slurm: Callable[..., Project], typed: Callable[..., subprocess.Popen[str]]
+    slurm: Cluster, on_slurm: Callable[..., Project]
 ) -> None:
     project = on_slurm(slurm)
     project.write("probe.py", PROBE)
